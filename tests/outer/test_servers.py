@@ -106,7 +106,10 @@ def test_a_new_life_drops_the_half_update_of_the_old_one():
     [
         ({"member": "zoe"}, "no member is called 'zoe'"),
         ({"config_digest": "other"}, "config digest differs: a has other .* has config"),
-        ({"parameter_map_digest": "other", "model": "a big one"}, "layout digest differs: a has other .a big one."),
+        (
+            {"parameter_map_digest": "other", "model": "a big one"},
+            "parameter map digest differs: a has other .a big one.",
+        ),
         ({"part": 2}, "part 2 of 2"),
         ({"pushes": ((StridedSlice(0, 65),),)}, "does not lie within"),
         ({"pushes": ((StridedSlice(0, 8, -1, 2),),)}, "does not lie within"),

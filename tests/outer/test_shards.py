@@ -107,10 +107,10 @@ def test_nor_where_momenta_and_residuals_are_kept_in_bf16(rule: str) -> None:
     assert said == again
     same_state(calm.top, shaken.top)
     tensors = {**calm.regions["eu"].state()[0], **{f"top.{k}": t for k, t in calm.top.state()[0].items()}}
-    narrow = {name.split(".")[-1] if "aux" in name else name.split(".")[0] for name, t in tensors.items()
+    in_bf16 = {name.split(".")[-1] if "aux" in name else name.split(".")[0] for name, t in tensors.items()
               if t.dtype == torch.bfloat16}  # fmt: skip
     of_rule = {"halos": {"momentum", "accumulated"}, "region_momentum": {"momentum"}, "sync": {"momentum"}}
-    assert narrow == {"residual", *of_rule[rule]}
+    assert in_bf16 == {"residual", *of_rule[rule]}
 
 
 def test_chunks_change_nothing_where_each_element_is_coded_by_itself() -> None:

@@ -35,7 +35,7 @@ class _Sync:
         return len(c.waiting) == len(self.members)
 
     def take_weights(self, c: Counts) -> Inputs:
-        """The weight of each member's delta, all of which wait; none does any more."""
+        """Return the weight of each member's delta, all of which wait, and let none wait any more."""
         weights: Inputs = {member: c.waiting[member] for member in self.members}
         c.waiting.clear()
         return weights
@@ -58,7 +58,7 @@ class SyncRegion(_Sync):
         c.counts.update(in_flight=0)
 
     def begin(self, v: Vectors) -> None:
-        """The weights are all that it needs."""
+        """Do nothing: the rule keeps no other vector."""
 
     def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1

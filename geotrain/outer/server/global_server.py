@@ -55,19 +55,10 @@ class GlobalServer(Server):
         members = tuple(self._workers_of)
         rule = global_rule(config.rule, members)
         role: Literal["worker", "region"] = "worker" if config.flat else "region"
-        codecs, bf16_state = (config.up, config.down), config.server_state == "bf16"
         super().__init__(
-            GLOBAL,
-            role,
-            identity,
-            parameter_map,
-            rule,
-            members,
-            *codecs,
-            config.limits,
-            shards,
-            bf16_state=bf16_state,
-        )
+            GLOBAL, role, identity, parameter_map, rule, members, config.up, config.down, config.limits, shards,
+            bf16_state=config.server_state == "bf16",
+        )  # fmt: skip
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
         self.lease_table = LeaseTable(
@@ -128,12 +119,12 @@ class GlobalServer(Server):
         # The lease may be one granted before, which is given again as it was and does not carry the new task.
         if task and isinstance(granted, Lease) and granted.validate == task:
             self.validations.handed_out(self.lease_table.committed_samples)
-        # A worker that is to leave still gets the leases it held already, and is told that it is finished after them.
+        # A worker that is to leave still gets the leases it held already, and hears that it is finished after them.
         return self.lease_table.dismiss(request) if granted is None and leaves else granted
 
     @property
     def final_validation(self) -> int:
-        """The number of the validation that the run's final weights still need; 0: none."""
+        """Number of the validation that the run's final weights still need; 0: none."""
         return self.validations.final_task(self.lease_table) if self.finished else 0
 
     def versions_to_validate(self) -> list[int]:
@@ -154,7 +145,7 @@ class GlobalServer(Server):
             return 1
         return len(self._workers_of[member]) if self.rule.in_rounds else MOST_WEIGHT
 
-    def lent(self, member: str) -> int:
+    def max_credible_weight(self, member: str) -> int:
         workers = self._workers_of[member]  # each may send one more, at the end
         return len(workers) + len(self.holds(member)) + self.lease_table.returned_by(workers)
 
@@ -162,8 +153,7 @@ class GlobalServer(Server):
         return self._workers_of[member]
 
     def _on_join(self, join: Join) -> Welcome:
-        """A drained member that has left and comes back in a new incarnation takes part again: that ends the
-        draining."""
+        """Let a rank join, and end the draining of a member that had left and comes back in a new incarnation."""
         before = self.members.get(join.member)
         back = before is not None and before.left and before.incarnation != join.incarnation
         welcome = super()._on_join(join)
@@ -198,7 +188,7 @@ class GlobalServer(Server):
 
     def begin_again(self) -> None:
         super().begin_again()
-        # The resumed run may have more data for those who were told that there is none; earlier commands have ended.
+        # The resumed run may have more data for those for whom there was none; earlier commands have ended.
         self.lease_table.dismissed.clear()
         self.lease_table.shorten()
         self.paused = self.stopping = False
@@ -222,7 +212,7 @@ class GlobalServer(Server):
         return "stopping" if self.stopping else "paused" if self.paused else "running"
 
     def status(self) -> dict[str, Any]:
-        """Plain data for people and tests. complete: no data is left, and none is out."""
+        """Return plain data for people and tests. complete: no data is left, and none is out."""
         return {
             **super().status(),
             "phase": self.phase,

@@ -1,4 +1,4 @@
-"""Phases of a member's life, and which event leads from which to which."""
+"""Phases of a member, and which event leads from which to which."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MemberPhase(Enum):
 
 
 class MemberEvent(Enum):
-    """What moves a member to another phase."""
+    """Events that move a member to another phase."""
 
     JOINS = auto()  # with a new incarnation
     HEARD = auto()  # an update came, or its present incarnation joined again

@@ -1,5 +1,6 @@
-"""What region and global servers have in common: members, parts of updates, answers. A state machine, which decides;
-its vectors are in its shards (`geotrain.outer.shards.shard`), to which it gives orders.
+"""The base of region and global servers: a state machine that takes members' updates and answers them.
+
+It decides; its vectors are in its shards (`geotrain.outer.shards`), to which it gives commands.
 
 `Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
 send, and what happened. `geotrain.net` calls it, in two parts, behind a journal and sockets, `geotrain.simulate`
@@ -45,12 +46,14 @@ from geotrain.outer.shards.local import LocalShards
 from geotrain.outer.shards.protocol import Apply, Copy, Decoded, Forget, Freeze, FromShards, HeldPart, Shards
 from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.chunks import deal
-from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
+from geotrain.parameters.parameter_map import ParameterMap, numel
 
 
 def identity_of(run: RunConfig, parameter_map: ParameterMap, data: str = "") -> Identity:
-    """What everybody who takes part in this run must agree on. data: sha256 of the training data that is here; a
-    server, which has none, knows what the run file says."""
+    """Build the identity on which all processes of this run must agree.
+
+    data: sha256 of the training data that is here; a server, which has none, knows what the run file says.
+    """
     model = f"{run.model.config.get('model_type', 'a model')} of {parameter_map.numel:,} parameters"
     return Identity(run.name, config_digest(run), parameter_map.digest, model, data or run.data.sha256 or "")
 
@@ -71,7 +74,7 @@ class Handled:
 
 
 class Server(Membership):
-    """A region server or a global server.
+    """State of a region server or a global server, and what it does with each message.
 
     Beside `handle` there are reads, which leave the durable state as it is; both kinds of server have all of them, so
     that callers need not ask which kind it is: `admit`, `answer`, `current`, `weights_to_validate`, `holds`,
@@ -110,12 +113,12 @@ class Server(Membership):
         return Handled(taken.reply, taken.sends + rest.sends, taken.events + rest.events)
 
     def take(self, message: Message | FromShards) -> Handled:
-        """The part of `handle` for which the sender waits. `go_on` must be called before the next message."""
+        """Do the part of `handle` for which the sender waits. `go_on` must be called before the next message."""
         inner = self.shards.unwrap(message)
         return self._handled(None if inner is None else self._route(inner))
 
     def go_on(self) -> Handled:
-        """The other part: what the message makes due for others, as a region's update for the global server."""
+        """Do what the message makes due for others, such as a region's update for the global server."""
         return self._handled(None)
 
     def _handled(self, reply: Any) -> Handled:
@@ -164,16 +167,17 @@ class Server(Membership):
         return 0
 
     def most_weight(self, member: str) -> int:
-        """The most workers' deltas that an update of this member may stand for."""
+        """Upper bound on the workers' deltas that an update of this member may stand for; more is refused."""
         return 1
 
-    def lent(self, member: str) -> int:
-        """For how many workers' deltas this member has got data: beyond that, an update's weight excuses nothing."""
+    def max_credible_weight(self, member: str) -> int:
+        """Upper bound on the workers' deltas this member can stand for, from its leases; a larger claim does not
+        widen the norm limit."""
         return 1
 
     @abstractmethod
     def workers_of(self, member: str) -> tuple[str, ...]:
-        """The workers that this member speaks for."""
+        """Return the workers that this member speaks for."""
 
     def lease_is_due(self, worker: str) -> bool:
         """Whether repeating a LeaseRequest that got no lease would bring a reply now. Always False on region servers,
@@ -226,7 +230,7 @@ class Server(Membership):
             check_round(part, fragments, member)
 
     def _expecting(self, part: UpdatePart) -> Member | None:
-        """The sender, if the part belongs to its next update; None if that update was applied before."""
+        """Return the sender if the part belongs to its next update; None if that update was applied before."""
         member = self.current(part.member, part.incarnation, part.part)
         if part.sequence <= member.sequence:
             return None
@@ -240,7 +244,7 @@ class Server(Membership):
     def answer(
         self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
     ) -> Answer | None:
-        """The answer to the member's update `sequence` (0: to its join) for one part; None: not yet.
+        """Return the answer to the member's update `sequence` (0: to its join) for one part; None: not yet.
 
         fragments: those of the update. All parts get the same versions, however late they ask: ranks may hold copies
         of one parameter, which would differ if each got the newest version.
@@ -284,13 +288,14 @@ class Server(Membership):
 
     @property
     def final_validation(self) -> int:
-        """The number of the validation that the run's final weights still need; 0: none. Only the global server has
-        any."""
+        """Number of the validation that the run's final weights still need; 0: none. Region servers have none."""
         return 0
 
     def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
-        """The elements of the global weights that one part holds, in bf16, for validation `number`. The first to ask
-        has them copied, so that all parts evaluate the same weights. Empty when they are not here."""
+        """Return the elements of the global weights that one part holds, in bf16, for validation `number`.
+
+        The first to ask has them copied, so that all parts evaluate the same weights. Empty when they are not here.
+        """
         member = self.current(name, incarnation, part)
         if part not in member.joined:
             raise Refused(f"{name}: part {part} has not joined")
@@ -309,12 +314,12 @@ class Server(Membership):
 
     @abstractmethod
     def versions_to_validate(self) -> list[int]:
-        """The versions of the newest global weights, by fragment; empty if they are not here."""
+        """Return the versions of the newest global weights, by fragment; empty if they are not here."""
 
     # -- state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON data). The number of shards is not in it."""
+        """Return (tensors, JSON data), from which `load` restores the server with any number of local shards."""
         tensors, of_shards = self.shards.state()
         return tensors, {
             **of_shards,
@@ -327,7 +332,7 @@ class Server(Membership):
         }
 
     def _sent(self, name: str) -> dict[str, Any]:
-        """What the member was sent, where weights travel as changes: its fingerprints and frozen answers."""
+        """Save what the member was sent, where weights travel as changes: its fingerprints and frozen answers."""
         member, answers = self.members[name], []
         for sequence, versions in member.answers.items():
             frozen = [[w.chunk, w.version, w.increment] for w in self.shards.answer(name, 0, sequence, versions)]
@@ -336,12 +341,8 @@ class Server(Membership):
         return {"fingerprints": fingerprints, "answers": answers}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """The counterpart of `state`. Raises ParameterMapError when the state is another model's, or is cut
-        otherwise."""
-        if meta["parameter_map_digest"] != self.parameter_map.digest:
-            raise ParameterMapError(
-                f"the state is of layout {meta['parameter_map_digest']}, the run's is {self.parameter_map.digest}"
-            )
+        """Load what `state` returned. Raises ParameterMapError when it is another model's, or is cut otherwise."""
+        self.parameter_map.check_digest(meta["parameter_map_digest"])
         self.fragments = [Counts(**saved) for saved in meta["fragments"]]
         self.data = meta["data"] or self.data
         if self.norms and meta["norms"]:
@@ -359,12 +360,12 @@ class Server(Membership):
                     member.awaiting[sequence] = set(waiting)
 
     def weights(self, fragment: int) -> Tensor:
-        """The fragment's weights, of shards in this process: fp32, 1-D; not to be written."""
+        """Return the fragment's weights, of shards in this process: fp32, 1-D; not to be written."""
         assert isinstance(self.shards, LocalShards)
         return self.shards.weights(fragment)
 
     def status(self) -> dict[str, Any]:
-        """Plain data for people and tests."""
+        """Return plain data for people and tests."""
         return {
             "versions": self.versions,
             "members": {name: member.status() for name, member in self.members.items()},
@@ -401,7 +402,7 @@ class Server(Membership):
                 self._freeze(name, min(waiting), fragment)
 
     def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
-        """What came of the member's updates that are not whole yet, as it came."""
+        """Return the parts of the member's updates that are not whole yet, as they came."""
         arriving = self.members[name].arriving.values()
         return [self.shards.as_received(part) for parts in arriving for part in parts.values()]
 
@@ -437,8 +438,8 @@ class Server(Membership):
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
-                told, names = self.rule.on_delta(state, name, first.weight)
-                self.shards.execute(Apply(name, first.sequence, fragment, state.version, told))
+                inputs, names = self.rule.on_delta(state, name, first.weight)
+                self.shards.execute(Apply(name, first.sequence, fragment, state.version, inputs))
             self.answer_members(names, fragment)
         self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)
@@ -456,7 +457,10 @@ class Server(Membership):
         """Raise Refused when the update is not finite, or its norm not to be believed."""
         self._measure(name, member, self.shards.decode(name, first.sequence, fragments))
         if self.norms is not None:
-            sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
+            sizes, weight = (
+                [member.norms[fragment] for fragment in fragments],
+                min(first.weight, self.max_credible_weight(name)),
+            )
             at_work = {other for other, each in self.members.items() if not each.away}
             for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
                 self.norms.check(name, fragment, size, weight, at_work)

@@ -75,7 +75,7 @@ class LocalShards(Shards):
         return {name: tensor for shard in self.all for name, tensor in shard.state().items()}, {}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any], members: Collection[str]) -> dict[str, Any]:
-        """See `Shards.load`. What members were sent is usable where no tensor of it is missing."""
+        """Load tensors. What members were sent is usable where none of it is missing. Raises ParameterMapError."""
         for chunk in self.parameter_map.chunks if meta["fragments"] else ():
             x = tensors.get(f"chunk.{chunk.index}.x")
             if x is None or x.numel() != chunk.numel:

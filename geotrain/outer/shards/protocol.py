@@ -1,4 +1,4 @@
-"""What passes between a server's coordinator and its shards: commands, reports, and the interface of the shards.
+"""The interface between a server's coordinator and its shards: commands, reports, and what shards do.
 
 A server is a *coordinator*, the state machine that decides (`geotrain.outer.server.server`), and shards, each of
 which holds some of the model's chunks. The coordinator touches no tensor: it gives commands, plain data, which every

@@ -35,7 +35,7 @@ from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
 
 class RemoteShards(Shards):
-    """What a coordinator knows of its remote shards: the commands given to them, and what they have reported.
+    """A coordinator's record of its remote shards: the commands given to them, and what they have reported.
 
     Commands go to `emit`, in order. Those that count are kept until all shards have them on disk, and are the same
     after a replay. shards: how many. up: codec of the region's progress. changes: see `counts`.
@@ -118,8 +118,8 @@ class RemoteShards(Shards):
             case Froze():
                 member = message.member
                 if message.commands >= self._forgotten.get(member, 0):
-                    told = {each.chunk: (each.now, each.before) for each in message.fingerprints}
-                    self._fingerprints.setdefault(member, {}).update(told)
+                    reported = {each.chunk: (each.now, each.before) for each in message.fingerprints}
+                    self._fingerprints.setdefault(member, {}).update(reported)
                     self._known.setdefault(member, {})[str(message.shard)] = message.commands
                 return None
             case UpdatePart() | Answer():
@@ -194,7 +194,7 @@ class RemoteShards(Shards):
         }
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any], members: Collection[str]) -> dict[str, Any]:
-        """See `Shards.load`. The commands that are kept stay."""
+        """Load all but the commands that are kept, which stay. Raises ParameterMapError."""
         saved = meta.get("shards", {"number": 0})
         if saved["number"] != self.shards:
             raise ParameterMapError(
@@ -209,7 +209,7 @@ class RemoteShards(Shards):
 
 
 class Holdings:
-    """What the remote shards have reported in this incarnation, until the coordinator handles it."""
+    """Reports of the remote shards in this incarnation, until the coordinator handles them."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, int], dict[tuple[str, int], dict[int, Measured]]] = {}

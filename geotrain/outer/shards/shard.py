@@ -16,24 +16,14 @@ from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
 from geotrain.outer.shards.bf16_state import in_fp32, round_to_bf16
-from geotrain.outer.shards.protocol import (
-    Apply,
-    Command,
-    Copy,
-    Decoded,
-    Forget,
-    Freeze,
-    Merge,
-    SendUp,
-    StartOver,
-)
+from geotrain.outer.shards.protocol import Apply, Command, Copy, Decoded, Forget, Freeze, Merge, SendUp, StartOver
 from geotrain.parameters.parameter_map import Chunk, ParameterMap, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
 
 
 @dataclass
 class _Known:
-    """What a shard knows of a member."""
+    """A shard's record of a member."""
 
     joins: dict[int, Join] = field(default_factory=dict)  # part → its slices
     # sequence → (part, chunk) → what came, and what was frozen
@@ -46,14 +36,14 @@ MIRRORS = "held.", "mirror."  # how the names of those begin in `ServerShard.sta
 
 
 def no_snapshot(*tensors: Tensor) -> None:
-    """None is being written that would need these as they are."""
+    """Do nothing: no snapshot is being written that would need these tensors as they are."""
 
 
 class ServerShard:
-    """name: of the server. chunks: those that it has. up, down: codecs of the links to members.
-    above: (up, down) of a region server's link to the global server. validates: whether a region keeps a copy of the
-    newest global weights for workers that evaluate them (2 bytes a parameter). narrow: whether momenta and residuals
-    are kept in bf16 between updates.
+    """Vectors and payloads of some chunks of server `name`. chunks: those that it has. up, down: codecs of the links
+    to members. above: (up, down) of a region server's link to the global server. validates: whether a region keeps a
+    copy of the newest global weights for workers that evaluate them (2 bytes a parameter). bf16_state: whether
+    momenta and residuals are kept in bf16 between updates.
     """
 
     def __init__(
@@ -61,17 +51,11 @@ class ServerShard:
         down: CodecConfig,
         above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
-        # dtype of residuals, and of what the rule can narrow
+        # dtype of residuals, and of the vectors that the rule lets be rounded
         self.kept = torch.bfloat16 if bf16_state else torch.float32
         self.bf16_vectors = getattr(rule, "bf16_vectors", ()) if bf16_state else ()
-        self.name, self.parameter_map, self.chunks, self.rule, self.up, self.down = (
-            name,
-            parameter_map,
-            chunks,
-            rule,
-            up,
-            down,
-        )
+        self.name, self.parameter_map, self.chunks = name, parameter_map, chunks
+        self.rule, self.up, self.down = rule, up, down
         self._own = {chunk.index: chunk for chunk in chunks}
         self._of = [tuple(p for p in chunks if p.fragment == f.index) for f in parameter_map.fragments]  # by fragment
         self.vectors: dict[int, Vectors] = {}  # chunk → what the rule keeps; empty before there are weights
@@ -85,7 +69,7 @@ class ServerShard:
         self.copy: dict[int, Tensor] = {}  # those that a worker evaluates at present
         self.residuals: dict[int, Tensor] = {}  # what coding has kept back on the way up so far
         self.in_flight: dict[int, bytes] = {}  # payloads whose answer has not come yet
-        self._came: dict[int, ChunkWeights] = {}  # global weights that were heard and are not merged yet
+        self._came: dict[int, ChunkWeights] = {}  # global weights that were received and are not merged yet
         self.up_codec = up if above is None else make_codec(above[0])
         self.downlink = WeightsReceiver(down if above is None else above[1])
         self.mirror_store = MirrorStore()  # another one: see `LocalShards.set_mirror_store`
@@ -95,8 +79,8 @@ class ServerShard:
     # -- what comes from outside
 
     def receive(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
-        """Take one's part of a message that the coordinator has accepted. Of global weights it is said what is wrong
-        with them; they change nothing yet."""
+        """Receive this shard's chunks of a message that the coordinator has accepted. Returns the faults of global
+        weights, which change nothing yet."""
         own = self._own
         match message:
             case Join():
@@ -124,7 +108,7 @@ class ServerShard:
         for chunk in self.chunks:
             self.vectors[chunk.index] = Vectors(vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel])
 
-    # -- orders
+    # -- commands
 
     def execute(self, command: Command) -> None:
         """Execute a command on this shard's chunks. Raises KeyError where it speaks of what is not here."""
@@ -223,7 +207,7 @@ class ServerShard:
                 table.pop(sequence, None)
 
     def _progress(self, chunk: Chunk, command: SendUp) -> bytes:
-        """The payload of the region's progress. Raises NonFiniteError, naming the parameter."""
+        """Encode the region's progress. Raises NonFiniteError, naming the parameter."""
         rule: RegionRule = self.rule  # type: ignore[assignment]
         v = self.vectors[chunk.index]
         self.will_change(*v.all())
@@ -265,35 +249,34 @@ class ServerShard:
     # -- what others get
 
     def fingerprints_of(self, member: str) -> dict[int, tuple[int, int]]:
-        """Chunk → (mark of the member's mirror, mark before its last weights). Empty where weights travel whole."""
-        sender = self._member(member).senders.get(0)  # where they do not, a member has one part
-        return (
-            {i: (fingerprint, sender.before[i]) for i, fingerprint in sender.fingerprints.items()}
-            if sender and sender.changes
-            else {}
-        )
+        """Chunk → fingerprints of what the member holds, after and before the last weights sent. Empty where weights
+        travel whole."""
+        sender = self._member(member).senders.get(0)  # where they travel as changes, a member has one part
+        if sender is None or not sender.changes:
+            return {}
+        return {i: (now, sender.before[i]) for i, now in sender.fingerprints.items()}
 
     def copied(self, member: str, part: int, chunk: int, version: int) -> ChunkWeights:
-        """The elements that this part holds of the copied weights, bf16."""
+        """Encode the elements that this part holds of the copied weights, bf16."""
         held = gather(self.copy[chunk], self._member(member).joins[part].holds[chunk])
         return ChunkWeights(chunk, version, to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload))
 
     # -- for a shard in a process of its own
 
     def forget_incarnation(self, member: str, answers: bool) -> None:
-        """The server begins a new incarnation: what a state leaves out is forgotten. answers: all of them."""
+        """Forget what a state leaves out, as the server begins a new incarnation. answers: all of them, too."""
         known = self._member(member)
         for table in (known.joins, known.updates, *((known.answers, known.senders) if answers else ())):
             table.clear()
         self._decoded = ("", 0)
 
     def received(self) -> Iterator[Answer]:
-        """The global weights that are not merged yet, as `receive` takes them."""
+        """Yield the global weights that are not merged yet, for `receive`."""
         for weights in self._came.values():
             yield Answer(0, (weights,))
 
     def sent(self) -> dict[str, Any]:
-        """What members were sent, where weights travel as changes: the counterpart of what `load` takes."""
+        """Return what members were sent, where weights travel as changes, for `load`."""
         return {
             name: {
                 "fingerprints": [[chunk, *both] for chunk, both in sorted(fingerprints.items())],
@@ -309,8 +292,8 @@ class ServerShard:
     # -- state
 
     def state(self) -> dict[str, Tensor]:
-        """By names that tell chunk and owner. Joins, half-arrived updates and whole weights that were frozen are left
-        out: members say or ask again. Where weights travel as changes, what each member was sent is in it."""
+        """Return all tensors, by names of chunk and owner. Joins, half-arrived updates and frozen whole weights are
+        left out: members say or ask again. Where weights travel as changes, what each member was sent is in it."""
         tensors: dict[str, Tensor] = {}
         for i, v in self.vectors.items():
             tensors.update(v.state(f"chunk.{i}."))
@@ -329,8 +312,8 @@ class ServerShard:
         return tensors
 
     def load(self, tensors: dict[str, Tensor], fingerprints: dict[str, int], sent: dict[str, Any]) -> None:
-        """The counterpart of `state`. marks: of one's own mirrors, by chunk. sent: by member, as the coordinator has
-        it."""
+        """Load what `state` returned. fingerprints: of its own mirrors, by chunk. sent: by member, as the coordinator
+        saved it."""
         for chunk in self.chunks:
             i = chunk.index
             if f"chunk.{i}.x" in tensors:
