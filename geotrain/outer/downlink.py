@@ -75,7 +75,7 @@ class WeightsSender(_Mirror):
         """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
 
         held: the receiver's elements of the chunk, fp32, 1-D. With changes, every message must be delivered, once
-        and in order, or the two mirrors differ; for a member that lost one, `matches` is false.
+        and in order, or the two mirrors differ; a member that lost one joins with other fingerprints.
         """
         what = f"weights of chunk {chunk}"
         was_whole, self.before[chunk] = not self.before.get(chunk), self.fingerprints.get(chunk, 0)

@@ -18,7 +18,8 @@ def check_coverage(parameter_map: ParameterMap, chunk: int, slices: Iterable[Str
     """Raise ParameterMapError unless the slices cover every element of the chunk exactly once."""
     here, every = parameter_map.chunks[chunk], list(slices)
     f = parameter_map.fragments[here.fragment]
-    parameter_map.check_slices(chunk, every)
+    for each in every:  # one by one: those that overlap are found below, with the element
+        parameter_map.check_slices(chunk, [each])
     try:
         at = not_once(every, here.numel)
     except ParameterMapError as error:

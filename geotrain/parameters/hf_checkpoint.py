@@ -205,7 +205,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
 
 
 def _locate(folder: Path) -> dict[str, Path]:
-    """Tensor name → the file that holds it, from the index or from the only file."""
+    """Map each tensor's name to the file that holds it, by the index or from the only file."""
     index, single = folder / _INDEX, folder / _SINGLE
     if not index.exists():
         if not single.exists():

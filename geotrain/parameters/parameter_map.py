@@ -242,8 +242,10 @@ class ParameterMap:
             yield p.name, vector[offset : offset + p.numel].view(p.shape)
 
     def not_finite(self, fragment: int, vector: Tensor, start: int = 0) -> str | None:
-        """The first parameter whose part of the vector holds infinities or NaN; None if all is finite. vector: the
-        fragment's, from element `start` on."""
+        """Find the first parameter whose part of the vector holds infinities or NaN; None: all is finite.
+
+        vector: the fragment's, from element `start` on.
+        """
         f = self.fragments[fragment]
         for p, offset in zip(f.parameters, f.offsets, strict=True):
             part = vector[max(0, offset - start) : max(0, offset + p.numel - start)]
@@ -252,7 +254,7 @@ class ParameterMap:
         return None
 
     def check_slices(self, chunk: int, slices: Iterable[StridedSlice]) -> None:
-        """Raises ParameterMapError when a slice reaches outside the chunk, or when together they have more elements
+        """Raise ParameterMapError when a slice reaches outside the chunk, or when together they have more elements
         than it has: a server allocates by their sum."""
         size, name = self.chunks[chunk].numel, self.fragments[self.chunks[chunk].fragment].name
         total = 0
@@ -280,7 +282,7 @@ def parameter_map_of(run: RunConfig) -> ParameterMap:
 
 
 def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
-    """The parameters of any model, from name → shape. A name's first number is taken for its layer."""
+    """Build the parameters of any model from name → shape. A name's first number is taken for its layer."""
     return [
         Parameter(name, shape, int(found[1]) if (found := _NUMBER.search(name)) else None, "zeros")
         for name, shape in shapes.items()

@@ -40,7 +40,7 @@ class _Sync:
         c.waiting.clear()
         return weights
 
-    def collect(self, v: Vectors, member: str, delta: Tensor) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         v.waiting[member] = delta.clone()  # the shard decodes its next update into delta's memory
 
     def take_mean(self, v: Vectors, weights: Inputs) -> Tensor:
@@ -64,9 +64,6 @@ class SyncRegion(_Sync):
         c.version += 1
         c.waiting[member] = weight
         return NOTHING, ()
-
-    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        self.collect(v, member, delta)
 
     def pending(self, c: Counts) -> bool:
         return bool(c.waiting)
@@ -108,6 +105,6 @@ class SyncGlobal(_Sync):
         return self.take_weights(c), self.members
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        self.collect(v, member, delta)
+        super().apply(v, member, delta, inputs)
         if inputs:
             nesterov(v.x, self.take_mean(v, inputs), v.vector("momentum"), lr=self.lr, momentum=self.momentum)

@@ -171,7 +171,7 @@ class LeaseTable:
             "next_lease": self.next_lease,
             "next_start": self.next_start,
             "pool": [list(r) for r in self.pool],
-            "open": [[n, v.worker, v.job, v.start, v.samples, v.steps, v.validate] for n, v in self.open.items()],
+            "open": [list(astuple(lease)) for lease in self.open.values()],
             "returned": [list(astuple(lease)) for lease in self.returned.values()],
             "committed_samples": self.committed_samples,
             "repeated_samples": self.repeated_samples,
@@ -184,7 +184,7 @@ class LeaseTable:
         """Load what `state` returned."""
         self.next_lease, self.next_start = state["next_lease"], state["next_start"]
         self.pool = [(start, samples) for start, samples in state["pool"]]
-        self.open = {n: Lease(worker, job, n, *place) for n, worker, job, *place in state["open"]}
+        self.open = {lease.lease: lease for lease in (Lease(*saved) for saved in state["open"])}
         self.returned = {lease.lease: lease for lease in (Lease(*saved) for saved in state["returned"])}
         self.committed_samples, self.repeated_samples = state["committed_samples"], state["repeated_samples"]
         self.dismissed = dict(state["dismissed"])

@@ -314,8 +314,7 @@ class ServerShard:
     def load(self, tensors: dict[str, Tensor], fingerprints: dict[str, int], sent: dict[str, Any]) -> None:
         """Load what `state` returned. fingerprints: of its own mirrors, by chunk. sent: by member, as the coordinator
         saved it."""
-        for chunk in self.chunks:
-            i = chunk.index
+        for i in self._own:
             if f"chunk.{i}.x" in tensors:
                 self.vectors[i] = Vectors.of(f"chunk.{i}.", tensors)
             if f"residual.{i}" in tensors:
@@ -326,22 +325,19 @@ class ServerShard:
                 self.downlink.mirror[i] = self.mirror_store.put(tensors[f"mirror.{i}"])
             if str(i) in fingerprints:
                 self.downlink.fingerprints[i] = fingerprints[str(i)]
-            for name, saved in sent.items():
-                self._load_sent(name, i, tensors, saved)
-
-    def _load_sent(self, name: str, chunk: int, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-        known = self._member(name)
-        sender = known.senders.setdefault(0, WeightsSender(self.down, self.mirror_store))
-        for i, fingerprint, before in saved["fingerprints"]:
-            if i == chunk:
-                sender.fingerprints[i], sender.before[i] = fingerprint, before
-                sender.mirror[i] = self.mirror_store.put(tensors[f"held.{name}.{i}"])
-        for sequence, _, frozen in saved["answers"]:
-            for i, version, increment in frozen:
-                if i == chunk:
-                    payload = to_bytes(tensors[f"answer.{name}.{sequence}.{i}"])
-                    answer = known.answers.setdefault(sequence, {})
-                    answer[0, i] = ChunkWeights(i, version, payload, increment)
+        for name, saved in sent.items():
+            known = self._member(name)
+            sender = known.senders[0] = WeightsSender(self.down, self.mirror_store)
+            for i, now, before in saved["fingerprints"]:
+                if i in self._own:
+                    sender.fingerprints[i], sender.before[i] = now, before
+                    sender.mirror[i] = self.mirror_store.put(tensors[f"held.{name}.{i}"])
+            for sequence, _, frozen in saved["answers"]:
+                for i, version, increment in frozen:
+                    if i in self._own:
+                        payload = to_bytes(tensors[f"answer.{name}.{sequence}.{i}"])
+                        weights = ChunkWeights(i, version, payload, increment)
+                        known.answers.setdefault(sequence, {})[0, i] = weights
 
     # -- inside
 
