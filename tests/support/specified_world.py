@@ -87,9 +87,8 @@ class SpecifiedWorld:
         self.shards = cycle((1, 2, 4))  # of the next incarnation of any server
         self.every_fragment = tuple(range(len(self.shape.fragments)))
         self.identity = Identity("test", "config", self.shape.digest, "toy")
-        generator = torch.Generator().manual_seed(7)
-        self.start = [torch.randn(f.numel, generator=generator) for f in self.shape.fragments]
-        self.generator = generator
+        self.generator = torch.Generator().manual_seed(7)
+        self.start = [torch.randn(f.numel, generator=self.generator) for f in self.shape.fragments]
         start = by_chunk(self.shape, dict(enumerate(self.start)))
         self.spec = Specification(config, REGIONS, list(start.values()), samples, DECAY)
         self.servers: dict[str, Server] = {}
