@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from geotrain.common.files import OutputError, out_of_room, write_whole
+from geotrain.common.names import GLOBAL
 from geotrain.config import EXIT_FOR_GOOD
 from geotrain.launch.check import check_data
 from geotrain.launch.control import ControlSocket, attach, follow
@@ -31,7 +32,6 @@ from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import RunOutcome, exit_code, tail
 from geotrain.launch.worker_command import this_machine
-from geotrain.outer.messages import GLOBAL
 
 BEGIN_S = 120.0  # a site's process listens within this time, or another launcher holds its lock
 LOOK_S = 0.1

@@ -21,6 +21,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from geotrain.common.files import write_whole
+from geotrain.common.names import GLOBAL
 from geotrain.config import (
     ClusterConfig,
     ConfigError,
@@ -45,7 +46,6 @@ from geotrain.launch.worker_command import (
     regions_of,
     worker_commands,
 )
-from geotrain.outer.messages import GLOBAL
 
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 

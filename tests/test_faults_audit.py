@@ -19,17 +19,18 @@ from benchmarks.faults.audit import accounts
 from benchmarks.faults.replay import ServerReplay, Written
 from benchmarks.faults.runner import FaultyRun
 from benchmarks.faults.world import make_world
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
 from geotrain.net.server.shard_host import recover_shard
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import Restarted, begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import Snapshot, SnapshotStore
-from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, Join, UpdatePart
+from geotrain.outer.messages import Answer, AnswerWanted, Join, UpdatePart
 from geotrain.outer.server.server import identity_of
 from geotrain.outer.server.shard_server import ShardServer
-from geotrain.outer.shards.shard import Apply, Freeze
-from geotrain.outer.shards.shards import HeldPart, RemoteShards
+from geotrain.outer.shards.protocol import Apply, Freeze, HeldPart
+from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.outer_configs import outer_config
 from tests.support.recorded_world import thawed

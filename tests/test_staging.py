@@ -115,7 +115,7 @@ def test_a_rank_that_holds_nothing_of_a_fragment_adopts_it_on_its_device(monkeyp
         assert {shard.anchor.device for shard in worker.shards} == {meta}
 
 
-def test_what_is_lent_is_put_aside_after_the_delta_under_way_was_coded(monkeypatch):
+def test_what_is_swapped_out_is_put_aside_after_the_delta_under_way_was_coded(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     cuda = Cuda()
     worker, _ = rank(CudaStaging(CPU, cuda))
@@ -123,7 +123,7 @@ def test_what_is_lent_is_put_aside_after_the_delta_under_way_was_coded(monkeypat
     worker.make_delta(0, seed=1).result()
     coded = worker.shards[0].done
     cuda.log.clear()
-    with worker.lent([]):  # reads into the buffer that the delta was coded from
+    with worker.swapped_in([]):  # reads into the buffer that the delta was coded from
         assert cuda.log == [f"training after {coded.name}"]
 
 
@@ -162,7 +162,7 @@ def test_where_the_state_lies_changes_no_bit(codec, adopt, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     wire, seen = codec_config(codec), []
     config = OuterConfig(levels=1, up=wire, down=wire, overlap=OverlapConfig(steps=1, adopt=adopt))
-    lent = ChunkWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
+    swapped = ChunkWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
     for state in STATE:
         generator = torch.Generator().manual_seed(3)
         sender = WeightsSender(wire)
@@ -181,7 +181,7 @@ def test_where_the_state_lies_changes_no_bit(codec, adopt, monkeypatch):
                 master.add_(torch.randn(len(master), generator=generator))  # on the way
             trace.append(delta.result())
             before = [master.clone() for master in masters]
-            with worker.lent([lent]):
+            with worker.swapped_in([swapped]):
                 assert all((master == 9).all() for master in masters)
             assert all(map(torch.equal, masters, before))
             worker.on_weights(sender.encode(0, turn, torch.randn(16, generator=generator)))

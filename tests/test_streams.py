@@ -35,7 +35,7 @@ def exchange(
     sent = [
         ChunkWeights(0, n, to_bytes(plain.encode(torch.full((16,), float(n))).payload)) for n in range(4)
     ]  # as a server sends them
-    lent = ChunkWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
+    swapped = ChunkWeights(0, 9, to_bytes(make_codec(codec_config("bf16")).encode(torch.full((16,), 9.0)).payload))
     matrix = torch.zeros(16)
     chunks = [OwnedSlices((StridedSlice(0, 16, parameter="layer.0"),), matrix, True)]
     if host:
@@ -51,7 +51,7 @@ def exchange(
             delta = worker.make_delta(0, seed=turn)
             made = worker.when_made(lambda delta=delta: Ready(delta.result().payload))
             matrix.add_(0.25)
-            with worker.lent([lent]):
+            with worker.swapped_in([swapped]):
                 matrix.mul(2.0)
             if waits:
                 made.result()

@@ -24,6 +24,7 @@ from geotrain.checkpoint import folders
 from geotrain.checkpoint.folders import CheckpointError
 from geotrain.checkpoint.saving import Checkpoints
 from geotrain.common.files import out_of_room, whole_folder
+from geotrain.common.names import GLOBAL
 from geotrain.config import architecture_from_hf
 from geotrain.data import prepare as data_prepare
 from geotrain.data.dataset import open_dataset
@@ -31,7 +32,7 @@ from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.net.storage.journal import JournalFull
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.outer.messages import GLOBAL, Refused, UpdatePart
+from geotrain.outer.messages import Refused, UpdatePart
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer

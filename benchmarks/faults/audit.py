@@ -13,13 +13,13 @@ from typing import Any, cast
 
 from benchmarks.faults.replay import ServerReplay, Written
 from benchmarks.faults.runner import FaultyRun
+from geotrain.common.names import GLOBAL
 from geotrain.config import load_run, shard_name
 from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
 from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.storage.snapshots import META, Snapshot, SnapshotStore, checked_meta
-from geotrain.outer.messages import GLOBAL
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import parameter_map_of

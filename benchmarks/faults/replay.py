@@ -26,16 +26,17 @@ from geotrain.net.transport import wire
 from geotrain.outer.messages import Join, Refused, UpdatePart
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
-from geotrain.outer.shards.shard import Forget, Freeze
-from geotrain.outer.shards.shards import (
+from geotrain.outer.shards.protocol import (
+    Forget,
+    Freeze,
     Froze,
     HeldAnswer,
     HeldPart,
     NewIncarnation,
-    RemoteShards,
     ShardCommand,
     counts,
 )
+from geotrain.outer.shards.remote import RemoteShards
 
 Payload = tuple[str, str, int, int, int]  # member, incarnation, sequence, part, chunk
 Machine = TypeVar("Machine", Server, ShardServer)

@@ -27,12 +27,13 @@ from benchmarks.faults.clocks import Clocks, on_one_clock
 from benchmarks.faults.liar import BELIEVED
 from benchmarks.faults.scenario import Event, Fault
 from geotrain.commands.operate import LiveRun
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, shard_name, shards_of
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, checked_meta
 from geotrain.net.transport.grpc_client import Unreachable
-from geotrain.outer.messages import GLOBAL, Refused
+from geotrain.outer.messages import Refused
 
 KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches

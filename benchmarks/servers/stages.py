@@ -20,7 +20,8 @@ from geotrain.outer.downlink import WeightsSender
 from geotrain.outer.messages import Answer, ChunkDelta, Join, UpdatePart
 from geotrain.outer.rules import Counts
 from geotrain.outer.rules.region_momentum import MomentumRegion
-from geotrain.outer.shards.shard import Apply, Decode, Forget, Freeze, Merge, SendUp, ServerShard
+from geotrain.outer.shards.protocol import Apply, Forget, Freeze, Merge, SendUp
+from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.staging.interface import to_bytes
 
@@ -79,7 +80,7 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
             journal.flush()
         shard.receive(part)
         with stage("decode_and_norm"):
-            shard.execute(Decode("w", number, (0,)))
+            shard.decode("w", number, (0,))
         with stage("rule"):
             told, _ = rule.on_delta(counts, "w", 1)
             shard.execute(Apply("w", number, 0, counts.version, told))

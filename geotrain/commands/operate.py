@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from geotrain.common.files import try_lock
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.launcher import OUTCOME
 from geotrain.launch.terminal import Eta, Status, addresses, ask, draw, headline, last_words, share_of
@@ -24,7 +25,6 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.operator_client import command
-from geotrain.outer.messages import GLOBAL
 
 COMMAND_S = 30.0
 SNAPSHOT_S = 600.0  # a large model's

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from geotrain.common.files import write_whole
+from geotrain.common.names import GLOBAL
 from geotrain.config import RunConfig, architecture_from_hf, load_cluster, load_run, parse, read_json
 from geotrain.launch.check import check_together, open_links
 from geotrain.launch.terminal import new_console, size, table_of
@@ -16,7 +17,6 @@ from geotrain.launch.worker_command import WorkerPlace, hostfile_path, worker_co
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.explain import alternatives, outer_text, reasons
 from geotrain.plan.inventory import Objective, pins_of, task_of
-from geotrain.plan.model.network import GLOBAL
 from geotrain.plan.picture import draw
 from geotrain.plan.planner import Plan, Wish
 from geotrain.plan.planner import plan as make_plan

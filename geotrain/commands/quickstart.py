@@ -21,6 +21,7 @@ from geotrain.commands.operate import LiveRun
 from geotrain.commands.prepare import prepare_files
 from geotrain.commands.sample import sample
 from geotrain.common.files import write_whole
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run, shipped_configs
 from geotrain.data.corpus import documents
 from geotrain.kernels.devices import cuda_devices, processor_has_bf16
@@ -28,7 +29,6 @@ from geotrain.launch.check import check_together
 from geotrain.launch.launcher import launch, locked
 from geotrain.launch.terminal import new_console, size
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
-from geotrain.outer.messages import GLOBAL
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import RunConfig, load_cluster, load_run, shard_name
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server.server_process import serve_global, serve_region, serve_shard
-from geotrain.outer.messages import GLOBAL
 
 # Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
 FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]

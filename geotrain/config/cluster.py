@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from geotrain.common.names import GLOBAL
 from geotrain.config.block import (
     AbsolutePath,
     Block,
@@ -215,7 +216,7 @@ class ClusterConfig(Block):
 
 def shards_of(cluster: ClusterConfig, server: str) -> tuple[Address, ...]:
     """Where that server's shards listen; none: they are in its own process. Raises ConfigError."""
-    return cluster.global_shards if server == "global" else cluster.region(server).shards
+    return cluster.global_shards if server == GLOBAL else cluster.region(server).shards
 
 
 def shard_name(server: str, shard: int) -> str:

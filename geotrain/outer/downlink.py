@@ -1,11 +1,11 @@
-"""How weights travel down to a member: whole, or as a coded change against what that member already has.
+"""Codes weights on their way down to a member: whole, or as a change against what that member already has.
 
 With a lossy codec both ends keep a *mirror*, the vector that the receiver has after decoding everything sent so far.
 The sender codes the difference between its weights and the mirror, then decodes its own payload into the mirror, as
 the receiver will. What coding lost is therefore part of the next difference: error feedback without a residual.
 
-Each end also keeps a *mark* of its mirror, which follows from all that went into it. So after a restart of either end
-both know whether the mirrors are still equal; if they are not, the next weights go whole.
+Each end also keeps a *fingerprint* of its mirror, which follows from all that went into it. So after a restart of
+either end both know whether the mirrors are still equal; if they are not, the next weights go whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Bring = Callable[[bytes, Callable[[Tensor], None]], Tensor]
 
 # Precise enough to carry weights themselves. Coarser formats spend their few levels on the much smaller changes.
 ABSOLUTE = ("fp32", "bf16")
-FINGERPRINT_BYTES = 1 << 18  # so much of a payload, spread over it, goes into a mark
+FINGERPRINT_BYTES = 1 << 18  # so much of a payload, spread over it, goes into a fingerprint
 VALIDATION_CODEC = codec_config("bf16")
 
 
@@ -37,42 +37,45 @@ def sends_changes(config: CodecConfig) -> bool:
 
 
 class _Mirror:
-    """What both ends of a way down keep. mirror: chunk → fp32 vector that the receiver has of it (empty for codecs
-    that carry whole weights). marks: chunk → mark of the mirror."""
+    """State of both ends of a way down.
+
+    mirror: chunk → fp32 vector that the receiver has of it (empty for codecs that carry whole weights).
+    fingerprints: chunk → fingerprint of its mirror. before: chunk → fingerprint before the last weights (sender).
+    """
 
     def __init__(self, config: CodecConfig, mirror_store: MirrorStore | None = None) -> None:
-        # the mirror's; callers fetch it
-        self.changes, self.mirror_store = sends_changes(config), mirror_store or MirrorStore()
+        self.changes = sends_changes(config)
+        self.mirror_store = mirror_store or MirrorStore()  # of the mirror, which callers page in and out
         self.codec = make_codec(config)
         # The first weights go whole, and exactly: there is nothing yet that they could be a change of.
         self.plain = make_codec(codec_config("fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
         self.fingerprints: dict[int, int] = {}
-        self.before: dict[int, int] = {}  # a sender's: chunk → the mark before the last weights of it
+        self.before: dict[int, int] = {}
 
     def _note(self, weights: ChunkWeights) -> ChunkWeights:
-        """The mirror holds these weights now."""
+        """Note that the mirror holds these weights now; return them."""
         before = self.fingerprints.get(weights.chunk, 0) if weights.increment else 0
         self.fingerprints[weights.chunk] = fingerprint(weights, before)
         return weights
 
 
 def fingerprint(weights: ChunkWeights, before: int) -> int:
-    """The mark of a mirror into which these weights have gone. before: its mark before them; 0: it was empty.
+    """Fingerprint of a mirror into which these weights have gone. before: the one before them; 0: it was empty.
 
-    It tells histories apart, for which a sample of the payload is enough: frames have checksums of their own."""
+    It distinguishes histories, for which a sample of the payload is enough: frames have checksums of their own."""
     sample = np.frombuffer(weights.payload, np.uint8)[:: 1 + len(weights.payload) // FINGERPRINT_BYTES]
     return (weights.version + 1 << 32 | zlib.crc32(sample.tobytes(), before & 0xFFFFFFFF)) & (1 << 63) - 1
 
 
 class WeightsSender(_Mirror):
-    """The server's end, for one part of one member."""
+    """The server's end of a way down, for one part of one member."""
 
     def encode(self, chunk: int, version: int, held: Tensor) -> ChunkWeights:
         """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
 
         held: the receiver's elements of the chunk, fp32, 1-D. With changes, every message must be delivered, once
-        and in order, or the two mirrors differ; for a member that lost one, `matches` is false.
+        and in order, or the two mirrors differ; a member that lost one joins with other fingerprints.
         """
         what = f"weights of chunk {chunk}"
         was_whole, self.before[chunk] = not self.before.get(chunk), self.fingerprints.get(chunk, 0)
@@ -93,7 +96,7 @@ class WeightsSender(_Mirror):
 
 
 class WeightsReceiver(_Mirror):
-    """The member's end."""
+    """The member's end of a way down."""
 
     def check(self, weights: ChunkWeights, numel: int) -> None:
         """Raise CodecError if `decode` would refuse these weights. numel: elements that this receiver has of it."""
@@ -119,7 +122,7 @@ class WeightsReceiver(_Mirror):
         return vector
 
     def fingerprints_of(self, chunks: int) -> tuple[int, ...]:
-        """The marks of all chunks, for a join; 0: nothing is here. Empty where weights travel whole."""
+        """Return the fingerprints of all chunks, for a join; 0: none is here. Empty where weights travel whole."""
         return tuple(self.fingerprints.get(i, 0) for i in range(chunks)) if self.changes else ()
 
     def clear(self) -> None:

@@ -34,8 +34,8 @@ class Joined(Event):
 
 
 class SentWhole(Event):
-    """What a member says that it holds is not what this server remembers having sent to it, as after the loss of a
-    disk or of a mirror's file: its next answers go whole instead of as coded changes."""
+    """A member does not hold what this server remembers having sent to it, as after the loss of a disk or of a
+    mirror's file: its next answers go whole instead of as coded changes."""
 
     member: MemberName
 
@@ -121,7 +121,7 @@ class ValidationDone(Event):
 
 
 class Steered(Event):
-    """A person told the run to pause, resume, drain a region, or stop."""
+    """An operator had the run pause, resume, drain a region, or stop."""
 
-    what: Annotated[str, "what it was told"]
+    what: Annotated[str, "what was asked for"]
     region: Annotated[str, "to drain; else empty"]

@@ -136,8 +136,8 @@ class Exchange:
         self._job_begin, self._job_step = self.clock(), self.step
 
     def steps_at_rest(self, period: int) -> int:
-        """How many inner steps, at most `period`, a caller that takes several at once (the simulator) may take before
-        it must call `after_step` for an answer that training waits for. With `late = "continue"` it waits for
+        """Count the inner steps, at most `period`, a caller that takes several at once (the simulator) may take
+        before it must call `after_step` for an answer that training waits for. With `late = "continue"` it waits for
         none."""
         if self.overlap.late == "continue" or not self.in_flight:
             return period
@@ -158,7 +158,7 @@ class Exchange:
         self.step += steps
         yield from self._adopt_answers()
         if self.step - self._job_step == self.lease.steps:
-            # Without the waits: the speed is told with the next lease request, and is to be the machine's own.
+            # Without the waits: the speed goes with the next lease request, and is to be the machine's own.
             spent = self.clock() - self._job_begin - self.waited_s
             self.step_s = spent / self.lease.steps
             self.unsent[self.lease.lease] = set(self.all)

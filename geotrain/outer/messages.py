@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 from geotrain.parameters.parameter_map import StridedSlice
 
 
+def update_id(member: str, sequence: int) -> str:
+    """The id of a member's update in logs, errors and events, such as "eu-0/17"."""
+    return f"{member}/{sequence}"
+
+
 class Refused(Exception):
     """The receiver does not accept this message, and has changed nothing because of it.
 
@@ -33,7 +38,7 @@ class NotJoined(Refused):
 
 @dataclass(frozen=True)
 class Identity:
-    """What both ends of a link must have in common before they exchange weights.
+    """Facts that both ends of a link must have in common before they exchange weights.
 
     config_digest, parameter_map_digest: of the run's configuration, and of the parameters' names, shapes and
     fragments.
@@ -52,10 +57,10 @@ class Join:
 
     incarnation: names this incarnation of the member; a restarted member has a new one. part, parts: its rank and
     world size. pushes, holds: for each chunk, the slices whose deltas this part sends, and the slices whose weights
-    it needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive.
-    leases: leases that a region server still answers for (granted or trained, not yet committed).
-    data: sha256 of the training data; "" when it is not known here.
-    mirrors: marks of what it was last sent of each chunk, where weights travel as changes (see `outer.downlink`).
+    it needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive. leases:
+    leases that a region server still answers for (granted or trained, not yet committed). data: sha256 of the
+    training data; "" when it is not known here. mirrors: fingerprints of what it was last sent of each chunk, where
+    weights travel as changes (see `outer.downlink`).
     """
 
     run: str
@@ -76,7 +81,7 @@ class Join:
 @dataclass(frozen=True)
 class AnswerWanted:
     """A member asks for the answer to its update `sequence` (0: to its join), of these fragments, and none is frozen.
-    A message, because what is sent to a member must follow from the journal."""
+    It is a message, because what is sent to a member must follow from the journal."""
 
     member: str
     incarnation: str
@@ -167,7 +172,7 @@ class Answer:
     An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it.
     incarnation: of the server that gives it. One incarnation gives all parts the same versions. A restarted server
     has lost the answers with whole weights and makes new ones of newer weights, so the ranks of a worker must not mix
-    those of two lives.
+    those of two incarnations.
     """
 
     sequence: int
@@ -238,8 +243,8 @@ class Leave:
 
 @dataclass(frozen=True)
 class MemberSilent:
-    """Nothing was heard from this incarnation of the member for too long, or it has held its leases for too long and
-    sent nothing: it counts as dead until it says more than that it lives.
+    """This incarnation of the member was not heard from for too long, or has held its leases for too long and sent
+    nothing: it counts as dead until it joins again or sends an update.
 
     A message, because the state machine has no clock and a replay must see the same silence at the same place.
     """
@@ -274,7 +279,7 @@ class UpdateRejected:
     """An update of this incarnation of the member was refused for good. Refusals may precede the journal, so they are
     recorded by this message: a replay then quarantines the same members.
 
-    A region server is told so about itself when the global server has refused its update `sequence`.
+    A region server gets one about itself when the global server has refused its update `sequence`.
     """
 
     member: str
@@ -292,8 +297,8 @@ class LiftQuarantine:
 
 @dataclass(frozen=True)
 class RunComplete:
-    """All data of the run is committed. The global server tells a region, which may still be waiting for workers that
-    will not come back."""
+    """All data of the run is committed. The global server says so to a region, which may still be waiting for workers
+    that will not come back."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +322,3 @@ class Send:
     to: str
     message: Message
     part: int = 0
-
-
-GLOBAL = "global"

@@ -1,4 +1,4 @@
-"""Where a server keeps mirrors, the vectors that it needs only now and then (`outer.mirrors`)."""
+"""The store of a server's mirrors, the vectors that it needs only now and then (`outer.mirrors`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class MirrorStore:
-    """In memory; `geotrain.net.storage.disk_mirror_store` has one on the disk. What lies on a mirror_store is read
-    and changed in place."""
+    """A mirror store in memory; `geotrain.net.storage.disk_mirror_store` has one on the disk. What lies in a store is
+    read and changed in place."""
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new tensor of any content on the mirror_store."""
+        """Return a new tensor of any content in the store."""
         return torch.empty(shape, dtype=dtype)
 
     def put(self, vector: Tensor) -> Tensor:
-        """Take over a vector, which nobody else changes; returns it as it lies on the mirror_store."""
+        """Take over a vector, which nobody else changes; returns it as it lies in the store."""
         return vector
 
     def page_in(self, vector: Tensor) -> None:
-        """It is about to be used. What is not from a mirror_store does not matter here and in `page_out`."""
+        """Page in before use. Ignores vectors that are not from this store."""
 
     def page_out(self, vector: Tensor) -> None:
-        """It is not needed for a while."""
+        """Page out a vector that is not needed for a while. Ignores vectors that are not from this store."""

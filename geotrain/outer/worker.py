@@ -60,10 +60,10 @@ class _Shard:
         self.scratch = torch.empty_like(self.anchor)  # kept, so that a delta needs no fresh memory beside training
         self.residual: Tensor | None = None  # of what is pushed; made at the first delta of a lossy codec
         self.version = 0  # of the anchor
-        self.done: Any = None  # mark behind the last work beside training that uses these buffers
+        self.done: Any = None  # event behind the last work beside training that uses these buffers
 
     def read(self) -> Tensor:
-        """A copy of the masters in one vector. It is the scratch buffer, which the next call overwrites."""
+        """Copy the masters into one vector, the scratch buffer, which the next call overwrites."""
         self.staging.read(self.masters, self.scratch)
         return self.scratch
 
@@ -72,7 +72,8 @@ class _Shard:
         self.staging.change(self.masters, torch._foreach_copy_, values)
 
     def refusal(self, values: Tensor) -> NonFiniteError:
-        """An error that names the parameter whose part of `values` is not finite; if none is, it is the residual."""
+        """Build the error that names the parameter whose part of `values` is not finite; if none is, it is the
+        residual."""
         for name, part in zip(self.names, values.split(self.sizes), strict=True):
             if not bool(part.isfinite().all()):
                 return refusal(f"parameter {name}")
@@ -152,16 +153,16 @@ class WorkerRank:
         return fetched
 
     def mirrors(self) -> tuple[int, ...]:
-        """Marks of what this rank was last sent, for a join."""
+        """Return the fingerprints of what this rank was last sent, for a join."""
         return self.downlink.fingerprints_of(len(self.shards))
 
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
-        """The result of `call`, called once all deltas made so far have their results."""
+        """Return the result of `call`, called once all deltas made so far have their results."""
         return self.staging.when_fetched(call)
 
     @contextmanager
-    def lent(self, weights: Sequence[ChunkWeights]) -> Iterator[None]:
-        """A context in which the masters hold these bf16 weights, to evaluate them. Afterwards they are as before,
+    def swapped_in(self, weights: Sequence[ChunkWeights]) -> Iterator[None]:
+        """Context in which the masters hold these bf16 weights, to evaluate them. Afterwards they are as before,
         bit for bit; anchors are not touched. Memory: 4 bytes more for each parameter that the rank owns."""
         plain = make_codec(VALIDATION_CODEC)
         for shard in self.shards:

@@ -252,7 +252,7 @@ class OuterLoop:
         if self._validate is None or (answer := self.loop.lent(number)) is None:
             return
         begin = time.perf_counter()
-        with self.loop.weights.lent(answer.weights):
+        with self.loop.weights.swapped_in(answer.weights):
             self._masters.refresh()
             with torch.no_grad():
                 loss = float(self._validate())

@@ -1,4 +1,4 @@
-"""Chunks: where a rank's share of a parameter is cut, and which shard of a server has which.
+"""Cuts a rank's slices at chunks, and deals chunks to the shards of a server.
 
 A fragment's vector is cut at fixed places (`ParameterMap.chunks`), which are those of the model and of no rank, so
 that all that is kept by chunk (residuals, mirrors, the state's files) stays as it is when ranks are laid out
@@ -15,7 +15,7 @@ from geotrain.parameters.parameter_map import Chunk, ParameterMap, StridedSlice,
 
 @dataclass(frozen=True)
 class Cut:
-    """What lies in one chunk of a local tensor.
+    """The part of a local tensor that lies in one chunk.
 
     chunk: its index. slices: the places in the chunk's vector, in order. begin, end: the elements of the tensor, read
     flat. parameter: the first one in it, where parameters were cut.
@@ -57,7 +57,7 @@ def cut_slice(parameter_map: ParameterMap, fragment: int, here: StridedSlice) ->
 
 
 def deal(chunks: Sequence[Chunk], shards: int) -> list[tuple[Chunk, ...]]:
-    """The chunks of each of so many shards: the largest first, each to the shard that has least."""
+    """Deal chunks to so many shards: the largest first, each to the shard that has least."""
     dealt: list[list[Chunk]] = [[] for _ in range(shards)]
     for chunk in sorted(chunks, key=lambda p: (-p.numel, p.index)):
         min(dealt, key=lambda own: sum(p.numel for p in own)).append(chunk)
@@ -65,7 +65,7 @@ def deal(chunks: Sequence[Chunk], shards: int) -> list[tuple[Chunk, ...]]:
 
 
 def _before(here: StridedSlice, address: int) -> int:
-    """How many elements of the slice lie before this address; they are its first ones."""
+    """Count the elements of the slice that lie before this address; they are its first ones."""
     if address <= here.start:
         return 0
     if here.count == 1:

@@ -1,5 +1,5 @@
-"""Whether the slices of all ranks together are the model. Takes memory by the number of slices: a vector of counts
-would take some hundred gigabytes for a large model in one fragment."""
+"""Checks that the slices of all ranks together are the model. Takes memory by the number of slices: a vector of
+counts would take some hundred gigabytes for a large model in one fragment."""
 
 from __future__ import annotations
 
@@ -15,28 +15,23 @@ MOST_STEPS = 1 << 20  # of `not_once`: a second or two; the ranks of a model of 
 
 
 def check_coverage(parameter_map: ParameterMap, chunk: int, slices: Iterable[StridedSlice]) -> None:
-    """Raises ParameterMapError unless the slices cover every element of the chunk exactly once."""
-    f, size, every = (
-        parameter_map.fragments[parameter_map.chunks[chunk].fragment],
-        parameter_map.chunks[chunk].numel,
-        list(slices),
-    )
-    for each in every:
+    """Raise ParameterMapError unless the slices cover every element of the chunk exactly once."""
+    here, every = parameter_map.chunks[chunk], list(slices)
+    f = parameter_map.fragments[here.fragment]
+    for each in every:  # one by one: those that overlap are found below, with the element
         parameter_map.check_slices(chunk, [each])
     try:
-        at = not_once(every, size)
+        at = not_once(every, here.numel)
     except ParameterMapError as error:
         raise ParameterMapError(f"fragment {f.name!r}: {error}") from None
     if at is not None:
         times = sum(_names(each, at) for each in every)
         what = f"covered {times} times" if times else "covered by no rank"
-        raise ParameterMapError(
-            f"fragment {f.name!r}: element {parameter_map.chunks[chunk].start + at} of {f.numel} is {what}"
-        )
+        raise ParameterMapError(f"fragment {f.name!r}: element {here.start + at} of {f.numel} is {what}")
 
 
 def not_once(slices: Iterable[StridedSlice], size: int) -> int | None:
-    """The first element below `size` that is not named by exactly one of the slices; None: every one is.
+    """Find the first element below `size` that is not named by exactly one of the slices; None: every one is.
 
     Between two neighbouring ends of slices, those that reach across repeat themselves with their strides, so one
     period shows all of it. slices: within [0, size), their rows apart. Raises ParameterMapError when they are
@@ -71,8 +66,8 @@ def _names(chunk: StridedSlice, element: int) -> bool:
 
 
 def _side_by_side(slices: Iterable[StridedSlice]) -> Iterator[StridedSlice]:
-    """The same elements as often, with slices merged whose rows continue each other: the columns that the ranks of
-    tensor parallelism split a matrix into become whole rows again."""
+    """Merge slices whose rows continue each other; each element stays named as often. The columns into which the
+    ranks of tensor parallelism split a matrix become whole rows again."""
     key = attrgetter("stride", "count", "start")
     before: StridedSlice | None = None
     for chunk in sorted(slices, key=key):

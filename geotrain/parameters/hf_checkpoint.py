@@ -99,7 +99,7 @@ def write_parameters(
     tensors: Iterable[tuple[str, torch.Tensor]], parameters: Iterable[Parameter], folder: Path, dtype: DType
 ) -> None:
     """Write the parameters of a model that is no Hugging Face family as model.safetensors, under their own names.
-    Raises as `write_checkpoint`."""
+    Raises HFCheckpointError and OutputError."""
     with whole_folder(folder, "export") as target:
         _write_shards(tensors, {_SINGLE: list(parameters)}, target, getattr(torch, dtype))
 
@@ -113,7 +113,8 @@ def _stored(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
 
 
 def _plan_shards(parameters: list[Parameter], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[Parameter]]:
-    """File name → its parameters, in canonical order. A parameter larger than a shard has one of its own."""
+    """Plan the files: name → its parameters, in canonical order. A parameter larger than a shard has one of its
+    own."""
     shards: list[list[Parameter]] = []
     free_bytes = 0
     for parameter in parameters:
@@ -204,7 +205,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
 
 
 def _locate(folder: Path) -> dict[str, Path]:
-    """Tensor name → the file that holds it, from the index or from the only file."""
+    """Map each tensor's name to the file that holds it, by the index or from the only file."""
     index, single = folder / _INDEX, folder / _SINGLE
     if not index.exists():
         if not single.exists():

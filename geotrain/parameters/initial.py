@@ -1,5 +1,5 @@
 """A run's initial weights. Each parameter is drawn from the seed and its own name, so that the numbers depend neither
-on the order nor on the layout nor on the machine."""
+on the order nor on the parallel layout nor on the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from geotrain.parameters.parameter_map import Parameter
 
 
 def initial_tensor(parameter: Parameter, seed: int) -> torch.Tensor:
-    """fp32, of the parameter's shape. Normal with its init_std, or ones, or zeros.
+    """Draw a parameter's initial values: fp32, of its shape; normal with its init_std, or ones, or zeros.
 
     The numbers come from NumPy's Philox generator, whose stream is the same on every machine (torch's normal
     numbers depend on the processor's vector instructions).

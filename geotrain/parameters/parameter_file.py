@@ -1,7 +1,7 @@
 """A safetensors file of named parameters: what a run's `model.weights` names, for a loop of the user's own.
 
-Names and shapes, and so the layout of a run, are read from the file's header without torch. Only the global server
-reads values.
+Names and shapes, and so the parameter map of a run, are read from the file's header without torch. Only the global
+server reads values.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrap
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name as the model had it before it was wrapped."""
+    """Strip from a parameter's name what wrappers of the model have put into it."""
     for wrapper in _WRAPPERS[1:]:
         name = name.replace(wrapper, "")
     return name.removeprefix(_WRAPPERS[0])
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of each tensor of the file, in the order in which they lie there. Raises ConfigError."""
+    """Read name → shape of each tensor of the file, in the order in which they lie there. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -58,7 +58,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_values(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor as stored) of each parameter, one at a time. Raises ConfigError."""
+    """Yield (name, tensor as stored) of each parameter, one at a time. Raises ConfigError."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -82,8 +82,7 @@ class StridedSlice:
 
 
 def clip_runs(runs: Iterable[StridedSlice], begin: int, end: int) -> list[StridedSlice]:
-    """The runs, cut to the local elements [begin, end): what a ZeRO rank owns of a tensor that these runs
-    describe."""
+    """Cut runs to the local elements [begin, end): what a ZeRO rank owns of a tensor that these runs describe."""
     clipped: list[StridedSlice] = []
     position = 0
     for run in runs:
@@ -107,7 +106,7 @@ def digest(parameters: Sequence[Parameter]) -> str:
 
 
 def canonical_parameters(a: Architecture) -> list[Parameter]:
-    """Every parameter once, in Hugging Face order: embedding, layers, final norm, head.
+    """Return every parameter once, in Hugging Face order: embedding, layers, final norm, head.
 
     A tied head is not a parameter of its own. Initialization is Megatron's and GPT-2's: normal with `init_std`, and
     with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
@@ -117,12 +116,12 @@ def canonical_parameters(a: Architecture) -> list[Parameter]:
 
 
 def parameter_count(architecture: Architecture) -> int:
-    """Elements of all parameters, each counted once."""
+    """Count the elements of all parameters, each once."""
     return sum(p.numel for p in canonical_parameters(architecture))
 
 
 def active_parameter_count(a: Architecture) -> int:
-    """Elements that a token meets: all but the matrices of experts that it is not sent to."""
+    """Count the elements that a token meets: all but the matrices of experts that it is not sent to."""
     if a.experts is None:
         return parameter_count(a)
     of_experts = sum(w.numel for _, w in family_of(a.model_type).weights(a) if w.expert is not None)
@@ -130,7 +129,8 @@ def active_parameter_count(a: Architecture) -> int:
 
 
 class ParameterMapError(ValueError):
-    """Slices that do not fit the layout. The message names the fragment and what is wrong."""
+    """Slices that do not fit the parameter map, or a state of another one. The message names the fragment and what is
+    wrong."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,11 @@ class ParameterMap:
         """The indices of the chunks of each fragment."""
         return [[chunk.index for chunk in chunks] for chunks in self.chunks_of]
 
+    def check_digest(self, digest: str) -> None:
+        """Raise ParameterMapError unless a state with this digest is of the same parameters."""
+        if digest != self.digest:
+            raise ParameterMapError(f"the state is of parameter map {digest}, the run's is {self.digest}")
+
     def fragment_of(self, parameter: str) -> int:
         """Index of the fragment of this parameter. Raises ParameterMapError."""
         return self._find(parameter)[0]
@@ -209,12 +214,12 @@ class ParameterMap:
         return tuple(result)
 
     def whole(self, chunk: int) -> tuple[StridedSlice, ...]:
-        """The slice that is the whole chunk."""
+        """Return the slice that is the whole chunk."""
         return (StridedSlice(0, self.chunks[chunk].numel),)
 
     def fragments_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
-        """The fragments that these chunks are. Raises ParameterMapError unless they are all chunks of each, in
-        order."""
+        """Return the fragments that these chunks are. Raises ParameterMapError unless they are all chunks of each,
+        in order."""
         alone = len(self.chunks) == len(self.fragments)  # each chunk is a fragment
         if alone and len(set(chunks)) == len(chunks) and all(0 <= i < len(self.chunks) for i in chunks):
             return tuple(chunks)
@@ -225,20 +230,22 @@ class ParameterMap:
         return fragments
 
     def called(self, chunk: int) -> str:
-        """What people call the chunk: "fragment 2", or "fragment 2, chunk 1 of 3"."""
+        """Name the chunk for people: "fragment 2", or "fragment 2, chunk 1 of 3"."""
         p = self.chunks[chunk]
         count, which = len(self.chunks_of[p.fragment]), p.start // self.chunk_elements
         return f"fragment {p.fragment}" + (f", chunk {which + 1} of {count}" if count > 1 else "")
 
     def split(self, fragment: int, vector: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """(name, tensor of the parameter's shape) for each parameter; views of the vector."""
+        """Yield (name, tensor of the parameter's shape) for each parameter; views of the vector."""
         f = self.fragments[fragment]
         for p, offset in zip(f.parameters, f.offsets, strict=True):
             yield p.name, vector[offset : offset + p.numel].view(p.shape)
 
     def not_finite(self, fragment: int, vector: Tensor, start: int = 0) -> str | None:
-        """The first parameter whose part of the vector holds infinities or NaN; None if all is finite. vector: the
-        fragment's, from element `start` on."""
+        """Find the first parameter whose part of the vector holds infinities or NaN; None: all is finite.
+
+        vector: the fragment's, from element `start` on.
+        """
         f = self.fragments[fragment]
         for p, offset in zip(f.parameters, f.offsets, strict=True):
             part = vector[max(0, offset - start) : max(0, offset + p.numel - start)]
@@ -247,7 +254,7 @@ class ParameterMap:
         return None
 
     def check_slices(self, chunk: int, slices: Iterable[StridedSlice]) -> None:
-        """Raises ParameterMapError when a slice reaches outside the chunk, or when together they have more elements
+        """Raise ParameterMapError when a slice reaches outside the chunk, or when together they have more elements
         than it has: a server allocates by their sum."""
         size, name = self.chunks[chunk].numel, self.fragments[self.chunks[chunk].fragment].name
         total = 0
@@ -265,7 +272,8 @@ class ParameterMap:
 
 
 def parameter_map_of(run: RunConfig) -> ParameterMap:
-    """The layout of a run's model. Raises UnsupportedModelError; ConfigError, where its weights' file is no good."""
+    """Build the parameter map of a run's model. Raises UnsupportedModelError; ConfigError, where its weights' file is
+    no good."""
     if run.model.weights is None:
         parameters = canonical_parameters(run.architecture)
     else:
@@ -274,7 +282,7 @@ def parameter_map_of(run: RunConfig) -> ParameterMap:
 
 
 def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
-    """The parameters of any model, from name → shape. A name's first number is taken for its layer."""
+    """Build the parameters of any model from name → shape. A name's first number is taken for its layer."""
     return [
         Parameter(name, shape, int(found[1]) if (found := _NUMBER.search(name)) else None, "zeros")
         for name, shape in shapes.items()
@@ -282,12 +290,12 @@ def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
 
 
 def numel(slices: Iterable[StridedSlice]) -> int:
-    """Elements that the slices name together."""
+    """Count the elements that the slices name together."""
     return sum(chunk.numel for chunk in slices)
 
 
 def joined(slices: Iterable[StridedSlice]) -> tuple[StridedSlice, ...]:
-    """The same elements in the same order, with slices merged where one ends where the next begins. `gather` and
+    """Merge slices where one ends where the next begins; elements and order stay the same. `gather` and
     `scatter` make one copy for each slice, so fewer are faster."""
     result: list[StridedSlice] = []
     for chunk in slices:
@@ -300,8 +308,8 @@ def joined(slices: Iterable[StridedSlice]) -> tuple[StridedSlice, ...]:
 
 
 def gather(vector: Tensor, slices: Sequence[StridedSlice]) -> Tensor:
-    """The elements that the slices name, in order: 1-D, contiguous. One slice of one row gives a view of the vector,
-    which costs no copy; so the result must not be written unless the vector may be."""
+    """Return the elements that the slices name, in order: 1-D, contiguous. One slice of one row gives a view of the
+    vector, which costs no copy; so the result must not be written unless the vector may be."""
     if len(slices) == 1 and slices[0].count == 1:
         return vector[slices[0].start : slices[0].stop]
     out = vector.new_empty(numel(slices))
@@ -317,7 +325,7 @@ def scatter(values: Tensor, slices: Sequence[StridedSlice], vector: Tensor) -> N
 
 
 def fragments_due(fragment_count: int, period: int, step: int) -> tuple[int, ...]:
-    """Fragments whose delta leaves after inner step `step` (counted from 1) of a job of `period` steps.
+    """Return the fragments whose delta leaves after inner step `step` (counted from 1) of a job of `period` steps.
 
     Fragment p of P leaves when (step − offset) mod period = 0, with offset = ⌈(p + 1) · period / P⌉: evenly spread
     over the period, the last one at its end. Integers only, so that every rank computes the same schedule.
@@ -352,8 +360,11 @@ def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | Non
 
 
 def _check(chunk: StridedSlice, size: int, name: str) -> None:
-    """Slices come over the wire, and a negative stride or a stop beyond the vector would make torch and NumPy raise,
-    or read foreign memory, where nobody expects it."""
+    """Raise ParameterMapError unless the slice lies within the vector.
+
+    Slices come over the wire, and a negative stride or a stop beyond the vector would make torch and NumPy raise, or
+    read foreign memory, where nobody expects it.
+    """
     rows_overlap = chunk.count > 1 and chunk.stride < chunk.length
     negative = chunk.start < 0 or chunk.length < 1 or chunk.count < 1 or chunk.stride < 0
     if negative or rows_overlap or chunk.stop > size:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import (
     Architecture,
     ClusterConfig,
@@ -19,7 +20,7 @@ from geotrain.config import (
 )
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.memory import rank_memory
-from geotrain.plan.model.network import GLOBAL, Line, LinkTable, RankDevice
+from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, server_times, worker_timing
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import Work, useful_flops

@@ -21,12 +21,13 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import Architecture, ConfigError, FragmentConfig, OuterConfig, OverlapConfig, codec_config
 from geotrain.parameters.parameter_map import ParameterMap, canonical_parameters
 from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
-from geotrain.plan.model.network import GLOBAL, Line
+from geotrain.plan.model.network import Line
 from geotrain.plan.model.rounds import pace, payloads, server_times, worker_timing
 
 BUSY = 0.8  # of a link's rate that payload may take

@@ -3,35 +3,40 @@ coordinator is the production's, the shard behind it holds nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from geotrain.outer.codec import Codec
-from geotrain.outer.messages import Answer, Join, UpdatePart
+from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
-from geotrain.outer.shards.shard import Command, Decoded, ServerShard
-from geotrain.outer.shards.shards import LocalShards
-
-
-class _EmptyShard(ServerShard):
-    def answer(self, member: str, sequence: int, part: int, chunk: int) -> tuple[bytes, bool]:
-        return b"", False
+from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.protocol import Command, Decoded
+from geotrain.outer.shards.shard import ServerShard
 
 
 class _EmptyShards(LocalShards):
     """Orders and payloads go nowhere: a simulated day has millions."""
 
-    def execute(self, command: Command) -> list[Decoded]:
+    def execute(self, command: Command) -> None:
+        pass
+
+    def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
         return []
 
-    def receive(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
+    def receive(self, message: Join | Answer) -> list[Decoded]:
         return []
 
-    def hear_update(self, part: UpdatePart) -> UpdatePart:
+    def receive_part(self, part: UpdatePart) -> UpdatePart:
         return part
 
-    as_it_goes = hear_update
+    def going_up(self, update: UpdatePart) -> UpdatePart:
+        return update
+
+    def answer(self, member: str, part: int, sequence: int, versions: Mapping[int, int]) -> tuple[ChunkWeights, ...]:
+        chunks_of = self.parameter_map.chunks_of
+        return tuple(ChunkWeights(chunk.index, v, b"") for f, v in versions.items() for chunk in chunks_of[f])
 
 
 class _NoBytes(Codec):
@@ -51,7 +56,7 @@ class _Timed(Server):
         super().__init__(*args, **kwargs)
         self.up = _NoBytes()
         self.shards = _EmptyShards(
-            [_EmptyShard(self.name, self.parameter_map, self.parameter_map.chunks, self.rule, self.up, self.down)]
+            [ServerShard(self.name, self.parameter_map, self.parameter_map.chunks, self.rule, self.up, self.down)]
         )
         self.norms = None  # of nothing
 

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig, codec_config
-from geotrain.outer.messages import GLOBAL, Identity
+from geotrain.outer.messages import Identity
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer

@@ -1,1 +1,1 @@
-"""How a rank's masters and payloads get to where its anchors lie, and back."""
+"""Moves a rank's masters and payloads to where its anchors lie, and back."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geotrain.staging.interface import Change, Made, Staging, SynchronousStaging, all_at_once, on_host, together
+from geotrain.staging.interface import Change, Made, SameDevice, Staging, SynchronousStaging, on_host
 
 T = TypeVar("T")
 _ALIGNED = 16  # bytes: where a tensor begins in a buffer
@@ -85,7 +85,7 @@ class NoStreams:
     def synchronize(self) -> None: ...
 
 
-class CudaStaging:
+class CudaStaging(SameDevice):
     """One rank's staging, all on the GPU. cuda: `torch.cuda`; tests without a GPU hand in a stand-in."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, thread: str = "deltas") -> None:
@@ -94,15 +94,9 @@ class CudaStaging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread)
         self._buffers: dict[tuple[str, int], _HostBuffer] = {}
 
-    def read(self, masters: Sequence[Tensor], into: Tensor) -> None:
-        together(masters, into)
-
-    def change(self, masters: Sequence[Tensor], how: Change, *vectors: Tensor) -> None:
-        all_at_once(masters, how, *vectors)
-
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is enqueued inside runs on the exchange's stream, after everything that training has enqueued."""
+        """Context in which work is enqueued on the exchange's stream, after everything that training has enqueued."""
         self._stream.wait_stream(self._cuda.current_stream(self.device))
         with self._cuda.stream(self._stream):
             yield

@@ -1,7 +1,7 @@
-"""How a rank's masters and payloads get to where its anchors lie, and back, while it trains: the interface.
+"""The interface of staging, which moves a rank's masters and payloads to where its anchors lie, and back.
 
-Here is what does everything at once; what works beside training on a GPU is in `geotrain.staging.cuda`. One or the
-other is handed to `geotrain.outer`, because nothing there may run asynchronously by itself.
+`SynchronousStaging` does everything at once; what works beside training on a GPU is in `geotrain.staging.cuda`. One
+or the other is handed to `geotrain.outer`, because nothing there may run asynchronously by itself.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Ready(Generic[T]):
 
 
 class Staging(Protocol):
-    """One rank's."""
+    """Staging of one rank."""
 
     @property
     def device(self) -> torch.device:
-        """Where anchors, residuals and all that deltas are made of lie: not always where the masters do."""
+        """Device of anchors, residuals and all that deltas are made of; not always that of the masters."""
 
     def read(self, masters: Sequence[Tensor], into: Tensor) -> None:
         """Copy the masters, one after another, into a vector on `device`. What training enqueues afterwards does not
@@ -57,37 +57,45 @@ class Staging(Protocol):
         on the masters' device: once with all, or with one part after another."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """A context whose computations run beside training, on the values that training's tensors have on entry."""
+        """Context whose computations run beside training, on the values that training's tensors have on entry."""
 
     def mark(self) -> Any:
-        """A mark behind all work that was given to this staging so far."""
+        """Return a mark, such as an event, behind all work that was given to this staging so far."""
 
     def wait(self, mark: Any, *made: Tensor) -> None:
         """Let training's computations from now on begin only behind the mark (None: no mark yet). On a GPU the device
         waits, not the host. made: tensors made in `beside` that training will use."""
 
     def fetch(self, key: int, make: Callable[[], Made], build: Callable[[bytes, bool], T]) -> tuple[Pending[T], Any]:
-        """The result of `build`, called with what `make` makes beside training once it is in host memory; and a mark
-        behind the making. key: names the host buffer, which the next fetch with this key uses again."""
+        """Return the result of `build`, called with what `make` makes beside training once it is in host memory, and
+        a mark behind the making. key: names the host buffer, which the next fetch with this key uses again."""
 
     def bring(self, key: int, payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
-        """The payload on `device` (uint8, 1-D), after `check` has accepted it in host memory. key: as in `fetch`."""
+        """Bring a payload to `device` (uint8, 1-D), after `check` has accepted it in host memory. key: as in
+        `fetch`."""
 
     def when_fetched(self, call: Callable[[], Pending[T]]) -> Pending[T]:
-        """The result of `call`, called once everything given to `fetch` so far is in host memory."""
+        """Return the result of `call`, called once everything given to `fetch` so far is in host memory."""
 
 
-class SynchronousStaging:
+class SameDevice:
+    """Reads and changes masters that lie on the device of the anchors, as `Staging` says."""
+
+    def read(self, masters: Sequence[Tensor], into: Tensor) -> None:
+        if masters:
+            torch.cat(list(masters), out=into)
+
+    def change(self, masters: Sequence[Tensor], how: Change, *vectors: Tensor) -> None:
+        if masters:
+            sizes = [m.numel() for m in masters]
+            how(masters, *(vector.split(sizes) for vector in vectors))
+
+
+class SynchronousStaging(SameDevice):
     """Does everything at once, in the caller's thread: for training on a CPU, and for the simulator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    def read(self, masters: Sequence[Tensor], into: Tensor) -> None:
-        together(masters, into)
-
-    def change(self, masters: Sequence[Tensor], how: Change, *vectors: Tensor) -> None:
-        all_at_once(masters, how, *vectors)
 
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -109,21 +117,8 @@ class SynchronousStaging:
         return call()
 
 
-def together(masters: Sequence[Tensor], into: Tensor) -> None:
-    """`Staging.read` where both lie on one device."""
-    if masters:
-        torch.cat(list(masters), out=into)
-
-
-def all_at_once(masters: Sequence[Tensor], how: Change, *vectors: Tensor) -> None:
-    """`Staging.change` where all lie on one device."""
-    if masters:
-        sizes = [m.numel() for m in masters]
-        how(masters, *(vector.split(sizes) for vector in vectors))
-
-
 def on_host(payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
-    """A `Bring` for the CPU: the payload as a uint8 tensor in host memory, after `check` has accepted it."""
+    """Bring a payload to the CPU: a uint8 tensor in host memory, after `check` has accepted it."""
     host = from_bytes(payload)
     check(host)
     return host
@@ -135,12 +130,12 @@ with warnings.catch_warnings(action="ignore"):
 
 
 def from_bytes(payload: bytes) -> Tensor:
-    """A message's payload as a tensor (uint8, 1-D, CPU) over the same memory, which must not be written to.
+    """View a message's payload as a tensor (uint8, 1-D, CPU) over the same memory, which must not be written to.
     `frombuffer` refuses an empty buffer, which a part that holds nothing of a fragment sends."""
     return torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
 
 
 def to_bytes(payload: Tensor) -> bytes:
-    """A payload (uint8, 1-D, on any device) for a message: in host memory the same memory, which must not be written
-    to any more. On a GPU this waits for the device."""
+    """View a payload (uint8, 1-D, on any device) as bytes for a message: in host memory the same memory, which must
+    not be written to any more. On a GPU this waits for the device."""
     return cast(bytes, memoryview(payload.cpu().numpy()).toreadonly())  # type: ignore[arg-type]

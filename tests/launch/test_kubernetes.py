@@ -24,13 +24,13 @@ import yaml
 from geotrain.commands import cli
 from geotrain.commands.configs import copy_configs
 from geotrain.commands.dry_run import needs
+from geotrain.common.names import GLOBAL
 from geotrain.config import EXIT_FOR_GOOD, Topology, load_cluster, load_run, shards_of
 from geotrain.launch.check import check_together
 from geotrain.launch.guard import GRACE_S, KILL_DEADLINE_S
 from geotrain.launch.host_rules import SHM_BYTES
 from geotrain.launch.worker_command import SCRIPT, WorkerPlace, worker_commands
 from geotrain.net.transport.certs import make_certificates
-from geotrain.outer.messages import GLOBAL
 from tests.support.process_trees import until
 from tests.support.small_runs import MODEL
 

@@ -16,11 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.storage.journal import Journal, JournalDamaged, JournalFull
 from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
-from geotrain.outer.messages import GLOBAL, ChunkDelta, LeaseRequest, Leave, Refused, UpdatePart
+from geotrain.outer.messages import ChunkDelta, LeaseRequest, Leave, Refused, UpdatePart
 from tests.support.outer_world import random_deltas
 from tests.support.recorded_world import Recorded, same_state
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.net.storage.frozen_state import FrozenState
@@ -17,7 +18,7 @@ from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recov
 from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.outer.downlink import FINGERPRINT_BYTES, fingerprint
 from geotrain.outer.events import SentWhole
-from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, ChunkWeights
+from geotrain.outer.messages import Answer, AnswerWanted, ChunkWeights
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.shards.shard import MIRRORS
 from tests.support.net_worlds import Cluster, clusters, outer
@@ -58,7 +59,7 @@ class Twin:
             new = type(old)(world.identity, world.parameter_map, world.config, names, 1 << 20, 1)
         else:
             new = type(old)(name, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
-        new.shards.put_mirrors_on(self.mirror_store)
+        new.shards.set_mirror_store(self.mirror_store)
         return new
 
     def _begin(self, name: str, server: Any) -> None:

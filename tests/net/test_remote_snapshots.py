@@ -13,6 +13,7 @@ import pytest
 import s3fs
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import CheckpointConfig, ConfigError
 from geotrain.monitor.events import SnapshotUploaded, Trouble
 from geotrain.net.storage import remote_snapshots as remote_module
@@ -21,7 +22,6 @@ from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recov
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, Uploader, newest_snapshot
 from geotrain.net.storage.snapshots import META, SnapshotStore, StoreError
 from geotrain.outer.events import Event
-from geotrain.outer.messages import GLOBAL
 from tests.support.net_worlds import same
 from tests.support.object_storage import make_bucket, s3_server
 from tests.support.outer_world import random_deltas

@@ -25,8 +25,7 @@ from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused, Send
 from geotrain.outer.server.server import Handled
 from geotrain.outer.server.shard_server import COORDINATOR
-from geotrain.outer.shards.shard import Copy
-from geotrain.outer.shards.shards import Froze
+from geotrain.outer.shards.protocol import Copy, Froze
 
 
 class FakeMachine:

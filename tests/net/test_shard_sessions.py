@@ -14,7 +14,7 @@ from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.storage.timeline import Timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused
-from geotrain.outer.shards.shard import Copy
+from geotrain.outer.shards.protocol import Copy
 
 
 class FakeShard:

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from geotrain.net.storage import snapshots as store_module
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, SnapshotStore, StoreError, read_weights
+from geotrain.outer.messages import Identity
 from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.server import Identity
 from geotrain.parameters.parameter_map import ParameterMapError
 from tests.support.net_worlds import first_weights, outer, same, tiny_layout
 

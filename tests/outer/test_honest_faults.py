@@ -70,7 +70,7 @@ def rejoin(world: World, worker: str, incarnation: str) -> int:
 
 
 def refused_above(world: World, region: str) -> UpdatePart:
-    """The region's next update is refused for good, and it is told so."""
+    """The region's next update is refused for good, and the region hears of it."""
     sent = next(m for m in world.up[region] if isinstance(m, UpdatePart))
     world.up[region].remove(sent)
     world.tell(region, UpdateRejected(region, world.regions[region].incarnation, "far out of the ordinary"))
@@ -82,7 +82,7 @@ def test_a_region_whose_update_is_refused_for_good_starts_over():
     restart leaves of it."""
     world = make(config(updates_per_send=1), train_samples=64)
     region = world.regions["eu"]
-    first, second = world.lease("a"), None
+    first = world.lease("a")
     assert first is not None
     world.push("a", random_deltas(world, 1), (first.lease,))
     second = world.lease("a")
@@ -478,11 +478,8 @@ def test_without_a_ledger_every_trained_lease_is_committed_at_the_end():
         [words] = [message for message in told if isinstance(message, Trained)]
         assert set(sent.leases + words.leases) == {lease.lease for lease in leases}
     assert world.deliver_up("eu") is None
-    assert (
-        world.top.lease_table.finished
-        and world.top.lease_table.committed_samples == 24
-        and world.top.members["eu"].left
-    )
+    table = world.top.lease_table
+    assert table.finished and table.committed_samples == 24 and world.top.members["eu"].left
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "e2m1"])
@@ -493,9 +490,8 @@ def test_whatever_is_taken_decodes_to_finite_numbers(name, scale):
     numel = 256
     biggest = codec.encode(torch.full((numel,), torch.finfo(torch.float32).max)).payload
     codes = biggest.clone()
-    codes[-codec.encoded_bytes(numel) // 2 :] = torch.arange(256, dtype=torch.uint8).repeat(9)[
-        : len(codes[-codec.encoded_bytes(numel) // 2 :])
-    ]
+    half = codes[-codec.encoded_bytes(numel) // 2 :]
+    half.copy_(torch.arange(256, dtype=torch.uint8).repeat(9)[: len(half)])
     for payload in (biggest, codes):
         try:
             values = codec.decode(payload, numel)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import LimitsConfig, codec_config
 from geotrain.kernels.payload_format import FORMATS
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.messages import (
-    GLOBAL,
     Finished,
     Lease,
     LeaseRequest,

@@ -6,23 +6,29 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from geotrain.config import codec_config
+from geotrain.net.storage.recovery import end_incarnations
 from geotrain.outer.events import Joined
 from geotrain.outer.messages import (
     Finished,
     Lease,
     LeaseRequest,
     Leave,
+    LiftQuarantine,
     MemberSilent,
     OperatorCommand,
     Recall,
     Refused,
     Release,
+    UpdateRejected,
     Welcome,
 )
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.member import MOST_INCARNATIONS
+from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
 from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded, weights_of
 
 
@@ -55,11 +61,7 @@ def test_every_restart_is_counted():
     for incarnation in range(lives):
         for join in worker.joins(world.identity, f"life-{incarnation + 2}"):
             world.regions["eu"].handle(join)
-    restored = saved_and_loaded(world, "eu").members["a"]
-    assert restored.status()["restarts"] == lives
-    old = {name: value for name, value in restored.state().items() if name != "restarts"}
-    restored.load(old)
-    assert restored.status()["restarts"] == lives  # an older snapshot has no count
+    assert saved_and_loaded(world, "eu").status()["members"]["a"]["restarts"] == lives
 
 
 def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
@@ -80,11 +82,70 @@ def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
     region.begin_again()
     assert restarts("life-2") == 0  # the run had ended and is resumed
     assert restarts("life-3") == 1  # it died
-    region.members["a"].ended = True  # all were told to stop (`geotrain.net.storage.recovery.Stopped`)
+    end_incarnations(region)  # all were told to stop (`geotrain.net.storage.recovery.Stopped`)
     assert restarts("life-4") == 1
-    region.members["a"].ended = True  # only its server was: this incarnation goes on, and dies later
+    end_incarnations(region)  # only its server was: this incarnation goes on, and dies later
     assert restarts("life-4", new=False) == 1
     assert restarts("life-5") == 2
+
+
+HAPPENINGS = ["new", "again", "update", "leave", "silent", "strike", "unban", "restart", "stop", "resume"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(HAPPENINGS), max_size=25))
+def test_random_lives_never_leave_the_table(happenings):
+    """The facts that a phase stands for, and the count of restarts, are those of four booleans."""
+    world = make(config(limits={"strikes": 2, "strike_window": 4}))
+    region, worker, lives = world.regions["eu"], world.workers["a"][1], 1
+    left = silent = ended = quarantined = False
+    restarts = 0
+    for what in happenings:
+        member, incarnation = region.members["a"], f"life-{lives}"
+        try:
+            match what:
+                case "new" | "again":
+                    lives += what == "new"
+                    region.handle(worker.joins(world.identity, f"life-{lives}")[0])
+                    restarts += what == "new" and not ended
+                    left = left and what == "again"
+                    silent, ended = False, left
+                case "update":
+                    worker.sequence = member.sequence
+                    region.handle(worker.parts(random_deltas(world, 1), incarnation=incarnation)[0])
+                    silent = False
+                case "leave":
+                    region.handle(Leave("a"))
+                    left = ended = True
+                case "silent":
+                    region.handle(MemberSilent("a", incarnation))
+                    silent = True
+                case "strike":
+                    quarantined |= region.handle(UpdateRejected("a", incarnation, "why")).reply
+                case "unban":
+                    region.handle(LiftQuarantine("a"))
+                    quarantined = False
+                case "stop" | "resume" | "restart":
+                    if what == "stop":
+                        end_incarnations(region)
+                        ended = True
+                    region = world.regions["eu"] = saved_and_loaded(world, "eu")
+                    if what == "resume":
+                        region.begin_again()
+                        silent, left = silent and not left, False
+        except Refused:
+            lives -= what == "new"
+        member = region.members["a"]
+        assert (member.left, member.quarantined, member.restarts) == (left, quarantined, restarts)
+        assert member.silent == (silent and not left) and member.away == (left or silent or quarantined)
+
+
+def test_what_no_phase_allows_is_refused():
+    region = make(config()).regions["eu"]
+    region.members["a"].phase = MemberPhase.NEW
+    assert (MemberPhase.NEW, MemberEvent.HEARD) not in TRANSITIONS
+    with pytest.raises(ValueError, match="HEARD cannot happen to a member that is new"):
+        region.members["a"].meet(MemberEvent.HEARD)
 
 
 @pytest.mark.parametrize("change", [{"deltas": ()}, {"weight": 0}, {"twice": True}])

@@ -11,7 +11,7 @@ from geotrain.config import codec_config
 from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import LeaseRequest, Leave, MemberSilent, Refused
-from geotrain.outer.shards.shard import SendUp
+from geotrain.outer.shards.protocol import SendUp
 from geotrain.parameters.parameter_map import StridedSlice
 from tests.support.outer_world import (
     FakeWorker,
@@ -106,7 +106,10 @@ def test_a_new_life_drops_the_half_update_of_the_old_one():
     [
         ({"member": "zoe"}, "no member is called 'zoe'"),
         ({"config_digest": "other"}, "config digest differs: a has other .* has config"),
-        ({"parameter_map_digest": "other", "model": "a big one"}, "layout digest differs: a has other .a big one."),
+        (
+            {"parameter_map_digest": "other", "model": "a big one"},
+            "parameter map digest differs: a has other .a big one.",
+        ),
         ({"part": 2}, "part 2 of 2"),
         ({"pushes": ((StridedSlice(0, 65),),)}, "does not lie within"),
         ({"pushes": ((StridedSlice(0, 8, -1, 2),),)}, "does not lie within"),
@@ -142,7 +145,7 @@ def test_damaged_updates_are_refused_and_change_nothing():
     for part, reason in (
         (damaged(good.deltas[0].payload[:-1]), "has 255 bytes, its slices need 256"),
         (damaged(nan), "not finite"),
-        (dataclasses.replace(good, sequence=5), "update 5 came, but 1 is next"),
+        (dataclasses.replace(good, sequence=5), r"update a/5 came, but 1 is next"),
         (dataclasses.replace(good, incarnation="ghost"), "join first"),
     ):
         with pytest.raises(Refused, match=reason):

@@ -13,7 +13,6 @@ from geotrain.net.storage.recovery import left_out
 from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
-from geotrain.outer.shards.old_snapshots import as_now
 from geotrain.parameters.parameter_map import ParameterMapError
 from geotrain.staging.interface import to_bytes
 from tests.support.outer_world import UPDATES, World, config, halves, make, random_deltas, weights_of
@@ -108,10 +107,10 @@ def test_nor_where_momenta_and_residuals_are_kept_in_bf16(rule: str) -> None:
     assert said == again
     same_state(calm.top, shaken.top)
     tensors = {**calm.regions["eu"].state()[0], **{f"top.{k}": t for k, t in calm.top.state()[0].items()}}
-    narrow = {name.split(".")[-1] if "aux" in name else name.split(".")[0] for name, t in tensors.items()
+    in_bf16 = {name.split(".")[-1] if "aux" in name else name.split(".")[0] for name, t in tensors.items()
               if t.dtype == torch.bfloat16}  # fmt: skip
     of_rule = {"halos": {"momentum", "accumulated"}, "region_momentum": {"momentum"}, "sync": {"momentum"}}
-    assert narrow == {"residual", *of_rule[rule]}
+    assert in_bf16 == {"residual", *of_rule[rule]}
 
 
 def test_chunks_change_nothing_where_each_element_is_coded_by_itself() -> None:
@@ -183,29 +182,6 @@ def test_an_update_is_of_whole_fragments(change: Any, reason: str) -> None:
     [part] = world.workers["a"][1].parts({0: torch.ones(16)})
     with pytest.raises(Refused, match=reason):
         world.regions["eu"].handle(type(part)(*(part.member, "life-1", 1, 0, change(part.deltas)), job=1))
-
-
-def test_a_state_of_before_there_were_chunks_is_taken_up() -> None:
-    """Tensors were named by fragment, updates in flight also by their numbers."""
-    world = make(config(updates_per_send=1, up=codec_config("int4"), down=codec_config("int8")), fragments=1)
-    for seed in range(2):
-        world.push("a", random_deltas(world, seed))
-    region = world.regions["eu"]
-    tensors, meta = region.state()
-    numbers = {d.chunk: u.sequence for u in region.in_flight.values() for d in u.deltas}
-    assert numbers
-    older = {name.replace("chunk.", "fragment."): tensor for name, tensor in tensors.items()}
-    for chunk, number in numbers.items():
-        older[f"in_flight.{number}.{chunk}"] = older.pop(f"in_flight.{chunk}")
-    assert {as_now(name) for name in older} == set(tensors) != set(older)
-    for chunk in numbers:  # what was sent had a vector of its own, and base kept what nobody asks for meanwhile
-        older[f"fragment.{chunk}.aux.sent"] = older.pop(f"fragment.{chunk}.aux.base")
-        older[f"fragment.{chunk}.aux.base"] = torch.full_like(older[f"fragment.{chunk}.aux.sent"], torch.nan)
-    new = type(region)("eu", world.identity, world.parameter_map, world.config, region.rule, tuple(region.members))
-    new.incarnation = region.incarnation
-    new.load(older, meta)
-    same_state(new, region)
-    assert new.resend() == region.resend()
 
 
 def test_a_state_that_is_cut_otherwise_is_refused() -> None:

@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import LimitsConfig, MomentumConfig, codec_config
 from geotrain.outer.messages import (
-    GLOBAL,
     Lease,
     LiftQuarantine,
     MemberSilent,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.net.storage.recovery import recover
-from geotrain.outer.messages import GLOBAL
 from tests.support.outer_world import config, halves, make, weights_of
 
 

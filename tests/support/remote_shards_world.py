@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.net.storage.recovery import left_out
 from geotrain.net.transport import wire
-from geotrain.outer.messages import GLOBAL, Answer, ChunkWeights, Join, Message, Refused, UpdatePart
+from geotrain.outer.messages import Answer, ChunkWeights, Join, Message, Refused, UpdatePart
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import ShardServer
-from geotrain.outer.shards.shards import Froze, HeldAnswer, HeldPart, Holdings, RemoteShards
+from geotrain.outer.shards.protocol import Froze, HeldAnswer, HeldPart
+from geotrain.outer.shards.remote import Holdings, RemoteShards
 from tests.support.recorded_world import frozen, thawed
 from tests.support.specified_world import REGIONS, SpecifiedWorld
 
@@ -52,7 +54,7 @@ class FarShard:
         )
 
     def tell(self, message: Any) -> Any:
-        """What it says. It is on disk before."""
+        """Return its reports, which are on disk before."""
         message = over_the_wire(message)
         self.journal.append(message)
         handled = self.machine.handle(message)
@@ -61,7 +63,7 @@ class FarShard:
         return [over_the_wire(send.message) for send in handled.sends]
 
     def execute(self) -> None:
-        """The next order reaches it."""
+        """The next command reaches it."""
         for said in self.tell(self.commands.popleft()):
             self.double.said(said)
 
@@ -136,7 +138,7 @@ class Double:
         self.begin_incarnation()
 
     def keep(self) -> None:
-        """The coordinator writes a snapshot, when all shards have written theirs of the same orders."""
+        """The coordinator writes a snapshot, when all shards have written theirs of the same commands."""
         self.settle()
         for process in self.processes:
             process.keep()
@@ -166,7 +168,7 @@ class Double:
                 if not (isinstance(message, Join) and "is being coded" in refused.reason):
                     raise
                 self.move()
-        raise AssertionError("the marks are never told")
+        raise AssertionError("the fingerprints are never reported")
 
     def said(self, said: Any) -> None:
         """A shard's word reaches the coordinator's process."""
@@ -177,7 +179,7 @@ class Double:
             self.holdings.take(said)
 
     def move(self) -> bool:
-        """Some shard gets an order."""
+        """Some shard gets a command."""
         waiting = [process for process in self.processes if process.commands]
         if waiting:
             self.dice.choice(waiting).execute()
@@ -188,7 +190,7 @@ class Double:
             pass
 
     def held_part(self, part: UpdatePart) -> Message:
-        """Its payloads go to the shards, each when that has heard of the sender."""
+        """Its payloads go to the shards, each when that knows of the sender."""
         left = list(self.processes)
         bare = replace(part, deltas=tuple(replace(d, payload=b"") for d in part.deltas))
         self.coordinator.current(part.member, part.incarnation, part.part)
@@ -218,7 +220,7 @@ class Double:
         left, header = list(self.processes), replace(answer, weights=tuple(bare_weights(w) for w in answer.weights))
         while left:
             process = self.dice.choice(left)
-            if process.commands:  # it is told what to fetch behind its orders
+            if process.commands:  # what it is to fetch comes behind its commands
                 process.execute()
                 continue
             own = tuple(w for w in answer.weights if w.chunk in process.machine.chunks)
@@ -323,7 +325,7 @@ class FarWorld(SpecifiedWorld):
 
     def check(self) -> None:
         super().check()
-        if self.dice.random() < 0.2:  # else orders are still under way
+        if self.dice.random() < 0.2:  # else commands are still under way
             self.check_doubles()
 
     def check_doubles(self) -> None:

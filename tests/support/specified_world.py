@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.net.storage.recovery import left_out
 from geotrain.outer.messages import (
-    GLOBAL,
     Answer,
     AnswerWanted,
     Finished,
+    Identity,
     Join,
     Lease,
     LeaseRequest,
@@ -36,8 +37,8 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.server.server import Handled, Identity, Server
-from geotrain.outer.shards.shards import RemoteShards
+from geotrain.outer.server.server import Handled, Server
+from geotrain.outer.shards.remote import RemoteShards
 from tests.support.outer_world import FakeWorker, by_chunk, halves, parameter_map, whole
 from tests.support.recorded_world import check_shards, frozen, same_state, thawed
 from tests.support.specification import Specification, Vector, close
@@ -86,9 +87,8 @@ class SpecifiedWorld:
         self.shards = cycle((1, 2, 4))  # of the next incarnation of any server
         self.every_fragment = tuple(range(len(self.shape.fragments)))
         self.identity = Identity("test", "config", self.shape.digest, "toy")
-        generator = torch.Generator().manual_seed(7)
-        self.start = [torch.randn(f.numel, generator=generator) for f in self.shape.fragments]
-        self.generator = generator
+        self.generator = torch.Generator().manual_seed(7)
+        self.start = [torch.randn(f.numel, generator=self.generator) for f in self.shape.fragments]
         start = by_chunk(self.shape, dict(enumerate(self.start)))
         self.spec = Specification(config, REGIONS, list(start.values()), samples, DECAY)
         self.servers: dict[str, Server] = {}

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from geotrain.common.files import OutputError, out_of_room, whole_file
+from geotrain.common.names import GLOBAL
 from geotrain.config import is_loopback
 from geotrain.monitor.events import (
     Acknowledged,
@@ -46,9 +47,9 @@ from geotrain.net.transport.certs import Credentials, Trust, identity
 from geotrain.net.transport.deadlines import within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
-from geotrain.outer.messages import GLOBAL, Send, Validated
+from geotrain.outer.messages import Send, Validated
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.shards.shards import RemoteShards
+from geotrain.outer.shards.remote import RemoteShards
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from geotrain.common.files import OutputError, out_of_room
+from geotrain.common.names import GLOBAL
 from geotrain.config import (
     EXIT_FOR_GOOD,
     ClusterConfig,
@@ -52,13 +53,14 @@ from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
-from geotrain.outer.messages import GLOBAL, Refused
+from geotrain.outer.messages import Refused
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server, identity_of
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
-from geotrain.outer.shards.shards import RemoteShards
+from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_file import read_values
@@ -140,12 +142,10 @@ def begin_server(server: Server, run: RunConfig) -> None:
     """Give a server what it has when a run begins: the global one's first weights. A region gets its from there.
     Raises ConfigError."""
     if server.name == GLOBAL:
-        far = isinstance(server.shards, RemoteShards)  # they begin with the weights themselves
-        server.set_weights(
-            [torch.empty(0)] * len(server.parameter_map.fragments)
-            if far
-            else initial_weights(run, server.parameter_map)
-        )
+        if isinstance(server.shards, RemoteShards):  # they begin with the weights themselves
+            server.begin()
+        else:
+            server.set_weights(initial_weights(run, server.parameter_map))
 
 
 def remote_shards(run: RunConfig, cluster: ClusterConfig, server: str) -> int | RemoteShards:
@@ -212,6 +212,7 @@ def shard_server(run: RunConfig, cluster: ClusterConfig, server: str, index: int
     """A shard in a process of its own, without state."""
     number = len(shards_of(cluster, server))
     whole = any_server(run, cluster, server, number)
+    assert isinstance(whole.shards, LocalShards)
     return ShardServer(whole.shards.all[index], index, number, tuple(whole.members), whole.member_role)
 
 
@@ -219,10 +220,9 @@ def begin_shard(machine: ShardServer, run: RunConfig) -> None:
     """As `begin_server`, of a shard in a process of its own. Raises ConfigError."""
     if machine.name != GLOBAL:
         return
-    vectors = initial_weights(run, machine.parameter_map)
-    for chunk in machine.shard.chunks:
-        x = vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel]
-        machine.shard.set_weights(chunk.index, x.clone())
+    machine.shard.set_weights(initial_weights(run, machine.parameter_map))
+    for v in machine.shard.vectors.values():
+        v.x = v.x.clone()  # views would keep the other shards' weights in memory
 
 
 def validation_steps(run: RunConfig) -> int:
@@ -339,7 +339,8 @@ def _live(
         def named() -> Server:
             server = build()
             server.incarnation = incarnation
-            server.shards.put_mirrors_on(mirror_store)
+            if isinstance(server.shards, LocalShards):
+                server.shards.set_mirror_store(mirror_store)
             return server
 
         recovered = recover(named, begin, folder, run.checkpoint.keep, mirror, mirror_store, place.launch)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import Address, ClusterConfig, RunConfig, shard_name, shards_of
 from geotrain.monitor.events import EventLog
 from geotrain.monitor.history import facts
@@ -15,7 +16,6 @@ from geotrain.monitor.monitor import Monitor
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots
 from geotrain.net.transport.certs import Credentials, Role, load_credentials
 from geotrain.net.transport.sharded_link import ShardsAbove, shards_above
-from geotrain.outer.messages import GLOBAL
 from geotrain.parameters.parameter_map import parameter_map_of
 
 LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id

@@ -29,6 +29,7 @@ import psutil
 from grpc import StatusCode, aio
 
 from geotrain.common.files import whole_file
+from geotrain.common.names import GLOBAL
 from geotrain.config import Address
 from geotrain.monitor.events import EventLog, Recovery, SnapshotUploaded, SnapshotWritten, Trouble
 from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_limit
@@ -44,11 +45,10 @@ from geotrain.net.storage.timeline import Timeline, read_timeline, write_timelin
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Credentials, Trust, identity, open_channel
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
-from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
+from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.server.shard_server import ShardServer
-from geotrain.outer.shards.shard import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
-from geotrain.outer.shards.shards import NewIncarnation
+from geotrain.outer.shards.protocol import Apply, Copy, Forget, Freeze, Merge, NewIncarnation, SendUp, StartOver
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def recover_shard(
     Raises StoreError, JournalDamaged, ParameterMapError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
-    machine.shards.put_mirrors_on(store.mirror_store)
+    machine.shards.set_mirror_store(store.mirror_store)
     newest, faults = store.load_newest()
     if newest is None and faults:
         raise StoreError(

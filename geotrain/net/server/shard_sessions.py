@@ -27,7 +27,8 @@ from geotrain.net.storage.timeline import Timeline, read_timeline, who_goes_back
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.deadlines import within
 from geotrain.outer.messages import Answer, Refused, UpdatePart
-from geotrain.outer.shards.shards import Froze, HeldAnswer, HeldPart, Holdings, RemoteShards
+from geotrain.outer.shards.protocol import Froze, HeldAnswer, HeldPart
+from geotrain.outer.shards.remote import Holdings, RemoteShards
 
 HELLO_S = 20.0
 FAREWELL_S = 60.0  # how long a server waits at its end for its shards', and a shard until its own was heard

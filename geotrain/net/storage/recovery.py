@@ -19,9 +19,12 @@ from geotrain.net.storage.remote_snapshots import RemoteSnapshots, newest_snapsh
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import MemberSilent, Message, Refused
 from geotrain.outer.mirror_store import MirrorStore
+from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import ShardServer
-from geotrain.outer.shards.shards import FromShards, HeldPart
+from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.protocol import FromShards, HeldPart
+from geotrain.outer.shards.remote import RemoteShards
 
 JOURNAL = "journal"  # within a server's folder
 
@@ -127,13 +130,14 @@ def recover(
 def end_incarnations(server: Server) -> None:
     """What `Stopped` means: the members' next lives follow no death."""
     for member in server.members.values():
-        member.ended = True
+        member.meet(MemberEvent.STOPS)
 
 
 def restarted(build: Callable[[], Server], server: Server) -> Server:
     """A server with nothing but this one's durable state, as after the death of its process."""
     fresh = build()
-    fresh.shards.take_over(server.shards)
+    if isinstance(fresh.shards, RemoteShards) and isinstance(server.shards, RemoteShards):
+        fresh.shards.kept = server.shards.kept  # the shards live on, and may lack these commands
     fresh.load(*server.state())
     return fresh
 
@@ -166,7 +170,8 @@ def begin_snapshot(
     tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
     share = max(f.numel for f in server.parameter_map.fragments) / server.parameter_map.numel
     frozen = FrozenState(tensors, largest_share=share, done=store.mirror_store.page_out)
-    server.shards.watch(frozen.before_write)
+    if isinstance(server.shards, LocalShards):
+        server.shards.watch(frozen.before_write)
     checkpoint_id = store.new_checkpoint_id() if checkpoint_id is None else checkpoint_id
     return frozen, {
         "state": state,

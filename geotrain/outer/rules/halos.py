@@ -31,10 +31,20 @@ def delayed_nesterov(
     kernels.outer_update(x, delta, m, step, acc)
 
 
-class HalosRegion(AsyncRegion):
-    """HALoS's local parameter server: delayed Nesterov on every worker's delta."""
+class _Halos:
+    """Delayed Nesterov on each delta, with its momentum and accumulator in the shards."""
 
     bf16_vectors = ("momentum", "accumulated")
+    settings: MomentumConfig
+
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
+        m, acc, arrival = v.vector("momentum"), v.vector("accumulated"), int(inputs["arrival"])
+        lr, beta, buffer = self.settings.lr_per_update, self.settings.beta, self.settings.buffer
+        delayed_nesterov(v.x, delta, m, acc, arrival, lr_per_update=lr, beta=beta, buffer=buffer)
+
+
+class HalosRegion(_Halos, AsyncRegion):
+    """HALoS's local parameter server: delayed Nesterov on every worker's delta."""
 
     def __init__(self, config: HalosConfig) -> None:
         super().__init__(config.updates_per_send, config.merge_alpha, config.ledger)
@@ -44,18 +54,14 @@ class HalosRegion(AsyncRegion):
         _, answered = super().on_delta(c, member, weight)
         return _arrival(c), answered
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        _apply(v, delta, inputs, self.settings)
 
-
-class HalosGlobal:
+class HalosGlobal(_Halos):
     """HALoS's global server. In a flat run, with workers as its members, it is the one of Async Local-SGD.
 
     A region's delta counts as one update here, however many workers' updates it stands for.
     """
 
     in_rounds = False
-    bf16_vectors = ("momentum", "accumulated")
 
     def __init__(self, config: HalosConfig) -> None:
         self.settings = config.global_
@@ -64,17 +70,8 @@ class HalosGlobal:
         c.version += 1
         return _arrival(c), (member,)
 
-    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        _apply(v, delta, inputs, self.settings)
-
 
 def _arrival(c: Counts) -> Inputs:
     # Counted apart from the version, and for each fragment: it says when the momentum is due.
     c.counts["arrivals"] = c.counts.get("arrivals", 0) + 1
     return {"arrival": c.counts["arrivals"]}
-
-
-def _apply(v: Vectors, delta: Tensor, inputs: Inputs, settings: MomentumConfig) -> None:
-    m, acc, arrival = v.vector("momentum"), v.vector("accumulated"), int(inputs["arrival"])
-    lr, beta, buffer = settings.lr_per_update, settings.beta, settings.buffer
-    delayed_nesterov(v.x, delta, m, acc, arrival, lr_per_update=lr, beta=beta, buffer=buffer)

@@ -35,7 +35,7 @@ def momentum_gain(gain: float, decay: float) -> float:
 
 
 def updates_in_run(samples: int, samples_per_step: int, local_steps: int, workers: int, all_workers: int) -> float:
-    """How many updates a region of `workers` of the run's `all_workers` applies from begin to end.
+    """Estimate the updates that a region of `workers` of the run's `all_workers` applies from begin to end.
 
     All workers are taken as equally fast: how much each will train is not known before the run, and may change while
     it goes on.

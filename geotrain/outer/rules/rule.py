@@ -1,9 +1,9 @@
-"""What a server asks of a rule (`Rule`, `RegionRule`), what a rule works on (`Counts`, `Vectors`), and what the
-asynchronous rules of regions share (`AsyncRegion`).
+"""The interface of rules (`Rule`, `RegionRule`), their state (`Counts`, `Vectors`), and the base of the asynchronous
+rules of regions (`AsyncRegion`).
 
 A rule has two halves. One counts, in the server's coordinator: it decides who is answered and what is sent when, and
-knows no tensor. The other computes, in the shards: it is *told* in plain numbers what was decided, and works element
-by element, so it does not matter how a fragment is divided among shards.
+knows no tensor. The other computes, in the shards: its inputs are plain numbers that say what was decided, and it
+works element by element, so it does not matter how a fragment is divided among shards.
 
 Outer steps work in place on fp32 vectors of equal length. Δ (delta) is anchor − current, so weights move by −Δ. Each
 rule's file states its coefficients and their sources, with symbols and order as in the papers. The arithmetic is in
@@ -22,13 +22,13 @@ from torch import Tensor
 from geotrain import kernels
 from geotrain.kernels import OuterStep
 
-Inputs = dict[str, float]  # what the counting half tells the computing one: plain numbers by name
+Inputs = dict[str, float]  # from the counting half to the computing one: plain numbers by name
 NOTHING: Inputs = {}
 
 
 @dataclass
 class Counts:
-    """What a rule counts of one fragment. Like `Vectors` it is journaled, saved and restored whole, so rules
+    """Counts of a rule for one fragment. Like `Vectors` it is journaled, saved and restored whole, so rules
     themselves have no state."""
 
     version: int = 0  # updates applied since the run began
@@ -36,7 +36,7 @@ class Counts:
     waiting: dict[str, int] = field(default_factory=dict)  # synchronous rules: member whose Δ waits → its weight
 
     def state(self) -> dict[str, Any]:
-        """As plain JSON data, whose counterpart is the constructor."""
+        """Return plain JSON data, which the constructor takes back."""
         return {"version": self.version, "counts": dict(self.counts), "waiting": dict(self.waiting)}
 
 
@@ -49,17 +49,17 @@ class Vectors:
     waiting: dict[str, Tensor] = field(default_factory=dict)  # synchronous rules: member → Δ
 
     def vector(self, name: str) -> Tensor:
-        """The auxiliary vector of that name, created with zeros at first use."""
+        """Return the auxiliary vector of that name, created with zeros at first use."""
         if name not in self.aux:
             self.aux[name] = torch.zeros_like(self.x)
         return self.aux[name]
 
     def all(self) -> tuple[Tensor, ...]:
-        """What an outer step may change in place."""
+        """Return the vectors that an outer step may change in place."""
         return (self.x, *self.aux.values())
 
     def state(self, prefix: str) -> dict[str, Tensor]:
-        """By names that begin with the prefix. The tensors are not copied."""
+        """Return the tensors, which are not copied, by names that begin with the prefix."""
         tensors = {f"{prefix}x": self.x}
         tensors.update({f"{prefix}aux.{name}": vector for name, vector in self.aux.items()})
         tensors.update({f"{prefix}waiting.{name}": delta for name, delta in self.waiting.items()})
@@ -67,7 +67,7 @@ class Vectors:
 
     @staticmethod
     def of(prefix: str, tensors: dict[str, Tensor]) -> Vectors:
-        """The counterpart of `state`. prefix: as there. tensors: those of the whole server."""
+        """Restore what `state` returned for this prefix, from the tensors of the whole server."""
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         aux, waiting = (
             {name.removeprefix(head): tensor for name, tensor in own.items() if name.startswith(head)}
@@ -77,32 +77,32 @@ class Vectors:
 
 
 class Rule(Protocol):
-    """What any server asks of its rule.
+    """A rule of any server.
 
     in_rounds: whether all members are waited for. Each then sends one delta of each fragment a round.
-    narrow, if there is one: auxiliary vectors that each update may round to bf16 (`outer.server_state`).
+    bf16_vectors, if there are any: auxiliary vectors that each update may round to bf16 (`outer.server_state`).
     """
 
     @property
     def in_rounds(self) -> bool: ...
 
     def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
-        """Count a member's delta, which stands for `weight` workers'. Returns what `apply` is told, and the members
+        """Count a member's delta, which stands for `weight` workers'. Returns the inputs of `apply`, and the members
         to answer now."""
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        """Take in what was counted. The delta's memory is used again for the next one: a rule that keeps it must
+        """Apply the delta that was counted. Its memory is used again for the next one: a rule that keeps it must
         copy it."""
 
 
 class RegionRule(Rule, Protocol):
-    """What a region server asks besides."""
+    """A rule of a region server."""
 
     def start(self, c: Counts) -> None:
-        """The fragment's x has just been set to the global weights: nothing is pending."""
+        """Begin, as the fragment's x has just been set to the global weights: nothing is pending."""
 
     def begin(self, v: Vectors) -> None:
-        """The same, for a chunk."""
+        """Begin with a chunk whose x has just been set to the global weights."""
 
     def pending(self, c: Counts) -> bool:
         """Whether a delta was taken that has not been sent up."""
@@ -112,17 +112,17 @@ class RegionRule(Rule, Protocol):
         is too little otherwise, since nobody is at work who could add to it."""
 
     def on_send(self, c: Counts) -> tuple[Inputs, int]:
-        """What `progress` is told, and the number of workers' deltas that it stands for. From now on it is in
-        flight."""
+        """Count an update as in flight from now on. Returns the inputs of `progress`, and the number of workers'
+        deltas that it stands for."""
 
     def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
-        """The delta to send up."""
+        """Return the delta to send up."""
 
     def on_global_weights(self, c: Counts) -> tuple[str, ...]:
-        """The answer to what was in flight is here, to be merged. Returns the members to answer then."""
+        """Count the answer to what was in flight, which is merged now. Returns the members to answer then."""
 
     def merge(self, v: Vectors, x_global: Tensor) -> None:
-        """Merge it. x_global must not be written."""
+        """Merge the global weights, which must not be written, into the chunk."""
 
 
 def average(x: Tensor, delta: Tensor, weight: float) -> None:

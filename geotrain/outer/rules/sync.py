@@ -35,12 +35,12 @@ class _Sync:
         return len(c.waiting) == len(self.members)
 
     def take_weights(self, c: Counts) -> Inputs:
-        """The weight of each member's delta, all of which wait; none does any more."""
+        """Return the weight of each member's delta, all of which wait, and let none wait any more."""
         weights: Inputs = {member: c.waiting[member] for member in self.members}
         c.waiting.clear()
         return weights
 
-    def collect(self, v: Vectors, member: str, delta: Tensor) -> None:
+    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         v.waiting[member] = delta.clone()  # the shard decodes its next update into delta's memory
 
     def take_mean(self, v: Vectors, weights: Inputs) -> Tensor:
@@ -58,15 +58,12 @@ class SyncRegion(_Sync):
         c.counts.update(in_flight=0)
 
     def begin(self, v: Vectors) -> None:
-        """The weights are all that it needs."""
+        """Do nothing: the rule keeps no other vector."""
 
     def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         c.waiting[member] = weight
         return NOTHING, ()
-
-    def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        self.collect(v, member, delta)
 
     def pending(self, c: Counts) -> bool:
         return bool(c.waiting)
@@ -108,6 +105,6 @@ class SyncGlobal(_Sync):
         return self.take_weights(c), self.members
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        self.collect(v, member, delta)
+        super().apply(v, member, delta, inputs)
         if inputs:
             nesterov(v.x, self.take_mean(v, inputs), v.vector("momentum"), lr=self.lr, momentum=self.momentum)

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.outer.events import Steered, ValidationDone
 from geotrain.outer.messages import (
-    GLOBAL,
     Finished,
+    Identity,
     Join,
     Lease,
     LeaseRequest,
@@ -27,8 +28,8 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server.leases import LeaseTable, Validations, check_numbers
 from geotrain.outer.server.member import MOST_WEIGHT
-from geotrain.outer.server.server import Identity, Server
-from geotrain.outer.shards.shards import RemoteShards
+from geotrain.outer.server.server import Server
+from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
 
@@ -45,7 +46,7 @@ class GlobalServer(Server):
         self, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, regions: dict[str, tuple[str,
         ...]],
         train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
-        sample_tokens: int = 1, shards: int | RemoteShards = 1,
+        sample_tokens: int = 1, shards: int | Shards = 1,
     ) -> None:  # fmt: skip
         workers = {w: (w,) for names in regions.values() for w in names}
         self._workers_of = workers if config.flat else regions  # member → workers that it speaks for
@@ -54,19 +55,10 @@ class GlobalServer(Server):
         members = tuple(self._workers_of)
         rule = global_rule(config.rule, members)
         role: Literal["worker", "region"] = "worker" if config.flat else "region"
-        codecs, bf16_state = (config.up, config.down), config.server_state == "bf16"
         super().__init__(
-            GLOBAL,
-            role,
-            identity,
-            parameter_map,
-            rule,
-            members,
-            *codecs,
-            config.limits,
-            shards,
-            bf16_state=bf16_state,
-        )
+            GLOBAL, role, identity, parameter_map, rule, members, config.up, config.down, config.limits, shards,
+            bf16_state=config.server_state == "bf16",
+        )  # fmt: skip
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
         self.lease_table = LeaseTable(
@@ -127,12 +119,12 @@ class GlobalServer(Server):
         # The lease may be one granted before, which is given again as it was and does not carry the new task.
         if task and isinstance(granted, Lease) and granted.validate == task:
             self.validations.handed_out(self.lease_table.committed_samples)
-        # A worker that is to leave still gets the leases it held already, and is told that it is finished after them.
+        # A worker that is to leave still gets the leases it held already, and hears that it is finished after them.
         return self.lease_table.dismiss(request) if granted is None and leaves else granted
 
     @property
     def final_validation(self) -> int:
-        """The number of the validation that the run's final weights still need; 0: none."""
+        """Number of the validation that the run's final weights still need; 0: none."""
         return self.validations.final_task(self.lease_table) if self.finished else 0
 
     def versions_to_validate(self) -> list[int]:
@@ -153,7 +145,7 @@ class GlobalServer(Server):
             return 1
         return len(self._workers_of[member]) if self.rule.in_rounds else MOST_WEIGHT
 
-    def lent(self, member: str) -> int:
+    def max_credible_weight(self, member: str) -> int:
         workers = self._workers_of[member]  # each may send one more, at the end
         return len(workers) + len(self.holds(member)) + self.lease_table.returned_by(workers)
 
@@ -161,8 +153,7 @@ class GlobalServer(Server):
         return self._workers_of[member]
 
     def _on_join(self, join: Join) -> Welcome:
-        """A drained member that has left and comes back in a new incarnation takes part again: that ends the
-        draining."""
+        """Let a rank join, and end the draining of a member that had left and comes back in a new incarnation."""
         before = self.members.get(join.member)
         back = before is not None and before.left and before.incarnation != join.incarnation
         welcome = super()._on_join(join)
@@ -197,7 +188,7 @@ class GlobalServer(Server):
 
     def begin_again(self) -> None:
         super().begin_again()
-        # The resumed run may have more data for those who were told that there is none; earlier commands have ended.
+        # The resumed run may have more data for those for whom there was none; earlier commands have ended.
         self.lease_table.dismissed.clear()
         self.lease_table.shorten()
         self.paused = self.stopping = False
@@ -221,7 +212,7 @@ class GlobalServer(Server):
         return "stopping" if self.stopping else "paused" if self.paused else "running"
 
     def status(self) -> dict[str, Any]:
-        """Plain data for people and tests. complete: no data is left, and none is out."""
+        """Return plain data for people and tests. complete: no data is left, and none is out."""
         return {
             **super().status(),
             "phase": self.phase,
@@ -245,8 +236,6 @@ class GlobalServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         self.lease_table.load(meta["leases"])
-        if "validations" in meta:
-            self.validations.load(meta["validations"])
-        steered = meta.get("steered", {})  # older snapshots have none
-        self.paused, self.stopping = steered.get("paused", False), steered.get("stopping", False)
-        self.draining = set(steered.get("draining", ()))
+        self.validations.load(meta["validations"])
+        steered = meta["steered"]
+        self.paused, self.stopping, self.draining = steered["paused"], steered["stopping"], set(steered["draining"])

@@ -13,16 +13,17 @@ from heapq import nsmallest
 from math import ceil, inf, isfinite
 from typing import Any
 
-from geotrain.outer.messages import GLOBAL, Finished, Lease, LeaseRequest, Refused, Validated
+from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused, Validated
 from geotrain.outer.server.member import MOST_JOBS
 
-RETURNED_KEPT = 4096  # leases that came back, of which a late update may still tell that they were trained after all
+RETURNED_KEPT = 4096  # leases that came back, which a late update may still name as trained
 FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
 SHORTEST_STEP_S, LONGEST_STEP_S = 1e-6, 1e6  # inner steps are neither shorter nor longer, whatever a worker claims
 MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
 MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
 PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
-LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not tell: a checkpoint, a slow disk, a first compilation
+LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint, a slow disk, a first compilation
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
 
@@ -60,7 +61,7 @@ class LeaseTable:
         self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
         self.committed_samples = 0
         self.repeated_samples = 0  # trained by two, since the first was taken for dead and came back too late
-        self.dismissed: dict[str, int] = {}  # worker → first job for which it was told that it is finished
+        self.dismissed: dict[str, int] = {}  # worker → first job for which it got Finished
         self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
         # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
@@ -73,7 +74,7 @@ class LeaseTable:
         return not self.open and not self._left()
 
     def grant(self, request: LeaseRequest, new: bool = True, validate: int = 0) -> Lease | Finished | None:
-        """The lease for this worker's job, the same one when it is asked for again; Finished when no data is left.
+        """Return the lease for this worker's job, the same one every time; Finished when no data is left.
 
         new: whether more data may be handed out (not while the run is paused). If not, None is returned in place of a
         new lease. A round that some worker has begun does not count as new: leaving out the others would let those
@@ -107,8 +108,8 @@ class LeaseTable:
         return Finished(request.worker, request.job)
 
     def commit(self, leases: tuple[int, ...]) -> int:
-        """These leases are trained for good. Returns how many samples that are. Leases that are unknown or committed
-        already count 0, so that no sample is counted twice.
+        """Commit leases, which are trained for good. Returns how many samples that are. Leases that are unknown or
+        committed already count 0, so that no sample is counted twice.
 
         A lease that came back, as its worker was taken for dead, may have been trained all the same. What of it is
         still in the pool is committed; what others have got meanwhile is trained twice, which is counted.
@@ -125,16 +126,16 @@ class LeaseTable:
         return samples
 
     def release(self, leases: Collection[int]) -> None:
-        """These leases return to the pool. Leases that are unknown or committed are ignored.
+        """Return these leases to the pool. Leases that are unknown or committed are ignored.
 
-        Those of synchronous rounds stay out: a place is its worker's, whichever of its lives trains it.
+        Those of synchronous rounds stay out: a place is its worker's, whichever of its incarnations trains it.
         """
         # In the order of their numbers, since the oldest of `returned` are dropped, and a replay must drop the same.
         for number in sorted(leases) if self.rounds is None else ():
             lease = self._close(number)
             if lease is None:
                 continue
-            # Its worker may have been told that it is finished; now there is data again for its next incarnation.
+            # Its worker may have got Finished; now there is data again for its next incarnation.
             self.dismissed.pop(lease.worker, None)
             self.pool.append((lease.start, lease.samples))
             self.returned[number] = lease
@@ -143,8 +144,7 @@ class LeaseTable:
         self.pool.sort()
 
     def shorten(self) -> None:
-        """The run is resumed, perhaps with fewer samples than were handed out before: what came back beyond so many
-        is not trained."""
+        """Drop samples that came back, where a resumed run has fewer than were handed out before."""
         surplus = self.next_start - self.train_samples
         while surplus > 0 and self.pool:
             start, samples = self.pool.pop()
@@ -153,25 +153,25 @@ class LeaseTable:
             surplus -= samples
 
     def held_by(self, workers: tuple[str, ...]) -> dict[int, Lease]:
-        """The open leases of these workers, by their numbers."""
+        """Return the open leases of these workers, by their numbers."""
         return {lease.lease: lease for worker in workers for lease in self._held.get(worker, {}).values()}
 
     def returned_by(self, workers: tuple[str, ...]) -> int:
-        """How many leases of these workers came back, and may have been trained all the same."""
+        """Count the leases of these workers that came back, and may have been trained all the same."""
         return sum(lease.worker in workers for lease in self.returned.values())
 
     def given_to(self, number: int) -> str:
-        """The worker that this lease went to, be it open or returned; "" when it is committed or unknown."""
+        """Return the worker that this lease went to, be it open or returned; "" if it is committed or unknown."""
         lease = self.open.get(number) or self.returned.get(number)
         return lease.worker if lease else ""
 
     def state(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Return plain JSON data, from which `load` restores the table."""
         return {
             "next_lease": self.next_lease,
             "next_start": self.next_start,
             "pool": [list(r) for r in self.pool],
-            "open": [[n, v.worker, v.job, v.start, v.samples, v.steps, v.validate] for n, v in self.open.items()],
+            "open": [list(astuple(lease)) for lease in self.open.values()],
             "returned": [list(astuple(lease)) for lease in self.returned.values()],
             "committed_samples": self.committed_samples,
             "repeated_samples": self.repeated_samples,
@@ -181,13 +181,12 @@ class LeaseTable:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """The counterpart of `state`."""
+        """Load what `state` returned."""
         self.next_lease, self.next_start = state["next_lease"], state["next_start"]
         self.pool = [(start, samples) for start, samples in state["pool"]]
-        self.open = {n: Lease(worker, job, n, *place) for n, worker, job, *place in state["open"]}
-        returned = [Lease(*saved) for saved in state.get("returned", ())]  # older snapshots have none
-        self.returned = {lease.lease: lease for lease in returned}
-        self.committed_samples, self.repeated_samples = state["committed_samples"], state.get("repeated_samples", 0)
+        self.open = {lease.lease: lease for lease in (Lease(*saved) for saved in state["open"])}
+        self.returned = {lease.lease: lease for lease in (Lease(*saved) for saved in state["returned"])}
+        self.committed_samples, self.repeated_samples = state["committed_samples"], state["repeated_samples"]
         self.dismissed = dict(state["dismissed"])
         self.step_s = dict(state["step_s"])
         self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}
@@ -197,15 +196,18 @@ class LeaseTable:
         self._fastest = _two_lowest(self.step_s)
 
     def _steps(self, worker: str) -> int:
-        """Whoever claims to be far faster than all others would cut their jobs to single steps. So it counts as at
-        most FASTER times as fast as the next."""
+        """Return the inner steps of this worker's jobs.
+
+        Whoever claims to be far faster than all others would cut their jobs to single steps. So it counts as at most
+        FASTER times as fast as the next.
+        """
         if not self.scale_local_steps or worker not in self.step_s:
             return self.local_steps
         believed_s = max(s / FASTER**others for others, s in enumerate(sorted(self._fastest.values())))
         return max(1, ceil(self.local_steps * min(1.0, believed_s / self.step_s[worker])))
 
     def note_speed(self, worker: str, step_s: float) -> None:
-        """Remember how fast a worker is. Its lease requests tell it; a simulation, whose speeds are known from the
+        """Note how fast a worker is. Its lease requests say so; a simulation, whose speeds are known from the
         start, calls this before the first request. step_s: seconds of one inner step."""
         search = step_s > self._fastest.get(worker, inf)  # one of the two became slower: any may be the next
         self.step_s[worker] = step_s
@@ -215,7 +217,7 @@ class LeaseTable:
         return bool(self.pool) or self.next_start < self.train_samples
 
     def _take(self, samples: int) -> tuple[int, int]:
-        """(start, samples) of at most so many samples. What came back goes first: it is the oldest, and the run
+        """Take at most so many samples: (start, samples). What came back goes first: it is the oldest, and the run
         cannot end without it."""
         if self.pool:
             start, size = self.pool.pop(0)
@@ -319,7 +321,7 @@ def _two_lowest(table: dict[str, float]) -> dict[str, float]:
 
 
 def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:
-    """How long a worker with these leases may send nothing, in seconds, before others get them; inf: for ever.
+    """Seconds for which a worker with these leases may send nothing before others get them; inf: for ever.
 
     step_s: of one inner step, as measured; 0: not known. validation_steps: inner steps that cost as much as a
     validation, or more.
@@ -346,7 +348,7 @@ class Validations:
         self.latest: dict[str, Any] | None = None
 
     def task_for(self, worker: str, lease_table: LeaseTable) -> int:
-        """The number of the task that this worker would get if it were granted a lease now; 0: none.
+        """Return the number of the task that this worker would get with a lease now; 0: none.
 
         The fastest worker gets it, since it loses the least time. If it has not asked within half a period (it may be
         dead, or cut off), whoever asks next gets the task.
@@ -358,14 +360,14 @@ class Validations:
         return self.number + 1 if worker == fastest or late else 0
 
     def handed_out(self, committed_samples: int) -> None:
-        """The task has gone out with a lease."""
+        """Note that the task has gone out with a lease."""
         assert self.every_samples is not None
         self.number += 1
         # The next multiple: a task that went out late does not shift the ones after it, nor does any pile up.
         self.due_samples = (committed_samples // self.every_samples + 1) * self.every_samples
 
     def final_task(self, lease_table: LeaseTable) -> int:
-        """The number of the final weights' validation; 0: it is not due yet, it has been done, or there are none."""
+        """Return the number of the final weights' validation; 0: it is not due yet, is done, or there are none."""
         if self.every_samples is None or not lease_table.finished:
             return 0
         last = self.latest
@@ -386,7 +388,7 @@ class Validations:
         return True
 
     def state(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Return plain JSON data, from which `load` restores the state."""
         return {"number": self.number, "due_samples": self.due_samples, "latest": self.latest}
 
     def load(self, state: dict[str, Any]) -> None:

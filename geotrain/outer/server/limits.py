@@ -1,4 +1,4 @@
-"""How a server recognizes an update whose norm is far above the usual one.
+"""Recognizes updates whose norm is far above the usual one.
 
 For each fragment the server keeps the logarithms of the norms of the last updates it applied. What is usual is their
 median and their median absolute deviation; unlike mean and variance, these hardly move for one wild update.
@@ -97,14 +97,12 @@ class NormLimits:
             self._noted[fragment].append((member, log(size), log(size / weight)))
 
     def state(self) -> list[Any]:
-        """As plain JSON data."""
+        """Return plain JSON data, from which `load` restores the histories."""
         return [[list(column) for column in zip(*noted, strict=True)] for noted in self._noted]
 
     def load(self, state: list[Any]) -> None:
-        """The counterpart of `state`."""
+        """Load what `state` returned."""
         for noted, columns in zip(self._noted, state, strict=True):
-            if len(columns) == 2:  # an older snapshot does not know whose they were
-                columns = [[""] * len(columns[0]), *columns]
             noted.clear()
             noted.extend(zip(*columns, strict=True))
 

@@ -1,7 +1,7 @@
-"""What a server knows about each of its members: their lives, their updates, and their strikes.
+"""A server's record of each member: its phase, its updates, its strikes.
 
 The functions below the class check a join or an update before the server changes anything. Each raises Refused, with
-a reason that tells the operator of the other end what to do.
+a reason from which the operator of the other end learns what to do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.codec import Codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Identity, Join, Refused, UpdatePart
+from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
 from geotrain.parameters import coverage
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
 
@@ -28,8 +29,8 @@ MOST_WEIGHT = 1 << 20  # worker updates in one of a region
 MOST_INCARNATIONS = 65536  # of a member in a run: all of them are remembered, in every snapshot
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
 SAVED = (
-    *("incarnation", "former", "restarts", "ended", "banned", "sequence", "job", "updates", "left", "silent"),
-    *("quarantined", "refused", "strikes", "fault", "step_s", "metrics"),
+    *("incarnation", "former", "restarts", "quarantined", "banned", "sequence", "job", "updates", "refused"),
+    *("strikes", "fault", "step_s", "metrics"),
 )
 
 
@@ -38,9 +39,12 @@ class Member:
     """A worker or a region server, as the server above it knows it."""
 
     incarnation: str = ""  # names its present incarnation; empty before it has joined for the first time
-    former: list[str] = field(default_factory=list)  # digests of earlier lives' incarnations: they may not come back
+    former: list[str] = field(default_factory=list)  # digests of its former incarnations: they may not come back
     restarts: int = 0  # how often a new incarnation came without the old one having ended
-    ended: bool = False  # its present incarnation said goodbye or was told to stop, and has not joined again since
+    phase: MemberPhase = MemberPhase.NEW  # changed by `meet` alone
+    # A quarantine is no phase: it bars the name whatever its process does meanwhile. It may fall silent, leave or be
+    # started anew, and only time or the operator ends the quarantine.
+    quarantined: bool = False
     banned: str = ""  # the incarnation that was quarantined last: it may not come back either
     parts: int = 0  # its ranks
     joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this incarnation of member and server
@@ -58,18 +62,34 @@ class Member:
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)  # fragment → of its last update, in versions
     norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
-    step_s: float = 0.0  # of a worker: seconds of an inner step, as its last lease request told; 0: not known
+    step_s: float = 0.0  # of a worker: seconds of an inner step, by its last lease request; 0: not known
     updates: int = 0
-    left: bool = False
-    silent: bool = False  # not heard from for too long
-    quarantined: bool = False
     refused: int = 0  # updates refused for good, since the run began
     strikes: list[int] = field(default_factory=list)  # the refused ones of its last updates, numbered as in `strike`
     fault: str = ""  # why the last of them was refused
 
+    def meet(self, event: MemberEvent) -> None:
+        """Move to the phase that follows this event. Raises ValueError where it cannot happen."""
+        if (self.phase, event) not in TRANSITIONS:
+            raise ValueError(f"{event.name} cannot happen to a member that is {self.phase.value}")
+        self.phase = TRANSITIONS[self.phase, event]
+
+    @property
+    def left(self) -> bool:
+        """Whether it said goodbye."""
+        return self.phase is MemberPhase.LEFT
+
+    @property
+    def silent(self) -> bool:
+        """Whether it was not heard from for too long."""
+        return self.phase in (MemberPhase.SILENT, MemberPhase.LOST)
+
     @property
     def complete(self) -> bool:
-        """Whether every part of this incarnation has joined."""
+        """Whether every rank of this incarnation has joined this incarnation of the server.
+
+        No phase either: a server that restarts forgets all joins, though the members are at work.
+        """
         return 0 < self.parts == len(self.joined)
 
     @property
@@ -78,15 +98,15 @@ class Member:
         return self.left or self.silent or self.quarantined
 
     def begin_answer(self, sequence: int, fragments: set[int]) -> None:
-        """Update `sequence` (0: the join) is to be answered with these fragments, to every part."""
+        """Begin the answer to update `sequence` (0: the join), of these fragments, for every part."""
         self.awaiting[sequence] = set(fragments)
         self.answers[sequence] = {}
 
     def drop_adopted(self, fragments: set[int], adopted: int) -> tuple[int, ...]:
-        """An update of these fragments was taken, whose parts have all adopted the answers up to number `adopted`:
-        forget those, and the complete answers of earlier updates that gave any of the fragments. Returns which.
+        """Drop answers that every part has surely adopted, as an update of these fragments was taken. Returns which.
 
-        Every part has adopted the latter, too, or it would not have sent these fragments again.
+        adopted: all parts say that they have adopted the answers up to this number. They have adopted, too, complete
+        answers with any of the fragments, or they would not have sent these fragments again.
         """
         complete = [(s, given) for s, given in self.answers.items() if s not in self.awaiting]
         dropped = tuple(s for s, given in complete if s <= adopted or given.keys() & fragments)
@@ -95,19 +115,20 @@ class Member:
         return dropped
 
     def begin_incarnation(self, incarnation: str) -> None:
-        """It joins with a new incarnation. The old one is remembered, so that a process that was only cut off, and
-        not dead, cannot come back beside its successor."""
+        """Begin a new incarnation, which has joined. The old one is remembered, so that a process that was only cut
+        off, and not dead, cannot come back beside its successor."""
         if self.incarnation:
             self.former.append(incarnation_digest(self.incarnation))
-            self.restarts += not self.ended
-        self.incarnation, self.left = incarnation, False
+            self.restarts += self.phase in (MemberPhase.PRESENT, MemberPhase.SILENT)
+        self.incarnation = incarnation
+        self.meet(MemberEvent.JOINS)
 
     def has_sent(self, fragment: int, job: int) -> bool:
         """Whether a delta of this fragment came in this job of a worker already. Regions' updates are of no job."""
         return 0 < job <= self.came.get(fragment, 0)
 
     def strike(self, fault: str, window: int) -> int:
-        """One of its updates was refused. Returns how many of its last `window` updates were."""
+        """Count a refused update. Returns how many of its last `window` updates were refused."""
         self.refused, self.fault = self.refused + 1, fault
         # Counts every update it has tried. A sequence number would not do: a refused one is used again.
         tried = self.updates + self.refused
@@ -115,20 +136,19 @@ class Member:
         return len(self.strikes)
 
     def state(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Return plain JSON data, from which `load` restores what outlives the server."""
         came = [[fragment, job] for fragment, job in sorted(self.came.items())]
-        return {**{name: copy(getattr(self, name)) for name in SAVED}, "owed": sorted(self.owed), "came": came}
+        saved = {name: copy(getattr(self, name)) for name in SAVED}
+        return {**saved, "phase": self.phase.value, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
-        missing = {"restarts": len(state["former"]), "ended": False, "step_s": 0.0, "metrics": {}}  # in older ones
-        state = {**missing, **state}
+        """Load what `state` returned."""
         for name in SAVED:
             setattr(self, name, copy(state[name]))  # share no list with the state
-        self.owed = set(state["owed"])
-        self.came = {fragment: job for fragment, job in state.get("came", ())}  # older snapshots have none
+        self.phase, self.owed, self.came = MemberPhase(state["phase"]), set(state["owed"]), dict(state["came"])
 
     def status(self) -> dict[str, Any]:
-        """Plain data for people and tests."""
+        """Return plain data for people and tests."""
         shown = ("left", "restarts", "updates", "sequence", "job", "refused", "quarantined", "fault")
         # What the member says of itself stands first: it cannot overwrite what this server knows of it.
         return {**self.metrics, "joined": self.complete, **{name: getattr(self, name) for name in shown}}
@@ -142,7 +162,7 @@ def check_identity(join: Join, ours: Identity, data: str) -> None:
     for what, their, our in (
         ("run", join.run, ours.run),
         ("config digest", join.config_digest, ours.config_digest),
-        ("layout digest", join.parameter_map_digest, ours.parameter_map_digest),
+        ("parameter map digest", join.parameter_map_digest, ours.parameter_map_digest),
     ):
         if their != our:
             raise Refused(
@@ -169,17 +189,20 @@ def check_quarantine(name: str, member: Member, incarnation: str, limits: Limits
 
 
 def incarnation_digest(incarnation: str) -> str:
-    """What is remembered of a incarnation: 64 bits, however long a name it gave itself."""
+    """Shorten an incarnation's name, which may be of any length, to the 64 bits that are remembered of it."""
     return blake2b(incarnation.encode(), digest_size=8).hexdigest()
 
 
 def check_incarnation(name: str, member: Member, incarnation: str) -> None:
     """Raise Refused for a former incarnation of the member, and for a new one when no more can be remembered."""
+    if not incarnation:
+        raise Refused(f"{name}: joins without naming its incarnation")
     if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
     if incarnation != member.incarnation and len(member.former) >= MOST_INCARNATIONS:
         raise Refused(
-            f"{name}: it has had more than {MOST_INCARNATIONS:,} lives; find out why, and resume in a new folder"
+            f"{name}: it has had more than {MOST_INCARNATIONS:,} incarnations; find out why, and "
+            "resume in a new folder"
         )
 
 
@@ -271,21 +294,21 @@ def check_round(part: UpdatePart, fragments: tuple[int, ...], member: Member) ->
 
 
 def outline(part: UpdatePart) -> tuple[Any, ...]:
-    """What `check_part` and `check_round` look at. Of two parts of the same rank with equal outlines, both pass the
-    checks or neither."""
+    """Return all that `check_part` and `check_round` look at. Two parts of one rank with equal outlines pass the
+    checks both or neither."""
     deltas = tuple((delta.chunk, delta.anchor_version, len(delta.payload)) for delta in part.deltas)
     return part.incarnation, part.sequence, part.job, part.weight, part.leases, tuple(part.metrics), deltas
 
 
 def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A region's metrics, for people, from those of its workers: sums of what adds up, means of the rest."""
+    """Combine workers' metrics to their region's, for people: sums of what adds up, means of the rest."""
     values: dict[str, list[float]] = {}
     for metrics in workers:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
     values.pop("staleness", None)  # it counts the region's versions, which say nothing to the global server
     means = {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in values.items()}
-    return dict(islice(means.items(), MOST_METRICS))  # its workers may each have told others
+    return dict(islice(means.items(), MOST_METRICS))  # its workers may each have sent others
 
 
 _ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))

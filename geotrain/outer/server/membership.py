@@ -1,4 +1,4 @@
-"""Who belongs to a server: joining, leaving, being taken for dead, strikes, quarantine. The base of `Server`."""
+"""Members of a server: joining, leaving, being taken for dead, strikes, quarantine. The base of `Server`."""
 
 from __future__ import annotations
 
@@ -32,45 +32,39 @@ from geotrain.outer.server.member import (
     check_quarantine,
     check_slices,
 )
-from geotrain.outer.shards.shard import Forget
-from geotrain.outer.shards.shards import LocalShards, RemoteShards
+from geotrain.outer.server.member_phase import MemberEvent
+from geotrain.outer.shards.protocol import Forget, Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
 JOIN_RETRY_S = 0.5
 
 
 class Membership(ABC):
-    """The members of a server and their lives.
+    """The members of a server, and the messages that change their phases.
 
     members: names of those who may join. down: codec of the link to them. rule: of the server.
     """
 
-    shards: LocalShards | RemoteShards
+    shards: Shards
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
         down: CodecConfig,
         limits: LimitsConfig,
     ) -> None:  # fmt: skip
-        self.identity, self.parameter_map, self.rule, self.down, self.limits = (
-            identity,
-            parameter_map,
-            rule,
-            down,
-            limits,
-        )
-        # names this incarnation of the server; its process sets it, since drawing it is not pure
-        self.incarnation = ""
+        self.identity, self.parameter_map, self.rule, self.down = identity, parameter_map, rule, down
+        self.limits = limits
+        self.incarnation = ""  # names the server's present one; its process sets it, since drawing it is not pure
         self.members = {name: Member() for name in members}
         self.fragments: list[Counts] = []  # empty until the first weights are known
-        self.data = identity.data  # sha256 of the run's training data, once a member has told it
+        self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
         self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
         self.validation_steps = 0  # inner steps that cost as much as a validation, or more
         self._events: list[Event] = []  # what `Server.handle` is about to return
 
     @property
     def versions(self) -> list[int]:
-        """Version of each fragment; empty before the server has weights."""
+        """Versions by fragment; empty before the server has weights."""
         return [state.version for state in self.fragments]
 
     @property
@@ -86,8 +80,8 @@ class Membership(ABC):
     def current(self, name: str, incarnation: str, part: int | None = None) -> Member:
         """Return the member if this incarnation of it has joined with every part.
 
-        part: of the caller, where it is known. Once it has joined it is told to wait for its peers, and not to join
-        again. Raises Refused, NotJoined.
+        part: of the caller, where it is known. Raises Refused while others of its ranks have not joined, NotJoined
+        where the caller itself has not.
         """
         member = self._member(name)
         check_quarantine(name, member, incarnation, self.limits)
@@ -100,12 +94,13 @@ class Membership(ABC):
 
     @abstractmethod
     def holds(self, name: str) -> dict[int, Lease]:
-        """The leases that this member's workers hold, by their numbers."""
+        """Return the leases that this member's workers hold, by their numbers."""
 
     def patience_s(self, name: str) -> float:
-        """How long this worker may hold its leases and send nothing, in seconds: a multiple of what its job takes by
-        its own measure; before it has one, by that of the slowest other. inf: there is no bound, as in synchronous
-        rounds, where nobody else may train its data.
+        """Seconds for which this worker may hold its leases and send nothing; inf: without bound.
+
+        A multiple of what its job takes by its own measure; before it has one, by that of the slowest other. Without
+        bound in synchronous rounds, where nobody else may train its data.
         """
         step_s = self.members[name].step_s or max(member.step_s for member in self.members.values())
         return inf if self.rule.in_rounds else patience_s(self.holds(name).values(), step_s, self.validation_steps)
@@ -113,7 +108,8 @@ class Membership(ABC):
     # -- messages
 
     def _on_join(self, join: Join) -> Welcome:
-        """Raises Refused when this member, or its model, does not belong here; then nothing has changed."""
+        """Let a rank join. Raises Refused when its member, or its model, does not belong here; then nothing has
+        changed."""
         check_identity(join, self.identity, self.data)
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
@@ -135,15 +131,17 @@ class Membership(ABC):
         self._forget(join.member, joins=new, sent=not known and (new or self.shards.was_sent(join.member)))
         if new:
             self._begin_incarnation(join)
+        else:
+            member.meet(MemberEvent.HEARD)
         self.shards.receive(join)
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
-        member.parts, member.joined, member.silent, member.ended = parts, joined, False, member.left
+        member.parts, member.joined = parts, joined
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
         return Welcome(member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions))
 
     def next_job(self, name: str) -> int:
-        """The job that a new incarnation of this worker begins with.
+        """Return the job that a new incarnation of this worker begins with.
 
         In synchronous rounds it is the first one whose data is not trained: others wait for all of its deltas.
         Elsewhere its data has gone to others, and any job that was not begun will do.
@@ -155,18 +153,18 @@ class Membership(ABC):
         return min([*held, 1 + min(member.came.get(f, 0) for f in range(len(self.parameter_map.fragments)))])
 
     def _on_leave(self, leave: Leave) -> None:
-        """It is done; leases that it still holds were reserved for it, and it did not come to them."""
+        """Let the member leave, and release leases that were reserved for it and that it did not come to."""
         member = self._member(leave.member)
-        member.left = member.ended = True
+        member.meet(MemberEvent.LEAVES)
         self._release_leases(leave.member)
         self._events.append(Left(leave.member))
 
     def _on_member_silent(self, silence: MemberSilent) -> None:
-        """The member counts as dead, or as one who trains no more; others train what it had been given."""
+        """Count the member as dead, or as one who trains no more; others train what it had been given."""
         member = self._member(silence.member)
         # A newer incarnation may have joined after the silence of the old one was noticed.
         if member.incarnation == silence.incarnation:
-            member.silent = True
+            member.meet(MemberEvent.SILENCE)
             self._release_leases(silence.member)
 
     def _on_update_rejected(self, strike: UpdateRejected) -> bool:
@@ -183,7 +181,7 @@ class Membership(ABC):
         return quarantined
 
     def _on_lift_quarantine(self, unban: LiftQuarantine) -> None:
-        """A new incarnation of the member may join; the one that was quarantined stays banned."""
+        """Let a new incarnation of the member join; the one that was quarantined stays banned."""
         member = self._member(unban.member)
         member.quarantined = False
         member.strikes.clear()
@@ -202,39 +200,31 @@ class Membership(ABC):
         return min([request.job, *jobs]) + most - 1
 
     def mirrors_of(self, name: str) -> tuple[int, ...]:
-        """The marks with which the member would join now, when it has, or will have, what it was sent."""
-        fingerprints = self.shards.fingerprints_of(name)
-        return (
-            tuple(fingerprints.get(chunk.index, (0, 0))[0] for chunk in self.parameter_map.chunks)
-            if fingerprints
-            else ()
-        )
+        """Return the fingerprints with which the member would join when it has all that it was sent."""
+        known = self.shards.fingerprints_of(name)
+        return tuple(known.get(chunk.index, (0, 0))[0] for chunk in self.parameter_map.chunks) if known else ()
 
     def _holds_what_was_sent(self, join: Join) -> bool:
-        """Whether the next weights may be changes of what the member was sent: its marks are those of the shards, or
-        will be once it was given the last weights of fragments that are still frozen in an answer."""
-        fingerprints, settled, frozen = (
-            self.shards.fingerprints_of(join.member),
-            self.shards.settled(join.member),
-            set[int](),
-        )
-        for given in self.members[join.member].answers.values():
-            frozen |= given.keys()
-        for chunk, (fingerprint, before) in fingerprints.items():
-            good = (
-                (fingerprint, before)
-                if settled and self.parameter_map.chunks[chunk].fragment in frozen
-                else (fingerprint,)
-            )
-            if chunk >= len(join.mirrors) or join.mirrors[chunk] not in good:
+        """Whether the next weights may be changes of what the member was sent.
+
+        So they may when its fingerprints are those of the shards, or will be once it was given the last weights of
+        fragments that are still frozen in an answer.
+        """
+        fingerprints, settled = self.shards.fingerprints_of(join.member), self.shards.settled(join.member)
+        frozen = {fragment for given in self.members[join.member].answers.values() for fragment in given}
+        for chunk, (now, before) in fingerprints.items():
+            waits = settled and self.parameter_map.chunks[chunk].fragment in frozen
+            if chunk >= len(join.mirrors) or join.mirrors[chunk] not in ((now, before) if waits else (now,)):
                 if not settled:
                     raise Refused(f"{join.member}: what it was sent last is being coded", JOIN_RETRY_S)
                 return False
         return bool(fingerprints) and any(join.mirrors)
 
     def _forget(self, name: str, joins: bool = True, sent: bool = True) -> None:
-        """joins: its joins and half-arrived updates; it has to join again. sent: what it holds is not known any more:
-        its answers are frozen anew, with whole weights."""
+        """Forget a member's joins and half-arrived updates, so that it has to join again, or what it was sent.
+
+        sent: what it holds is not known any more: its answers are frozen anew, with whole weights.
+        """
         member = self.members[name]
         answers = tuple(member.answers) if sent else ()
         self.shards.execute(Forget(name, joins, sent, answers, (member.sequence,)))
@@ -248,9 +238,9 @@ class Membership(ABC):
     # -- for subclasses
 
     def begin_again(self) -> None:
-        """The saved run had ended and is resumed, perhaps with more data: members that left may come back."""
+        """Resume a saved run that had ended, perhaps with more data: members that left may come back."""
         for member in self.members.values():
-            member.left = False
+            member.meet(MemberEvent.RESUMES)
             # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
             whole = min((member.came.get(f, 0) for f in range(len(self.parameter_map.fragments))), default=0)
             member.came = dict.fromkeys(member.came, whole)
@@ -258,12 +248,11 @@ class Membership(ABC):
     @abstractmethod
     def _release_leases(self, name: str) -> None:
         """Return to the pool the leases that this member holds and has not trained. Those of synchronous rounds stay
-        with their worker, whichever of its lives: a round has a place for each."""
+        with their worker, whichever of its incarnations: a round has a place for each."""
 
     @abstractmethod
     def _begin_incarnation(self, join: Join) -> None:
-        """A new incarnation of a member joins, after a death or for the first time: clear what its former incarnation
-        had begun."""
+        """Clear what a member's former incarnation had begun, as a new one joins, after a death or at first."""
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -271,9 +260,9 @@ class Membership(ABC):
         return self.members[name]
 
     def _present(self, name: str) -> Member:
-        """The member, unless it left or counts as dead: what it is given now would come back from nobody.
+        """Return the member, unless it left or counts as dead: what it is given now would come back from nobody.
 
-        Raises NotJoined: should it live, it joins, which is a sign of life, and says it again.
+        Raises NotJoined: should it live, it joins, which moves it to another phase, and sends its message again.
         """
         member = self._member(name)
         if member.away:

@@ -1,5 +1,5 @@
-"""A region's leases: what it answers for to the global server until that goes up as trained, how far its workers have
-asked for data, and how far ahead of them it asks itself. Plain data."""
+"""A region's leases: those it answers for to the global server until their training has gone up, how far its workers
+have asked for data, and how far ahead of them it asks itself. Plain data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MOST_RESERVED = 0.02  # of a worker's jobs in the run
 
 
 class RegionLeases:
-    """in_rounds: leases stay with their workers, and there is no reserve."""
+    """The leases of one region's workers. in_rounds: leases stay with their workers, and there is no reserve."""
 
     def __init__(self, workers: tuple[str, ...], config: OuterConfig, in_rounds: bool) -> None:
         self.config, self.in_rounds = config, in_rounds
         self.jobs_each = 0.0  # jobs of a worker in the whole run, about; whoever builds the server may say
         self.held: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
         # Worker → lease number → lease that went back while its present incarnation counted as dead. It may train it
-        # all the same: it was only cut off, or has not heard of it.
+        # all the same: it was only cut off, or does not know of it.
         self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
         self.up: dict[int, Lease] = {}  # trained here, and not known to be committed
         self.asked: dict[str, int] = {}  # worker → last job that its present incarnation has asked for
@@ -32,12 +32,13 @@ class RegionLeases:
         self.asked_above = dict.fromkeys(workers, 0)
 
     def of(self, worker: str) -> dict[int, Lease]:
-        """Those that the worker holds, by their numbers."""
+        """Return the leases that the worker holds, by their numbers."""
         return {lease.lease: lease for lease in self.held[worker].values()}
 
     def reserve(self, worker: str, step_s: float) -> int:
-        """Jobs of the worker whose data is to be here beside the one that it asks for. step_s: seconds of its inner
-        step; 0: not known.
+        """Return how many jobs of the worker are to have leases here beside the one that it asks for.
+
+        step_s: seconds of its inner step; 0: not known.
 
         An automatic reserve keeps it busy while the region is cut off for as long as links usually are. It is not so
         large that others would wait for this worker at the run's end.
@@ -51,8 +52,10 @@ class RegionLeases:
         return min(usual, int(MOST_RESERVED * self.jobs_each), MOST_HELD)
 
     def ask(self, worker: str, job: int, last: int, step_s: float) -> range:
-        """The worker asks for this job. Returns the jobs beside it for which leases are to be asked for now.
-        last: for which it may have one."""
+        """Note that the worker asks for this job. Returns the jobs beside it for which leases are due from above.
+
+        last: job for which it may have one.
+        """
         self.asked[worker] = max(job, self.asked.get(worker, 0))
         first = max(job, self.asked_above[worker]) + 1
         jobs = range(first, min(job + self.reserve(worker, step_s), last) + 1)
@@ -61,19 +64,20 @@ class RegionLeases:
 
     def follows(self, worker: str, job: int, next_job: int) -> bool:
         """Whether the worker can come to this job: it has asked for it, or the data of all jobs before it is here.
-        With a gap it would be told at the run's end that there is no data for one job, and leave that of a later one.
-        next_job: with which a incarnation of it begins."""
+        With a gap it would get no data for one job at the run's end, and leave that of a later one untrained.
+        next_job: the job with which its next incarnation begins.
+        """
         asked = self.asked.get(worker, next_job - 1)
         return self.in_rounds or all(between in self.held[worker] for between in range(asked + 1, job))
 
     def spare(self, worker: str) -> tuple[int, ...]:
-        """Numbers of the leases for which no worker has asked. Who has asked for nothing since this was kept in
-        snapshots may be training any of them."""
+        """Return the numbers of the leases for which the worker has not asked. None of one that has asked for nothing
+        yet: its next incarnation begins with the first of them."""
         held, asked = self.held[worker], self.asked.get(worker)
         return () if asked is None or self.in_rounds else tuple(v.lease for job, v in held.items() if job > asked)
 
     def give_back(self, worker: str, numbers: Collection[int]) -> tuple[int, ...]:
-        """These of what the worker holds go back to the global server. Returns their numbers."""
+        """Give those of these leases that the worker holds back to the global server. Returns their numbers."""
         back = {lease.lease: lease for lease in self.held[worker].values() if lease.lease in numbers}
         self.given_back[worker] = dict([*self.given_back[worker].items(), *back.items()][-RETURNED_KEPT:])
         for lease in back.values():
@@ -81,18 +85,20 @@ class RegionLeases:
         return tuple(back)
 
     def recall(self, worker: str) -> tuple[int, ...]:
-        """Give back what no worker has asked for."""
+        """Give back the worker's leases for which it has not asked. Returns their numbers."""
         self.asked_above[worker] = min(self.asked_above[worker], self.asked.get(worker, 0))
         return self.give_back(worker, self.spare(worker))
 
     def forget(self, worker: str) -> None:
-        """The worker has gone, or is to begin again: what it asked for counts no more. A reserve is asked for in
-        order again: who leaves, as a job finds no data, would keep those of later ones."""
+        """Forget what the worker has asked for, as it has gone, or is to begin again.
+
+        A reserve is asked for in order again: who leaves, as a job finds no data, would keep those of later ones.
+        """
         self.asked.pop(worker, None)
         self.asked_above[worker] = 0
 
     def take_trained(self, worker: str, numbers: tuple[int, ...]) -> list[Lease]:
-        """Strike off what the worker says it has trained, as far as it was its own."""
+        """Move leases that the worker has trained to `up`, as far as they were its own; returns these."""
         mine = self.given_back[worker] | self.of(worker)
         trained = [mine[number] for number in dict.fromkeys(numbers) if number in mine]
         for lease in trained:
@@ -102,19 +108,19 @@ class RegionLeases:
         return trained
 
     def are_committed(self, numbers: tuple[int, ...]) -> None:
-        """The global server has taken the update with their training."""
+        """Forget leases whose training the global server has taken."""
         for number in numbers:
             self.up.pop(number, None)
 
     def take_back(self, numbers: Collection[int]) -> set[str]:
-        """Their training is lost: they are held again, to be trained again. Returns the workers."""
+        """Hold leases whose training is lost again, to be trained again. Returns their workers."""
         lost = [self.up.pop(number) for number in sorted(numbers) if number in self.up]
         for lease in lost:
             self.held[lease.worker][lease.job] = lease
         return {lease.worker for lease in lost}
 
     def state(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Return plain JSON data, from which `load` restores all but `asked_above`."""
         tables = {"leases": self.held, "given_back": self.given_back, "up": {"": self.up}}
         kept = {
             name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
@@ -123,12 +129,12 @@ class RegionLeases:
         return {**kept, "asked": dict(self.asked)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The counterpart of `state`."""
+        """Load what `state` returned."""
         for table in (*self.held.values(), *self.given_back.values()):
             table.clear()
         for lease in (Lease(*saved) for saved in state["leases"]):
             self.held[lease.worker][lease.job] = lease
-        for lease in (Lease(*saved) for saved in state.get("given_back", ())):  # older snapshots have none
+        for lease in (Lease(*saved) for saved in state["given_back"]):
             self.given_back[lease.worker][lease.lease] = lease
-        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state.get("up", ()))}
-        self.asked = dict(state.get("asked", {}))  # older snapshots have none
+        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state["up"])}
+        self.asked = dict(state["asked"])

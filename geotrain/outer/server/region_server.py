@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
 from geotrain.outer.messages import (
-    GLOBAL,
     Answer,
     ChunkDelta,
     Finished,
+    Identity,
     Join,
     Lease,
     LeaseRequest,
@@ -38,13 +39,13 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Validated,
     Welcome,
+    update_id,
 )
 from geotrain.outer.rules import Counts, RegionRule
 from geotrain.outer.server.member import MOST_LEASES, mean_metrics
 from geotrain.outer.server.region_leases import RegionLeases
-from geotrain.outer.server.server import Handled, Identity, Server
-from geotrain.outer.shards.shard import Merge, SendUp, StartOver
-from geotrain.outer.shards.shards import RemoteShards
+from geotrain.outer.server.server import Handled, Server
+from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 
@@ -59,7 +60,7 @@ class RegionServer(Server):
 
     def __init__(
         self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, rule: RegionRule,
-        workers: tuple[str, ...], validates: bool = False, shards: int | RemoteShards = 1,
+        workers: tuple[str, ...], validates: bool = False, shards: int | Shards = 1,
     ) -> None:  # fmt: skip
         super().__init__(
             name, "worker", identity, parameter_map, rule, workers, config.local, config.local, config.limits, shards,
@@ -125,7 +126,7 @@ class RegionServer(Server):
             case UpdateRejected() if message.member == self.name:
                 return self._on_own_update_rejected(message)
             case OperatorCommand():
-                raise Refused(f"a region's server can be told to snapshot and to unban, not to {message.what!r}")
+                raise Refused(f"a region's server can snapshot and unban, not {message.what}")
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work: what is pending
         # then leaves without waiting for more.
@@ -141,13 +142,12 @@ class RegionServer(Server):
     # -- upwards
 
     def join_message(self) -> Join:
-        """The Join to the global server. It names all leases for which this region answers, be they not trained,
-        trained and not sent, or in flight; the global server gives every other lease of the region to others."""
+        """Build the Join to the global server. It names all leases for which this region answers, be they not
+        trained, trained and not sent, or in flight; the global server gives every other lease of the region to
+        others."""
         whole = tuple(self.parameter_map.whole(chunk.index) for chunk in self.parameter_map.chunks)
-        i, fingerprints = self.identity, self.shards.own_fingerprints()
-        mirrors = (
-            tuple(fingerprints.get(chunk.index, 0) for chunk in self.parameter_map.chunks) if fingerprints else ()
-        )
+        i, known = self.identity, self.shards.own_fingerprints()
+        mirrors = tuple(known.get(chunk.index, 0) for chunk in self.parameter_map.chunks) if known else ()
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation
         return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors)
 
@@ -169,8 +169,8 @@ class RegionServer(Server):
         """
         known = welcome.sequence - 1
         if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.parameter_map.fragments)):
-            told = f"sequence {welcome.sequence}, versions {welcome.versions}"
-            raise Refused(f"{self.name}: a welcome with {told} is none")
+            wrong = f"sequence {welcome.sequence}, versions {welcome.versions}"
+            raise Refused(f"{self.name}: a welcome with {wrong} is none")
         if known > self.sequence and self.fragments:
             self._start_over(f"the global server knows {known} updates of this region, its own state {self.sequence}")
         # Updates before the oldest in flight were answered, so the global server should expect that or a later one.
@@ -194,9 +194,10 @@ class RegionServer(Server):
         return lost
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
-        """The global server will never take an update of ours. Sent again, it would be refused again, after every
-        restart. What it holds is given up, and its data goes back to be trained again: in synchronous rounds by the
-        same workers, for whose deltas the round waits.
+        """Give up an update of ours that the global server refuses for good.
+
+        Sent again, it would be refused again, after every restart. What it holds is given up, and its data goes back
+        to be trained again: in synchronous rounds by the same workers, for whose deltas the round waits.
         """
         untaken = [update for number, update in self.in_flight.items() if number >= rejected.sequence]
         if self.rule.in_rounds and untaken:
@@ -254,7 +255,7 @@ class RegionServer(Server):
         first = not self.fragments
         if not first and answer.sequence not in self.in_flight:
             return  # a second copy of an answer: its changes must not be added to the mirror twice
-        versions = self._versions_told(answer, first)
+        versions = self._versions_of(answer, first)
         # All are checked before any is decoded, since decoding changes the mirror.
         for fault in self.shards.receive(answer):
             where = self.parameter_map.called(fault.chunk)
@@ -276,26 +277,26 @@ class RegionServer(Server):
         self._events.append(Merged(answer.sequence, list(self.global_versions), size))
         self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
 
-    def _versions_told(self, answer: Answer, first: bool) -> dict[int, int]:
-        """Version of each fragment that the answer gives: all of them at first, else those of our update. Raises
-        Refused when they are others, or not whole."""
+    def _versions_of(self, answer: Answer, first: bool) -> dict[int, int]:
+        """Return fragment → version of an answer, which has all fragments at first, else those of our update.
+
+        Raises Refused when they are others, or not whole."""
         wanted = [p.index for p in self.parameter_map.chunks]
         if not first:
             wanted = [delta.chunk for delta in self.in_flight[answer.sequence].deltas]
         fragments = self.parameter_map.fragments_of(wanted)
         # Not in order: fragments that a former incarnation of this region has sent come when their round has ended.
         if sorted(weights.chunk for weights in answer.weights) == sorted(wanted):
-            told = {
-                (self.parameter_map.chunks[weights.chunk].fragment, weights.version) for weights in answer.weights
-            }
-            if len(told) == len(fragments) and all(version >= 0 for _, version in told):
-                return dict(sorted(told))
-        raise Refused(f"{self.name}: the answer to update {answer.sequence} is not of fragments {list(fragments)}")
+            given = {(self.parameter_map.chunks[w.chunk].fragment, w.version) for w in answer.weights}
+            if len(given) == len(fragments) and all(version >= 0 for _, version in given):
+                return dict(sorted(given))
+        update = update_id(self.name, answer.sequence)
+        raise Refused(f"{self.name}: the answer to update {update} is not of fragments {list(fragments)}")
 
     # -- leases: forwarded, and remembered until the update that contains their training is committed
 
     def _on_lease_request(self, request: LeaseRequest) -> Lease | None:
-        """The lease if it is here already; otherwise None, and the request goes up to the global server.
+        """Return the lease if it is here already; otherwise None, and the request goes up to the global server.
 
         Leases of the following jobs are asked for too, as far as the reserve reaches, so that a region that is cut
         off can train on.
@@ -311,7 +312,7 @@ class RegionServer(Server):
         return lease
 
     def _on_lease(self, lease: Lease | Finished) -> None:
-        """The reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
+        """Take the reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
         counts as dead, has done this job, or would not come to it."""
         worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
         done = lease.job < next_job
@@ -339,8 +340,8 @@ class RegionServer(Server):
         return welcome
 
     def _begin_incarnation(self, join: Join) -> None:
-        """The data of jobs that its former incarnation had not begun stays here: the link may be slow, or cut just
-        now."""
+        """Give back the leases of jobs that the former incarnation had begun. Those of others stay here: the link
+        may be slow, or cut just now."""
         name, first = join.member, self.next_job(join.member)
         self.wanted[name].clear()
         self.leases.asked.pop(name, None)
@@ -385,9 +386,7 @@ class RegionServer(Server):
             "gone": self.gone,
             "done": self.done,
             "global_versions": list(self.global_versions),
-            "fingerprints": {
-                str(chunk): fingerprint for chunk, fingerprint in self.shards.own_fingerprints().items()
-            },
+            "fingerprints": {str(chunk): known for chunk, known in self.shards.own_fingerprints().items()},
             **self.leases.state(),
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
             "in_flight": [
@@ -410,17 +409,18 @@ class RegionServer(Server):
             self.in_flight[s] = UpdatePart(self.name, incarnation, s, 0, sent, 0, weight, tuple(leases), metrics)
 
     def resend(self) -> list[Send]:
-        """What is in flight, under this incarnation's name, to be sent again after a join. The global server knows by
-        their numbers which of them it has applied already."""
+        """Return the updates in flight, under this incarnation's name, to be sent again after a join. The global
+        server knows by their numbers which of them it has applied already."""
         now = {"incarnation": self.incarnation, "adopted": min(self.in_flight, default=0) - 1}
         self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}  # type: ignore[arg-type]
         return [
-            *(Send(GLOBAL, self.shards.as_it_goes(update)) for update in self.in_flight.values()),
+            *(Send(GLOBAL, self.shards.going_up(update)) for update in self.in_flight.values()),
             *self._last_words(),
         ]
 
     def _last_words(self) -> list[Send]:
-        """At the end, what is trained and will be in no update: without the ledger, what came while one travelled."""
+        """Return, at the end, the leases that are trained and will be in no update: without the ledger, those whose
+        training came while one travelled."""
         if not self.idle or self.in_flight:
             return []
         pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
@@ -447,9 +447,9 @@ class RegionServer(Server):
         for fragment, state in enumerate(self.fragments):
             if not self.rule.may_send(state, flush=self.idle):
                 continue
-            told, weight = self.rule.on_send(state)
+            inputs, weight = self.rule.on_send(state)
             self.sequence += 1
-            self.shards.execute(SendUp(fragment, self.sequence, told))
+            self.shards.execute(SendUp(fragment, self.sequence, inputs))
             version = self.global_versions[fragment]
             sent = tuple(ChunkDelta(chunk.index, version, b"") for chunk in self.parameter_map.chunks_of[fragment])
             # A lease goes up with the last of its fragments that leaves.
@@ -467,7 +467,7 @@ class RegionServer(Server):
                 metrics=mean_metrics([member.metrics for member in here]), adopted=merged,
             )  # fmt: skip
             self.in_flight[self.sequence] = update
-            update = self.shards.as_it_goes(update)
+            update = self.shards.going_up(update)
             self._sends.append(Send(GLOBAL, update))
             size = sum(len(delta.payload) for delta in update.deltas)
             self._events.append(SentUp(update.sequence, [fragment], weight, size))

@@ -1,5 +1,6 @@
-"""What region and global servers have in common: members, parts of updates, answers. A state machine, which decides;
-its vectors are in its shards (`geotrain.outer.shards.shard`), to which it gives orders.
+"""The base of region and global servers: a state machine that takes members' updates and answers them.
+
+It decides; its vectors are in its shards (`geotrain.outer.shards`), to which it gives commands.
 
 `Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
 send, and what happened. `geotrain.net` calls it, in two parts, behind a journal and sockets, `geotrain.simulate`
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
@@ -25,7 +25,6 @@ from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
-    ChunkWeights,
     Identity,
     Join,
     Leave,
@@ -36,19 +35,25 @@ from geotrain.outer.messages import (
     Send,
     UpdatePart,
     UpdateRejected,
+    update_id,
 )
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, check_part, check_round, outline
+from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import Membership
-from geotrain.outer.shards.shard import Apply, Copy, Decode, Decoded, Forget, Freeze
-from geotrain.outer.shards.shards import HeldPart, LocalShards, RemoteShards, sent
-from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
+from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.protocol import Apply, Copy, Decoded, Forget, Freeze, FromShards, HeldPart, Shards
+from geotrain.outer.shards.shard import ServerShard
+from geotrain.parameters.chunks import deal
+from geotrain.parameters.parameter_map import ParameterMap, numel
 
 
 def identity_of(run: RunConfig, parameter_map: ParameterMap, data: str = "") -> Identity:
-    """What everybody who takes part in this run must agree on. data: sha256 of the training data that is here; a
-    server, which has none, knows what the run file says."""
+    """Build the identity on which all processes of this run must agree.
+
+    data: sha256 of the training data that is here; a server, which has none, knows what the run file says.
+    """
     model = f"{run.model.config.get('model_type', 'a model')} of {parameter_map.numel:,} parameters"
     return Identity(run.name, config_digest(run), parameter_map.digest, model, data or run.data.sha256 or "")
 
@@ -69,14 +74,14 @@ class Handled:
 
 
 class Server(Membership):
-    """A region server or a global server.
+    """State of a region server or a global server, and what it does with each message.
 
     Beside `handle` there are reads, which leave the durable state as it is; both kinds of server have all of them, so
     that callers need not ask which kind it is: `admit`, `answer`, `current`, `weights_to_validate`, `holds`,
     `workers_of`, `lease_is_due`, `over`, `finished`, `lost_updates`, `status`, and `state` for snapshots.
 
     name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
-    the links to them. shards: how many are in this process, or those that are not; it changes nothing else.
+    the links to them. shards: how many to create in this process, or remote ones; it changes nothing else.
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
@@ -85,32 +90,35 @@ class Server(Membership):
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
         rule: Rule,
         members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
-        shards: int | RemoteShards,
+        shards: int | Shards,
         above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(identity, parameter_map, rule, members, down, limits)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        settings = parameter_map, self.up, self.down, above, validates, bf16_state
-        self.shards = LocalShards.here(name, rule, shards, *settings) if isinstance(shards, int) else shards
+        if isinstance(shards, int):
+            settings = rule, self.up, down, above, validates, bf16_state
+            dealt = deal(parameter_map.chunks, shards)
+            shards = LocalShards([ServerShard(name, parameter_map, chunks, *settings) for chunks in dealt])
+        self.shards = shards
         # Number and versions of the global weights that a worker evaluates at present. The shards keep a copy.
         self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
         self.norms = NormLimits(limits, len(parameter_map.fragments), len(members)) if judged else None
         self._sends: list[Send] = []  # what `handle` is about to return
 
-    def handle(self, message: Message) -> Handled:
+    def handle(self, message: Message | FromShards) -> Handled:
         """Process a message. Raises Refused; then nothing has changed."""
         taken, rest = self.take(message), self.go_on()
         return Handled(taken.reply, taken.sends + rest.sends, taken.events + rest.events)
 
-    def take(self, message: Message) -> Handled:
-        """The part of `handle` for which the sender waits. `go_on` must be called before the next message."""
-        told = self.shards.unwrap(message)
-        return self._handled(None if told is None else self._route(told))
+    def take(self, message: Message | FromShards) -> Handled:
+        """Do the part of `handle` for which the sender waits. `go_on` must be called before the next message."""
+        inner = self.shards.unwrap(message)
+        return self._handled(None if inner is None else self._route(inner))
 
     def go_on(self) -> Handled:
-        """The other part: what the message makes due for others, as a region's update for the global server."""
+        """Do what the message makes due for others, such as a region's update for the global server."""
         return self._handled(None)
 
     def _handled(self, reply: Any) -> Handled:
@@ -159,16 +167,17 @@ class Server(Membership):
         return 0
 
     def most_weight(self, member: str) -> int:
-        """The most workers' deltas that an update of this member may stand for."""
+        """Upper bound on the workers' deltas that an update of this member may stand for; more is refused."""
         return 1
 
-    def lent(self, member: str) -> int:
-        """For how many workers' deltas this member has got data: beyond that, an update's weight excuses nothing."""
+    def max_credible_weight(self, member: str) -> int:
+        """Upper bound on the workers' deltas this member can stand for, from its leases; a larger claim does not
+        widen the norm limit."""
         return 1
 
     @abstractmethod
     def workers_of(self, member: str) -> tuple[str, ...]:
-        """The workers that this member speaks for."""
+        """Return the workers that this member speaks for."""
 
     def lease_is_due(self, worker: str) -> bool:
         """Whether repeating a LeaseRequest that got no lease would bring a reply now. Always False on region servers,
@@ -192,9 +201,9 @@ class Server(Membership):
         parts = member.arriving.setdefault(part.sequence, {})
         if part.part in parts:
             return False
-        parts[part.part] = self.shards.hear_update(part)
+        parts[part.part] = self.shards.receive_part(part)
         if len(parts) < member.parts:
-            member.silent = False
+            member.meet(MemberEvent.HEARD)
             return False
         self._apply(part.member, member, [parts[i] for i in range(member.parts)])
         return True
@@ -221,21 +230,21 @@ class Server(Membership):
             check_round(part, fragments, member)
 
     def _expecting(self, part: UpdatePart) -> Member | None:
-        """The sender, if the part belongs to its next update; None if that update was applied before."""
+        """Return the sender if the part belongs to its next update; None if that update was applied before."""
         member = self.current(part.member, part.incarnation, part.part)
         if part.sequence <= member.sequence:
             return None
         if not self.fragments:
             raise Refused("this server has no weights yet", retry_s=1.0)
         if part.sequence != member.sequence + 1:
-            wanted = member.sequence + 1
-            raise Refused(f"{part.member}: update {part.sequence} came, but {wanted} is next", retry_s=0.2)
+            came, wanted = update_id(part.member, part.sequence), member.sequence + 1
+            raise Refused(f"{part.member}: update {came} came, but {wanted} is next", retry_s=0.2)
         return member
 
     def answer(
         self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
     ) -> Answer | None:
-        """The answer to the member's update `sequence` (0: to its join) for one part; None: not yet.
+        """Return the answer to the member's update `sequence` (0: to its join) for one part; None: not yet.
 
         fragments: those of the update. All parts get the same versions, however late they ask: ranks may hold copies
         of one parameter, which would differ if each got the newest version.
@@ -247,12 +256,8 @@ class Server(Membership):
         member = self.members[name]
         if sequence not in member.answers or member.awaiting.get(sequence):
             return None  # no weights yet, or the update's other parts, or those of others, are still on their way
-        weights = [
-            ChunkWeights(chunk.index, version, *self.shards.answer(name, sequence, part, chunk.index))
-            for fragment, version in member.answers[sequence].items()
-            for chunk in self.parameter_map.chunks_of[fragment]
-        ]
-        return Answer(sequence, tuple(weights), self.incarnation)
+        weights = self.shards.answer(name, part, sequence, member.answers[sequence])
+        return Answer(sequence, weights, self.incarnation)
 
     def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
         """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
@@ -283,13 +288,14 @@ class Server(Membership):
 
     @property
     def final_validation(self) -> int:
-        """The number of the validation that the run's final weights still need; 0: none. Only the global server has
-        any."""
+        """Number of the validation that the run's final weights still need; 0: none. Region servers have none."""
         return 0
 
     def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
-        """The elements of the global weights that one part holds, in bf16, for validation `number`. The first to ask
-        has them copied, so that all parts evaluate the same weights. Empty when they are not here."""
+        """Return the elements of the global weights that one part holds, in bf16, for validation `number`.
+
+        The first to ask has them copied, so that all parts evaluate the same weights. Empty when they are not here.
+        """
         member = self.current(name, incarnation, part)
         if part not in member.joined:
             raise Refused(f"{name}: part {part} has not joined")
@@ -298,11 +304,7 @@ class Server(Membership):
             self.copy_weights((number, list(versions)) if versions else None)
         if self.frozen is None or self.frozen[0] != number:
             return Answer(number, (), self.incarnation)
-        weights = []
-        for chunk in self.parameter_map.chunks:
-            payload = self.shards.copied(name, part, chunk.index)
-            weights.append(ChunkWeights(chunk.index, self.frozen[1][chunk.fragment], payload))
-        return Answer(number, tuple(weights), self.incarnation)
+        return Answer(number, self.shards.copied(name, part, self.frozen[1]), self.incarnation)
 
     def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
         """Have the shards copy the newest global weights, for validation. of: its number and the weights' versions;
@@ -312,29 +314,35 @@ class Server(Membership):
 
     @abstractmethod
     def versions_to_validate(self) -> list[int]:
-        """The versions of the newest global weights, by fragment; empty if they are not here."""
+        """Return the versions of the newest global weights, by fragment; empty if they are not here."""
 
     # -- state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON data). The number of shards is not in it."""
-        return self.shards.state(), {
-            **self.shards.meta(),
+        """Return (tensors, JSON data), from which `load` restores the server with any number of local shards."""
+        tensors, of_shards = self.shards.state()
+        return tensors, {
+            **of_shards,
             "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
             "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
-            "sent": {n: sent(self.shards, n, m) for n, m in self.members.items() if self.shards.was_sent(n)},
+            "sent": {name: self._sent(name) for name in self.members if self.shards.was_sent(name)},
             "norms": self.norms.state() if self.norms else None,
         }
 
+    def _sent(self, name: str) -> dict[str, Any]:
+        """Save what the member was sent, where weights travel as changes: its fingerprints and frozen answers."""
+        member, answers = self.members[name], []
+        for sequence, versions in member.answers.items():
+            frozen = [[w.chunk, w.version, w.increment] for w in self.shards.answer(name, 0, sequence, versions)]
+            answers.append([sequence, sorted(member.awaiting.get(sequence, ())), frozen])
+        fingerprints = [[chunk, *both] for chunk, both in self.shards.fingerprints_of(name).items()]
+        return {"fingerprints": fingerprints, "answers": answers}
+
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """The counterpart of `state`. Raises ParameterMapError when the state is another model's, or is cut
-        otherwise."""
-        if meta["parameter_map_digest"] != self.parameter_map.digest:
-            raise ParameterMapError(
-                f"the state is of layout {meta['parameter_map_digest']}, the run's is {self.parameter_map.digest}"
-            )
+        """Load what `state` returned. Raises ParameterMapError when it is another model's, or is cut otherwise."""
+        self.parameter_map.check_digest(meta["parameter_map_digest"])
         self.fragments = [Counts(**saved) for saved in meta["fragments"]]
         self.data = meta["data"] or self.data
         if self.norms and meta["norms"]:
@@ -343,7 +351,7 @@ class Server(Membership):
             if name in self.members:
                 self.members[name].load(saved)
         fragment_of = [chunk.fragment for chunk in self.parameter_map.chunks]
-        for name, saved in self.shards.load(tensors, meta, self.parameter_map, self.members).items():
+        for name, saved in self.shards.load(tensors, meta, self.members).items():
             member = self.members[name]
             member.parts = 1  # where weights travel as changes
             for sequence, waiting, frozen in saved["answers"]:
@@ -352,12 +360,12 @@ class Server(Membership):
                     member.awaiting[sequence] = set(waiting)
 
     def weights(self, fragment: int) -> Tensor:
-        """The fragment's weights: fp32, 1-D; not to be written."""
-        chunks = [self.shards.vectors(p.index).x for p in self.parameter_map.chunks_of[fragment]]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        """Return the fragment's weights, of shards in this process: fp32, 1-D; not to be written."""
+        assert isinstance(self.shards, LocalShards)
+        return self.shards.weights(fragment)
 
     def status(self) -> dict[str, Any]:
-        """Plain data for people and tests."""
+        """Return plain data for people and tests."""
         return {
             "versions": self.versions,
             "members": {name: member.status() for name, member in self.members.items()},
@@ -374,11 +382,15 @@ class Server(Membership):
         """
 
     def set_weights(self, vectors: list[Tensor]) -> None:
-        """The first weights: one fp32 vector a fragment."""
-        self.fragments = [Counts() for _ in vectors]
-        for chunk in self.parameter_map.chunks:
-            x = vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel]
-            self.shards.set_weights(chunk.index, x)
+        """Begin with these weights, one fp32 vector a fragment, in shards in this process."""
+        assert isinstance(self.shards, LocalShards)
+        for shard in self.shards.all:
+            shard.set_weights(vectors)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the run: the shards have its first weights."""
+        self.fragments = [Counts() for _ in self.parameter_map.fragments]
 
     def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
         """Freeze the fragment's weights now, in the answer to each member's oldest update that still lacks them."""
@@ -390,9 +402,9 @@ class Server(Membership):
                 self._freeze(name, min(waiting), fragment)
 
     def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
-        """What came of the member's updates that are not whole yet, as it came."""
+        """Return the parts of the member's updates that are not whole yet, as they came."""
         arriving = self.members[name].arriving.values()
-        return [self.shards.as_it_came(part) for parts in arriving for part in parts.values()]
+        return [self.shards.as_received(part) for parts in arriving for part in parts.values()]
 
     # -- inside
 
@@ -404,12 +416,13 @@ class Server(Membership):
         alike = all(each == spoken[0] for each in spoken)
         try:
             if not alike:
-                raise Refused(f"{name}: the parts of update {first.sequence} speak of different fragments or leases")
+                update = update_id(name, first.sequence)
+                raise Refused(f"{name}: the parts of update {update} speak of different fragments or leases")
             self._judge(name, member, first, fragments)
         except Refused:
             self.shards.execute(Forget(name, updates=(first.sequence,)))
             raise
-        member.silent = False  # not before: what is refused is no sign of life
+        member.meet(MemberEvent.HEARD)  # not before: what is refused is no sign of life
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
         dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
@@ -425,8 +438,8 @@ class Server(Membership):
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
-                told, names = self.rule.on_delta(state, name, first.weight)
-                self.shards.execute(Apply(name, first.sequence, fragment, state.version, told))
+                inputs, names = self.rule.on_delta(state, name, first.weight)
+                self.shards.execute(Apply(name, first.sequence, fragment, state.version, inputs))
             self.answer_members(names, fragment)
         self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)
@@ -442,9 +455,12 @@ class Server(Membership):
 
     def _judge(self, name: str, member: Member, first: UpdatePart, fragments: tuple[int, ...]) -> None:
         """Raise Refused when the update is not finite, or its norm not to be believed."""
-        self._measure(name, member, self.shards.execute(Decode(name, first.sequence, fragments)))
+        self._measure(name, member, self.shards.decode(name, first.sequence, fragments))
         if self.norms is not None:
-            sizes, weight = [member.norms[fragment] for fragment in fragments], min(first.weight, self.lent(name))
+            sizes, weight = (
+                [member.norms[fragment] for fragment in fragments],
+                min(first.weight, self.max_credible_weight(name)),
+            )
             at_work = {other for other, each in self.members.items() if not each.away}
             for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
                 self.norms.check(name, fragment, size, weight, at_work)

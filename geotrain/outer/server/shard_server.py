@@ -1,8 +1,8 @@
 """A shard in a process of its own: a state machine around `geotrain.outer.shards.shard.ServerShard`. Pure logic.
 
-It is told its coordinator's orders, and payloads by members and by the global server's shards. Whoever runs it keeps
-all of them in a journal, in the order in which they were handled, and lets what it says (`Handled.sends`) leave when
-they are on disk. To members it looks like their server, but knows payloads only.
+It receives commands from its coordinator, and payloads from members and from the global server's shards. Whoever runs
+it keeps all of them in a journal, in the order in which they were handled, and lets its reports (`Handled.sends`)
+leave when they are on disk. To members it looks like their server, but knows payloads only.
 """
 
 from __future__ import annotations
@@ -16,35 +16,43 @@ from geotrain.outer.downlink import fingerprint, sends_changes
 from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Refused, Send, UpdatePart
 from geotrain.outer.server.member import Member
 from geotrain.outer.server.server import Handled
-from geotrain.outer.shards.shard import Apply, Copy, Forget, Freeze, Merge, SendUp, ServerShard, StartOver
-from geotrain.outer.shards.shards import (
+from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.protocol import (
+    Apply,
     Checked,
+    Copy,
     Fingerprint,
+    Forget,
+    Freeze,
+    FromShards,
     Froze,
     HeldAnswer,
     HeldPart,
-    LocalShards,
     Measured,
+    Merge,
     NewIncarnation,
+    SendUp,
+    StartOver,
     bare,
     counts,
 )
+from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.parameter_map import ParameterMapError, numel
 
-COORDINATOR = "coordinator"  # to whom it speaks
+COORDINATOR = "coordinator"  # receiver of its reports
 RETRY_S = 0.2
 MOST_HELD = 2  # updates of a rank: one that waits for the other ranks', and the next
 
 
 class PayloadLost(RuntimeError):
-    """An order speaks of what is not here: this shard's disk was lost, or brought back from another time."""
+    """A command names what is not here: this shard's disk was lost, or restored from another time."""
 
 
 class ShardServer:
-    """index, shards: which of how many it is. Its state says so, too.
+    """State of a shard's process: shard `index` of `shards`, which stands in its snapshots, too.
 
-    orders: how many it has obeyed that count. incarnation: the incarnation of the server that it is, or was last,
-    part of. open: whether that lasts; members are not spoken to before.
+    commands: how many that count it has executed. incarnation: the incarnation of the server that it is, or was last,
+    part of. open: whether that lasts; members are not served before.
     """
 
     def __init__(
@@ -63,7 +71,7 @@ class ShardServer:
     # -- what changes it
 
     def handle(self, message: Any) -> Handled:
-        """Process an order, or payloads. Raises PayloadLost for an order; for payloads Refused, then nothing has
+        """Process a command, or payloads. Raises PayloadLost for a command; for payloads Refused, then nothing has
         changed."""
         match message:
             case UpdatePart():
@@ -89,7 +97,7 @@ class ShardServer:
                 except KeyError as error:
                     raise PayloadLost(
                         f"shard {self.index} of {self.name!r} has not what {type(message).__name__} needs: its disk "
-                        "was lost, or brought back from another time; docs/servers.md says what to do"
+                        "was lost, or restored from another time; docs/servers.md says what to do"
                     ) from error
                 self.commands += counts(message, self.changes)
                 if isinstance(message, Freeze) and self.changes:
@@ -102,14 +110,14 @@ class ShardServer:
                 raise Refused(f"a {type(message).__name__} means nothing to a shard")
         return Handled(None)
 
-    take = handle  # see `Server.take`
+    take = handle  # nobody waits for half of a command
 
     def go_on(self) -> Handled:
-        """Nothing is left: each order is one message."""
+        """Do nothing: `take` has done all that a message asks for."""
         return Handled(None)
 
     def end_incarnation(self) -> None:
-        """The coordinator is gone, or this process was: members are not spoken to before the next incarnation."""
+        """End the incarnation, as the coordinator or this process was gone: members wait for the next."""
         self.open = False
 
     def _begin_incarnation(self, incarnation: str) -> None:
@@ -121,7 +129,7 @@ class ShardServer:
             member.incarnation, member.parts, member.sequence = "", 0, 0
 
     def _forget(self, command: Forget) -> None:
-        """The coordinator has judged the member's updates up to the one that it names."""
+        """Drop the payloads of updates that the coordinator has judged: those up to the one that it names."""
         member = self.members[command.member]
         if command.joins:
             member.joined.clear()
@@ -131,9 +139,9 @@ class ShardServer:
             for sequence in [sequence for sequence in held if sequence <= member.sequence]:
                 del held[sequence]
 
-    # -- what it says to its coordinator
+    # -- reports to the coordinator
 
-    def _say(self, *messages: HeldPart | HeldAnswer | Froze) -> Handled:
+    def _say(self, *messages: FromShards) -> Handled:
         return Handled(None, tuple(Send(COORDINATOR, message) for message in messages))  # type: ignore[arg-type]
 
     def _held(self, part: UpdatePart) -> HeldPart:
@@ -165,14 +173,16 @@ class ShardServer:
     # -- what members ask
 
     def current(self, name: str, incarnation: str, part: int | None = None) -> Member:
-        """The member, if this incarnation of it has joined the coordinator and the shard has heard of it. Raises
-        Refused, always to be repeated: whether somebody may be here is for the coordinator to say, and it is asked as
-        well."""
+        """Return the member if this incarnation of it has joined and the coordinator's command for that is here.
+
+        Raises Refused, always to be repeated: whether somebody may be here is for the coordinator to say, and members
+        ask it as well.
+        """
         member = self.members.get(name)
         if member is None:
             raise Refused(f"no member is called {name!r} here; known: {', '.join(self.members)}")
         if not self.open or member.incarnation != incarnation or part not in (None, *member.joined):
-            raise Refused(f"{name}: this shard has not heard that it joined", RETRY_S)
+            raise Refused(f"{name}: this shard does not know yet that it joined", RETRY_S)
         return member
 
     def admit(self, part: UpdatePart) -> bool:
@@ -197,14 +207,14 @@ class ShardServer:
         return not all((part.part, i) in known.get(part.sequence, {}) for i in chunks)
 
     def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> bool:
-        """That it is wanted, the coordinator is told."""
+        """Always False: members ask the coordinator to freeze answers, never a shard."""
         self.current(name, incarnation, part)
         return False
 
     def answer(
         self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
     ) -> Answer | None:
-        """The shard's chunks of an answer, once all of them are frozen."""
+        """Return the shard's chunks of an answer, once all of them are frozen; None before."""
         self.current(name, incarnation, part)
         answer = self.shard.members[name].answers.get(sequence, {})
         wanted = [i for f in sorted(set(fragments)) if f < len(self._of) for i in self._of[f]]
@@ -213,16 +223,13 @@ class ShardServer:
         return Answer(sequence, tuple(answer[part, i] for i in wanted), self.incarnation)
 
     def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
-        """The shard's chunks of what validation `number` is to evaluate; empty when they are not here (any more)."""
+        """Return the shard's chunks of the weights for validation `number`; empty when they are not here."""
         self.current(name, incarnation, part)
-        weights = [
-            ChunkWeights(i, 0, self.shard.copied(name, part, i))
-            for i in (self.chunks if number == self.copied else ())
-        ]
-        return Answer(number, tuple(weights), self.incarnation)
+        chunks = self.chunks if number == self.copied else ()
+        return Answer(number, tuple(self.shard.copied(name, part, i, 0) for i in chunks), self.incarnation)
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
-        """The shard's part of an update that is in flight to the global server."""
+        """Return the shard's chunks of an update that is in flight to the global server."""
         own = [d for d in update.deltas if d.chunk in self.chunks]
         deltas = tuple(ChunkDelta(d.chunk, d.anchor_version, self.shard.in_flight[d.chunk]) for d in own)
         return UpdatePart(update.member, update.incarnation, update.sequence, update.part, deltas)
@@ -230,7 +237,8 @@ class ShardServer:
     # -- state
 
     def left_out(self) -> Iterator[Any]:
-        """What a journal that follows the state must begin with: members' slices, what came and is not taken yet."""
+        """Yield the messages with which a journal that follows the state must begin: members' slices, and payloads
+        that came and are not taken yet."""
         for name, known in self.shard.members.items():
             yield from known.joins.values()
             for sequence, payloads in known.updates.items():
@@ -240,7 +248,7 @@ class ShardServer:
         yield from self.shard.received()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON data)."""
+        """Return (tensors, JSON data), from which `load` restores the shard."""
         return self.shard.state(), {
             "parameter_map_digest": self.parameter_map.digest,
             "shard": [self.index, self.number],
@@ -253,11 +261,8 @@ class ShardServer:
         }
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """The counterpart of `state`, for a replay, which `end_incarnation` ends. Raises ParameterMapError."""
-        if meta["parameter_map_digest"] != self.parameter_map.digest:
-            raise ParameterMapError(
-                f"the state is of layout {meta['parameter_map_digest']}, the run's is {self.parameter_map.digest}"
-            )
+        """Load what `state` returned, for a replay, which `end_incarnation` ends. Raises ParameterMapError."""
+        self.parameter_map.check_digest(meta["parameter_map_digest"])
         if meta["shard"] != [self.index, self.number]:
             index, number = meta["shard"]
             raise ParameterMapError(
@@ -268,5 +273,5 @@ class ShardServer:
         self.shard.load(tensors, meta["fingerprints"], meta["sent"])
 
     def status(self) -> dict[str, Any]:
-        """Plain data for people and tests."""
+        """Return plain data for people and tests."""
         return {"shard": self.index, "of": self.number, "commands": self.commands, "chunks": len(self.chunks)}

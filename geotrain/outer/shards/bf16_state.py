@@ -1,6 +1,6 @@
-"""What a server keeps in 16 bits between updates (`outer.server_state`): momenta, accumulators, residuals.
+"""State that a server keeps in 16 bits between updates (`outer.server_state`): momenta, accumulators, residuals.
 
-A momentum moves by a thousandth of itself at each update, less than bf16 can tell. So it is rounded up or down by
+A momentum moves by a thousandth of itself at each update, less than bf16 resolves. So it is rounded up or down by
 chance, right on the average; the random bits follow from a seed, so a replay and any number of shards give the same.
 """
 
@@ -21,15 +21,15 @@ _BF16 = Spec("bf16", stochastic=True)
 
 
 def round_to_bf16(wide: Tensor, out: Tensor, *stream: str | int) -> None:
-    """Round fp32 into bf16, in place of what `out` holds. stream: tells this rounding from all others."""
+    """Round fp32 into bf16, into `out`. stream: distinguishes this rounding from all others."""
     kernels.quantize(wide, _BF16, seed=rounding_seed(*stream), payload=out.view(torch.uint8))
 
 
 @contextmanager
 def in_fp32(v: Vectors, names: Sequence[str], *stream: str | int) -> Iterator[Vectors]:
-    """The vectors with those of these names in fp32, zeros at first, as a rule computes; rounded again at the end.
+    """Context with the vectors of these names in fp32, zeros at first, for a rule; rounded again at its end.
 
-    stream: tells this update of this chunk from all others.
+    stream: distinguishes this update of this chunk from all others.
     """
     if not names:
         yield v

@@ -1,11 +1,4 @@
-"""Shards: all of a server's vectors and payloads, and the arithmetic on them.
-
-A server is a *coordinator*, the state machine that decides (`geotrain.outer.server.server`), and shards, each of
-which has some of the model's chunks. The coordinator touches no tensor: it gives *orders*, plain data, which every
-shard carries out for its own chunks, and which cannot be refused. What a shard does with a chunk depends on no other
-chunk, so the number of shards changes no bit. Slices and payloads reach a shard in its members' own messages
-(`ServerShard.receive`).
-"""
+"""A shard: some of a server's vectors and payloads, and the arithmetic on them."""
 
 from __future__ import annotations
 
@@ -22,103 +15,15 @@ from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSe
 from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
-from geotrain.outer.rules.rule import Inputs
 from geotrain.outer.shards.bf16_state import in_fp32, round_to_bf16
+from geotrain.outer.shards.protocol import Apply, Command, Copy, Decoded, Forget, Freeze, Merge, SendUp, StartOver
 from geotrain.parameters.parameter_map import Chunk, ParameterMap, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
 
 
-@dataclass(frozen=True)
-class Decode:
-    """Decode a member's update, all of whose parts were heard, into buffers that hold it until the next one. Changes
-    nothing else. Replies with a `Decoded` for each chunk and part."""
-
-    member: str
-    sequence: int
-    fragments: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """squares: sum of the squares of the values. fault: what is wrong with the payload; "": nothing is."""
-
-    chunk: int
-    part: int
-    squares: float
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class Apply:
-    """Let the rule take in the member's update of this fragment. It is decoded now if it was not. version: of the
-    weights, with it."""
-
-    member: str
-    sequence: int
-    fragment: int
-    version: int
-    inputs: Inputs
-
-
-@dataclass(frozen=True)
-class Freeze:
-    """Encode the fragment's weights now, for all parts of the member, into the answer to its update `sequence`. They
-    must be delivered: the next change is coded against them."""
-
-    member: str
-    sequence: int
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Forget:
-    """joins: the member's slices, and what came of its updates. updates: what came of these, which are judged, like
-    all before them. answers: those to these updates. mirrors: what it was sent: its next weights go whole."""
-
-    member: str
-    joins: bool = False
-    mirrors: bool = False
-    answers: tuple[int, ...] = ()
-    updates: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class SendUp:
-    """Encode the region's progress in a fragment, as its update `sequence`."""
-
-    fragment: int
-    sequence: int
-    inputs: Inputs
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Take in the global weights of this fragment that were heard. first: there were none before."""
-
-    fragment: int
-    first: bool
-
-
-@dataclass(frozen=True)
-class StartOver:
-    """Forget all weights, and all that was said to the global server and by it."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Keep a copy of the newest global weights (bf16), to be evaluated while the run goes on. number: of the
-    validation; 0: there is none."""
-
-    number: int
-
-
-Command = Decode | Apply | Freeze | Forget | SendUp | Merge | StartOver | Copy
-
-
 @dataclass
 class _Known:
-    """What a shard knows of a member."""
+    """A shard's record of a member."""
 
     joins: dict[int, Join] = field(default_factory=dict)  # part → its slices
     # sequence → (part, chunk) → what came, and what was frozen
@@ -131,14 +36,14 @@ MIRRORS = "held.", "mirror."  # how the names of those begin in `ServerShard.sta
 
 
 def no_snapshot(*tensors: Tensor) -> None:
-    """None is being written that would need these as they are."""
+    """Do nothing: no snapshot is being written that would need these tensors as they are."""
 
 
 class ServerShard:
-    """name: of the server. chunks: those that it has. up, down: codecs of the links to members.
-    above: (up, down) of a region server's link to the global server. validates: whether a region keeps a copy of the
-    newest global weights for workers that evaluate them (2 bytes a parameter). narrow: whether momenta and residuals
-    are kept in bf16 between updates.
+    """Vectors and payloads of some chunks of server `name`. chunks: those that it has. up, down: codecs of the links
+    to members. above: (up, down) of a region server's link to the global server. validates: whether a region keeps a
+    copy of the newest global weights for workers that evaluate them (2 bytes a parameter). bf16_state: whether
+    momenta and residuals are kept in bf16 between updates.
     """
 
     def __init__(
@@ -146,17 +51,11 @@ class ServerShard:
         down: CodecConfig,
         above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
-        # dtype of residuals, and of what the rule can narrow
+        # dtype of residuals, and of the vectors that the rule lets be rounded
         self.kept = torch.bfloat16 if bf16_state else torch.float32
         self.bf16_vectors = getattr(rule, "bf16_vectors", ()) if bf16_state else ()
-        self.name, self.parameter_map, self.chunks, self.rule, self.up, self.down = (
-            name,
-            parameter_map,
-            chunks,
-            rule,
-            up,
-            down,
-        )
+        self.name, self.parameter_map, self.chunks = name, parameter_map, chunks
+        self.rule, self.up, self.down = rule, up, down
         self._own = {chunk.index: chunk for chunk in chunks}
         self._of = [tuple(p for p in chunks if p.fragment == f.index) for f in parameter_map.fragments]  # by fragment
         self.vectors: dict[int, Vectors] = {}  # chunk → what the rule keeps; empty before there are weights
@@ -170,22 +69,18 @@ class ServerShard:
         self.copy: dict[int, Tensor] = {}  # those that a worker evaluates at present
         self.residuals: dict[int, Tensor] = {}  # what coding has kept back on the way up so far
         self.in_flight: dict[int, bytes] = {}  # payloads whose answer has not come yet
-        self._came: dict[int, ChunkWeights] = {}  # global weights that were heard and are not merged yet
+        self._came: dict[int, ChunkWeights] = {}  # global weights that were received and are not merged yet
         self.up_codec = up if above is None else make_codec(above[0])
         self.downlink = WeightsReceiver(down if above is None else above[1])
-        self.mirror_store = MirrorStore()  # of mirrors: see `put_mirrors_on`
+        self.mirror_store = MirrorStore()  # another one: see `LocalShards.set_mirror_store`
         # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
         self.will_change: Callable[..., None] = no_snapshot
-
-    def put_mirrors_on(self, mirror_store: MirrorStore) -> None:
-        """For a shard that has no state yet."""
-        self.mirror_store = self.downlink.mirror_store = mirror_store
 
     # -- what comes from outside
 
     def receive(self, message: Join | UpdatePart | Answer) -> list[Decoded]:
-        """Take one's part of a message that the coordinator has accepted. Of global weights it is said what is wrong
-        with them; they change nothing yet."""
+        """Receive this shard's chunks of a message that the coordinator has accepted. Returns the faults of global
+        weights, which change nothing yet."""
         own = self._own
         match message:
             case Join():
@@ -208,20 +103,20 @@ class ServerShard:
             return Decoded(chunk.index, 0, 0.0, str(error))
         return Decoded(chunk.index, 0, 0.0)
 
-    def set_weights(self, chunk: int, x: Tensor) -> None:
-        """The first weights of a run."""
-        self.vectors[chunk] = Vectors(x)
+    def set_weights(self, vectors: Sequence[Tensor]) -> None:
+        """Begin with these weights of the run: an fp32 vector a fragment, of which the shard keeps views."""
+        for chunk in self.chunks:
+            self.vectors[chunk.index] = Vectors(vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel])
 
-    # -- orders
+    # -- commands
 
-    def execute(self, command: Command) -> list[Decoded]:
+    def execute(self, command: Command) -> None:
+        """Execute a command on this shard's chunks. Raises KeyError where it speaks of what is not here."""
         match command:
-            case Decode():
-                return list(self._decode(command))
             case Apply():
                 decoded = self._deltas.keys() if self._decoded == (command.member, command.sequence) else ()
                 if any(chunk.index not in decoded for chunk in self._of[command.fragment]):
-                    list(self._decode(Decode(command.member, command.sequence, (command.fragment,))))
+                    self.decode(command.member, command.sequence, (command.fragment,))
                 for chunk in self._of[command.fragment]:
                     v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
                     self.will_change(*v.all())
@@ -244,45 +139,45 @@ class ServerShard:
             case Copy():
                 newest = {i: v.x for i, v in self.vectors.items()} if self.newest is None else self.newest
                 self.copy = {i: x.bfloat16() for i, x in newest.items()} if command.number else {}
-        return []
 
-    def _decode(self, command: Decode) -> Iterator[Decoded]:
-        known = self._member(command.member)
-        payloads = known.updates[command.sequence]
+    def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
+        """Decode the payloads of an update into buffers that hold them until the next one. Changes no state."""
+        known, found = self._member(member), list[Decoded]()
+        payloads = known.updates[sequence]
         self._spare += self._deltas.values()
         self._deltas.clear()
-        self._decoded = command.member, command.sequence
-        for chunk in (chunk for fragment in command.fragments for chunk in self._of[fragment]):
+        self._decoded = member, sequence
+        for chunk in (chunk for fragment in fragments for chunk in self._of[fragment]):
             buffer = self._deltas[chunk.index] = self._buffer()
             vector = buffer[: chunk.numel]
             for part in sorted(known.joins):
                 slices = known.joins[part].pushes[chunk.index]
                 in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view
                 decoded = gather(vector, slices) if in_place else torch.empty(numel(slices))
-                try:
-                    squares = self.up.decode_measured(from_bytes(payloads[part, chunk.index]), decoded)
-                except ValueError as error:
-                    yield Decoded(chunk.index, part, 0.0, str(error))
-                    continue
-                if not in_place:
+                found.append(self._decode(chunk.index, part, payloads[part, chunk.index], decoded))
+                if not in_place and not found[-1].fault:
                     scatter(decoded, slices, vector)
-                yield Decoded(chunk.index, part, squares)
+        return found
+
+    def measure(self, member: str, sequence: int, part: int) -> list[Decoded]:
+        """Decode one part of an update before the others are here, and keep only the results."""
+        known = self._member(member)
+        buffer, slices = self._buffer(), known.joins[part].pushes
+        self._spare.append(buffer)
+        return [
+            self._decode(i, part, payload, buffer[: numel(slices[i])])
+            for (p, i), payload in known.updates.get(sequence, {}).items()
+            if p == part
+        ]
+
+    def _decode(self, chunk: int, part: int, payload: bytes, out: Tensor) -> Decoded:
+        try:
+            return Decoded(chunk, part, self.up.decode_measured(from_bytes(payload), out))
+        except ValueError as error:
+            return Decoded(chunk, part, 0.0, str(error))
 
     def _buffer(self) -> Tensor:
         return self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.chunks))
-
-    def measure(self, member: str, sequence: int, part: int) -> Iterator[Decoded]:
-        """What `Decode` will say of what came of this part. Nothing decoded is kept."""
-        known = self._member(member)
-        for (p, i), payload in known.updates.get(sequence, {}).items():
-            if p == part:
-                buffer = self._buffer()
-                out = buffer[: numel(known.joins[part].pushes[i])]
-                try:
-                    yield Decoded(i, part, self.up.decode_measured(from_bytes(payload), out))
-                except ValueError as error:
-                    yield Decoded(i, part, 0.0, str(error))
-                self._spare.append(buffer)
 
     def _freeze(self, command: Freeze) -> None:
         known = self._member(command.member)
@@ -312,7 +207,7 @@ class ServerShard:
                 table.pop(sequence, None)
 
     def _progress(self, chunk: Chunk, command: SendUp) -> bytes:
-        """The payload of the region's progress. Raises NonFiniteError, naming the parameter."""
+        """Encode the region's progress. Raises NonFiniteError, naming the parameter."""
         rule: RegionRule = self.rule  # type: ignore[assignment]
         v = self.vectors[chunk.index]
         self.will_change(*v.all())
@@ -353,45 +248,35 @@ class ServerShard:
 
     # -- what others get
 
-    def arrived(self, member: str, sequence: int, part: int, chunk: int) -> bytes:
-        """What came of an update that is not whole yet."""
-        return self._member(member).updates[sequence][part, chunk]
-
-    def answer(self, member: str, sequence: int, part: int, chunk: int) -> tuple[bytes, bool]:
-        """(payload, whether it is a change) of a frozen answer."""
-        weights = self._member(member).answers[sequence][part, chunk]
-        return weights.payload, weights.increment
-
     def fingerprints_of(self, member: str) -> dict[int, tuple[int, int]]:
-        """Chunk → (mark of the member's mirror, mark before its last weights). Empty where weights travel whole."""
-        sender = self._member(member).senders.get(0)  # where they do not, a member has one part
-        return (
-            {i: (fingerprint, sender.before[i]) for i, fingerprint in sender.fingerprints.items()}
-            if sender and sender.changes
-            else {}
-        )
+        """Chunk → fingerprints of what the member holds, after and before the last weights sent. Empty where weights
+        travel whole."""
+        sender = self._member(member).senders.get(0)  # where they travel as changes, a member has one part
+        if sender is None or not sender.changes:
+            return {}
+        return {i: (now, sender.before[i]) for i, now in sender.fingerprints.items()}
 
-    def copied(self, member: str, part: int, chunk: int) -> bytes:
-        """The copied weights that this part holds."""
+    def copied(self, member: str, part: int, chunk: int, version: int) -> ChunkWeights:
+        """Encode the elements that this part holds of the copied weights, bf16."""
         held = gather(self.copy[chunk], self._member(member).joins[part].holds[chunk])
-        return to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload)
+        return ChunkWeights(chunk, version, to_bytes(make_codec(VALIDATION_CODEC).encode(held).payload))
 
     # -- for a shard in a process of its own
 
     def forget_incarnation(self, member: str, answers: bool) -> None:
-        """The server begins a new incarnation: what a state leaves out is forgotten. answers: all of them."""
+        """Forget what a state leaves out, as the server begins a new incarnation. answers: all of them, too."""
         known = self._member(member)
         for table in (known.joins, known.updates, *((known.answers, known.senders) if answers else ())):
             table.clear()
         self._decoded = ("", 0)
 
     def received(self) -> Iterator[Answer]:
-        """The global weights that are not merged yet, as `receive` takes them."""
+        """Yield the global weights that are not merged yet, for `receive`."""
         for weights in self._came.values():
             yield Answer(0, (weights,))
 
     def sent(self) -> dict[str, Any]:
-        """What members were sent, where weights travel as changes: the counterpart of what `load` takes."""
+        """Return what members were sent, where weights travel as changes, for `load`."""
         return {
             name: {
                 "fingerprints": [[chunk, *both] for chunk, both in sorted(fingerprints.items())],
@@ -407,8 +292,8 @@ class ServerShard:
     # -- state
 
     def state(self) -> dict[str, Tensor]:
-        """By names that tell chunk and owner. Joins, half-arrived updates and whole weights that were frozen are left
-        out: members say or ask again. Where weights travel as changes, what each member was sent is in it."""
+        """Return all tensors, by names of chunk and owner. Joins, half-arrived updates and frozen whole weights are
+        left out: members say or ask again. Where weights travel as changes, what each member was sent is in it."""
         tensors: dict[str, Tensor] = {}
         for i, v in self.vectors.items():
             tensors.update(v.state(f"chunk.{i}."))
@@ -427,10 +312,9 @@ class ServerShard:
         return tensors
 
     def load(self, tensors: dict[str, Tensor], fingerprints: dict[str, int], sent: dict[str, Any]) -> None:
-        """The counterpart of `state`. marks: of one's own mirrors, by chunk. sent: by member, as the coordinator has
-        it."""
-        for chunk in self.chunks:
-            i = chunk.index
+        """Load what `state` returned. fingerprints: of its own mirrors, by chunk. sent: by member, as the coordinator
+        saved it."""
+        for i in self._own:
             if f"chunk.{i}.x" in tensors:
                 self.vectors[i] = Vectors.of(f"chunk.{i}.", tensors)
             if f"residual.{i}" in tensors:
@@ -441,22 +325,19 @@ class ServerShard:
                 self.downlink.mirror[i] = self.mirror_store.put(tensors[f"mirror.{i}"])
             if str(i) in fingerprints:
                 self.downlink.fingerprints[i] = fingerprints[str(i)]
-            for name, saved in sent.items():
-                self._load_sent(name, i, tensors, saved)
-
-    def _load_sent(self, name: str, chunk: int, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-        known = self._member(name)
-        sender = known.senders.setdefault(0, WeightsSender(self.down, self.mirror_store))
-        for i, fingerprint, before in saved["fingerprints"]:
-            if i == chunk:
-                sender.fingerprints[i], sender.before[i] = fingerprint, before
-                sender.mirror[i] = self.mirror_store.put(tensors[f"held.{name}.{i}"])
-        for sequence, _, frozen in saved["answers"]:
-            for i, version, increment in frozen:
-                if i == chunk:
-                    payload = to_bytes(tensors[f"answer.{name}.{sequence}.{i}"])
-                    answer = known.answers.setdefault(sequence, {})
-                    answer[0, i] = ChunkWeights(i, version, payload, increment)
+        for name, saved in sent.items():
+            known = self._member(name)
+            sender = known.senders[0] = WeightsSender(self.down, self.mirror_store)
+            for i, now, before in saved["fingerprints"]:
+                if i in self._own:
+                    sender.fingerprints[i], sender.before[i] = now, before
+                    sender.mirror[i] = self.mirror_store.put(tensors[f"held.{name}.{i}"])
+            for sequence, _, frozen in saved["answers"]:
+                for i, version, increment in frozen:
+                    if i in self._own:
+                        payload = to_bytes(tensors[f"answer.{name}.{sequence}.{i}"])
+                        weights = ChunkWeights(i, version, payload, increment)
+                        known.answers.setdefault(sequence, {})[0, i] = weights
 
     # -- inside
 

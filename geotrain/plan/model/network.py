@@ -18,7 +18,6 @@ from geotrain.config import (
     WorkerConfig,
 )
 
-GLOBAL = "global"
 Sent = defaultdict[tuple[str, str], float]  # (from region, to region) → bytes
 Among = Literal["context", "expert", "tensor", "tensor and expert"]  # ranks that exchange something in a layer
 
