@@ -58,7 +58,6 @@ class Twin:
             new = type(old)(world.identity, world.parameter_map, world.config, names, 1 << 20, 1)
         else:
             new = type(old)(name, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
-        new.shards.put_mirrors_on(self.mirror_store)
         return new
 
     def _begin(self, name: str, server: Any) -> None:

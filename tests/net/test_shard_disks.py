@@ -51,9 +51,7 @@ class Story:
     lives: int = 0
 
     def copies(self, server: str) -> Copies:
-        copies = ServerSetup(
-            self.site.run, self.site.cluster, "global" if server == GLOBAL else "region", server, self.site.folder
-        ).copies()  # type: ignore[arg-type]
+        copies = ServerSetup(self.site.run, self.site.cluster, server, self.site.folder).copies()
         assert copies is not None
         return copies
 

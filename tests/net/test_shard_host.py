@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import Address
 from geotrain.monitor.events import EventLog
+from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.shard_host import COMMANDS, ShardHost, ShardSetup
+from geotrain.net.server.shard_host import COMMANDS, ShardHost
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.storage.journal import Journal
+from geotrain.net.storage.recovery import Recovered
 from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused, Send
@@ -27,6 +28,7 @@ from geotrain.outer.server.server import Handled
 from geotrain.outer.server.shard_server import COORDINATOR
 from geotrain.outer.shards.shard import Copy
 from geotrain.outer.shards.shards import Froze
+from tests.support.server_processes import Site
 
 
 class FakeMachine:
@@ -82,13 +84,13 @@ class Life:
 
     async def execute(self, coordinator: FakeBook) -> None:
         """A session with this coordinator."""
-        self.host.thread = ServerThread(self.machine, self.journal, self.host._deliver)  # type: ignore[arg-type]
-        self.host.thread.failure.add_done_callback(lambda failed: failed.exception())
+        self.host.server_thread = ServerThread(self.machine, self.journal, self.host._deliver)  # type: ignore[arg-type]
+        self.host.server_thread.failure.add_done_callback(lambda failed: failed.exception())
         try:
             await self.host._session(coordinator)
         finally:
             await self.host._end_session()
-            self.host.thread.close()
+            self.host.server_thread.close()
 
     def on_disk(self, folder: Path) -> list[int]:
         self.journal.close()
@@ -98,14 +100,15 @@ class Life:
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
     lives: list[Life] = []
+    site = Site(tmp_path, shards=1)
 
     def made(wrong: int = 0) -> Life:
-        machine, address = FakeMachine(wrong), Address(host="127.0.0.1", port=1)
+        machine: Any = FakeMachine(wrong)
         journal = Journal(tmp_path / "journal", COMMANDS, 0)
         assert not list(journal.replay(1))
-        setup = ShardSetup("eu", address, address, None, tmp_path, None, 1)
+        setup = ServerSetup(site.run, site.cluster, "eu", tmp_path, shard=0)
         log = EventLog(tmp_path / "events.jsonl", enabled=False)
-        host = ShardHost(machine, setup, SnapshotStore(tmp_path / "s"), journal, log, 0)  # type: ignore[arg-type]
+        host = ShardHost(setup, Recovered(machine, SnapshotStore(tmp_path / "s"), journal, [], 0), log, None)
         lives.append(Life(host, machine, journal))
         return lives[-1]
 
@@ -141,7 +144,7 @@ def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, t
     flushed = []
     coordinator = FakeBook(list(range(1, 41)), on_told=lambda told: flushed.append(incarnation.journal._durable))
     assert ended(incarnation, coordinator) == incarnation.machine.executed == list(range(1, 41))
-    assert flushes == incarnation.host.thread.flushes == 1 and incarnation.host.thread.calls == 40
+    assert flushes == incarnation.host.server_thread.flushes == 1 and incarnation.host.server_thread.calls == 40
     assert set(flushed) == {40}
     assert incarnation.on_disk(tmp_path) == list(range(1, 41))
 
@@ -184,7 +187,7 @@ def test_after_an_order_that_cannot_be_obeyed_no_other_is(begin) -> None:
     async def main() -> None:
         with pytest.raises(KeyError):
             await incarnation.execute(FakeBook([1, 2, 3, 4], [5]))
-        assert incarnation.host.thread.failure.done()
+        assert incarnation.host.server_thread.failure.done()
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert incarnation.machine.executed == [1, 2]

@@ -25,7 +25,7 @@ class RelayedLink(GrpcClient):
     async def push(self, part: UpdatePart) -> int:
         deltas = tuple(ChunkDelta(d.chunk, d.anchor_version, b"") for d in part.deltas)
         bring = rpc.Bring(replace(part, deltas=deltas))
-        await self.own.server_thread.read(lambda: self.own.tell_all(bring))
+        await self.own.server_thread.read(lambda: self.own.send_all(bring))
         while (applied := await self.commit(part)) is None:
             pass
         return applied
@@ -39,5 +39,5 @@ class RelayedLink(GrpcClient):
             return None
         weights = tuple(ChunkWeights(each.chunk, each.version, b"") for each in header.weights)
         fetch = rpc.Fetch(self.incarnation, fragments, replace(header, weights=weights))
-        await self.own.server_thread.read(lambda: self.own.tell_all(fetch))
+        await self.own.server_thread.read(lambda: self.own.send_all(fetch))
         return await self.own.answer(header, FETCH_S)

@@ -102,7 +102,7 @@ class ShardSessions:
         # Only the server's thread changes it: an order must not fall between what is caught up and what is new.
         self._queues: list[asyncio.Queue[bytes]] = []
         self._begun = False
-        far.emit = self.tell_all
+        far.emit = self.send_all
 
     @property
     def ready(self) -> bool:
@@ -150,7 +150,7 @@ class ShardSessions:
             found.append({"shard": shard, "up": shard in self._here, "behind": behind, **known})
         return found
 
-    def tell_all(self, message: Any) -> None:
+    def send_all(self, message: Any) -> None:
         """Behind all orders given so far. Call it on the server's thread, or between its messages."""
         frame = wire.pack(message)
         for queue in self._queues:
@@ -160,7 +160,7 @@ class ShardSessions:
         """Tell the shards that the server has ended in good order, also one that dies meanwhile and calls again.
         Returns those that have not answered within `wait_s`: they will not find their coordinator any more."""
         self._ending = True  # from here on a stream's end is none of the server's incarnation
-        await self.server_thread.read(lambda: self.tell_all(rpc.Farewell()))
+        await self.server_thread.read(lambda: self.send_all(rpc.Farewell()))
         everyone = set(range(self.far.shards))
         # One that has said it in a former incarnation calls only if that ended before the stream did.
         first_s = min(wait_s, CALLS_AGAIN_S)
@@ -179,7 +179,7 @@ class ShardSessions:
         self._uploads.clear()
         try:
             await self.wait_ready()
-            await self.server_thread.read(lambda: self.tell_all(rpc.Upload(checkpoint_id)))
+            await self.server_thread.read(lambda: self.send_all(rpc.Upload(checkpoint_id)))
             await self._unless_lost(until_answered())
         except ShardLost as lost:
             raise StoreError(f"{checkpoint_id} is not copied: {lost}") from None
@@ -299,7 +299,7 @@ class ShardSessions:
         timeline = self.lineage.timeline
         if not timeline.name:
             timeline = replace(timeline, name=uuid.uuid4().hex)
-            await self.server_thread.read(lambda: self.tell_all(rpc.Belong(timeline.name)))
+            await self.server_thread.read(lambda: self.send_all(rpc.Belong(timeline.name)))
         if await self._until(lambda: set(self._timelines.values()) == {timeline.name} or None, BELONG_S) is None:
             self._lose(ShardLost(f"{self.server}: not all shards have noted which past they belong to"))
             return

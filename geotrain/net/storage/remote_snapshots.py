@@ -159,7 +159,7 @@ class Copies:
     processes. keep: how many moments stay. All methods block, and raise StoreError."""
 
     def __init__(self, own: RemoteSnapshots, keep: int, shards: Sequence[RemoteSnapshots] = ()) -> None:
-        self.own, self.keep, self.all = own, keep, (own, *shards)
+        self.own, self.keep, self.shards, self.all = own, keep, tuple(shards), (own, *shards)
 
     @property
     def url(self) -> str:
