@@ -12,12 +12,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.storage import frozen_state
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot
 from geotrain.net.storage.snapshots import SnapshotStore, StoreError
-from geotrain.outer.messages import GLOBAL, LeaseRequest, MemberSilent, UpdateRejected
+from geotrain.outer.messages import LeaseRequest, MemberSilent, UpdateRejected
 from tests.support.outer_world import config, halves, make, random_deltas
 from tests.support.recorded_world import Recorded
 

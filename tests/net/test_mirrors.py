@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.net.storage.frozen_state import FrozenState
@@ -17,7 +18,7 @@ from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recov
 from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.outer.downlink import FINGERPRINT_BYTES, fingerprint
 from geotrain.outer.events import SentWhole
-from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, ChunkWeights
+from geotrain.outer.messages import Answer, AnswerWanted, ChunkWeights
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.shards.shard import MIRRORS
 from tests.support.net_worlds import Cluster, clusters, outer
@@ -204,6 +205,9 @@ def test_a_damaged_mirror_is_named_and_the_next_weights_go_whole(tmp_path, patte
     twin.close()
 
 
+META = {"segment": 1, "ended": False, "checkpoint_id": "", "launch": ""}
+
+
 def received(region: Any) -> dict[int, Any]:
     """The region's own mirrors, by chunk."""
     return {
@@ -223,7 +227,7 @@ def test_an_older_state_of_either_end_is_noticed(tmp_path):
         twin.recovered[name].journal.close()
         folder = tmp_path / name / name
         folder.rename(tmp_path / name / "lost")
-        SnapshotStore(folder / "snapshots").save(old[0], {**old[1], "segment": 1, "ended": False})
+        SnapshotStore(folder / "snapshots").save(old[0], {**old[1], **META})
         (folder / "journal").mkdir()
         twin.told.clear()
         twin.kill(name)

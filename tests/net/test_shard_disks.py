@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.remote_snapshots import Copies
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
-from geotrain.outer.messages import GLOBAL
 from tests.support.net_worlds import BUSY_S, FakeWorker, wait_for
 from tests.support.object_storage import make_bucket, s3_server
 from tests.support.server_processes import Server, Site

@@ -266,7 +266,7 @@ def test_a_state_is_exchanged_whole_or_the_folder_counts_as_empty(tmp_path: Path
             timeline == Timeline("after", checkpoint_ids[1]) and numbers == [7] and not (folder / JOURNAL).exists()
         )
         assert before or nothing or after, steps
-        assert {path.name for path in folder.iterdir()} <= {SNAPSHOTS, JOURNAL, "past.json"}
+        assert {path.name for path in folder.iterdir()} <= {SNAPSHOTS, JOURNAL, "timeline.json"}
     assert ended and steps > 8
 
 

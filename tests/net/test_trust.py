@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, parse
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import CertificateError, Trust, load_credentials, make_certificates, trust_between
 from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.net.transport.worker_client import WorkerClient
-from geotrain.outer.messages import GLOBAL, Join, LeaseRequest, Refused, Release
+from geotrain.outer.messages import Join, LeaseRequest, Refused, Release
 from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
 
 PLAN = {"eu": {"a": halves, "b": whole}, "us": {"c": whole}}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import Address, FragmentConfig, MomentumConfig, OuterConfig, architecture_from_hf, codec_config
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.region_client import RegionClient
@@ -28,11 +29,11 @@ from geotrain.net.transport.sharded_link import ShardsAbove
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsReceiver
-from geotrain.outer.messages import GLOBAL, Answer, ChunkDelta, Join, Lease, LeaseRequest, Send, UpdatePart
+from geotrain.outer.messages import Answer, ChunkDelta, Identity, Join, Lease, LeaseRequest, Send, UpdatePart
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.server.server import Identity, Server
+from geotrain.outer.server.server import Server
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters, gather, numel, scatter
 from geotrain.staging.interface import to_bytes

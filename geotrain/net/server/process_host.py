@@ -1,4 +1,4 @@
-"""The frame of every server process, a server's or a shard's: one incarnation of it in an event loop.
+"""Runs one incarnation of a server process, a server's or a shard's, in an event loop: the frame that both share.
 
 A state machine on its thread behind a journal, its gRPC service, its snapshots, its signals and its end are the same
 for both. What differs, `geotrain.net.server.server_host` and `geotrain.net.server.shard_host` add.
@@ -110,13 +110,13 @@ class ProcessHost(ABC, Generic[Machine]):
         """Do what is left to do after an end in good order; members are still answered meanwhile."""
 
     def _linger_s(self) -> float:
-        """How long calls that are open at the end may take."""
+        """Seconds that calls which are open at the end may still take."""
         return 0.0
 
     # -- what all have
 
     def trust(self, role: Role, name: str) -> Trust | None:
-        """What a link of this process to that server needs; None: plaintext."""
+        """Make what a link of this process to that server needs; None: plaintext."""
         return Trust(self.credentials, identity(role, name)) if self.credentials else None
 
     def _report(self, trouble: str) -> None:

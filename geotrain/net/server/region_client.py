@@ -1,4 +1,4 @@
-"""A region server's client to the global server, which delivers in the background, in order, what the server sends.
+"""Delivers to the global server, in the background and in order, what a region server sends.
 
 There are two lanes, so that a lease never waits behind gigabytes: updates and the goodbye go on one, leases on the
 other. Answers are pulled beside them, on a lane for each fragment. When the link is lost, the client tries again for
@@ -113,7 +113,7 @@ class RegionClient:
         await self.link.close()
 
     async def _session(self, within_s: float) -> None:
-        """The time of one incarnation of the global server: join it, send again what it may not have, then run the
+        """Live through one incarnation of the global server: join it, send again what it may not have, then run the
         lanes until one of them learns that the server does not know this region any more."""
         join = await self.server_thread.read(self.server.join_message)
         welcome = await self.link.persist(lambda: self.link.join(join), within_s)
@@ -171,8 +171,8 @@ class RegionClient:
             self._updates.popleft()
 
     async def _start_over(self, reason: str, sequence: int) -> NoReturn:
-        """An update was refused for good. The region begins again from the global weights, as a new incarnation: the
-        global server must not count on what it sent to the old one."""
+        """Begin again from the global weights, since an update was refused for good. The region does so as a new
+        incarnation: the global server must not count on what it sent to the old one."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
         await self._tell(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
 
@@ -236,7 +236,8 @@ class RegionClient:
                 await asyncio.sleep(refused.retry_s)
 
     async def _next(self, lane: deque[Any]) -> Any:
-        """The first message of the lane. It stays there until it was delivered, in case this session ends before."""
+        """Wait for the first message of the lane. It stays there until it was delivered, in case this session ends
+        before."""
         while not lane:
             await self._work.wait()
             self._work.clear()

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from geotrain.common.files import OutputError, out_of_room, whole_file
+from geotrain.common.names import GLOBAL
 from geotrain.monitor.events import (
     Acknowledged,
     EventLog,
@@ -41,7 +42,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.deadlines import within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
-from geotrain.outer.messages import GLOBAL, Send, Validated
+from geotrain.outer.messages import Send, Validated
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.shards import RemoteShards
@@ -59,8 +60,7 @@ STATUS = "status.json"  # in the server's folder once it has ended: its last sta
 
 
 class ServerHost(ProcessHost[Server]):
-    """Runs the parts of one server in one event loop. This is the global server's; `RegionServerHost` is a region
-    server's."""
+    """Runs one incarnation of a server. This is the global server's; `RegionServerHost` is a region server's."""
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ class ServerHost(ProcessHost[Server]):
         return 0.0 if self.shards is not None and self.shards.lost.done() else LINGER_S
 
     async def _last_snapshot(self) -> None:
-        """The snapshot of the end, which waits for room on the disk. Who stops the server need not wait: the journal
-        holds all that a snapshot would."""
+        """Write the snapshot of the end, and wait for room on the disk for it. Who stops the server need not wait:
+        the journal holds all that a snapshot would."""
         while True:
             try:
                 await self._snapshot(ended=self.server.finished)
@@ -176,7 +176,7 @@ class ServerHost(ProcessHost[Server]):
 
     async def _note(self, what: Stopped | Dismissed) -> None:
         def note() -> None:
-            with suppress(JournalFull):  # then lives count as restarted, and shards are waited for
+            with suppress(JournalFull):  # then incarnations count as restarted, and shards are waited for
                 self.journal.append(what)
                 self.journal.flush()
 
@@ -186,7 +186,8 @@ class ServerHost(ProcessHost[Server]):
         await self._note(Dismissed(shard))
 
     async def _wait_for_shards(self) -> None:
-        """Who had ended waits for none: to those that are left it says farewell."""
+        """Wait until all shards are there. A server that had ended waits for none: to those that are left it says
+        farewell."""
         if self.shards is not None and not self.ended_before:
             await self.shards.wait_ready()
 
@@ -194,11 +195,11 @@ class ServerHost(ProcessHost[Server]):
         """Wait until the shards have heard that the server ended in good order, or until this process is told to
         end, as they are then, too."""
         said = asyncio.ensure_future(shards.farewell(FAREWELL_S if shards.ready or self.ended_before else 0.0))
-        told = asyncio.ensure_future(self.stop.wait())
-        await asyncio.wait([said, told], return_when=asyncio.FIRST_COMPLETED)
-        for shard in [] if told.done() else said.result():
+        stopped = asyncio.ensure_future(self.stop.wait())
+        await asyncio.wait([said, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for shard in [] if stopped.done() else said.result():
             self._report(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
-        for task in (said, told):
+        for task in (said, stopped):
             task.cancel()
 
     async def _last_upload(self) -> None:
@@ -211,7 +212,7 @@ class ServerHost(ProcessHost[Server]):
                 self._report(str(error))
 
     async def _until_finished(self) -> None:
-        """Returns when the server has finished and this process should end in good order."""
+        """Return when the server has finished and this process should end in good order."""
         await self._wait_for_shards()
         while True:
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
@@ -221,7 +222,8 @@ class ServerHost(ProcessHost[Server]):
                 return
 
     async def _validate_final_weights(self) -> None:
-        """Once all data is trained. No worker is there any more, so this process does it, in a bounded time."""
+        """Validate the final weights, once all data is trained. No worker is there any more, so this process does it,
+        in a bounded time."""
         server, evaluate, began_s = self.server, self.setup.evaluate, time.monotonic()
         if evaluate is None or not server.final_validation:
             return
@@ -269,7 +271,8 @@ class ServerHost(ProcessHost[Server]):
                 self._keep_traffic()
 
     def _traffic_before(self) -> Traffic:
-        """What earlier lives of this server have counted on its wide-area links; nothing where no file says so."""
+        """Read what earlier incarnations of this server have counted on its wide-area links; nothing where no file
+        says so."""
         try:
             saved = json.loads((self.folder / TRAFFIC).read_text())
             self.peers_before = {name: Traffic(*counts) for name, counts in saved["peers"].items()}
@@ -279,7 +282,7 @@ class ServerHost(ProcessHost[Server]):
             return Traffic()
 
     def _keep_traffic(self) -> None:
-        """For the next incarnation. What is counted after the last call before a kill is missing there."""
+        """Write the counts for the next incarnation. Those after the last call before a kill are missing there."""
 
         def counts(traffic: Traffic) -> list[int]:
             return [traffic.sent_bytes, traffic.received_bytes, traffic.peak_sent_bytes, traffic.peak_received_bytes]
@@ -343,7 +346,7 @@ class ServerHost(ProcessHost[Server]):
         return self.server.name == GLOBAL or peer.rpartition(":")[2] == str(self.setup.cluster.global_server.port)
 
     def _status(self) -> dict[str, Any]:
-        """What the process adds to the server's status.
+        """Collect what the process adds to the server's status.
 
         links: bytes on the wide-area links, up towards the global server and down from it, their highest rates over a
         second, and each fragment's part of the bytes. peers: bytes with each member, and each fragment's part.
@@ -382,8 +385,7 @@ class ServerHost(ProcessHost[Server]):
         }
 
     def _traffic(self) -> dict[str, Traffic]:
-        """Bytes with each member, over all its connections, in this incarnation of the server and the earlier
-        ones."""
+        """Count the bytes with each member, over all its connections, in all incarnations of the server."""
         traffic = self.tcp_counters.traffic()
         members = {name: replace(before) for name, before in self.peers_before.items()}
         for peer, member in list(self.service.peers.items()):
@@ -393,8 +395,7 @@ class ServerHost(ProcessHost[Server]):
 
 
 class RegionServerHost(ServerHost):
-    """A region server's parts. It ends when its client does, after the global server has taken the region's
-    goodbye."""
+    """Runs a region server. It ends when its client does, after the global server has taken the region's goodbye."""
 
     server: RegionServer
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from geotrain.common.files import OutputError, out_of_room
+from geotrain.common.names import GLOBAL
 from geotrain.config import (
     EXIT_FOR_GOOD,
     ClusterConfig,
@@ -45,14 +46,21 @@ from geotrain.net.storage.disk_mirror_store import mirror_store_of
 from geotrain.net.storage.journal import JournalDamaged
 from geotrain.net.storage.recovery import JOURNAL, KINDS, Machine, Recovered, recover
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of
-from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError, alone_in
+from geotrain.net.storage.snapshots import (
+    SNAPSHOTS,
+    DamagedSnapshot,
+    OtherFormatError,
+    SnapshotStore,
+    StoreError,
+    alone_in,
+)
 from geotrain.net.storage.timeline import Timeline, clear_void, go_back, take
 from geotrain.net.transport.certs import CertificateError
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
-from geotrain.outer.messages import GLOBAL, Refused
+from geotrain.outer.messages import Refused
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
@@ -70,7 +78,15 @@ ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk
 ROOM_LOOK_S = 2.0
 STORE_RETRY_S = 5.0  # where the object storage does not give a shard what it is to take
 # Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
-FOR_GOOD = (JournalDamaged, CertificateError, ParameterMapError, ConfigError, UnsupportedModelError, PayloadLost)
+FOR_GOOD = (
+    JournalDamaged,
+    OtherFormatError,
+    CertificateError,
+    ParameterMapError,
+    ConfigError,
+    UnsupportedModelError,
+    PayloadLost,
+)
 EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
@@ -98,7 +114,7 @@ def region_server(run: RunConfig, cluster: ClusterConfig, region: str, shards: i
 
 
 def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | RemoteShards) -> Server:
-    """The global one or a region's."""
+    """Make the global server or a region's, without state."""
     return global_server(run, cluster, shards) if name == GLOBAL else region_server(run, cluster, name, shards)
 
 
@@ -244,7 +260,7 @@ def begin_server(server: Server, run: RunConfig) -> None:
 
 
 def remote_shards(run: RunConfig, cluster: ClusterConfig, server: str) -> int | RemoteShards:
-    """The server's shards: one in its process, or those that the cluster file names."""
+    """Make the server's shards: one in its process, or the coordinator's view of those in the cluster file."""
     if not (number := len(shards_of(cluster, server))):
         return 1
     down = run.outer.down if server == GLOBAL else run.outer.local
@@ -252,14 +268,15 @@ def remote_shards(run: RunConfig, cluster: ClusterConfig, server: str) -> int | 
 
 
 def shard_server(run: RunConfig, cluster: ClusterConfig, server: str, index: int) -> ShardServer:
-    """A shard in a process of its own, without state."""
+    """Make a shard for a process of its own, without state."""
     number = len(shards_of(cluster, server))
     whole = any_server(run, cluster, server, number)
     return ShardServer(whole.shards.all[index], index, number, tuple(whole.members), whole.member_role)
 
 
 def begin_shard(machine: ShardServer, run: RunConfig) -> None:
-    """As `begin_server`, of a shard in a process of its own. Raises ConfigError."""
+    """Give a shard in a process of its own the first weights of its chunks, if it is the global server's. Raises
+    ConfigError."""
     if machine.name != GLOBAL:
         return
     vectors = initial_weights(run, machine.parameter_map)
@@ -269,13 +286,13 @@ def begin_shard(machine: ShardServer, run: RunConfig) -> None:
 
 
 def validation_steps(run: RunConfig) -> int:
-    """Inner steps that cost a worker at least as much as a validation, whose samples take a third of training's."""
+    """Count the inner steps that cost a worker as much as a validation, whose samples take a third of training's."""
     return ceil(run.data.validation_samples / run.samples_per_step)
 
 
 def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]:
-    """The run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's parameters: a
-    1-D fp32 vector for each fragment.
+    """Make the run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's
+    parameters: a 1-D fp32 vector for each fragment.
 
     Raises ConfigError.
     """
@@ -308,7 +325,7 @@ def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]
 
 
 def _check_is_new(folder: Path, mirror: RemoteSnapshots | None = None) -> None:
-    """Raises StoreError if there is a state already, which a new run must not take up or overwrite."""
+    """Raise StoreError if there is a state already, which a new run must not take up or overwrite."""
     if SnapshotStore(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*")):
         raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
     if mirror is not None and mirror.whole():

@@ -1,4 +1,4 @@
-"""What a process of a server needs to start: configs, whose process it is, its folder, its credentials."""
+"""Holds what a server process needs to start: configs, role, name, folder, credentials."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, shard_name, shards_of
 from geotrain.monitor.events import EventLog
 from geotrain.monitor.history import facts
@@ -15,7 +16,6 @@ from geotrain.monitor.monitor import Monitor
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots
 from geotrain.net.transport.certs import Credentials, Role, load_credentials
 from geotrain.net.transport.sharded_link import ShardsAbove, shards_above
-from geotrain.outer.messages import GLOBAL
 from geotrain.parameters.parameter_map import parameter_map_of
 
 EVENTS = "events.jsonl"
@@ -27,7 +27,7 @@ Evaluate = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """A server's process, or the process of one of its shards, and the folder of its state.
+    """Holds what the process of a server, or of one of its shards, needs to start.
 
     server: `GLOBAL`, or the region's name. shard: number of the shard that this process is; None: it is the server.
     evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
@@ -50,7 +50,7 @@ class ServerSetup:
 
     @property
     def name(self) -> str:
-        """The process's name, in events, object storage and messages."""
+        """Name of the process, in events, object storage and messages."""
         return self.server if self.shard is None else shard_name(self.server, self.shard)
 
     @property
@@ -59,26 +59,26 @@ class ServerSetup:
 
     @property
     def server_address(self) -> Address:
-        """Where the server listens, which is its shards' coordinator."""
+        """Address of the server, which is its shards' coordinator."""
         return self.cluster.global_server if self.server == GLOBAL else self.cluster.region(self.server).server
 
     @property
     def address(self) -> Address:
-        """Where this process listens."""
+        """Address at which this process listens."""
         return self.server_address if self.shard is None else shards_of(self.cluster, self.server)[self.shard]
 
     def credentials(self) -> Credentials | None:
-        """This process's certificate; None: the cluster's links are plaintext. Raises CertificateError."""
+        """Load this process's certificate; None: the cluster's links are plaintext. Raises CertificateError."""
         role: Role = self.server_role if self.shard is None else "shard"
         security = self.cluster.security
         return load_credentials(Path(security.folder), role, self.server) if security else None
 
     def shards_above(self) -> ShardsAbove | None:
-        """The shards of the global server, for a region's server. Raises CertificateError."""
+        """List the shards of the global server, for a region's server. Raises CertificateError."""
         return shards_above(self.cluster, parameter_map_of(self.run), "region", self.server, GLOBAL)
 
     def copies(self) -> Copies | None:
-        """Where copies of this process's snapshots, and of its server's shards', go. Raises ConfigError."""
+        """Open the object storage for copies of this process's and its shards' snapshots. Raises ConfigError."""
         if (url := self.run.checkpoint.snapshots) is None:
             return None
         shards = range(len(shards_of(self.cluster, self.server))) if self.shard is None else ()
@@ -90,7 +90,7 @@ class ServerSetup:
         return EventLog(self.folder / EVENTS, source=self.name, enabled=self.run.monitor.enabled)
 
     def monitor(self, events: EventLog) -> Monitor:
-        """The server's page and metrics. Raises ConfigError."""
+        """Make the server's page and metrics. Raises ConfigError."""
         parameter_map = parameter_map_of(self.run)
         names = tuple(fragment.name for fragment in parameter_map.fragments)
         top = facts(self.run, self.cluster, parameter_map.numel, names) if self.server == GLOBAL else None

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from grpc import StatusCode, aio
 
+from geotrain.common.names import GLOBAL
 from geotrain.monitor.events import EventLog, SnapshotUploaded
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.process_host import ProcessHost
@@ -35,7 +36,7 @@ from geotrain.net.storage.timeline import Timeline, read_timeline, write_timelin
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import open_channel
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
-from geotrain.outer.messages import GLOBAL, Answer, Join, Refused, Send, UpdatePart
+from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
 from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.shard import Apply, Copy, Forget, Freeze, Merge, SendUp, StartOver
 from geotrain.outer.shards.shards import NewIncarnation

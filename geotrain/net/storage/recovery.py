@@ -162,7 +162,7 @@ def begin_snapshot(
     which must be called: until then the server copies what it changes.
 
     It must be called on the server's thread, between two messages. ended: the run has ended in good order, everyone
-    having left; launch: in which. moment: its name; None: one of this process alone. Raises JournalFull, and
+    having left; launch: in which. checkpoint_id: None: a new one, of this process alone. Raises JournalFull, and
     StoreError where the snapshot cannot fit.
     """
     tensors, state = server.state()
@@ -190,8 +190,8 @@ def begin_snapshot(
 
 
 def left_out(server: Server) -> list[Message | HeldPart]:
-    """The messages with which a journal that follows the state must begin, so that its replay knows what the state
-    leaves out: who had joined, and the updates of which not all parts had arrived."""
+    """List the messages with which a journal that follows the state must begin, so that its replay knows what the
+    state leaves out: who had joined, and the updates of which not all parts had arrived."""
     messages: list[Message | HeldPart] = []
     for name, member in server.members.items():
         mirrors = server.mirrors_of(name)

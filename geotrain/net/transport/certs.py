@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import Address, ClusterConfig, shards_of
-from geotrain.outer.messages import GLOBAL
 
 Role = Literal["global", "region", "worker", "operator", "shard"]
 OPERATOR = "operator"

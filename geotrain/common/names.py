@@ -1,0 +1,3 @@
+"""Names that configuration, messages and plans share."""
+
+GLOBAL = "global"  # the global server, beside the names of regions
