@@ -1,4 +1,4 @@
-"""Output that appears whole or not at all: it is written under a temporary name beside its place and then renamed.
+"""Writes output that appears whole or not at all: under a temporary name beside its place, which is then renamed.
 
 A process that is killed, or a power failure, thus leaves either the older output or the new one, never a part of it.
 """
@@ -24,7 +24,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
 class OutputError(OSError):
-    """An output cannot be written or may not be replaced. Says which, why and what to do."""
+    """Raised when an output cannot be written or may not be replaced. Says which, why and what to do."""
 
 
 def out_of_room(error: BaseException | None) -> bool:
@@ -72,7 +72,7 @@ def whole_file(final: Path) -> Iterator[TextIO]:
 
 
 def write_whole(final: Path, text: str) -> None:
-    """Write a text as `whole_file` does. Raises OutputError."""
+    """Write a text file whole, or leave `final` as it was. Raises OutputError."""
     with whole_file(final) as file:
         file.write(text)
 

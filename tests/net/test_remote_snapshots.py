@@ -180,13 +180,13 @@ def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
         uploader = Uploader(store, far, told.append)  # type: ignore[arg-type]
         task = asyncio.create_task(uploader.run())
         for number in (1, 2):
-            store.save(FrozenState(tensors(number)), {})
+            store.save(FrozenState(tensors(number)), {"checkpoint_id": f"{number:08d}-a"})
             uploader.wake()
             await asyncio.sleep(0)
             await uploader.finish(10)
             assert uploader.status() == {"url": far.url, "uploaded": number, "trouble": None}
         far.failures = 1000
-        store.save(FrozenState(tensors(3)), {})
+        store.save(FrozenState(tensors(3)), {"checkpoint_id": "00000003-a"})
         uploader.wake()
         with pytest.raises(StoreError, match=r"not copied there within 0\.2 s \(.*away\); it is in"):
             await uploader.finish(0.2)

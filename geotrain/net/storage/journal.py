@@ -1,4 +1,4 @@
-"""The write-ahead journal: every message to a server is on disk before the server acts on it.
+"""Keeps the write-ahead journal: every message to a server is on disk before the server acts on it.
 
 Plain files, `<folder>/<segment>.journal`; records are numbered through all segments:
 
@@ -46,15 +46,16 @@ SUFFIX = ".journal"
 
 
 class JournalDamaged(OSError):
-    """A record that was acknowledged cannot be read. Says which, where, and what can be done."""
+    """Raised when a record that was acknowledged cannot be read. Says which, where, and what can be done."""
 
 
 class JournalFull(OSError):
-    """There is no room for the record; the journal is as it was before."""
+    """Raised when there is no room for a record; the journal is as it was before."""
 
 
 class Journal:
-    """One server's journal. It must be replayed to its end before anything is written. One thread at a time.
+    """Reads and writes one server's journal, by one thread at a time. It must be replayed to its end before anything
+    is written.
 
     kinds: the types of messages that may stand in it. limit_bytes: the most that a message's payloads may have.
     """
@@ -109,7 +110,7 @@ class Journal:
         self._durable, self._durable_bytes = self._number, self.segment_bytes
 
     def _empty(self, segment: int) -> int | None:
-        """The number with which a segment's records would begin, if it has none but a good head; otherwise None."""
+        """Read the number with which a segment's records would begin, if it has none but a good head; else None."""
         with suppress(OSError, wire.WireError):
             content = self._path(segment).read_bytes()[: SEGMENT_HEAD_BYTES + 1]
             if len(content) == SEGMENT_HEAD_BYTES and content.startswith(LAST):
@@ -156,7 +157,7 @@ class Journal:
         return begin == CONTINUED
 
     def _read_record(self, file: FileIO, size: int) -> tuple[Any, int]:
-        """(message, position behind the record) of the record at `segment_bytes`. Raises wire.WireError."""
+        """Read the record at `segment_bytes`: (message, position behind it). Raises wire.WireError."""
         file.seek(self.segment_bytes)
         number, length = _pair(file.read(RECORD_HEAD_BYTES))
         end = self.segment_bytes + RECORD_HEAD_BYTES + length
@@ -215,8 +216,7 @@ class Journal:
             self._write(0, _head(LAST, self._first, self._durable))
 
     def rotate(self) -> int:
-        """Go on in a new segment and return its number. A snapshot of the state at this moment needs no older
-        segment.
+        """Go on in a new segment and return its number. A snapshot of the present state needs no older segment.
 
         Raises JournalFull; then the journal is as it was.
         """

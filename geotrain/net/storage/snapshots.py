@@ -53,7 +53,8 @@ HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
 
 
 class StoreError(OSError):
-    """A snapshot cannot be written or read. Says which, why and what to do. Nothing half-written is left."""
+    """Raised when a snapshot cannot be written or read. Says which, why and what to do. Nothing half-written is
+    left."""
 
 
 class OtherFormatError(StoreError):
@@ -99,7 +100,8 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The snapshots in one folder. keep: how many stay when a new one is written. mirror_store: where mirrors lie."""
+    """Keeps the snapshots of one folder. keep: how many stay when a new one is written. mirror_store: where mirrors
+    lie."""
 
     def __init__(self, folder: Path, keep: int = 2, mirror_store: MirrorStore | None = None) -> None:
         self.folder, self.keep, self.mirror_store = folder, keep, mirror_store or MirrorStore()
@@ -136,7 +138,7 @@ class SnapshotStore:
             ) from error
 
     def check_room(self, state_bytes: int) -> None:
-        """Raises StoreError, as for a full disk, if a snapshot of so many bytes cannot fit."""
+        """Raise StoreError, as for a full disk, if a snapshot of so many bytes cannot fit."""
         place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < state_bytes + HEADS_BYTES:
@@ -147,7 +149,7 @@ class SnapshotStore:
 
     @contextmanager
     def kept(self, number: int) -> Iterator[Path]:
-        """The folder of a snapshot, which stays there during the block."""
+        """Give the folder of a snapshot, which stays there during the block."""
         self._kept.add(number)
         try:
             yield self.path(number)
@@ -166,7 +168,7 @@ class SnapshotStore:
         return f"{max(self.numbers(), default=0) + 1:08d}-{uuid.uuid4().hex[:12]}"
 
     def checkpoint_ids(self) -> dict[int, str]:
-        """The checkpoint ids of the snapshots that are whole, by number, ascending. Raises StoreError."""
+        """List the checkpoint ids of the snapshots that are whole, by number, ascending. Raises StoreError."""
         found: dict[int, str] = {}
         for number in self.numbers():
             with suppress(DamagedSnapshot):
@@ -174,11 +176,11 @@ class SnapshotStore:
         return found
 
     def load(self, number: int) -> Snapshot:
-        """Raises DamagedSnapshot."""
+        """Read a snapshot whole. Raises DamagedSnapshot, OtherFormatError."""
         return _load(self.path(number), number, mirror_store=self.mirror_store)
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
-        """The newest whole snapshot, None if there is none, and sentences on what is wrong with it or newer ones.
+        """Read the newest whole snapshot, None if there is none; returns also what is wrong with it or newer ones.
 
         names: read only these tensors. Raises StoreError if the folder cannot be read, OtherFormatError.
         """
@@ -191,7 +193,7 @@ class SnapshotStore:
         return None, faults
 
     def numbers(self) -> list[int]:
-        """The numbers of all snapshots, ascending. Raises StoreError."""
+        """List the numbers of all snapshots, ascending. Raises StoreError."""
         try:
             return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal() and p.is_dir())
         except FileNotFoundError:
@@ -200,7 +202,7 @@ class SnapshotStore:
             raise StoreError(f"{self.folder}: cannot be read: {error.strerror}") from error
 
     def metas(self) -> list[dict[str, Any]]:
-        """The JSON parts of all snapshots. Raises StoreError when one is damaged."""
+        """Read the JSON parts of all snapshots. Raises StoreError when one is damaged."""
         try:
             return [_load(self.path(number), number, ()).meta for number in self.numbers()]
         except DamagedSnapshot as error:
@@ -211,7 +213,7 @@ class SnapshotStore:
 
 
 def read_weights(folder: Path, parameter_map: ParameterMap) -> Iterator[tuple[str, Tensor]]:
-    """The newest weights in a server's folder: (canonical name, fp32 tensor), one fragment in memory at a time.
+    """Yield the newest weights in a server's folder: (canonical name, fp32 tensor), one fragment in memory at a time.
 
     Raises StoreError when there is no whole snapshot, ParameterMapError when it is another model's, DamagedSnapshot.
     """
@@ -232,8 +234,8 @@ def read_weights(folder: Path, parameter_map: ParameterMap) -> Iterator[tuple[st
 
 
 def _in_shards(folder: Path, parameter_map: ParameterMap, number: int, checkpoint_id: str) -> dict[int, Path]:
-    """Chunk → the snapshot with that checkpoint id that its shard wrote. folder: the server's; those of its shards
-    are beside it. Raises StoreError, when one of them is not here or not whole."""
+    """Find, for each chunk, the snapshot with that checkpoint id that its shard wrote. folder: the server's; those of
+    its shards are beside it. Raises StoreError, when one of them is not here or not whole."""
     places: dict[int, Path] = {}
     for shard, own in enumerate(deal(parameter_map.chunks, number)):
         store = SnapshotStore(folder.with_name(shard_name(folder.name, shard)) / SNAPSHOTS)
@@ -364,5 +366,5 @@ def _read(path: Path, mirror_store: MirrorStore, size: int, crc: int) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory as bytes, without a copy."""
+    """View the tensor's memory as bytes."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

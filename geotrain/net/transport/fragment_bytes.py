@@ -19,7 +19,7 @@ from geotrain.parameters.parameter_map import ParameterMap
 
 @dataclass
 class FragmentBytes:
-    """One link's bytes by chunk: deltas go up, weights come down."""
+    """Counts one link's bytes by chunk: deltas go up, weights come down."""
 
     up: Counter[int] = field(default_factory=Counter)
     down: Counter[int] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ class FragmentBytes:
         self.down.update(other.down)
 
     def status(self, parameter_map: ParameterMap) -> dict[str, dict[str, int]]:
-        """Bytes each way, by the fragment's name."""
+        """Sum the bytes each way, by the fragment's name."""
         return {
             fragment.name: {
                 "up_bytes": sum(self.up[chunk.index] for chunk in chunks),
@@ -65,8 +65,8 @@ class FragmentBytes:
 
 
 def _owners(message: Any) -> Iterator[int]:
-    """For each frame after the header, the chunk that it belongs to. Of payloads only their length is read, so it
-    works on a header alone, too."""
+    """Yield, for each frame after the header, the chunk that it belongs to. Only the length of payloads is read, so
+    it works on a header alone, too."""
     chunks: tuple[ChunkDelta | ChunkWeights, ...] = ()
     match message:
         case UpdatePart():

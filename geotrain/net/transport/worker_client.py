@@ -78,9 +78,7 @@ class WorkerClient:
         self.shards = shards
         # Called, on the thread inside, with the sequence of each update that the server has applied.
         self.on_acknowledged: Callable[[int], None] = lambda sequence: None
-        self.mirrors: Callable[[], tuple[int, ...]] = (
-            tuple  # fingerprints for a join in the same incarnation
-        )
+        self.mirrors: Callable[[], tuple[int, ...]] = tuple  # fingerprints for a join in the same incarnation
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
