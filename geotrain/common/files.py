@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -53,15 +54,15 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_file(final: Path) -> Iterator[TextIO]:
+def whole_file(final: Path, mode: int = 0o666) -> Iterator[TextIO]:
     """Give a text file to write, which takes the place of `final` at the end of the block.
 
-    If the block raises, `final` stays as it was. Raises OutputError.
+    mode: its permissions. If the block raises, `final` stays as it was. Raises OutputError.
     """
     temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
     with _output_errors(final, "cannot be written"):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
+            with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -11,7 +11,6 @@ for itself.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from geotrain.common.files import whole_file
 from geotrain.common.names import GLOBAL
 from geotrain.config import Address, ClusterConfig, shards_of
 
@@ -182,22 +182,13 @@ def _builder(
 def _save(folder: Path, stem: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> list[Path]:
     """Write a pair. The key is written first, so that every certificate in the folder has its key, even when this
     process is killed in between."""
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    files = [
-        (folder / f"{stem}.key", private),
-        (folder / f"{stem}.pem", certificate.public_bytes(serialization.Encoding.PEM)),
-    ]
-    for path, content in files:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    return [path for path, _ in files]
+    encoding = serialization.Encoding.PEM
+    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    files = {folder / f"{stem}.key": private, folder / f"{stem}.pem": certificate.public_bytes(encoding)}
+    for path, content in files.items():
+        with whole_file(path, mode=0o600) as file:
+            file.write(content.decode())
+    return list(files)
 
 
 def _read(folder: Path, name: str) -> bytes:

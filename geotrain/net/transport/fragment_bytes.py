@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from geotrain.net.transport import wire
-from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, UpdatePart
+from geotrain.outer.messages import UpdatePart
 from geotrain.parameters.parameter_map import ParameterMap
 
 
@@ -67,12 +67,7 @@ class FragmentBytes:
 def _owners(message: Any) -> Iterator[int]:
     """Yield, for each frame after the header, the chunk that it belongs to. Only the length of payloads is read, so
     it works on a header alone, too."""
-    chunks: tuple[ChunkDelta | ChunkWeights, ...] = ()
-    match message:
-        case UpdatePart():
-            chunks = message.deltas
-        case Answer():
-            chunks = message.weights
+    chunks = message.deltas if isinstance(message, UpdatePart) else getattr(message, "weights", ())
     for chunk in chunks:
         for _ in range(0, len(chunk.payload), wire.DATA_FRAME_BYTES):
             yield chunk.chunk

@@ -55,12 +55,7 @@ HOPELESS = (
 )
 
 # What is raised when an attempt fails on its way. gRPC raises InvalidStateError when a call ends during a write.
-LOST = (
-    aio.AioRpcError,
-    TimeoutError,
-    asyncio.InvalidStateError,
-    wire.DamagedError,
-)
+LOST = (aio.AioRpcError, TimeoutError, asyncio.InvalidStateError, wire.DamagedError)
 
 
 class Unreachable(ConnectionError):
@@ -203,8 +198,7 @@ class GrpcClient:
         try:
             while not reader.complete:
                 reader.feed(await rpc.next_frame(self._down.frame(call.read())))
-            answer: Answer = reader.message
-            return answer
+            return reader.message  # type: ignore[no-any-return]
         except LOST as error:
             raise self._reason(error) from None
         finally:

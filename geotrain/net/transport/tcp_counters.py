@@ -30,7 +30,7 @@ COUNTERS_AT = 120  # their offset in struct tcp_info (linux/tcp.h); the kernel o
 
 @dataclass
 class Traffic:
-    """Sums the bytes with one peer over all connections since the counters began; peaks are bytes within one second."""
+    """Sums the bytes with one peer over all connections since the counters began. Peaks: bytes within one second."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -58,7 +58,8 @@ class TcpCounters:
 
     A socket's counters are gone when it closes, so what it moved after its last sample is not counted.
     counted: which peers belong to the sum `total`, whose peaks are those of the sum. `recent` is the same sum since
-    `take_recent` was last called. before: what earlier incarnations of this process counted, as the beginning of `total`.
+    `take_recent` was last called. before: what earlier incarnations of this process counted, with which `total`
+    begins.
     """
 
     def __init__(self, counted: Callable[[str], bool] = lambda peer: True, before: Traffic | None = None) -> None:

@@ -192,12 +192,8 @@ class WorkerClient:
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
             raise RuntimeError(f"{join.member} has joined already; a new incarnation needs a client of its own")
-        incarnation = join.member, join.incarnation, self.trust
-        link = (
-            ShardedLink(self.address, *incarnation, self.shards)
-            if self.shards
-            else GrpcClient(self.address, *incarnation)
-        )
+        end = self.address, join.member, join.incarnation, self.trust
+        link = ShardedLink(*end, self.shards) if self.shards else GrpcClient(*end)
         try:
             welcome = await link.persist(lambda: link.join(join), self.connect_s)
         except BaseException:
@@ -221,8 +217,7 @@ class WorkerClient:
             if joins != self._joins:
                 return
             link, join = self._link, self._join
-            assert link is not None
-            assert join is not None
+            assert link is not None and join is not None
             welcome = await link.join(replace(join, mirrors=self.mirrors()))
             if welcome.sequence <= self._applied:
                 raise ServerForgot(
