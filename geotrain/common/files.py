@@ -148,7 +148,7 @@ def _clear_up_after_killed_writers(final: Path) -> None:
         _, _, suffix = path.name.removeprefix(begin).partition(".")
         if not path.name.startswith(begin) or f".{suffix}" not in (_PARTIAL, _ASIDE):
             continue
-        with suppress(FileNotFoundError), _locked(path) as abandoned:  # not found: its writer has just finished
+        with suppress(FileNotFoundError), locked(path) as abandoned:  # not found: its writer has just finished
             if abandoned and f".{suffix}" == _ASIDE and not final.exists():
                 path.rename(final)
             elif abandoned:
@@ -156,7 +156,7 @@ def _clear_up_after_killed_writers(final: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path) -> Iterator[bool]:
     """Lock a folder during the block, if no other process has locked it; gives whether it worked. It never waits."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -194,7 +194,7 @@ def _swap(temporary: Path, final: Path) -> None:
         sync(final.parent)
         return
     aside = temporary.with_suffix(_ASIDE)
-    with _locked(final):  # so that no other writer takes it for abandoned and brings it back
+    with locked(final):  # so that no other writer takes it for abandoned and brings it back
         final.rename(aside)
         try:
             temporary.rename(final)

@@ -142,7 +142,7 @@ class RegionClient:
                 lanes.create_task(self._run_updates(pushed))
                 lanes.create_task(self._run_leases())
                 lanes.create_task(self._run_beats())
-        except* (NotJoined, _StartedOver, _Done):
+        except* (NotJoined, _SessionOver):
             pass
 
     async def _run_updates(self, pushed: list[asyncio.Queue[UpdatePart]]) -> None:
@@ -154,7 +154,7 @@ class RegionClient:
             if isinstance(message, Leave):
                 await self._persist(partial(self.link.leave, 0, self.server.sequence))
                 await self._tell(message)
-                raise _Done
+                raise _SessionOver
             if isinstance(message, Trained):
                 await self._persist(partial(self.link.trained, message.leases))
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
@@ -181,7 +181,7 @@ class RegionClient:
             return self.server.incarnation
 
         self.link.live_as(await self.server_thread.read(new_incarnation))
-        raise _StartedOver
+        raise _SessionOver
 
     async def _run_leases(self) -> None:
         link = self.link
@@ -247,9 +247,6 @@ class RegionClient:
         return await self.link.persist(attempt, FOREVER_S)
 
 
-class _StartedOver(Exception):
-    """Raised when the region has forgotten its weights: the session begins anew and fetches the global ones."""
-
-
-class _Done(Exception):
-    """Raised when the goodbye was delivered, to end the session's lanes."""
+class _SessionOver(Exception):
+    """Raised to end the session's lanes: the goodbye was delivered, or the region has forgotten its weights and
+    fetches the global ones in a new session."""

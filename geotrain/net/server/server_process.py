@@ -145,6 +145,7 @@ def serve(setup: ServerSetup, resume: bool) -> int:
 def _run_incarnations(setup: ServerSetup, new: bool) -> None:
     """Run one incarnation after the other, until one ends in good order. new: the folder must hold no state yet."""
     folder, copies = setup.folder, setup.copies()
+    setup.credentials()  # what is wrong with them is said before a large state is read
     clear_void(folder)
     if new:
         _check_is_new(folder, copies.own if copies else None)

@@ -15,7 +15,6 @@ the first snapshot of a coordinator or a shard, which it takes by itself.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from geotrain.common.files import make_folder, sync
+from geotrain.common.files import locked, make_folder, sync
 from geotrain.config import shard_name
 from geotrain.net.storage.frozen_state import CHUNK_BYTES, FrozenState
 from geotrain.outer.mirror_store import MirrorStore
@@ -80,16 +79,12 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     try:
         make_folder(folder)
-        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise StoreError(f"{folder}: cannot be used: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with locked(folder) as alone:
+        if not alone:
+            raise StoreError(f"{folder}: another server is running in this folder; stop it first")
         yield
-    except BlockingIOError:
-        raise StoreError(f"{folder}: another server is running in this folder; stop it first") from None
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
