@@ -248,9 +248,9 @@ def test_an_answer_is_frozen_once_however_often_it_is_wanted(tmp_path):
     top, asked = twin.world.top, ("eu", "life-1", 0, message.sequence, fragments)
     assert not top.lacks_answer(*asked)
     before = top.answer(*asked)
-    marks = top.shards.fingerprints_of("eu")
+    fingerprints = top.shards.fingerprints_of("eu")
     top.handle(AnswerWanted("eu", "life-1", message.sequence, fragments))
-    assert top.answer(*asked) == before and top.shards.fingerprints_of("eu") == marks
+    assert top.answer(*asked) == before and top.shards.fingerprints_of("eu") == fingerprints
     twin.close()
 
 

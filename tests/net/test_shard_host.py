@@ -1,4 +1,4 @@
-"""A shard's process without sockets: how it obeys its coordinator."""
+"""A shard's process without sockets: how it executes its coordinator's commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.server_processes import Site
 
 
 class FakeMachine:
-    """Tells its coordinator of each order that it obeys; `wrong` is one that it cannot obey."""
+    """Tells its coordinator of each command that it executes; `wrong` is one that it cannot execute."""
 
     index, number, commands = 0, 1, 0
 
@@ -55,9 +55,9 @@ class FakeMachine:
     def end_incarnation(self) -> None: ...
 
 
-class FakeBook:
-    """A stream that brings these orders, each list in a bundle, and then nothing. told: what the shard said of its
-    orders. on_told: is called with each of them."""
+class FakeCoordinator:
+    """A stream that brings these commands, each list in a bundle, and then nothing. told: what the shard said of
+    them. on_told: is called with each of them."""
 
     def __init__(self, *bundles: list[int], on_told: Callable[[Froze], None] = lambda told: None) -> None:
         self.bundles, self.told, self.on_told = list(bundles), asyncio.Queue[int](), on_told
@@ -82,7 +82,7 @@ class Life:
     machine: FakeMachine
     journal: Journal
 
-    async def execute(self, coordinator: FakeBook) -> None:
+    async def execute(self, coordinator: FakeCoordinator) -> None:
         """A session with this coordinator."""
         self.host.server_thread = ServerThread(self.machine, self.journal, self.host._deliver)  # type: ignore[arg-type]
         self.host.server_thread.failure.add_done_callback(lambda failed: failed.exception())
@@ -118,8 +118,8 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
         incarnation.journal.close()
 
 
-def ended(incarnation: Life, coordinator: FakeBook) -> list[int]:
-    """The orders that the coordinator was told of; then the stream is cancelled."""
+def ended(incarnation: Life, coordinator: FakeCoordinator) -> list[int]:
+    """The commands that the coordinator was told of; then the stream is cancelled."""
 
     async def main() -> list[int]:
         session = asyncio.ensure_future(incarnation.execute(coordinator))
@@ -132,7 +132,7 @@ def ended(incarnation: Life, coordinator: FakeBook) -> list[int]:
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, tmp_path: Path, monkeypatch) -> None:
+def test_commands_that_are_there_share_a_flush_and_nothing_is_told_before(begin, tmp_path: Path, monkeypatch) -> None:
     incarnation, flushes, real = begin(), 0, os.fdatasync
 
     def fdatasync(descriptor: int) -> None:
@@ -142,7 +142,9 @@ def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, t
 
     monkeypatch.setattr(journal_module.os, "fdatasync", fdatasync)
     flushed = []
-    coordinator = FakeBook(list(range(1, 41)), on_told=lambda told: flushed.append(incarnation.journal._durable))
+    coordinator = FakeCoordinator(
+        list(range(1, 41)), on_told=lambda told: flushed.append(incarnation.journal._durable)
+    )
     assert ended(incarnation, coordinator) == incarnation.machine.executed == list(range(1, 41))
     assert flushes == incarnation.host.server_thread.flushes == 1 and incarnation.host.server_thread.calls == 40
     assert set(flushed) == {40}
@@ -150,10 +152,10 @@ def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, t
 
 
 @pytest.mark.parametrize("room", [0, 1])
-def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
+def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_session_ends(
     begin, tmp_path: Path, monkeypatch, room: int
 ) -> None:
-    """Of those that came with it none was obeyed, told, or is found on the disk by the next incarnation. room: for
+    """Of those that came with it none was executed, told, or is found on the disk by the next incarnation. room: for
     how many of the first bundle's five."""
     incarnation, real = begin(), os.pwrite
     full = SimpleNamespace(after=None)
@@ -170,7 +172,7 @@ def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
         record_bytes, full.after = incarnation.journal.segment_bytes, None
         incarnation.journal.flush()
         full.after = record_bytes + room * 80
-        coordinator = FakeBook([2, 3, 4, 5, 6], [7], [8])
+        coordinator = FakeCoordinator([2, 3, 4, 5, 6], [7], [8])
         with pytest.raises(Refused, match="disk is full"):
             await incarnation.execute(coordinator)
         assert coordinator.told.empty()
@@ -181,12 +183,12 @@ def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
     assert incarnation.on_disk(tmp_path) == [1]
 
 
-def test_after_an_order_that_cannot_be_obeyed_no_other_is(begin) -> None:
+def test_after_a_command_that_cannot_be_executed_no_other_is(begin) -> None:
     incarnation = begin(wrong=3)
 
     async def main() -> None:
         with pytest.raises(KeyError):
-            await incarnation.execute(FakeBook([1, 2, 3, 4], [5]))
+            await incarnation.execute(FakeCoordinator([1, 2, 3, 4], [5]))
         assert incarnation.host.server_thread.failure.done()
 
     asyncio.run(asyncio.wait_for(main(), 60))
