@@ -189,8 +189,8 @@ def test_who_has_lost_its_disk_takes_all_back_and_is_refused_where_nothing_was_c
                 await coordinator.until_lost()
             assert lost.heard.empty()
 
-        # The coordinator has gone back, and its shards follow: who has not taken the checkpoint yet is told, and ends no
-        # incarnation.
+        # The coordinator has gone back, and its shards follow: who has not taken the checkpoint yet is told,
+        # and ends no incarnation.
         lineage = FakeLineage(Timeline("after", "2"), "1", "2")
         coordinator, late = sessions(lineage), FakeShard(0, timeline="before")
         await coordinator.serve(late)

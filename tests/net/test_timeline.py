@@ -166,8 +166,8 @@ class Sets(RuleBasedStateMachine):
 
     @rule(killed=st.none() | st.integers(0, 25))
     def live_again(self, killed: int | None) -> None:
-        """The processes begin new incarnations until they fit, with a kill somewhere on the way: then the next call begins
-        anew."""
+        """The processes begin new incarnations until they fit, with a kill somewhere on the way: then the next call
+        begins anew."""
         if self.lost and self.copies.whole():
             with killed_after(killed, *self.places()):
                 self.settle()
