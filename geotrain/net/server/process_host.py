@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Generic
 
-from geotrain.common.files import whole_file
+from geotrain.common.files import write_whole
 from geotrain.config import is_loopback
 from geotrain.monitor.events import EventLog, SnapshotWritten, Trouble
 from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_limit
@@ -62,8 +62,7 @@ class ProcessHost(ABC, Generic[Machine]):
                 # Before anybody can be answered: without a snapshot nothing was acknowledged (see `Journal.replay`).
                 await self._snapshot()
             port = await self.service.start(address)
-            with whole_file(listening) as file:
-                json.dump({"address": f"{address.host}:{port}", "pid": os.getpid()}, file)
+            write_whole(listening, json.dumps({"address": f"{address.host}:{port}", "pid": os.getpid()}))
             if self.credentials is None and not is_loopback(address.host):
                 log.warning("listening on %s without TLS: set `security` in the cluster file", address)
             guard = ConnectionGuard(port, self.service.peers, raise_file_limit(), self._report)

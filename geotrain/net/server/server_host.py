@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from geotrain.common.files import OutputError, out_of_room, whole_file
+from geotrain.common.files import OutputError, out_of_room, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.monitor.events import (
     Acknowledged,
@@ -136,8 +136,8 @@ class ServerHost(ProcessHost[Server]):
             await super()._until_over()
         finally:
             try:
-                with whole_file(self.folder / STATUS) as file:  # before the links close, and their bytes are gone
-                    json.dump({**self.service.status(), "page": None, "metrics": None}, file)
+                status = {**self.service.status(), "page": None, "metrics": None}
+                write_whole(self.folder / STATUS, json.dumps(status))  # before links close, and their bytes are gone
             except OutputError as error:  # it must not hide why the server ends
                 self._report(str(error))
             if self.region_client is not None:
@@ -288,8 +288,8 @@ class ServerHost(ProcessHost[Server]):
             return [traffic.sent_bytes, traffic.received_bytes, traffic.peak_sent_bytes, traffic.peak_received_bytes]
 
         peers = {name: counts(traffic) for name, traffic in self._traffic().items()}
-        with suppress(OutputError), whole_file(self.folder / TRAFFIC) as file:  # the disk may be full
-            json.dump({"links": counts(self.tcp_counters.total), "peers": peers}, file)
+        with suppress(OutputError):  # the disk may be full
+            write_whole(self.folder / TRAFFIC, json.dumps({"links": counts(self.tcp_counters.total), "peers": peers}))
 
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.parameter_map.numel)

@@ -89,6 +89,17 @@ class ServerThread:
         [reply] = await self.say_all(message)
         return reply
 
+    async def persist(self, message: Any) -> Any:
+        """Say the message again and again while it is refused for a time, as while the disk is full. Raises Refused:
+        for good."""
+        while True:
+            try:
+                return await self.say(message)
+            except Refused as refused:
+                if refused.retry_s is None:
+                    raise
+                await asyncio.sleep(refused.retry_s)
+
     async def say_all(self, *messages: Any) -> list[Any]:
         """Make messages durable with one flush, all or none, and handle them one after another; returns the replies.
         None may be left out, so what handling one raises ends the process. Raises Refused: none was taken."""

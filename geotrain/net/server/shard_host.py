@@ -260,12 +260,7 @@ class ShardHost(ProcessHost[ShardServer]):
             if answer.incarnation == fetch.answer.incarnation and given == wanted:
                 break
             await asyncio.sleep(AGAIN_S)  # coordinator and shard above spoke in different incarnations
-        while True:
-            try:
-                await self.server_thread.say(answer)
-                return
-            except Refused as refused:  # while the disk is full
-                await asyncio.sleep(refused.retry_s or AGAIN_S)
+        await self.server_thread.persist(answer)
 
     # -- snapshots
 
