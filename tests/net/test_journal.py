@@ -317,7 +317,7 @@ def test_replay_gives_bitwise_the_state_that_was(tmp_path, rule, which):
 
 
 def test_lives_after_a_recovery_replay_too(tmp_path):
-    """Several deaths with no snapshot between: halves of updates that died with a incarnation are not applied on
+    """Several deaths with no snapshot between: halves of updates that died with an incarnation are not applied on
     replay."""
     recorded = Recorded(tmp_path / "live", "eu")
     world = recorded.world

@@ -1,4 +1,4 @@
-"""What a member is known to hold outlives kills of both servers: the next weights go as changes, as ever."""
+"""Mirrors of what a member holds outlive kills of both servers: the next weights go as changes, as ever."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class ProcessHost(ABC, Generic[Machine]):
 
     @abstractmethod
     def _make_service(self) -> GrpcService:
-        """Make the service for members, and all that lives beside it."""
+        """Make the service for members."""
 
     @abstractmethod
     def _works(self) -> list[Coroutine[Any, Any, None]]:

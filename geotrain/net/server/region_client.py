@@ -112,7 +112,7 @@ class RegionClient:
         await self.link.close()
 
     async def _session(self, within_s: float) -> None:
-        """Live through one incarnation of the global server: join it, send again what it may not have, then run the
+        """Serve one incarnation of the global server: join it, send again what it may not have, then run the
         lanes until one of them learns that the server does not know this region any more."""
         join = await self.server_thread.read(self.server.join_message)
         welcome = await self.link.persist(lambda: self.link.join(join), within_s)

@@ -1,4 +1,4 @@
-"""A shard of a server as a process: it serves payloads to members and executes its coordinator's commands.
+"""Runs a shard of a server as a process: it serves payloads to members and executes its coordinator's commands.
 
 Its journal holds all commands and payloads since its last snapshot, which it takes when its coordinator says so. It
 recovers from these and asks the coordinator for the commands after its last. A member's payload is on disk before the
@@ -232,7 +232,7 @@ class ShardHost(ProcessHost[ShardServer]):
         self._errands[what] = request, asyncio.ensure_future(errand(request))
 
     def _link(self, incarnation: str) -> GrpcClient:
-        """The link to the shard of the same chunks above, in the region's present incarnation."""
+        """Give the link to the shard of the same chunks above, in the region's present incarnation."""
         if self._above is None:
             address = str(self.setup.cluster.global_shards[self.server.index])
             self._above = GrpcClient(address, self.setup.server, incarnation, self.trust("shard", GLOBAL))

@@ -50,7 +50,7 @@ Machine = TypeVar("Machine", Server, ShardServer)
 
 @dataclass
 class Recovered(Generic[Machine]):
-    """What `recover` gives.
+    """Holds a recovered state machine and where its state is kept.
 
     server: the state machine as it was when the last message in the journal had been applied, but with no member
     joined. faults: sentences about what was found damaged and passed over. replayed: how many messages were handled
