@@ -43,7 +43,8 @@ class ProcessHost(ABC, Generic[Machine]):
 
     def __init__(self, setup: ServerSetup, recovered: Recovered[Machine], events: EventLog) -> None:
         self.setup, self.events, self.folder = setup, events, setup.folder
-        self.server, self.store, self.journal = recovered.server, recovered.store, recovered.journal
+        self.server: Machine = recovered.server
+        self.store, self.journal = recovered.store, recovered.journal
         self.credentials = setup.credentials()
         self.stop = asyncio.Event()  # set by SIGTERM and SIGINT, among others
         self._writing: list[Future[int]] = []  # the last snapshot

@@ -90,13 +90,13 @@ def recover(
     of messages in its journal.
     Raises StoreError, JournalDamaged, ParameterMapError, OSError.
     """
+    store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
 
     def built() -> Machine:
         machine = build()
         machine.shards.put_mirrors_on(store.mirror_store)
         return machine
 
-    store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
     snapshot, faults = newest_snapshot(store, mirror)
     server, meta, ended = built(), snapshot.meta if snapshot else None, False
     if snapshot is not None:

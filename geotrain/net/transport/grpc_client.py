@@ -198,7 +198,7 @@ class GrpcClient:
         try:
             while not reader.complete:
                 reader.feed(await rpc.next_frame(self._down.frame(call.read())))
-            return reader.message  # type: ignore[no-any-return]
+            return reader.message
         except LOST as error:
             raise self._reason(error) from None
         finally:

@@ -18,7 +18,7 @@ def ask_status(address: str, within_s: float, trust: Trust | None = None) -> dic
     within_s: how long it may take. trust: None means plaintext.
     """
     try:
-        return json.loads(_call(address, "status", b"", within_s, trust))  # type: ignore[no-any-return]
+        return json.loads(_call(address, "status", b"", within_s, trust))
     except grpc.RpcError:
         return None
 
