@@ -22,7 +22,7 @@ from benchmarks.faults.world import make_world
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
-from geotrain.net.server.shard_host import recover_shard
+from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import Restarted, begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import Snapshot, SnapshotStore
@@ -240,9 +240,10 @@ def written_by_servers(run: FaultyRun) -> None:
         )
         shards = []
         for i, name in enumerate(names):
-            machine = shard_server(run.run, run.cluster, site, i)
-            begin_shard(machine, run.run)
-            store, journal, *_ = recover_shard(machine, folder.with_name(name), keep=2)
+            build = partial(shard_server, run.run, run.cluster, site, i)
+            begin = partial(begin_shard, run=run.run)
+            shard = recover(build, begin, folder.with_name(name), keep=2, kinds=JOURNALED)
+            machine, store, journal = shard.server, shard.store, shard.journal
             finish_snapshot(store, journal, *begin_snapshot(machine, store, journal, ended=False))
             shards.append((machine, store, journal))
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from geotrain.common.names import GLOBAL
 from geotrain.config import RunConfig, load_cluster, load_run, shard_name
 from geotrain.launch.site_processes import LaunchRequest
-from geotrain.net.server.server_process import serve_global, serve_region, serve_shard
+from geotrain.net.server.server_process import serve
+from geotrain.net.server.server_setup import ServerSetup
 
 # Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
 FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
@@ -31,14 +32,10 @@ def run_server(
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")
     if not (run.run_folder / "run.json").exists():  # `geotrain status`, `export` and the like look for them there
         LaunchRequest(run, cluster, (), resume).write_files(run.run_folder)
-    servers = run.run_folder / "servers"
-    if shard is not None:
-        server = region or GLOBAL
-        return serve_shard(run, cluster, server, shard, servers / shard_name(server, shard), resume)
-    if region is None:
-        return serve_global(run, cluster, servers / GLOBAL, resume, final_validation(run), launch)
-    cluster.region(region)
-    return serve_region(run, cluster, region, servers / region, resume, launch)
+    server = region or GLOBAL
+    folder = run.run_folder / "servers" / (server if shard is None else shard_name(server, shard))
+    evaluate = final_validation(run) if region is None else None
+    return serve(ServerSetup(run, cluster, server, folder, shard, evaluate, launch), resume)
 
 
 def final_validation(run: RunConfig) -> FinalValidation | None:

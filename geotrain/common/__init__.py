@@ -1,1 +1,1 @@
-"""What any other package may use."""
+"""Offers what any other package may use."""

@@ -1,4 +1,4 @@
-"""What other packages bring, found by entry points as pytest's plug-ins are (docs/extending.md)."""
+"""Finds what other packages bring, by entry points as pytest's plug-ins are (docs/extending.md)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Kind = TypeVar("Kind")
 
 
 def registered(group: str, name: str, kind: type[Kind]) -> type[Kind] | None:
-    """What a package registered in the group under the name, a subclass of `kind`; None: nothing. Raises ValueError:
-    it is none, cannot be loaded, or is there twice."""
+    """Load what a package registered in the group under the name, a subclass of `kind`; None: nothing. Raises
+    ValueError: it is none, cannot be loaded, or is there twice."""
     found = entry_points(group=group, name=name)
     if not found:
         return None

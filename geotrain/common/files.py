@@ -1,4 +1,4 @@
-"""Output that appears whole or not at all: it is written under a temporary name beside its place and then renamed.
+"""Writes output that appears whole or not at all: under a temporary name beside its place, which is then renamed.
 
 A process that is killed, or a power failure, thus leaves either the older output or the new one, never a part of it.
 """
@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -24,7 +25,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
 class OutputError(OSError):
-    """An output cannot be written or may not be replaced. Says which, why and what to do."""
+    """Raised when an output cannot be written or may not be replaced. Says which, why and what to do."""
 
 
 def out_of_room(error: BaseException | None) -> bool:
@@ -53,15 +54,15 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_file(final: Path) -> Iterator[TextIO]:
+def whole_file(final: Path, mode: int = 0o666) -> Iterator[TextIO]:
     """Give a text file to write, which takes the place of `final` at the end of the block.
 
-    If the block raises, `final` stays as it was. Raises OutputError.
+    mode: its permissions. If the block raises, `final` stays as it was. Raises OutputError.
     """
     temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
     with _output_errors(final, "cannot be written"):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
+            with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -72,7 +73,7 @@ def whole_file(final: Path) -> Iterator[TextIO]:
 
 
 def write_whole(final: Path, text: str) -> None:
-    """Write a text as `whole_file` does. Raises OutputError."""
+    """Write a text file whole, or leave `final` as it was. Raises OutputError."""
     with whole_file(final) as file:
         file.write(text)
 
@@ -147,7 +148,7 @@ def _clear_up_after_killed_writers(final: Path) -> None:
         _, _, suffix = path.name.removeprefix(begin).partition(".")
         if not path.name.startswith(begin) or f".{suffix}" not in (_PARTIAL, _ASIDE):
             continue
-        with suppress(FileNotFoundError), _locked(path) as abandoned:  # not found: its writer has just finished
+        with suppress(FileNotFoundError), locked(path) as abandoned:  # not found: its writer has just finished
             if abandoned and f".{suffix}" == _ASIDE and not final.exists():
                 path.rename(final)
             elif abandoned:
@@ -155,7 +156,7 @@ def _clear_up_after_killed_writers(final: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path) -> Iterator[bool]:
     """Lock a folder during the block, if no other process has locked it; gives whether it worked. It never waits."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -193,7 +194,7 @@ def _swap(temporary: Path, final: Path) -> None:
         sync(final.parent)
         return
     aside = temporary.with_suffix(_ASIDE)
-    with _locked(final):  # so that no other writer takes it for abandoned and brings it back
+    with locked(final):  # so that no other writer takes it for abandoned and brings it back
         final.rename(aside)
         try:
             temporary.rename(final)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import random
 import struct
 import threading
 import time
@@ -29,6 +28,7 @@ import fsspec
 import numpy as np
 import numpy.typing as npt
 
+from geotrain.common.backoff import RetryBackoff
 from geotrain.data.tokens import BLOCK_BYTES, DataError
 
 T = TypeVar("T")
@@ -219,7 +219,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 def _patiently(url: str, work: Callable[[], T]) -> T:
     """Do this until it works or the deadline is over. Raises DataError."""
-    until_s, pause_s = time.monotonic() + FETCH_DEADLINE_S, FIRST_PAUSE_S
+    until_s, backoff = time.monotonic() + FETCH_DEADLINE_S, RetryBackoff(FIRST_PAUSE_S, LAST_PAUSE_S)
     while True:
         try:
             return work()
@@ -227,10 +227,9 @@ def _patiently(url: str, work: Callable[[], T]) -> T:
             what = "no such file" if isinstance(error, FileNotFoundError) else "not allowed"
             raise DataError(f"{url}: {what}; look at the prefix and the credentials") from None
         except Exception as error:  # each of fsspec's file systems has errors of its own
-            if time.monotonic() + pause_s > until_s:
+            if time.monotonic() + (pause_s := backoff.pause_s()) > until_s:
                 told = (str(error).splitlines() or [""])[0] or type(error).__name__
                 raise DataError(
                     f"{url}: could not be read in {FETCH_DEADLINE_S:.0f} s: {told}; is the store reachable?"
                 ) from None
-        time.sleep(pause_s * random.uniform(0.5, 1.0))  # so that all ranks of a run do not come at once
-        pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        time.sleep(pause_s)

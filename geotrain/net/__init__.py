@@ -1,4 +1,4 @@
-"""The outer loop's sockets and disk."""
+"""Runs the outer loop over sockets and disks."""
 
 import os
 

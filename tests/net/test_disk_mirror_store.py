@@ -165,7 +165,7 @@ def test_a_snapshot_gives_mirrors_to_the_shelf_and_what_it_read_goes_back(tmp_pa
 
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
 def test_where_mirrors_lie_changes_no_bit(tmp_path: Path, monkeypatch, rule: str) -> None:
-    """Of states, answers and marks, from the first weights on."""
+    """States, answers and fingerprints, from the first weights on."""
     every = {} if rule == "sync" else {"updates_per_send": 1}
     links = {"up": codec_config("int4"), "down": codec_config("int4")}
     settings = config(rule, **links, **every)

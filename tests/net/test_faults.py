@@ -263,9 +263,9 @@ def test_what_a_former_life_of_the_server_acknowledged_is_sent_again(make):
     link, real, sent = client._link, client._link.push, threading.Event()
 
     async def late(part: UpdatePart) -> int:
-        lives, applied = client._lives, await real(part)
+        joins, applied = client._joins, await real(part)
         sent.set()
-        while client._lives == lives:
+        while client._joins == joins:
             await asyncio.sleep(0.01)
         link.push = real
         return applied

@@ -1,4 +1,4 @@
-"""A snapshot is read chunk by chunk beside the updates that change the state: it is of the moment when it began."""
+"""A snapshot is read block by block beside the updates that change the state: it is of the time when it began."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from geotrain.config import codec_config
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.storage.journal import Journal, JournalDamaged, JournalFull
 from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.snapshots import OtherFormatError
 from geotrain.outer.messages import ChunkDelta, LeaseRequest, Leave, Refused, UpdatePart
 from tests.support.outer_world import random_deltas
 from tests.support.recorded_world import Recorded, same_state
@@ -104,7 +105,7 @@ def test_a_tail_torn_at_any_byte_is_cut_off_and_nothing_flushed_is_lost(flushed,
         end = safe + int(cut * (len(content) - safe))
         content = content[:end] + garbage
         if stale and flushed:  # the mark of the last flush may not have reached the disk
-            content = journal_module.MAGIC + journal_module._sealed_pair(1, flushed - 1) + content[len(head) :]
+            content = journal_module._head(journal_module.LAST, 1, flushed - 1) + content[len(head) :]
         path.write_bytes(content)
         found, journal = read(folder)
         assert found == messages[: len(found)] and len(found) >= flushed
@@ -131,6 +132,19 @@ def test_damage_to_what_was_acknowledged_stops_the_server(data):
             JournalDamaged, match=r"0000000\d\.journal.*Bring the file back.*move the journal's folder"
         ):
             read(folder)
+
+
+def test_another_format_is_refused_and_nothing_is_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "LAST", b"GeoTrnJ007.")
+    written(tmp_path, [update(1, 50)]).close()
+    monkeypatch.undo()
+    path = tmp_path / "00000001.journal"
+    content = path.read_bytes()
+    with pytest.raises(
+        OtherFormatError, match=r"00000001\.journal: its format is 7, and this version .* format 2 only"
+    ):
+        read(tmp_path)
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == content
 
 
 def test_a_missing_segment_stops_the_server(tmp_path):
@@ -303,7 +317,7 @@ def test_replay_gives_bitwise_the_state_that_was(tmp_path, rule, which):
 
 
 def test_lives_after_a_recovery_replay_too(tmp_path):
-    """Several deaths with no snapshot between: halves of updates that died with a incarnation are not applied on
+    """Several deaths with no snapshot between: halves of updates that died with an incarnation are not applied on
     replay."""
     recorded = Recorded(tmp_path / "live", "eu")
     world = recorded.world

@@ -1,4 +1,4 @@
-"""What a member is known to hold outlives kills of both servers: the next weights go as changes, as ever."""
+"""Mirrors of what a member holds outlive kills of both servers: the next weights go as changes, as ever."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ class Twin:
             new = type(old)(world.identity, world.parameter_map, world.config, names, 1 << 20, 1)
         else:
             new = type(old)(name, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
-        new.shards.set_mirror_store(self.mirror_store)
         return new
 
     def _begin(self, name: str, server: Any) -> None:
@@ -206,6 +205,9 @@ def test_a_damaged_mirror_is_named_and_the_next_weights_go_whole(tmp_path, patte
     twin.close()
 
 
+META = {"segment": 1, "ended": False, "checkpoint_id": "", "launch": ""}
+
+
 def received(region: Any) -> dict[int, Any]:
     """The region's own mirrors, by chunk."""
     return {
@@ -225,7 +227,7 @@ def test_an_older_state_of_either_end_is_noticed(tmp_path):
         twin.recovered[name].journal.close()
         folder = tmp_path / name / name
         folder.rename(tmp_path / name / "lost")
-        SnapshotStore(folder / "snapshots").save(old[0], {**old[1], "segment": 1, "ended": False})
+        SnapshotStore(folder / "snapshots").save(old[0], {**old[1], **META})
         (folder / "journal").mkdir()
         twin.told.clear()
         twin.kill(name)
@@ -246,9 +248,9 @@ def test_an_answer_is_frozen_once_however_often_it_is_wanted(tmp_path):
     top, asked = twin.world.top, ("eu", "life-1", 0, message.sequence, fragments)
     assert not top.lacks_answer(*asked)
     before = top.answer(*asked)
-    marks = top.shards.fingerprints_of("eu")
+    fingerprints = top.shards.fingerprints_of("eu")
     top.handle(AnswerWanted("eu", "life-1", message.sequence, fragments))
-    assert top.answer(*asked) == before and top.shards.fingerprints_of("eu") == marks
+    assert top.answer(*asked) == before and top.shards.fingerprints_of("eu") == fingerprints
     twin.close()
 
 

@@ -53,7 +53,8 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 def saved(folder: Path, count: int) -> SnapshotStore:
     store = SnapshotStore(folder, keep=count)
     for number in range(1, count + 1):
-        store.save(FrozenState(tensors(number)), {"segment": number, "ended": False})
+        meta = {"segment": number, "ended": False, "checkpoint_id": f"{number:08d}-a"}
+        store.save(FrozenState(tensors(number)), meta)
     return store
 
 
@@ -63,23 +64,23 @@ def test_a_copy_comes_back_where_the_disk_is_lost(tmp_path, url):
     assert mirror.checkpoint_ids() == {}
     for number, checkpoint_id in store.checkpoint_ids().items():
         size = Copies(mirror, keep=2).upload(store.path(number), checkpoint_id)
-    assert mirror.checkpoint_ids() == {"00000003": True, "00000004": True} and size > 4 * 3000
+    assert mirror.checkpoint_ids() == {"00000003-a": True, "00000004-a": True} and size > 4 * 3000
     elsewhere = SnapshotStore(tmp_path / "elsewhere")
     snapshot, faults = newest_snapshot(elsewhere, mirror)
     assert snapshot is not None and snapshot.number == 4 and same(snapshot.tensors, tensors(4))
     assert f"it came from {url}" in faults[0]
     assert elsewhere.numbers() == [4] and newest_snapshot(elsewhere, mirror)[1] == []  # now it is here
 
-    mirror._files.rm_file(mirror._path("00000004", META))
-    assert mirror.whole() == ["00000003"]
-    mirror._files.pipe_file(mirror._path("00000003", "fragment.1.x.safetensors"), b"not what it was")
+    mirror._files.rm_file(mirror._path("00000004-a", META))
+    assert mirror.whole() == ["00000003-a"]
+    mirror._files.pipe_file(mirror._path("00000003-a", "fragment.1.x.safetensors"), b"not what it was")
     nothing, faults = newest_snapshot(SnapshotStore(tmp_path / "third"), mirror)
-    assert nothing is None and "00000003: passed over: fragment.1.x.safetensors has 15 bytes" in faults[0]
+    assert nothing is None and "00000003-a: passed over: fragment.1.x.safetensors has 15 bytes" in faults[0]
     assert not list((tmp_path / "third").iterdir())
     # what was found damaged is whole no more
-    assert mirror.checkpoint_ids() == {"00000003": False, "00000004": False}
-    Copies(mirror, keep=2).upload(store.path(4), "00000004")
-    assert mirror.checkpoint_ids() == {"00000004": True}
+    assert mirror.checkpoint_ids() == {"00000003-a": False, "00000004-a": False}
+    Copies(mirror, keep=2).upload(store.path(4), "00000004-a")
+    assert mirror.checkpoint_ids() == {"00000004-a": True}
 
 
 def test_what_follows_a_damaged_copy_is_newer_than_all_that_is_there(tmp_path, url):
@@ -87,17 +88,17 @@ def test_what_follows_a_damaged_copy_is_newer_than_all_that_is_there(tmp_path, u
     store, mirror = saved(tmp_path / "here", 3), RemoteSnapshots(url)
     for number, checkpoint_id in store.checkpoint_ids().items():
         mirror.upload(store.path(number), checkpoint_id)
-    for checkpoint_id in ("00000002", "00000003"):
+    for checkpoint_id in ("00000002-a", "00000003-a"):
         mirror._files.pipe_file(mirror._path(checkpoint_id, "fragment.1.x.safetensors"), b"not what it was")
     elsewhere = SnapshotStore(tmp_path / "elsewhere")
     snapshot, faults = newest_snapshot(elsewhere, mirror)
-    assert snapshot is not None and same(snapshot.tensors, tensors(1)) and "00000003: passed over" in faults[0]
+    assert snapshot is not None and same(snapshot.tensors, tensors(1)) and "00000003-a: passed over" in faults[0]
     elsewhere.save(
         FrozenState(tensors(5)), {"segment": 2, "ended": False, "checkpoint_id": elsewhere.new_checkpoint_id()}
     )
     number, checkpoint_id = max(elsewhere.checkpoint_ids().items())
     Copies(mirror, keep=1).upload(elsewhere.path(number), checkpoint_id)
-    assert checkpoint_id > "00000003" and mirror.checkpoint_ids() == {checkpoint_id: True}
+    assert checkpoint_id > "00000003-a" and mirror.checkpoint_ids() == {checkpoint_id: True}
 
 
 def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_again(tmp_path, url, monkeypatch):
@@ -105,11 +106,11 @@ def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_aga
     for seed in (1, 2):
         store = SnapshotStore(tmp_path / str(seed))
         store.save(FrozenState(tensors(seed)), {"segment": 1, "ended": False})
-        mirror.upload(store.path(1), "00000001")
-    mirror.fetch("00000001", tmp_path / "back/00000001")
+        mirror.upload(store.path(1), "00000001-a")
+    mirror.fetch("00000001-a", tmp_path / "back/00000001")
     assert same(SnapshotStore(tmp_path / "back").load(1).tensors, tensors(2))
     monkeypatch.setattr(mirror._files, "put_file", lambda *_: pytest.fail("sent again"))
-    mirror.upload(store.path(1), "00000001")
+    mirror.upload(store.path(1), "00000001-a")
 
 
 def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
@@ -179,13 +180,13 @@ def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
         uploader = Uploader(store, far, told.append)  # type: ignore[arg-type]
         task = asyncio.create_task(uploader.run())
         for number in (1, 2):
-            store.save(FrozenState(tensors(number)), {})
+            store.save(FrozenState(tensors(number)), {"checkpoint_id": f"{number:08d}-a"})
             uploader.wake()
             await asyncio.sleep(0)
             await uploader.finish(10)
             assert uploader.status() == {"url": far.url, "uploaded": number, "trouble": None}
         far.failures = 1000
-        store.save(FrozenState(tensors(3)), {})
+        store.save(FrozenState(tensors(3)), {"checkpoint_id": "00000003-a"})
         uploader.wake()
         with pytest.raises(StoreError, match=r"not copied there within 0\.2 s \(.*away\); it is in"):
             await uploader.finish(0.2)
@@ -193,7 +194,7 @@ def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
         task.cancel()
 
     asyncio.run(work())
-    assert far.uploads == ["00000001", "00000002"] and far.copies.whole() == ["00000002"]
+    assert far.uploads == ["00000001-a", "00000002-a"] and far.copies.whole() == ["00000002-a"]
     assert [type(event) for event in told] == [Trouble, SnapshotUploaded, SnapshotUploaded, Trouble]
 
 
@@ -225,4 +226,4 @@ def test_every_fault_of_a_file_system_is_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(mirror._files, "put_file", broken)
     with pytest.raises(StoreError, match="the snapshot cannot be copied there: KeyError: 'something of its own'"):
-        mirror.upload(saved(tmp_path / "here", 1).path(1), "00000001")
+        mirror.upload(saved(tmp_path / "here", 1).path(1), "00000001-a")

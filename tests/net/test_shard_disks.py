@@ -51,9 +51,7 @@ class Story:
     lives: int = 0
 
     def copies(self, server: str) -> Copies:
-        copies = ServerSetup(
-            self.site.run, self.site.cluster, "global" if server == GLOBAL else "region", server, self.site.folder
-        ).copies()  # type: ignore[arg-type]
+        copies = ServerSetup(self.site.run, self.site.cluster, server, self.site.folder).copies()
         assert copies is not None
         return copies
 
@@ -86,7 +84,7 @@ class Story:
         wait_for(quiet)
 
     def copy(self) -> None:
-        """A moment of each server is in the store."""
+        """Have a checkpoint of each server in the store."""
         for server in (GLOBAL, "eu"):
             before = self.copies(server).whole()
             command(self.site.address(server), rpc.Control("snapshot"), BUSY_S)
@@ -168,11 +166,11 @@ def test_disks_are_lost_and_the_run_goes_on_as_that_of_servers_in_one_process(
     tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard's, its coordinator's, then all. What was lost is trained again, and the weights are bit for bit those
-    of a run whose servers, of one process each, lost their disks at the same moments."""
+    of a run whose servers, of one process each, lost their disks at the same times."""
     for key, value in s3.items():
         monkeypatch.setenv(key, value)
     wanted = told(tmp_path / "one", s3, 0, (GLOBAL,), ("eu",))
-    assert wanted.committed[2] == wanted.committed[0] < wanted.committed[1], "the newest moment was taken"
+    assert wanted.committed[2] == wanted.committed[0] < wanted.committed[1], "the newest checkpoint was taken"
     assert wanted.status["committed_samples"] == SAMPLES and wanted.status["open_leases"] == 0
     cases: dict[str, Callable[[], Ended]] = {
         "shards": lambda: told(tmp_path / "shards", s3, 2, ("global.shard-0",), ("eu.shard-1",)),

@@ -1,4 +1,4 @@
-"""A shard's process without sockets: how it obeys its coordinator."""
+"""A shard's process without sockets: how it executes its coordinator's commands."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import Address
 from geotrain.monitor.events import EventLog
+from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.shard_host import COMMANDS, ShardHost, ShardSetup
+from geotrain.net.server.shard_host import COMMANDS, ShardHost
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.storage.journal import Journal
+from geotrain.net.storage.recovery import Recovered
 from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused, Send
 from geotrain.outer.server.server import Handled
 from geotrain.outer.server.shard_server import COORDINATOR
 from geotrain.outer.shards.protocol import Copy, Froze
+from tests.support.server_processes import Site
 
 
 class FakeMachine:
-    """Tells its coordinator of each order that it obeys; `wrong` is one that it cannot obey."""
+    """Tells its coordinator of each command that it executes; `wrong` is one that it cannot execute."""
 
     index, number, commands = 0, 1, 0
 
@@ -52,9 +54,9 @@ class FakeMachine:
     def end_incarnation(self) -> None: ...
 
 
-class FakeBook:
-    """A stream that brings these orders, each list in a bundle, and then nothing. told: what the shard said of its
-    orders. on_told: is called with each of them."""
+class FakeCoordinator:
+    """A stream that brings these commands, each list in a bundle, and then nothing. told: what the shard said of
+    them. on_told: is called with each of them."""
 
     def __init__(self, *bundles: list[int], on_told: Callable[[Froze], None] = lambda told: None) -> None:
         self.bundles, self.told, self.on_told = list(bundles), asyncio.Queue[int](), on_told
@@ -79,15 +81,15 @@ class Life:
     machine: FakeMachine
     journal: Journal
 
-    async def execute(self, coordinator: FakeBook) -> None:
+    async def execute(self, coordinator: FakeCoordinator) -> None:
         """A session with this coordinator."""
-        self.host.thread = ServerThread(self.machine, self.journal, self.host._deliver)  # type: ignore[arg-type]
-        self.host.thread.failure.add_done_callback(lambda failed: failed.exception())
+        self.host.server_thread = ServerThread(self.machine, self.journal, self.host._deliver)  # type: ignore[arg-type]
+        self.host.server_thread.failure.add_done_callback(lambda failed: failed.exception())
         try:
             await self.host._session(coordinator)
         finally:
             await self.host._end_session()
-            self.host.thread.close()
+            self.host.server_thread.close()
 
     def on_disk(self, folder: Path) -> list[int]:
         self.journal.close()
@@ -97,14 +99,15 @@ class Life:
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
     lives: list[Life] = []
+    site = Site(tmp_path, shards=1)
 
     def made(wrong: int = 0) -> Life:
-        machine, address = FakeMachine(wrong), Address(host="127.0.0.1", port=1)
+        machine: Any = FakeMachine(wrong)
         journal = Journal(tmp_path / "journal", COMMANDS, 0)
         assert not list(journal.replay(1))
-        setup = ShardSetup("eu", address, address, None, tmp_path, None, 1)
+        setup = ServerSetup(site.run, site.cluster, "eu", tmp_path, shard=0)
         log = EventLog(tmp_path / "events.jsonl", enabled=False)
-        host = ShardHost(machine, setup, SnapshotStore(tmp_path / "s"), journal, log, 0)  # type: ignore[arg-type]
+        host = ShardHost(setup, Recovered(machine, SnapshotStore(tmp_path / "s"), journal, [], 0), log, None)
         lives.append(Life(host, machine, journal))
         return lives[-1]
 
@@ -114,8 +117,8 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Life]]:
         incarnation.journal.close()
 
 
-def ended(incarnation: Life, coordinator: FakeBook) -> list[int]:
-    """The orders that the coordinator was told of; then the stream is cancelled."""
+def ended(incarnation: Life, coordinator: FakeCoordinator) -> list[int]:
+    """The commands that the coordinator was told of; then the stream is cancelled."""
 
     async def main() -> list[int]:
         session = asyncio.ensure_future(incarnation.execute(coordinator))
@@ -128,7 +131,7 @@ def ended(incarnation: Life, coordinator: FakeBook) -> list[int]:
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, tmp_path: Path, monkeypatch) -> None:
+def test_commands_that_are_there_share_a_flush_and_nothing_is_told_before(begin, tmp_path: Path, monkeypatch) -> None:
     incarnation, flushes, real = begin(), 0, os.fdatasync
 
     def fdatasync(descriptor: int) -> None:
@@ -138,18 +141,20 @@ def test_orders_that_are_there_share_a_flush_and_nothing_is_told_before(begin, t
 
     monkeypatch.setattr(journal_module.os, "fdatasync", fdatasync)
     flushed = []
-    coordinator = FakeBook(list(range(1, 41)), on_told=lambda told: flushed.append(incarnation.journal._durable))
+    coordinator = FakeCoordinator(
+        list(range(1, 41)), on_told=lambda told: flushed.append(incarnation.journal._durable)
+    )
     assert ended(incarnation, coordinator) == incarnation.machine.executed == list(range(1, 41))
-    assert flushes == incarnation.host.thread.flushes == 1 and incarnation.host.thread.calls == 40
+    assert flushes == incarnation.host.server_thread.flushes == 1 and incarnation.host.server_thread.calls == 40
     assert set(flushed) == {40}
     assert incarnation.on_disk(tmp_path) == list(range(1, 41))
 
 
 @pytest.mark.parametrize("room", [0, 1])
-def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
+def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_session_ends(
     begin, tmp_path: Path, monkeypatch, room: int
 ) -> None:
-    """Of those that came with it none was obeyed, told, or is found on the disk by the next incarnation. room: for
+    """Of those that came with it none was executed, told, or is found on the disk by the next incarnation. room: for
     how many of the first bundle's five."""
     incarnation, real = begin(), os.pwrite
     full = SimpleNamespace(after=None)
@@ -166,7 +171,7 @@ def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
         record_bytes, full.after = incarnation.journal.segment_bytes, None
         incarnation.journal.flush()
         full.after = record_bytes + room * 80
-        coordinator = FakeBook([2, 3, 4, 5, 6], [7], [8])
+        coordinator = FakeCoordinator([2, 3, 4, 5, 6], [7], [8])
         with pytest.raises(Refused, match="disk is full"):
             await incarnation.execute(coordinator)
         assert coordinator.told.empty()
@@ -177,13 +182,13 @@ def test_where_one_does_not_fit_on_the_disk_none_is_left_out_and_the_life_ends(
     assert incarnation.on_disk(tmp_path) == [1]
 
 
-def test_after_an_order_that_cannot_be_obeyed_no_other_is(begin) -> None:
+def test_after_a_command_that_cannot_be_executed_no_other_is(begin) -> None:
     incarnation = begin(wrong=3)
 
     async def main() -> None:
         with pytest.raises(KeyError):
-            await incarnation.execute(FakeBook([1, 2, 3, 4], [5]))
-        assert incarnation.host.thread.failure.done()
+            await incarnation.execute(FakeCoordinator([1, 2, 3, 4], [5]))
+        assert incarnation.host.server_thread.failure.done()
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert incarnation.machine.executed == [1, 2]

@@ -19,6 +19,7 @@ from torch import Tensor
 from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, shards_of
 from geotrain.net.server import server_process
 from geotrain.net.server.server_host import ServerHost
+from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc, wire
@@ -181,5 +182,5 @@ def test_a_server_that_is_told_to_end_with_its_shards_begins_no_new_incarnation(
             raise ShardLost("the stream to shard 1 has ended")
 
     monkeypatch.setattr(server_process, "ServerHost", Told)
-    assert server_process.serve_global(site.run, site.cluster, site.folder / "global", False) == 0
+    assert server_process.serve(ServerSetup(site.run, site.cluster, "global", site.folder / "global"), False) == 0
     assert len(lives) == 2  # the first was not told

@@ -19,7 +19,7 @@ from geotrain.outer.shards.protocol import Copy
 
 class FakeShard:
     """A stream whose shard says what it is told to; `holds_s`: how long each of the coordinator's frames takes to go
-    out. past: of its state."""
+    out. timeline: of its state."""
 
     def __init__(self, index: int, holds_s: float = 0.0, timeline: str = "before") -> None:
         self.says: asyncio.Queue[Any] = asyncio.Queue()
@@ -51,7 +51,7 @@ class Thread:
 
 
 class Far:
-    """A coordinator's orders: none was given."""
+    """A coordinator's commands: none was given."""
 
     shards, commands = 2, 0
 
@@ -65,7 +65,7 @@ async def noted(shard: int) -> None: ...
 
 
 class FakeLineage:
-    """Where a coordinator keeps its past. moments: of which all have copies."""
+    """Keeps a coordinator's timeline. checkpoint_ids: of which all have copies."""
 
     def __init__(self, timeline: Timeline, *checkpoint_ids: str) -> None:
         self.timeline, self.checkpoint_ids = timeline, checkpoint_ids
@@ -189,8 +189,8 @@ def test_who_has_lost_its_disk_takes_all_back_and_is_refused_where_nothing_was_c
                 await coordinator.until_lost()
             assert lost.heard.empty()
 
-        # The coordinator has gone back, and its shards follow: who has not taken the moment yet is told, and ends no
-        # incarnation.
+        # The coordinator has gone back, and its shards follow: who has not taken the checkpoint yet is told,
+        # and ends no incarnation.
         lineage = FakeLineage(Timeline("after", "2"), "1", "2")
         coordinator, late = sessions(lineage), FakeShard(0, timeline="before")
         await coordinator.serve(late)
@@ -200,7 +200,7 @@ def test_who_has_lost_its_disk_takes_all_back_and_is_refused_where_nothing_was_c
         for task in served:
             task.cancel()
 
-        # One has found its copy of that moment damaged: the coordinator has to look for another.
+        # One has found its copy of that checkpoint damaged: the coordinator has to look for another.
         coordinator = sessions(FakeLineage(Timeline("after", "2"), "1"))
         await coordinator.serve(FakeShard(0, timeline="before"))
         with pytest.raises(TimelineLost, match="all go back to 1"):

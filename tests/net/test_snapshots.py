@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from safetensors import safe_open
 
 from geotrain.net.storage import snapshots as store_module
 from geotrain.net.storage.frozen_state import FrozenState
-from geotrain.net.storage.snapshots import META, SNAPSHOTS, SnapshotStore, StoreError, read_weights
+from geotrain.net.storage.recovery import recover
+from geotrain.net.storage.snapshots import META, SNAPSHOTS, OtherFormatError, SnapshotStore, StoreError, read_weights
 from geotrain.outer.messages import Identity
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.parameters.parameter_map import ParameterMapError
@@ -61,6 +63,22 @@ def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path, name, damage):
     assert len(faults) == 1 and "00000002: damaged, passed over" in faults[0]
 
 
+def test_another_format_is_refused_and_nothing_is_changed(tmp_path, monkeypatch):
+    """Also where an older snapshot could be read: what it would forget was acknowledged."""
+    store = SnapshotStore(tmp_path / SNAPSHOTS)
+    store.save(FrozenState(TENSORS), {"i": 1})
+    monkeypatch.setattr(store_module, "FORMAT", 7)
+    store.save(FrozenState(TENSORS), {"i": 2})
+    monkeypatch.undo()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    refused = pytest.raises(OtherFormatError, match=r"00000002: its format is 7, .* reads format 2 only")
+    build = partial(pytest.fail, "no state is built")
+    for work in (store.load_newest, store.metas, partial(recover, build, build, tmp_path, keep=1)):
+        with refused:
+            work()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_what_was_half_written_is_no_snapshot(tmp_path):
     store = SnapshotStore(tmp_path)
     store.save(FrozenState(TENSORS), {"i": 1})
@@ -98,7 +116,7 @@ def test_weights_are_read_by_name(tmp_path):
     server = GlobalServer(Identity("r", "c", parameter_map.digest, "m"), parameter_map, config, {"eu": ("a",)}, 8, 2)
     server.set_weights(first_weights(parameter_map))
     tensors, state = server.state()
-    SnapshotStore(tmp_path / SNAPSHOTS).save(FrozenState(tensors), {"state": state})
+    SnapshotStore(tmp_path / SNAPSHOTS).save(FrozenState(tensors), {"state": state, "checkpoint_id": ""})
     weights = dict(read_weights(tmp_path, parameter_map))
     assert list(weights) == [p.name for f in parameter_map.fragments for p in f.parameters]
     for p in parameter_map.parameters:

@@ -78,7 +78,7 @@ def test_an_update_made_while_a_session_begins_is_sent(make):
 
     running.server_thread.read = slow_read
     cluster.restart_top()
-    wait_for(lambda: asked and cluster.top.server.members["eu"].sequence == 1)
+    wait_for(lambda: asked and cluster.top.server.members["eu"].sequence >= 1)
     assert asked == [0]
     while (lease := worker.lease()) is not None:
         worker.train(lease)

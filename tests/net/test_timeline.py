@@ -1,4 +1,4 @@
-"""Which moment is whole, what may go, and how the processes of a server go back to one: killed at any point."""
+"""The processes of a server go back to one checkpoint together, whole, whenever they are killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from geotrain.net.storage import timeline as past_module
+from geotrain.net.storage import timeline as timeline_module
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import JOURNAL
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of, superfluous, whole
@@ -79,8 +79,8 @@ class Sets(RuleBasedStateMachine):
         self.mirrors = [RemoteSnapshots(f"file://{self.root}/far/{name}") for name in self.names]
         self.copies = Copies(self.mirrors[0], KEEP, self.mirrors[1:])
         self.value = 0  # what the set has trained
-        self.of: dict[str, int] = {}  # moment → what the set had trained then
-        self.newest_known = ""  # the newest moment of which all were told that it is whole
+        self.of: dict[str, int] = {}  # checkpoint id → what the set had trained then
+        self.newest_known = ""  # the newest checkpoint id of which all were told that it is whole
         self.lost: set[int] = set()  # whose state is not that of the others
 
     def teardown(self) -> None:
@@ -90,14 +90,14 @@ class Sets(RuleBasedStateMachine):
     def places(self) -> list[tuple[Any, str]]:
         """All that changes something for good, in the store and on the disks."""
         far = [(type(self.mirrors[0]._files), name) for name in ("put_file", "rm_file", "rm")]
-        near = [(past_module.shutil, "rmtree"), (past_module, "sync"), (past_module, "write_timeline")]
+        near = [(timeline_module.shutil, "rmtree"), (timeline_module, "sync"), (timeline_module, "write_timeline")]
         return [*far, *near, (SnapshotStore, "adopt"), (RemoteSnapshots, "condemn")]
 
     def store(self, process: int) -> SnapshotStore:
         return SnapshotStore(self.folders[process] / SNAPSHOTS, KEEP)
 
     def held(self, process: int) -> tuple[str, int] | None:
-        """The past of a process's state, and the value of its newest snapshot; None: it has none."""
+        """The timeline of a process's state, and the value of its newest snapshot; None: it has none."""
         clear_void(self.folders[process])
         newest, faults = self.store(process).load_newest()
         assert not faults
@@ -114,7 +114,7 @@ class Sets(RuleBasedStateMachine):
         checkpoint_id = self.store(0).new_checkpoint_id()
         self.of[checkpoint_id] = self.value
         for process in range(3):
-            # The names of the files, too, tell moments apart.
+            # The names of the files, too, tell checkpoints apart.
             tensors = {"x": torch.tensor([float(self.value), process]), f"at.{self.value}": torch.zeros(1)}
             state = FrozenState(tensors)
             self.store(process).save(state, {"segment": 1, "ended": False, "checkpoint_id": checkpoint_id})
@@ -166,8 +166,8 @@ class Sets(RuleBasedStateMachine):
 
     @rule(killed=st.none() | st.integers(0, 25))
     def live_again(self, killed: int | None) -> None:
-        """The processes begin new lives until they fit, with a kill somewhere on the way: then the next call begins
-        anew."""
+        """The processes begin new incarnations until they fit, with a kill somewhere on the way: then the next call
+        begins anew."""
         if self.lost and self.copies.whole():
             with killed_after(killed, *self.places()):
                 self.settle()
@@ -200,7 +200,7 @@ class Sets(RuleBasedStateMachine):
             raise AssertionError("they never fit")
         checkpoint_id = read_timeline(self.folders[0]).checkpoint_id
         states = [self.held(process) for process in range(3)]
-        assert states[0] == states[1] == states[2], "all of one past, at one moment"
+        assert states[0] == states[1] == states[2], "all on one timeline, at one checkpoint"
         assert states[0] is not None and states[0][1] == self.of[checkpoint_id]
         self.value, self.lost = self.of[checkpoint_id], set()
         assert self.store(0).new_checkpoint_id() > max(self.copies.every()), (
@@ -249,7 +249,7 @@ def test_a_state_is_exchanged_whole_or_the_folder_counts_as_empty(tmp_path: Path
         (folder / JOURNAL / "00000002.journal").write_bytes(b"what was said since")
         write_timeline(folder, Timeline("before", begun=True))
         ended = False
-        near = [(past_module.shutil, "rmtree"), (past_module, "sync"), (past_module, "write_timeline")]
+        near = [(timeline_module.shutil, "rmtree"), (timeline_module, "sync"), (timeline_module, "write_timeline")]
         with killed_after(steps, *near, (SnapshotStore, "adopt")):
             take(folder, mirror, Timeline("after", checkpoint_ids[1]), 7)
             ended = True
@@ -266,7 +266,7 @@ def test_a_state_is_exchanged_whole_or_the_folder_counts_as_empty(tmp_path: Path
             timeline == Timeline("after", checkpoint_ids[1]) and numbers == [7] and not (folder / JOURNAL).exists()
         )
         assert before or nothing or after, steps
-        assert {path.name for path in folder.iterdir()} <= {SNAPSHOTS, JOURNAL, "past.json"}
+        assert {path.name for path in folder.iterdir()} <= {SNAPSHOTS, JOURNAL, "timeline.json"}
     assert ended and steps > 8
 
 
@@ -282,7 +282,7 @@ def test_where_no_moment_is_whole_the_book_says_so(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "one")
     store.save(FrozenState({"x": torch.zeros(1)}), {"checkpoint_id": "00000001-a"})
     copies.own.upload(store.path(1), "00000001-a")
-    with pytest.raises(StoreError, match="holds no moment that the server and all its shards have"):
+    with pytest.raises(StoreError, match="holds no checkpoint that the server and all its shards have"):
         go_back(tmp_path / "eu", copies)
     with pytest.raises(StoreError, match=r"far/v: has no whole copy of 00000001-a, which was copied"):
         copies.upload(store.path(1), "00000001-a")

@@ -17,8 +17,8 @@ import torch
 
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
 from geotrain.launch.check import free_ports
-from geotrain.net.server.server_process import serve_global, serve_region, serve_shard
-from geotrain.net.server.server_setup import Evaluate
+from geotrain.net.server.server_process import serve as serve_process
+from geotrain.net.server.server_setup import Evaluate, ServerSetup
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.operator_client import ask_status
 from geotrain.net.transport.sharded_link import shards_above
@@ -63,12 +63,9 @@ def serve(
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     torch.set_num_threads(1)
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
-    if ".shard-" in which:
-        server, _, number = which.partition(".shard-")
-        sys.exit(serve_shard(run, cluster, server, int(number), folder / which, resume))
-    if which == "global":
-        sys.exit(serve_global(run, cluster, folder / which, resume, evaluate, launch))
-    sys.exit(serve_region(run, cluster, which, folder / which, resume, launch))
+    server, _, number = which.partition(".shard-")
+    shard = int(number) if number else None
+    sys.exit(serve_process(ServerSetup(run, cluster, server, folder / which, shard, evaluate, launch), resume))
 
 
 class Server:

@@ -1,1 +1,1 @@
-"""A server as a process."""
+"""Runs servers and their shards as processes."""

@@ -37,7 +37,7 @@ def raise_file_limit() -> int:
 
 @dataclass(frozen=True)
 class Stranger:
-    """A connection over which no member has spoken. since_s: when it was first seen; time.monotonic()."""
+    """Describes a connection over which no member has spoken. since_s: when it was first seen; time.monotonic()."""
 
     inode: str
     address: str
@@ -45,8 +45,8 @@ class Stranger:
 
 
 def too_many(strangers: list[Stranger], most_an_address: int, most: int) -> list[Stranger]:
-    """Those to be shut, so that no address has more than `most_an_address` and all have no more than `most`: the
-    oldest of each address, then the oldest of all."""
+    """Choose those to be shut, so that no address has more than `most_an_address` and all have no more than `most`:
+    the oldest of each address, then the oldest of all."""
     by_address: defaultdict[str, list[Stranger]] = defaultdict(list)
     for stranger in sorted(strangers, key=lambda stranger: stranger.since_s, reverse=True):
         by_address[stranger.address].append(stranger)

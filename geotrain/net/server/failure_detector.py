@@ -1,7 +1,7 @@
-"""Notices which members are dead. Every call of a member is a sign of life, and a member that gives none for too
-long, by this machine's clock, is taken for dead. So is a worker that beats, but has held its leases for far longer
-than its job takes and has sent nothing: it hangs. The server's state machine has no clock, so a MemberSilent message
-tells it.
+"""Detects members that are dead or hang, by this machine's clock: the server's state machine has none.
+
+A member that makes no call for too long is taken for dead. A worker that beats, but has held its leases for far
+longer than its job takes and has sent nothing, hangs. The server gets a MemberSilent message for either.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FailureDetector:
             self._task.cancel()
 
     def heard(self, member: str, part: int) -> None:
-        """Note a sign of life of one rank."""
+        """Note that one rank made a call."""
         self._heard_s[member, part] = time.monotonic()
 
     def silent_for(self, member: str, now_s: float) -> float:
@@ -65,7 +65,7 @@ class FailureDetector:
             # members. That time does not count against them.
             if late_s > period_s:
                 self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
-                self._progress = {name: (mark, since_s + late_s) for name, (mark, since_s) in self._progress.items()}
+                self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
             await self._look(woke_s)
 
     async def _look(self, now_s: float) -> None:
@@ -94,26 +94,26 @@ class FailureDetector:
                     log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)
 
     async def _look_at_work(self, name: str, member: Member, now_s: float) -> None:
-        """Take the leases of a worker that lives, but trains no more. The member of a region is judged there."""
+        """Take the leases of a worker that beats, but trains no more. A region's workers are judged there."""
         server = self.server_thread.server
         if server.member_role != "worker":
             return
         patience_s, held = await self.server_thread.read(lambda: (server.patience_s(name), bool(server.holds(name))))
-        mark = member.incarnation, member.sequence, held
+        seen = member.incarnation, member.sequence, held
         before, since_s = self._progress.get(name, (None, now_s))
         # Without room on the disk nothing is taken from anybody: what is trained waits with the workers.
-        if mark != before or self.server_thread.full is not None:
+        if seen != before or self.server_thread.full is not None:
             since_s = now_s
-        self._progress[name] = mark, since_s
+        self._progress[name] = seen, since_s
         if now_s - since_s > patience_s:
             with suppress(Refused):
                 await self.server_thread.say(MemberSilent(name, member.incarnation))
-                told = f"{name}: lives, but has sent nothing for {now_s - since_s:.0f} s; its leases go to others"
-                log.warning("%s", told)
-                self.server_thread.write_event(Trouble(told))
+                trouble = f"{name}: lives, but has sent nothing for {now_s - since_s:.0f} s; its leases go to others"
+                log.warning("%s", trouble)
+                self.server_thread.write_event(Trouble(trouble))
 
     def _last_s(self, name: str, member: Member, now_s: float) -> float:
-        """When the member's most silent rank was last heard of. One that never was counts as heard of now."""
+        """Time when the member's most silent rank was last heard of. One that never was counts as heard of now."""
         ranks = [(name, part) for part in list(member.joined)] or [(name, NOBODY)]
         if member.joined:
             self._heard_s.pop((name, NOBODY), None)

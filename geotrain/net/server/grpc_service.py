@@ -1,4 +1,4 @@
-"""A server's gRPC service, around one server thread. `geotrain.net.transport.rpc` lists its calls.
+"""Serves a server's members, operator and shards over gRPC. `geotrain.net.transport.rpc` lists the calls.
 
 Nothing about training is decided here. It is checked who makes a call, the call becomes a message, and the reply of
 `Server.handle` goes back. This module adds what only a network needs: streams of data frames, waiting, deadlines,
@@ -70,7 +70,7 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class GrpcService:
-    """The service runs from `start` to `stop`. All methods belong to the event loop in which it was started.
+    """Runs from `start` to `stop`. All methods belong to the event loop in which it was started.
 
     snapshot: writes a snapshot and returns where it is. extra_status: gives further entries for the status.
     silent_s: a member that was not heard of for so long is taken for dead.
@@ -231,7 +231,7 @@ class GrpcService:
         return self.shards
 
     async def _opening(self, context: Any, *other_kinds: type) -> wire.FrameReader:
-        """A reader that was fed the first frame of a message from the stream."""
+        """Read the first frame of a message from the stream; returns the reader that was fed it."""
         frame = await rpc.next_frame(within(HEADER_S, context.read()))
         reader = wire.FrameReader(UpdatePart, *other_kinds, limit_bytes=self._update_bytes)
         reader.feed(frame)
@@ -380,20 +380,20 @@ class GrpcService:
         what, name = control.what[:40], control.name[:40]
         if what == "snapshot":
             try:
-                told = await self._snapshot()
+                text = await self._snapshot()
             except OSError as error:
                 raise Refused(str(error)) from None
         elif what == "unban":
             await self.server_thread.say(LiftQuarantine(name))
-            told = f"{name}: unbanned"
+            text = f"{name}: unbanned"
         else:
-            told = await self.server_thread.say(OperatorCommand(what, name))
-        return wire.pack(rpc.Told(told))
+            text = await self.server_thread.say(OperatorCommand(what, name))
+        return wire.pack(rpc.ControlReply(text))
 
     # -- inside
 
     def _check_speaker(self, context: Any, role: Role, name: str) -> None:
-        """Raises Refused if the certificate at the other end is not that of `role` and `name`."""
+        """Raise Refused if the certificate at the other end is not that of `role` and `name`."""
         if self.credentials is not None:
             names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
             # A region's shards bring and fetch its payloads.
@@ -404,7 +404,7 @@ class GrpcService:
             self.peers[_plain_peer(context.peer())] = name  # at each call, since it may come over a new connection
 
     async def _check_incarnation(self, context: Any, member: str, incarnation: str, part: int | None = None) -> Any:
-        """The member, if it speaks for itself and this is its present incarnation. Raises Refused, NotJoined."""
+        """Give the member, if it speaks for itself and this is its present incarnation. Raises Refused, NotJoined."""
         self._check_speaker(context, self.server.member_role, member)
         return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
 
@@ -429,7 +429,7 @@ class GrpcService:
             older.cancel()
 
     def _handled(self, handler: Handler) -> Handler:
-        """The handler with a limit on calls, and with its exceptions turned into gRPC status codes."""
+        """Wrap a handler: limit its calls, and turn its exceptions into gRPC status codes."""
 
         async def handle(request: Any, context: Any) -> Any:
             try:
@@ -455,7 +455,7 @@ class GrpcService:
 
 
 def _plain_peer(peer: str) -> str:
-    """gRPC's name of a peer, "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5", in the form that `TcpCounters` uses."""
+    """Rewrite gRPC's name of a peer, "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5", as `TcpCounters` has it."""
     plain = unquote(peer.partition(":")[2]).replace("[", "").replace("]", "")
     return plain.removeprefix("::ffff:")
 
@@ -476,7 +476,7 @@ def is_this_machine(peer: str) -> bool:
 
 
 def _check_free(address: Address) -> None:
-    """Raises ListenError if nobody can listen on the address. gRPC would not say why it cannot."""
+    """Raise ListenError if nobody can listen on the address. gRPC would not say why it cannot."""
     try:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""A region server's client to the global server, which delivers in the background, in order, what the server sends.
+"""Delivers to the global server, in the background and in order, what a region server sends.
 
 There are two lanes, so that a lease never waits behind gigabytes: updates and the goodbye go on one, leases on the
 other. Answers are pulled beside them, on a lane for each fragment. When the link is lost, the client tries again for
@@ -27,7 +27,6 @@ from geotrain.outer.messages import (
     Join,
     LeaseRequest,
     Leave,
-    Message,
     NotJoined,
     Recall,
     Refused,
@@ -113,17 +112,17 @@ class RegionClient:
         await self.link.close()
 
     async def _session(self, within_s: float) -> None:
-        """The time of one incarnation of the global server: join it, send again what it may not have, then run the
+        """Serve one incarnation of the global server: join it, send again what it may not have, then run the
         lanes until one of them learns that the server does not know this region any more."""
         join = await self.server_thread.read(self.server.join_message)
         welcome = await self.link.persist(lambda: self.link.join(join), within_s)
-        lost = await self._tell(welcome)
+        lost = await self.server_thread.persist(welcome)
         if lost:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
         if not self.server.fragments:  # a new region: it begins with the global weights
             fragments = tuple(range(len(self.server.parameter_map.fragments)))
-            await self._tell(await self._pull(0, fragments))
+            await self.server_thread.persist(await self._pull(0, fragments))
         # Asked only now, because the welcome may have given new numbers to the updates that are in flight.
         # What is delivered meanwhile stays: made after the reading, it is not among what was read.
         self._updates.clear()
@@ -142,7 +141,7 @@ class RegionClient:
                 lanes.create_task(self._run_updates(pushed))
                 lanes.create_task(self._run_leases())
                 lanes.create_task(self._run_beats())
-        except* (NotJoined, _StartedOver, _Done):
+        except* (NotJoined, _SessionOver):
             pass
 
     async def _run_updates(self, pushed: list[asyncio.Queue[UpdatePart]]) -> None:
@@ -153,8 +152,8 @@ class RegionClient:
             message = await self._next(self._updates)
             if isinstance(message, Leave):
                 await self._persist(partial(self.link.leave, 0, self.server.sequence))
-                await self._tell(message)
-                raise _Done
+                await self.server_thread.persist(message)
+                raise _SessionOver
             if isinstance(message, Trained):
                 await self._persist(partial(self.link.trained, message.leases))
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
@@ -171,17 +170,17 @@ class RegionClient:
             self._updates.popleft()
 
     async def _start_over(self, reason: str, sequence: int) -> NoReturn:
-        """An update was refused for good. The region begins again from the global weights, as a new incarnation: the
-        global server must not count on what it sent to the old one."""
+        """Begin again from the global weights, since an update was refused for good. The region does so as a new
+        incarnation: the global server must not count on what it sent to the old one."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
-        await self._tell(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
+        await self.server_thread.persist(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
 
         def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
             return self.server.incarnation
 
         self.link.live_as(await self.server_thread.read(new_incarnation))
-        raise _StartedOver
+        raise _SessionOver
 
     async def _run_leases(self) -> None:
         link = self.link
@@ -193,7 +192,7 @@ class RegionClient:
             try:
                 reply = await self._persist(partial(calls[type(message)], message))
                 if isinstance(message, LeaseRequest):
-                    await self._tell(reply)
+                    await self.server_thread.persist(reply)
             except Refused as refused:
                 if isinstance(refused, NotJoined) or isinstance(message, Join):
                     raise
@@ -210,14 +209,14 @@ class RegionClient:
             await asyncio.sleep(rpc.REGION_BEAT_S)
             ack = await self._persist(partial(self.link.beat, 0, self.metrics()))
             if ack.over and not self.server.over:
-                await self._tell(RunComplete())
+                await self.server_thread.persist(RunComplete())
             if ack.recalled and await self.server_thread.read(lambda: any(map(leases.spare, leases.held))):
-                await self._tell(Recall())
+                await self.server_thread.persist(Recall())
 
     async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
         while True:
             update = await pushed.get()
-            await self._tell(await self._pull(update.sequence, self._fragments(update)))
+            await self.server_thread.persist(await self._pull(update.sequence, self._fragments(update)))
 
     def _fragments(self, update: UpdatePart) -> tuple[int, ...]:
         return self.server.parameter_map.fragments_of([delta.chunk for delta in update.deltas])
@@ -225,18 +224,9 @@ class RegionClient:
     async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
         return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes))
 
-    async def _tell(self, message: Message) -> Any:
-        """Hand a message to the region server, again and again if it says so, as while its disk is full."""
-        while True:
-            try:
-                return await self.server_thread.say(message)
-            except Refused as refused:
-                if refused.retry_s is None:
-                    raise
-                await asyncio.sleep(refused.retry_s)
-
     async def _next(self, lane: deque[Any]) -> Any:
-        """The first message of the lane. It stays there until it was delivered, in case this session ends before."""
+        """Wait for the first message of the lane. It stays there until it was delivered, in case this session ends
+        before."""
         while not lane:
             await self._work.wait()
             self._work.clear()
@@ -246,9 +236,6 @@ class RegionClient:
         return await self.link.persist(attempt, FOREVER_S)
 
 
-class _StartedOver(Exception):
-    """Raised when the region has forgotten its weights: the session begins anew and fetches the global ones."""
-
-
-class _Done(Exception):
-    """Raised when the goodbye was delivered, to end the session's lanes."""
+class _SessionOver(Exception):
+    """Raised to end the session's lanes: the goodbye was delivered, or the region has forgotten its weights and
+    fetches the global ones in a new session."""

@@ -1,4 +1,4 @@
-"""The link of a region whose own shards are processes of their own."""
+"""Links a region whose shards are processes of their own to the global server, which has as many."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ FETCH_S = 20.0
 
 
 class RelayedLink(GrpcClient):
-    """The link of a region whose own shards bring payloads up and fetch them: its coordinator speaks with the
-    coordinator above, and tells its shards what to bring and fetch."""
+    """Links coordinator to coordinator: payloads go from shard to shard, as this tells the region's shards."""
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None, own: ShardSessions) -> None:
         super().__init__(address, member, incarnation, trust)
@@ -25,19 +24,17 @@ class RelayedLink(GrpcClient):
     async def push(self, part: UpdatePart) -> int:
         deltas = tuple(ChunkDelta(d.chunk, d.anchor_version, b"") for d in part.deltas)
         bring = rpc.Bring(replace(part, deltas=deltas))
-        await self.own.server_thread.read(lambda: self.own.tell_all(bring))
-        while (applied := await self.commit(part)) is None:
-            pass
-        return applied
+        await self.own.server_thread.read(lambda: self.own.send_all(bring))
+        return await self.commit(part)
 
     async def pull(
         self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
     ) -> Any:
-        """A `HeldAnswer`, as the region's coordinator takes it."""
+        """Have the shards pull the answer; gives a `HeldAnswer`, as the region's coordinator takes it."""
         header = await super().pull(part, sequence, fragments, limit_bytes, wait_s)
         if header is None:
             return None
         weights = tuple(ChunkWeights(each.chunk, each.version, b"") for each in header.weights)
         fetch = rpc.Fetch(self.incarnation, fragments, replace(header, weights=weights))
-        await self.own.server_thread.read(lambda: self.own.tell_all(fetch))
+        await self.own.server_thread.read(lambda: self.own.send_all(fetch))
         return await self.own.answer(header, FETCH_S)

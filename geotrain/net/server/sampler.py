@@ -26,7 +26,7 @@ LOST_BEATS = 3  # a member that was silent for the time of so many heartbeats co
 
 
 class Sampler:
-    """Samples one server.
+    """Samples one server into events.
 
     traffic: gives the bytes with each member until now. wide_area: bytes of the links between regions that end here.
     sample_s: time between two samples. beat_s: time between heartbeats of a member.
@@ -48,7 +48,7 @@ class Sampler:
         self.sample_s, self.lost_s = sample_s, LOST_BEATS * beat_s
         self.region_client: RegionClient | None = None
         self._lost: dict[str, float] = {}  # member → when it was last heard of
-        # member → bytes sent and received at the last sample; at first, those of earlier lives of this server
+        # member → bytes sent and received at the last sample; at first, those of earlier incarnations of this server
         self._before = {name: (t.sent_bytes, t.received_bytes) for name, t in traffic().items()}
         self._sampled_s = time.monotonic()
         self._flushes = 0, 0.0  # the journal's flushes, their number and time, at the last sample
@@ -116,15 +116,15 @@ class Sampler:
         return self.service.shards.status() if self.service.shards else []
 
     def metrics(self) -> dict[str, float]:
-        """The numbers that a region's heartbeat tells the global server."""
+        """Collect the numbers that a region's heartbeat carries to the global server."""
         status = self.server_thread.status
         here = [m for m in status["members"].values() if m["joined"] and not m["left"]]
-        told = mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here])
+        means = mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here])
         rss_bytes = 0
         with suppress(OSError, psutil.Error):  # as in `run`
             rss_bytes = self._process.memory_info().rss
         return {
-            **told,
+            **means,
             "workers": float(len(here)),
             "queue": float(self.server_thread.waiting),
             "in_flight": float(status.get("in_flight", 0)),
@@ -156,7 +156,7 @@ class Sampler:
         )
 
     def _disk(self) -> tuple[int, int]:
-        """(total, free) bytes."""
+        """Measure the disk of the server's folder: (total, free) bytes; zeros where it cannot be measured."""
         with suppress(OSError):
             usage = shutil.disk_usage(self.folder)
             return usage.total, usage.free

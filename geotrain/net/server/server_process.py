@@ -1,6 +1,7 @@
-"""A server as a process, from its start to its exit code.
+"""Runs a server, or one of its shards, as a process: from its start, over its incarnations, to its exit code.
 
-It recovers its state, then lives as `geotrain.net.server.server_host` says. Where the disk is full it waits for room.
+Each incarnation recovers the state machine and runs it in a `geotrain.net.server.process_host.ProcessHost`. Where the
+disk is full the process waits for room.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from geotrain.config import (
     RunConfig,
     Topology,
     UnsupportedModelError,
-    shard_name,
     shards_of,
 )
 from geotrain.monitor.events import (
@@ -39,16 +39,23 @@ from geotrain.monitor.events import (
     Trouble,
 )
 from geotrain.net.server.server_host import RegionServerHost, ServerHost
-from geotrain.net.server.server_setup import Evaluate, ServerSetup, mirror_of
-from geotrain.net.server.shard_host import ShardSetup, run_shard
+from geotrain.net.server.server_setup import ServerSetup
+from geotrain.net.server.shard_host import JOURNALED, ShardHost
 from geotrain.net.server.shard_sessions import ShardLost, TimelineLost
 from geotrain.net.storage.disk_mirror_store import mirror_store_of
 from geotrain.net.storage.journal import JournalDamaged
-from geotrain.net.storage.recovery import JOURNAL, recover
-from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, Uploader, number_of
-from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError, alone_in
+from geotrain.net.storage.recovery import JOURNAL, KINDS, Machine, Recovered, recover
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of
+from geotrain.net.storage.snapshots import (
+    SNAPSHOTS,
+    DamagedSnapshot,
+    OtherFormatError,
+    SnapshotStore,
+    StoreError,
+    alone_in,
+)
 from geotrain.net.storage.timeline import Timeline, clear_void, go_back, take
-from geotrain.net.transport.certs import CertificateError, load_credentials
+from geotrain.net.transport.certs import CertificateError
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.codec import make_codec
@@ -71,9 +78,16 @@ log = logging.getLogger(__name__)
 ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk full tries again
 ROOM_LOOK_S = 2.0
 STORE_RETRY_S = 5.0  # where the object storage does not give a shard what it is to take
-EVENTS = "events.jsonl"
 # Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
-FOR_GOOD = (JournalDamaged, CertificateError, ParameterMapError, ConfigError, UnsupportedModelError, PayloadLost)
+FOR_GOOD = (
+    JournalDamaged,
+    OtherFormatError,
+    CertificateError,
+    ParameterMapError,
+    ConfigError,
+    UnsupportedModelError,
+    PayloadLost,
+)
 EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
@@ -101,41 +115,138 @@ def region_server(run: RunConfig, cluster: ClusterConfig, region: str, shards: i
 
 
 def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | RemoteShards) -> Server:
-    """The global one or a region's."""
+    """Make the global server or a region's, without state."""
     return global_server(run, cluster, shards) if name == GLOBAL else region_server(run, cluster, name, shards)
 
 
-def serve_global(
-    run: RunConfig, cluster: ClusterConfig, folder: Path, resume: bool, evaluate: Evaluate | None = None,
-    launch: str = "",
-) -> int:  # fmt: skip
-    """Run the global server until every member has left, or SIGTERM. Returns the process's exit code.
+def serve(setup: ServerSetup, resume: bool) -> int:
+    """Run a server or one of its shards until it has ended in good order, or SIGTERM; returns the exit code.
 
-    evaluate, launch: see `ServerSetup`."""
+    Where the disk is full it waits for room and begins again. resume: False: the folder must hold no state yet.
+    """
+    folder = setup.folder
+    try:
+        while True:
+            try:
+                with alone_in(folder):
+                    new, resume = not resume, True  # what is left behind without room is this run's own
+                    _run_incarnations(setup, new)
+                return 0
+            except OSError as error:
+                if not out_of_room(error):
+                    raise
+                _say(f"{error}; the server waits until there is room")
+            # Here and not by a restart: the launcher grants few of those, and a disk may be full for hours.
+            wait_for_room(folder)
+    except (*EXPECTED, OSError) as error:
+        _say(str(error) if isinstance(error, EXPECTED) else f"{folder}: {error.strerror or error}")
+        return EXIT_FOR_GOOD if isinstance(error, FOR_GOOD) else 1
 
-    def build() -> Server:
-        server = global_server(run, cluster, remote_shards(run, cluster, GLOBAL))
-        server.validation_steps = validation_steps(run)
-        return server
 
-    place = ServerSetup(run, cluster, "global", GLOBAL, folder, evaluate, launch)
-    return _serve(build, partial(begin_server, run=run), place, resume)
+def _run_incarnations(setup: ServerSetup, new: bool) -> None:
+    """Run one incarnation after the other, until one ends in good order. new: the folder must hold no state yet."""
+    folder, copies = setup.folder, setup.copies()
+    setup.credentials()  # what is wrong with them is said before a large state is read
+    clear_void(folder)
+    if new:
+        _check_is_new(folder, copies.own if copies else None)
+    if copies and copies.shards and not SnapshotStore(folder / SNAPSHOTS).numbers() and copies.whole():
+        _report(setup, go_back(folder, copies))
+    while True:
+        try:
+            timeline = _run_incarnation(setup, copies)
+        except ShardLost as lost:
+            _say(f"{lost}; the server begins a new incarnation")
+            if isinstance(lost, TimelineLost) and copies is not None:
+                _report(setup, go_back(folder, copies))
+        else:
+            if timeline is None:
+                return
+            _report(setup, [_follow(setup, timeline, copies)])
 
 
-def serve_region(
-    run: RunConfig, cluster: ClusterConfig, region: str, folder: Path, resume: bool, launch: str = ""
-) -> int:
-    """Run a region's server until the global server took its goodbye, or SIGTERM. Returns the exit code.
+def _run_incarnation(setup: ServerSetup, copies: Copies | None) -> Timeline | None:
+    """Run one incarnation, from its recovery to its end. Returns the timeline that a shard must follow before its
+    next one. Raises ShardLost: a server begins another."""
+    run, cluster, name = setup.run, setup.cluster, setup.server
+    with setup.events() as events:
+        if setup.shard is not None:
+            build_shard = partial(shard_server, run, cluster, name, setup.shard)
+            shard = _recovered(setup, events, build_shard, begin_shard, kinds=JOURNALED)
+            shard_host = ShardHost(setup, shard, events, copies.own if copies else None)
+            asyncio.run(shard_host.run())
+            return shard_host.goes_back
+        with setup.monitor(events) as monitor:
+            incarnation = uuid.uuid4().hex
 
-    launch: see `ServerSetup`."""
+            def build() -> Server:
+                server = any_server(run, cluster, name, remote_shards(run, cluster, name))
+                server.validation_steps = validation_steps(run)
+                server.incarnation = incarnation
+                return server
 
-    def build() -> Server:
-        server = region_server(run, cluster, region, remote_shards(run, cluster, region))
-        server.validation_steps = validation_steps(run)
-        return server
+            mirror = copies.own if copies and not copies.shards else None
+            recovered = _recovered(setup, events, build, begin_server, mirror)
+            if recovered.ended:
+                log.warning("it ended in launch %s, and stays ended: only another launch begins again", setup.launch)
+            kind = ServerHost if name == GLOBAL else RegionServerHost
+            host = kind(setup, recovered, events, monitor, copies)
+            try:
+                asyncio.run(host.run())
+            except ShardLost:
+                if not host.stop.is_set():  # else both are told to end, and no new incarnation is wanted
+                    raise
+    return None
 
-    place = ServerSetup(run, cluster, "region", region, folder, launch=launch)
-    return _serve(build, partial(begin_server, run=run), place, resume)
+
+def _recovered(
+    setup: ServerSetup,
+    events: EventLog,
+    build: Callable[[], Machine],
+    begin: Callable[[Machine, RunConfig], None],
+    mirror: RemoteSnapshots | None = None,
+    kinds: tuple[type, ...] = KINDS,
+) -> Recovered[Machine]:
+    """Recover the process's state machine, and report what was found."""
+    run, folder = setup.run, setup.folder
+    mirror_store = mirror_store_of(run.outer, folder, events)
+    recovered = recover(
+        build,
+        lambda machine: begin(machine, run),
+        folder,
+        run.checkpoint.keep,
+        mirror,
+        mirror_store,
+        setup.launch,
+        kinds,
+    )
+    for fault in recovered.faults:
+        log.error("%s", fault)
+        events.write(Trouble(fault))
+    events.write(Recovery(recovered.replayed))
+    return recovered
+
+
+def _follow(setup: ServerSetup, timeline: Timeline, copies: Copies | None) -> str:
+    """Take the checkpoint from which the timeline of the shard's coordinator began, if its copy is there and good;
+    else the shard stays as it was, and its coordinator decides when it looks for good copies again. Returns a
+    sentence on that. Raises StoreError, OSError."""
+    if copies is None:
+        raise StoreError(
+            f"{setup.folder}: is to go back to {timeline.checkpoint_id}, and has no checkpoint.snapshots"
+        )
+    mirror, checkpoint_id = copies.own, timeline.checkpoint_id
+    try:
+        take(setup.folder, mirror, timeline, number_of(checkpoint_id))
+    except DamagedSnapshot as error:
+        mirror.condemn(checkpoint_id, str(error))
+        return f"{mirror.url}/{checkpoint_id}: damaged: {error}"
+    except StoreError as error:
+        if out_of_room(error):
+            raise
+        time.sleep(STORE_RETRY_S)
+        return str(error)
+    return f"{setup.folder}: goes back to {checkpoint_id}, which came from {mirror.url}"
 
 
 def begin_server(server: Server, run: RunConfig) -> None:
@@ -149,67 +260,15 @@ def begin_server(server: Server, run: RunConfig) -> None:
 
 
 def remote_shards(run: RunConfig, cluster: ClusterConfig, server: str) -> int | RemoteShards:
-    """The server's shards: one in its process, or those that the cluster file names."""
+    """Make the server's shards: one in its process, or the coordinator's view of those in the cluster file."""
     if not (number := len(shards_of(cluster, server))):
         return 1
     down = run.outer.down if server == GLOBAL else run.outer.local
     return RemoteShards(parameter_map_of(run), number, make_codec(run.outer.up), sends_changes(down))
 
 
-def serve_shard(run: RunConfig, cluster: ClusterConfig, server: str, index: int, folder: Path, resume: bool) -> int:
-    """Run one shard of a server until its coordinator says that the server has ended, or SIGTERM. Returns the exit
-    code."""
-
-    def live(new: bool) -> None:
-        mirror = mirror_of(run, shard_name(server, index))
-        clear_void(folder)
-        if new:
-            _check_is_new(folder, mirror)
-        addresses, top = shards_of(cluster, server), server == GLOBAL
-        if not 0 <= index < len(addresses):
-            raise ConfigError(f"server {server!r} has {len(addresses)} shards in the cluster file, and no {index}")
-        coordinator = cluster.global_server if top else cluster.region(server).server
-        above = None if top else cluster.global_shards[index]
-        own = load_credentials(Path(cluster.security.folder), "shard", server) if cluster.security else None
-        setup = ShardSetup(server, addresses[index], coordinator, above, folder, own, run.checkpoint.keep, mirror)
-        with EventLog(folder / EVENTS, source=shard_name(server, index), enabled=run.monitor.enabled) as events:
-            mirror_store = mirror_store_of(run.outer, folder, events)
-            while True:
-                machine = shard_server(run, cluster, server, index)
-                if not SnapshotStore(folder / SNAPSHOTS).numbers():
-                    begin_shard(machine, run)
-                if (timeline := run_shard(machine, setup, events, mirror_store)) is None:
-                    return
-                _go_back(setup, timeline, events)
-
-    return _live_on(folder, live, resume)
-
-
-def _go_back(setup: ShardSetup, timeline: Timeline, events: EventLog) -> None:
-    """Take the moment from which the past of the shard's coordinator began, if its copy is there and good; else the
-    shard is as it was, and its coordinator says what to do when it looks for good copies again. Raises StoreError,
-    OSError."""
-    if (mirror := setup.mirror) is None:
-        raise StoreError(
-            f"{setup.folder}: is to go back to {timeline.checkpoint_id}, and has no checkpoint.snapshots"
-        )
-    said = f"{setup.folder}: goes back to {timeline.checkpoint_id}, which came from {mirror.url}"
-    try:
-        take(setup.folder, mirror, timeline, number_of(timeline.checkpoint_id))
-    except DamagedSnapshot as error:
-        said = f"{mirror.url}/{timeline.checkpoint_id}: damaged: {error}"
-        mirror.condemn(timeline.checkpoint_id, str(error))
-    except StoreError as error:
-        if out_of_room(error):
-            raise
-        said = str(error)
-        time.sleep(STORE_RETRY_S)
-    _say(said)
-    events.write(Trouble(said))
-
-
 def shard_server(run: RunConfig, cluster: ClusterConfig, server: str, index: int) -> ShardServer:
-    """A shard in a process of its own, without state."""
+    """Make a shard for a process of its own, without state."""
     number = len(shards_of(cluster, server))
     whole = any_server(run, cluster, server, number)
     assert isinstance(whole.shards, LocalShards)
@@ -217,7 +276,8 @@ def shard_server(run: RunConfig, cluster: ClusterConfig, server: str, index: int
 
 
 def begin_shard(machine: ShardServer, run: RunConfig) -> None:
-    """As `begin_server`, of a shard in a process of its own. Raises ConfigError."""
+    """Give a shard in a process of its own the first weights of its chunks, if it is the global server's. Raises
+    ConfigError."""
     if machine.name != GLOBAL:
         return
     machine.shard.set_weights(initial_weights(run, machine.parameter_map))
@@ -226,13 +286,13 @@ def begin_shard(machine: ShardServer, run: RunConfig) -> None:
 
 
 def validation_steps(run: RunConfig) -> int:
-    """Inner steps that cost a worker at least as much as a validation, whose samples take a third of training's."""
+    """Count the inner steps that cost a worker as much as a validation, whose samples take a third of training's."""
     return ceil(run.data.validation_samples / run.samples_per_step)
 
 
 def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]:
-    """The run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's parameters: a
-    1-D fp32 vector for each fragment.
+    """Make the run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's
+    parameters: a 1-D fp32 vector for each fragment.
 
     Raises ConfigError.
     """
@@ -264,100 +324,12 @@ def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]
     return vectors
 
 
-def _serve(build: Callable[[], Server], begin: Callable[[Server], None], place: ServerSetup, resume: bool) -> int:
-    """Run a server and return the process's exit code. build, begin: as `recover` takes them."""
-
-    def live(new: bool) -> None:
-        copies = place.copies()
-        clear_void(place.folder)
-        if new:
-            _check_is_new(place.folder, copies.own if copies else None)
-        shards = len(copies.all) > 1 if copies else False
-        if copies and shards and not SnapshotStore(place.folder / SNAPSHOTS).numbers() and copies.whole():
-            go_back_to_newest(copies)
-        while True:
-            try:
-                return _live(build, begin, place, copies)
-            except ShardLost as lost:
-                _say(f"{lost}; the server begins a new incarnation")
-                if isinstance(lost, TimelineLost) and copies is not None:
-                    go_back_to_newest(copies)
-
-    def go_back_to_newest(copies: Copies) -> None:
-        with EventLog(place.folder / EVENTS, source=place.name, enabled=place.run.monitor.enabled) as events:
-            for fault in go_back(place.folder, copies):
-                _say(fault)
-                events.write(Trouble(fault))
-
-    return _live_on(place.folder, live, resume)
-
-
-def _live_on(folder: Path, live: Callable[[bool], None], resume: bool) -> int:
-    """Live, again and again where the disk is full, and return the process's exit code. live: is told whether the
-    folder must be new."""
-    try:
-        while True:
-            try:
-                with alone_in(folder):
-                    new, resume = not resume, True  # what a incarnation without room leaves behind is this run's own
-                    live(new)
-                return 0
-            except OSError as error:
-                if not out_of_room(error):
-                    raise
-                _say(f"{error}; the server waits until there is room")
-            # Here and not by a restart: the launcher grants few of those, and a disk may be full for hours.
-            wait_for_room(folder)
-    except (*EXPECTED, OSError) as error:
-        _say(str(error) if isinstance(error, EXPECTED) else f"{folder}: {error.strerror or error}")
-        return EXIT_FOR_GOOD if isinstance(error, FOR_GOOD) else 1
-
-
 def _check_is_new(folder: Path, mirror: RemoteSnapshots | None = None) -> None:
-    """Raises StoreError if there is a state already, which a new run must not take up or overwrite."""
+    """Raise StoreError if there is a state already, which a new run must not take up or overwrite."""
     if SnapshotStore(folder / SNAPSHOTS).numbers() or any((folder / JOURNAL).glob("*")):
         raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
     if mirror is not None and mirror.whole():
         raise StoreError(f"{mirror.url}: holds the state of a run already; resume it, or choose another URL")
-
-
-def _live(
-    build: Callable[[], Server], begin: Callable[[Server], None], place: ServerSetup, copies: Copies | None
-) -> None:
-    """One incarnation of the server, from its recovery to its end."""
-    run, folder = place.run, place.folder
-    credentials = place.credentials()
-    mirror = copies.own if copies and len(copies.all) == 1 else None
-    with (
-        EventLog(folder / EVENTS, source=place.name, enabled=run.monitor.enabled) as events,
-        place.monitor(events) as monitor,
-    ):
-        incarnation = uuid.uuid4().hex
-
-        mirror_store = mirror_store_of(run.outer, folder, events)
-
-        def named() -> Server:
-            server = build()
-            server.incarnation = incarnation
-            if isinstance(server.shards, LocalShards):
-                server.shards.set_mirror_store(mirror_store)
-            return server
-
-        recovered = recover(named, begin, folder, run.checkpoint.keep, mirror, mirror_store, place.launch)
-        if recovered.ended:
-            log.warning("it had ended in launch %s, and stays ended: only another launch begins again", place.launch)
-        for fault in recovered.faults:
-            log.error("%s", fault)
-            events.write(Trouble(fault))
-        events.write(Recovery(recovered.replayed))
-        kind = ServerHost if place.role == "global" else RegionServerHost
-        uploader = Uploader(recovered.store, copies, events.write) if copies is not None else None
-        host = kind(recovered, events, place, credentials, monitor, uploader)
-        try:
-            asyncio.run(host.run())
-        except ShardLost:
-            if not host.stop.is_set():  # else both are told to end, and no new incarnation is wanted
-                raise
 
 
 def wait_for_room(folder: Path) -> None:
@@ -369,6 +341,14 @@ def wait_for_room(folder: Path) -> None:
         with suppress(OSError), tempfile.TemporaryFile(dir=place) as trial:
             os.posix_fallocate(trial.fileno(), 0, ROOM_BYTES)
             return
+
+
+def _report(setup: ServerSetup, troubles: list[str]) -> None:
+    """Tell people of trouble between two incarnations."""
+    with setup.events() as events:
+        for trouble in troubles:
+            _say(trouble)
+            events.write(Trouble(trouble))
 
 
 def _say(what: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a server stands: what its process makes its parts of."""
+"""Holds what a server process needs to start: configs, role, name, folder, credentials."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import Address, ClusterConfig, RunConfig, shard_name, shards_of
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, shard_name, shards_of
 from geotrain.monitor.events import EventLog
 from geotrain.monitor.history import facts
 from geotrain.monitor.monitor import Monitor
@@ -18,7 +18,8 @@ from geotrain.net.transport.certs import Credentials, Role, load_credentials
 from geotrain.net.transport.sharded_link import ShardsAbove, shards_above
 from geotrain.parameters.parameter_map import parameter_map_of
 
-LISTENING = "listening.json"  # in the server's folder while it listens: its address and process id
+EVENTS = "events.jsonl"
+LISTENING = "listening.json"  # in the process's folder while it listens: its address and process id
 
 # Weights as (canonical name, fp32 tensor), and whether to go on, asked now and then → nats a token.
 Evaluate = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
@@ -26,50 +27,71 @@ Evaluate = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """A server's place in the cluster, and the folder of its state.
+    """Holds what the process of a server, or of one of its shards, needs to start.
 
+    server: `GLOBAL`, or the region's name. shard: number of the shard that this process is; None: it is the server.
     evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
-    raise whatever it meets. launch: as `recover` takes it.
+    raise whatever it meets. launch: as `geotrain.net.storage.recovery.recover` takes it.
     """
 
     run: RunConfig
     cluster: ClusterConfig
-    role: Role
-    name: str
+    server: str
     folder: Path
+    shard: int | None = None
     evaluate: Evaluate | None = None
     launch: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError: the cluster file has no such server or shard."""
+        shards = len(shards_of(self.cluster, self.server))
+        if self.shard is not None and not 0 <= self.shard < shards:
+            raise ConfigError(f"server {self.server!r} has {shards} shards in the cluster file, and no {self.shard}")
+
+    @property
+    def name(self) -> str:
+        """Name of the process, in events, object storage and messages."""
+        return self.server if self.shard is None else shard_name(self.server, self.shard)
+
+    @property
+    def server_role(self) -> Role:
+        return "global" if self.server == GLOBAL else "region"
+
+    @property
+    def server_address(self) -> Address:
+        """Address of the server, which is its shards' coordinator."""
+        return self.cluster.global_server if self.server == GLOBAL else self.cluster.region(self.server).server
+
     @property
     def address(self) -> Address:
-        """Raises ConfigError."""
-        return self.cluster.global_server if self.role == "global" else self.cluster.region(self.name).server
+        """Address at which this process listens."""
+        return self.server_address if self.shard is None else shards_of(self.cluster, self.server)[self.shard]
 
     def credentials(self) -> Credentials | None:
-        """Raises CertificateError."""
+        """Load this process's certificate; None: the cluster's links are plaintext. Raises CertificateError."""
+        role: Role = self.server_role if self.shard is None else "shard"
         security = self.cluster.security
-        return load_credentials(Path(security.folder), self.role, self.name) if security else None
+        return load_credentials(Path(security.folder), role, self.server) if security else None
 
-    def above(self) -> ShardsAbove | None:
-        """The shards of the global server, for a region's. Raises CertificateError."""
-        return shards_above(self.cluster, parameter_map_of(self.run), "region", self.name, GLOBAL)
+    def shards_above(self) -> ShardsAbove | None:
+        """List the shards of the global server, for a region's server. Raises CertificateError."""
+        return shards_above(self.cluster, parameter_map_of(self.run), "region", self.server, GLOBAL)
 
     def copies(self) -> Copies | None:
-        """Where copies of this server's snapshots go. Raises ConfigError."""
-        own = mirror_of(self.run, self.name)
-        shards = range(len(shards_of(self.cluster, self.name)))
-        others = [mirror_of(self.run, shard_name(self.name, shard)) for shard in shards]
-        return Copies(own, self.run.checkpoint.keep, [each for each in others if each]) if own else None
+        """Open the object storage for copies of this process's and its shards' snapshots. Raises ConfigError."""
+        if (url := self.run.checkpoint.snapshots) is None:
+            return None
+        shards = range(len(shards_of(self.cluster, self.server))) if self.shard is None else ()
+        names = [self.name, *(shard_name(self.server, shard) for shard in shards)]
+        own, *others = [RemoteSnapshots(f"{url.rstrip('/')}/{self.run.name}/{name}") for name in names]
+        return Copies(own, self.run.checkpoint.keep, others)
+
+    def events(self) -> EventLog:
+        return EventLog(self.folder / EVENTS, source=self.name, enabled=self.run.monitor.enabled)
 
     def monitor(self, events: EventLog) -> Monitor:
-        """Raises ConfigError."""
+        """Make the server's page and metrics. Raises ConfigError."""
         parameter_map = parameter_map_of(self.run)
         names = tuple(fragment.name for fragment in parameter_map.fragments)
-        top = facts(self.run, self.cluster, parameter_map.numel, names) if self.role == "global" else None
+        top = facts(self.run, self.cluster, parameter_map.numel, names) if self.server == GLOBAL else None
         return Monitor(self.run, self.cluster, self.name, events, top)
-
-
-def mirror_of(run: RunConfig, process: str) -> RemoteSnapshots | None:
-    """Where copies of a server's or a shard's snapshots go. Raises ConfigError."""
-    url = run.checkpoint.snapshots
-    return RemoteSnapshots(f"{url.rstrip('/')}/{run.name}/{process}") if url else None

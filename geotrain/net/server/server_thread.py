@@ -1,4 +1,4 @@
-"""Runs a server's state machine on a thread of its own. A message goes to the journal first, then to `Server.handle`,
+"""Runs a state machine on a thread of its own. A message goes to the journal first, then to the machine's `handle`,
 and only then do its reply, its sends and its events leave. So nothing is said to anyone before it is durable. What
 the message makes due for others is done when the reply has left."""
 
@@ -30,7 +30,7 @@ FULL_RETRY_S = 5.0
 
 @dataclass
 class _Work:
-    """Messages to be handled, or a call between messages.
+    """Holds messages to be handled, or a call between messages.
 
     messages: what the journal gets, all or nothing; none for a call. call: what is then run. alone: it shares no
     flush with others.
@@ -44,7 +44,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Watch:
-    """A call that is repeated after each message, until it gives a value."""
+    """Holds a call that is repeated after each message, until it gives a value."""
 
     call: Callable[[], Any]
     done: Future[Any]
@@ -89,9 +89,20 @@ class ServerThread:
         [reply] = await self.say_all(message)
         return reply
 
+    async def persist(self, message: Any) -> Any:
+        """Say the message again and again while it is refused for a time, as while the disk is full. Raises Refused:
+        for good."""
+        while True:
+            try:
+                return await self.say(message)
+            except Refused as refused:
+                if refused.retry_s is None:
+                    raise
+                await asyncio.sleep(refused.retry_s)
+
     async def say_all(self, *messages: Any) -> list[Any]:
-        """The same with messages of which none may be left out, one after another: all are made durable, with one
-        flush, or none is, and handled. What handling one raises ends the process. Raises Refused: none was taken."""
+        """Make messages durable with one flush, all or none, and handle them one after another; returns the replies.
+        None may be left out, so what handling one raises ends the process. Raises Refused: none was taken."""
         replies: list[Any] = await self._put(messages, lambda: self._say(messages))
         return replies
 
@@ -101,7 +112,7 @@ class ServerThread:
         return result
 
     async def alone(self, call: Callable[[], T]) -> T:
-        """Like `read`, but at a moment when every message in the journal has been applied, as snapshots need it.
+        """Run something between two messages when every message in the journal was handled, as snapshots need it.
 
         Messages that share a flush are all written before the first of them is applied. Between two of them the
         journal is ahead of the state.
@@ -110,8 +121,8 @@ class ServerThread:
         return result
 
     async def until(self, call: Callable[[], T | None], wait_s: float) -> T | None:
-        """Like `read`, repeated after every message, and after every delivery, until the call gives a value; None
-        after `wait_s`."""
+        """Run `call` between two messages, and again after every message and every delivery, until it gives a value;
+        None after `wait_s`."""
         deadline, watch = self._loop.time() + wait_s, _Watch(call, Future())
 
         def look() -> T | None:
@@ -132,7 +143,7 @@ class ServerThread:
 
     @property
     def waiting(self) -> int:
-        """How many messages and calls wait for the thread."""
+        """Number of messages and calls that wait for the thread."""
         return self._queue.qsize()
 
     def close(self) -> None:
@@ -190,7 +201,7 @@ class ServerThread:
                     self._follow()
 
     def _follow(self) -> None:
-        """After a message: see to those who wait for what it has changed, then do what it has made due."""
+        """See to those who wait for what a message has changed, then do what it has made due."""
         self._look()
         try:
             self._go_on()

@@ -1,9 +1,9 @@
-"""The coordinator's end of the streams to its shards: orders go out, what shards hold comes back.
+"""Runs the coordinator's end of the streams to its shards: commands go out, what shards hold comes back.
 
 A shard calls its coordinator, and the stream lasts as long as both live. A stream that breaks ends the server's
 incarnation: the coordinator recovers from its disk, as after a death, which is quick, since it holds no vector; every
-shard calls again, gets the orders that it lacks, and the members join again. So nothing has to be said twice within a
-incarnation.
+shard calls again, gets the commands that it lacks, and the members join again. So nothing has to be said twice within
+an incarnation.
 """
 
 from __future__ import annotations
@@ -35,23 +35,22 @@ FAREWELL_S = 60.0  # how long a server waits at its end for its shards', and a s
 CALLS_AGAIN_S = 5.0  # a shard whose stream broke has called by then
 RETRY_S = 0.5
 STORE_RETRY_S = 5.0  # where the object storage does not answer
-BELONG_S = 60.0  # how long a shard may take to note its past
+BELONG_S = 60.0  # how long a shard may take to note its timeline
 T = TypeVar("T")
 
 
 class ShardLost(ConnectionError):
-    """The stream to a shard has ended: the server's incarnation ends, and another begins at once."""
+    """Raised when the stream to a shard has ended: the server's incarnation ends, and another begins at once."""
 
 
 class TimelineLost(ShardLost):
-    """So has one whose shard lost its disk: before the next incarnation all go back to a moment of which all have
-    copies."""
+    """Raised when a shard lost its disk: all processes roll back to the newest checkpoint that all of them have."""
 
 
 @dataclass
 class Lineage:
-    """The coordinator's past. folder: of its state. copies: of its and its shards' snapshots; None: there are
-    none."""
+    """Keeps the coordinator's timeline. folder: of its state. copies: of its and its shards' snapshots; None: there
+    are none."""
 
     folder: Path
     copies: Copies | None
@@ -61,12 +60,12 @@ class Lineage:
         self.timeline = read_timeline(self.folder)
 
     def note(self, timeline: Timeline) -> None:
-        """Raises OutputError."""
+        """Move the coordinator's state to that timeline. Raises OutputError."""
         write_timeline(self.folder, timeline)
         self.timeline = timeline
 
     async def newest(self) -> str | None:
-        """The newest moment of which all have copies. Raises Refused, while that cannot be told."""
+        """Find the newest checkpoint id of which all have copies. Raises Refused, while the store does not answer."""
         if (copies := self.copies) is None:
             return None
         try:
@@ -76,10 +75,11 @@ class Lineage:
 
 
 class ShardSessions:
-    """Of one incarnation of the coordinator's process. Belongs to its event loop; `saved` may be asked by any thread.
+    """Holds the streams to all shards, for one incarnation of the server process.
 
-    far: the shards of the server on that thread. incarnation: its name. note: writes down that a shard has said
-    farewell. left_before: those that have, in a former incarnation of the server.
+    Belongs to its event loop; any thread may call `saved`. far: the shards of the server on that thread. incarnation:
+    its name. note: writes down that a shard has said farewell. left_before: those that have, in a former incarnation
+    of the server.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class ShardSessions:
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()  # gets a ShardLost
         self._ready = asyncio.Event()
-        self._told = asyncio.Event()  # set when a shard has told something, and then replaced by a new one
+        self._heard = asyncio.Event()  # set when a shard has said something, and then replaced by a new one
         self._here: set[int] = set()
         self._ending = False
         self._note, self._left_before = note, frozenset(left_before)
         self._left: set[int] = set()  # shards that have said farewell
-        self._timelines: dict[int, str] = {}  # shard → the past that it has on its disk
+        self._timelines: dict[int, str] = {}  # shard → the timeline that it has on its disk
         self._uploads: dict[int, rpc.Uploaded] = {}  # shard → what it answered to the last Upload
-        # Only the server's thread changes it: an order must not fall between what is caught up and what is new.
+        # Only the server's thread changes it: a command must not fall between what is caught up and what is new.
         self._queues: list[asyncio.Queue[bytes]] = []
         self._begun = False
-        far.emit = self.tell_all
+        far.emit = self.send_all
 
     @property
     def ready(self) -> bool:
@@ -111,11 +111,11 @@ class ShardSessions:
         return self._ready.is_set()
 
     async def wait_ready(self) -> None:
-        """Raises ShardLost."""
+        """Wait until all shards are there. Raises ShardLost."""
         await self._unless_lost(self._ready.wait())
 
     async def _unless_lost(self, what: Awaitable[T]) -> T:
-        """Raises ShardLost."""
+        """Await `what`, or raise ShardLost when a shard is lost first."""
         wanted, lost = asyncio.ensure_future(what), asyncio.ensure_future(self.until_lost())
         try:
             await asyncio.wait([wanted, lost], return_when=asyncio.FIRST_COMPLETED)
@@ -127,11 +127,11 @@ class ShardSessions:
             lost.cancel()
 
     async def until_lost(self) -> None:
-        """Raises ShardLost when a shard is."""
+        """Wait until a shard is lost, and raise ShardLost then."""
         await asyncio.shield(self.lost)
 
     def saved(self, checkpoint_id: str) -> bool:
-        """Whether it is the moment of every shard's newest snapshot."""
+        """Whether every shard's newest snapshot has this checkpoint id."""
         states = list(self.states.values())
         return len(states) == self.far.shards and all(state.checkpoint_id == checkpoint_id for state in states)
 
@@ -140,9 +140,9 @@ class ShardSessions:
         return max((state.journal_bytes for state in list(self.states.values())), default=0)
 
     def status(self) -> list[dict[str, Any]]:
-        """Of each shard, as plain data. orders: how many it has on its disk; behind: how many it has not, of those
-        given. What is not known is 0."""
-        unknown, given = rpc.ShardState(0, 0, 0, 0), self.far.commands
+        """Describe each shard, as plain data. commands: how many it has on its disk; behind: how many it has not, of
+        those given. What is not known is 0."""
+        unknown, given = rpc.ShardState(0, 0, 0, 0, ""), self.far.commands
         found = []
         for shard in range(self.far.shards):
             state = self.states.get(shard, unknown)
@@ -151,8 +151,9 @@ class ShardSessions:
             found.append({"shard": shard, "up": shard in self._here, "behind": behind, **known})
         return found
 
-    def tell_all(self, message: Any) -> None:
-        """Behind all orders given so far. Call it on the server's thread, or between its messages."""
+    def send_all(self, message: Any) -> None:
+        """Send all shards a message behind all commands given so far; on the server's thread, or between its
+        messages."""
         frame = wire.pack(message)
         for queue in self._queues:
             self._loop.call_soon_threadsafe(queue.put_nowait, frame)
@@ -161,7 +162,7 @@ class ShardSessions:
         """Tell the shards that the server has ended in good order, also one that dies meanwhile and calls again.
         Returns those that have not answered within `wait_s`: they will not find their coordinator any more."""
         self._ending = True  # from here on a stream's end is none of the server's incarnation
-        await self.server_thread.read(lambda: self.tell_all(rpc.Farewell()))
+        await self.server_thread.read(lambda: self.send_all(rpc.Farewell()))
         everyone = set(range(self.far.shards))
         # One that has said it in a former incarnation calls only if that ended before the stream did.
         first_s = min(wait_s, CALLS_AGAIN_S)
@@ -170,17 +171,17 @@ class ShardSessions:
         return sorted(everyone - self._left - self._left_before)
 
     async def upload(self, checkpoint_id: str) -> None:
-        """Have all shards copy their snapshots of this moment, and wait until all have answered, be it that one
-        cannot: the next attempt is for all again. Raises StoreError."""
+        """Have all shards copy their snapshots of this checkpoint id, and wait until all have answered, be it that
+        one cannot: the next attempt is for all again. Raises StoreError."""
 
         async def until_answered() -> None:
             while len(self._uploads) < self.far.shards:
-                await self._told.wait()
+                await self._heard.wait()
 
         self._uploads.clear()
         try:
             await self.wait_ready()
-            await self.server_thread.read(lambda: self.tell_all(rpc.Upload(checkpoint_id)))
+            await self.server_thread.read(lambda: self.send_all(rpc.Upload(checkpoint_id)))
             await self._unless_lost(until_answered())
         except ShardLost as lost:
             raise StoreError(f"{checkpoint_id} is not copied: {lost}") from None
@@ -191,8 +192,7 @@ class ShardSessions:
     # -- what shards hold
 
     async def part(self, part: UpdatePart, wait_s: float) -> HeldPart | None:
-        """What the coordinator is to be told of a part of an update, once shards hold all of it; None after
-        `wait_s`."""
+        """Collect what shards say of a part of an update, once they hold all of it; None after `wait_s`."""
         return await self._until(lambda: self.holdings.part(part), wait_s)
 
     async def answer(self, wanted: Answer, wait_s: float) -> HeldAnswer | None:
@@ -202,7 +202,7 @@ class ShardSessions:
         deadline_s = time.monotonic() + wait_s
         while (found := look()) is None and (left_s := deadline_s - time.monotonic()) > 0:
             try:
-                await within(left_s, self._told.wait())
+                await within(left_s, self._heard.wait())
             except TimeoutError:
                 return None
         return found
@@ -222,7 +222,8 @@ class ShardSessions:
             raise Refused(f"shard {hello.shard} of {self.server!r} is here already", RETRY_S)
         self._here.add(hello.shard)
         try:
-            # Its bound: an update is handled only once every shard holds its part, so a slow one holds up all orders.
+            # Its bound: an update is handled only once every shard holds its part, so a slow one holds up all
+            # commands.
             queue: asyncio.Queue[bytes] = asyncio.Queue()
             unfit = await self.server_thread.read(lambda: self._catch_up(queue, hello))
             if unfit is None:
@@ -254,7 +255,8 @@ class ShardSessions:
             self.lost.exception()  # it may be that nobody waits for it any more
 
     async def _send_back(self, context: Any, hello: rpc.ShardHello, unfit: str) -> None:
-        """The shard's state is not that of its coordinator: one of them has lost its disk, or had another past."""
+        """Decide about a shard whose state does not fit its coordinator's: one of them has lost its disk, or was on
+        another timeline."""
         newest = await self.lineage.newest()
         if self.lost.done() or self._ending:
             raise Refused(f"the server {self.server!r} ends this incarnation", RETRY_S)
@@ -271,12 +273,12 @@ class ShardSessions:
                 )
 
     def _catch_up(self, queue: asyncio.Queue[bytes], hello: rpc.ShardHello) -> str | None:
-        """Give the shard the orders that it lacks, and all that follow. Returns why its state does not fit the
+        """Give the shard the commands that it lacks, and all that follow. Returns why its state does not fit the
         coordinator's, if so; then it is given nothing."""
         timeline = self.lineage.timeline.name
         if timeline and hello.timeline != timeline:
             return (
-                "its state is of another past of the server than its coordinator's"
+                "its state is of another timeline of the server than its coordinator's"
                 if hello.timeline
                 else "it has no state"
             )
@@ -292,17 +294,17 @@ class ShardSessions:
         return None
 
     async def _begin(self) -> None:
-        """Begin the incarnation, when the last shard has come. All of them have the server's past on their disks
-        before any gets an order: who comes without has lost its disk."""
+        """Begin the incarnation, when the last shard has come. All of them have the server's timeline on their disks
+        before any gets a command: who comes without has lost its disk."""
         if len(self._queues) < self.far.shards or self._begun or self._ending:
             return
         self._begun = True
         timeline = self.lineage.timeline
         if not timeline.name:
             timeline = replace(timeline, name=uuid.uuid4().hex)
-            await self.server_thread.read(lambda: self.tell_all(rpc.Belong(timeline.name)))
+            await self.server_thread.read(lambda: self.send_all(rpc.Belong(timeline.name)))
         if await self._until(lambda: set(self._timelines.values()) == {timeline.name} or None, BELONG_S) is None:
-            self._lose(ShardLost(f"{self.server}: not all shards have noted which past they belong to"))
+            self._lose(ShardLost(f"{self.server}: not all shards have noted which timeline they belong to"))
             return
         if not timeline.begun:
             self.lineage.note(replace(timeline, begun=True))
@@ -310,7 +312,7 @@ class ShardSessions:
         self._ready.set()
 
     async def _write(self, context: Any, queue: asyncio.Queue[bytes]) -> None:
-        """What waits goes together: so a shard can put the orders of an update on its disk with one flush."""
+        """Write what waits together: so a shard can put the commands of an update on its disk with one flush."""
         while True:
             waiting = deque([await queue.get()])
             while not queue.empty():
@@ -338,7 +340,7 @@ class ShardSessions:
                     await self.server_thread.read(partial(self.far.drop, least))
             else:
                 self.holdings.take(said)
-            told, self._told = self._told, asyncio.Event()
-            told.set()
+            heard, self._heard = self._heard, asyncio.Event()
+            heard.set()
             if hello.shard in self._left:
                 return

@@ -1,1 +1,1 @@
-"""Journal, snapshots, recovery."""
+"""Keeps a server's state on disks: journal, snapshots, recovery."""

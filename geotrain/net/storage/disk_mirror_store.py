@@ -1,7 +1,7 @@
-"""A mirror_store on the disk: mapped files that exist for one process alone.
+"""Keeps mirrors of members on the disk, in mapped files that exist for one process alone.
 
 They have no name (O_TMPFILE), so whatever ends the process frees their room, and nothing has to be found again: a
-recovery makes them anew from snapshot and journal. A vector that goes back is written to its file and leaves the
+recovery makes them anew from snapshot and journal. A vector that is paged out is written to its file and leaves the
 memory of the process and the page cache (Linux's MADV_PAGEOUT, which changes no content, whatever it does).
 """
 
@@ -33,16 +33,16 @@ _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # by their number in st
 
 
 class DiskMirrorStore(MirrorStore):
-    """In files of this folder. tell: called with a sentence where vectors must stay in memory: on a file system that
-    is memory itself or knows no nameless files, and while the disk is full.
+    """Keeps vectors in files of this folder.
 
-    Any thread may call it. A vector that cannot be read or written ends the server: OSError, of the latter at the
-    next call.
+    report: called with a sentence where vectors must stay in memory: on a file system that is memory itself or knows
+    no nameless files, and while the disk is full. Any thread may call it. A vector that cannot be read or written
+    ends the server: OSError, of the latter at the next call.
     """
 
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        self._folder, self._tell = folder, tell
-        self._told: set[str] = set()
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+        self._folder, self._report = folder, report
+        self._reported: set[str] = set()
         self._failed: OSError | None = None
         self._leaving = BoundedSemaphore(LEAVING)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="mirrors")
@@ -86,7 +86,7 @@ class DiskMirrorStore(MirrorStore):
             self._writer.submit(self._leave, vector)
 
     def settle(self) -> None:
-        """Wait until all that went back has left."""
+        """Wait until all that was paged out has left memory."""
         self._writer.submit(lambda: None).result()
         self._check()
 
@@ -108,23 +108,23 @@ class DiskMirrorStore(MirrorStore):
             raise self._failed
 
     def _say(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self._tell(what)
+        if what not in self._reported:
+            self._reported.add(what)
+            self._report(what)
 
 
 def mirror_store_of(outer: OuterConfig, folder: Path, events: EventLog) -> MirrorStore:
-    """Of a server whose state is in that folder."""
+    """Make the mirror store of the server whose state is in `folder`."""
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         log.error("%s", what)
         events.write(Trouble(what))
 
-    return DiskMirrorStore(folder, tell) if outer.mirrors == "disk" else MirrorStore()
+    return DiskMirrorStore(folder, report) if outer.mirrors == "disk" else MirrorStore()
 
 
 def on_disk(vector: Tensor) -> bool:
-    """Whether it lies in a file."""
+    """Whether a vector lies in a file."""
     return vector.untyped_storage().filename is not None
 
 
@@ -134,9 +134,9 @@ def _range(vector: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
 
 
 def _kind_of(folder: Path) -> int:
-    """The number of its file system."""
-    told = (ctypes.c_long * 32)()
-    if _C.statfs(os.fsencode(folder), told):
+    """Read the number of the kind of file system that the folder is on. Raises OSError."""
+    found = (ctypes.c_long * 32)()
+    if _C.statfs(os.fsencode(folder), found):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return int(told[0]) & 0xFFFFFFFF
+    return int(found[0]) & 0xFFFFFFFF

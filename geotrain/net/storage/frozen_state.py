@@ -1,7 +1,7 @@
-"""A server's tensors as they were at one moment, read chunk by chunk beside the updates that change them.
+"""Freezes a server's tensors: they are read block by block as they were, beside the updates that change them.
 
-Copy on write: nothing is copied at that moment. The server says of each tensor that it is about to change it, and
-only what the reader has not taken of that tensor yet is copied first.
+Copy on write: nothing is copied when they are frozen. The server says of each tensor that it is about to change it,
+and only what the reader has not taken of that tensor yet is copied first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATIENCE_S = 30.0  # an update waits at most so long for copies to be written; t
 
 
 class FrozenState:
-    """The values that `tensors` have now. They may be read once, by one thread, while another changes the tensors.
+    """Holds the values that `tensors` have now. One thread may read them, once, while another changes the tensors.
 
     tensors: name → contiguous tensor on the CPU. largest_share: of the state that one update may change, those of the
     largest fragment. That much is copied at most: an update that needs more waits until earlier copies were read.
@@ -46,7 +46,7 @@ class FrozenState:
         return bool(self._left)
 
     def before_write(self, *tensors: Tensor) -> None:
-        """The tensors are about to be changed; those that are not part of the state do not matter."""
+        """Copy what is still to be read of tensors that are about to change; ignores those not of the state."""
         with self._changed:
             deadline_s = time.monotonic() + PATIENCE_S
             while True:
@@ -65,8 +65,8 @@ class FrozenState:
             self.most_copied_bytes = max(self.most_copied_bytes, self._copied_bytes)
 
     def names(self) -> Iterator[str]:
-        """The tensors, in the order in which they are to be read: those that take memory for a copy first. Each must
-        be read before the next is asked for."""
+        """Yield the tensors' names in the order in which they are to be read: those that take memory for a copy
+        first. Each must be read before the next is asked for."""
         while True:
             with self._changed:
                 name = next(iter(self._copied), None) or next(iter(self._left), None)
@@ -75,7 +75,7 @@ class FrozenState:
             yield name
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The tensor's bytes; each chunk is valid until the next is asked for."""
+        """Yield the tensor's bytes in blocks; each is valid until the next is asked for."""
         buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         while True:
             with self._changed:
@@ -91,7 +91,7 @@ class FrozenState:
             self._done(read)
 
     def close(self) -> None:
-        """Nothing more is read."""
+        """Drop what was not read, and copy nothing more."""
         with self._changed:
             for name in list(self._left):
                 self._drop(name)
@@ -106,5 +106,5 @@ class FrozenState:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's memory as a vector of bytes, without a copy."""
+    """View the tensor's memory as a vector of bytes."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -1,8 +1,9 @@
-"""The write-ahead journal: every message to a server is on disk before the server acts on it.
+"""Keeps the write-ahead journal: every message to a server is on disk before the server acts on it.
 
 Plain files, `<folder>/<segment>.journal`; records are numbered through all segments:
 
-    segment  MAGIC (8) · first number (8) · durable (8) · crc32 of the two (4), then records
+    segment  MAGIC (7) · format number as text (3) · "." or "+" (1) · first number (8) · durable (8) · crc32 of all
+             these (4), the same in every format; then records
     record   number (8) · length of the body (8) · crc32 of the two (4), then the body:
              the message's frames as on the wire, each behind its length (4); every frame has its own checksum
 
@@ -11,8 +12,8 @@ disk with the next flush at the latest; if only the process dies, it is exact. I
 torn tail has only records behind `durable`, which were never acknowledged: it is cut off and reported. A damaged
 record that was acknowledged stops the server, because going on would silently lose it.
 
-When a segment is followed by another, its MAGIC becomes CONTINUED before anything is written to that other. So the
-newest segment is known to be missing if it is; every other one is missed by its number.
+When a segment is followed by another, its "." becomes "+" before anything is written to that other. So the newest
+segment is known to be missing if it is; every other one is missed by its number.
 """
 
 from __future__ import annotations
@@ -29,29 +30,32 @@ from pathlib import Path
 from typing import Any
 
 from geotrain.common.files import make_folder, out_of_room, sync
+from geotrain.net.storage.snapshots import OtherFormatError
 from geotrain.net.transport import wire
 
-MAGIC = b"GeoTrnJ1"
-CONTINUED = b"GeoTrnJ+"
+FORMAT = 2  # number of the format; a journal with another one is refused
+MAGIC = b"GeoTrnJ"
+LAST, CONTINUED = (b"%s%03d%s" % (MAGIC, FORMAT, state) for state in (b".", b"+"))  # how a segment's file begins
 PAIR = struct.Struct("<QQ")
 CRC = struct.Struct("<I")
 # A segment may grow to so many times the model's size in fp32, but always to so many bytes, before a snapshot is due.
 JOURNAL_PER_STATE, MIN_JOURNAL_BYTES = 8, 256 << 20
-SEGMENT_HEAD_BYTES = len(MAGIC) + PAIR.size + CRC.size
+SEGMENT_HEAD_BYTES = len(LAST) + PAIR.size + CRC.size
 RECORD_HEAD_BYTES = PAIR.size + CRC.size
 SUFFIX = ".journal"
 
 
 class JournalDamaged(OSError):
-    """A record that was acknowledged cannot be read. Says which, where, and what can be done."""
+    """Raised when a record that was acknowledged cannot be read. Says which, where, and what can be done."""
 
 
 class JournalFull(OSError):
-    """There is no room for the record; the journal is as it was before."""
+    """Raised when there is no room for a record; the journal is as it was before."""
 
 
 class Journal:
-    """One server's journal. It must be replayed to its end before anything is written. One thread at a time.
+    """Reads and writes one server's journal, by one thread at a time. It must be replayed to its end before anything
+    is written.
 
     kinds: the types of messages that may stand in it. limit_bytes: the most that a message's payloads may have.
     """
@@ -79,7 +83,7 @@ class Journal:
         segments, which an archive holds, passes False.
 
         If there is no folder, an empty journal begins. A torn tail is cut off and described in `cut`.
-        Raises JournalDamaged.
+        Raises JournalDamaged, OtherFormatError.
         """
         if not self.folder.exists():
             self._begin_folder(first_segment)
@@ -106,11 +110,11 @@ class Journal:
         self._durable, self._durable_bytes = self._number, self.segment_bytes
 
     def _empty(self, segment: int) -> int | None:
-        """The number with which a segment's records would begin, if it has none but a good head; otherwise None."""
+        """Read the number with which a segment's records would begin, if it has none but a good head; else None."""
         with suppress(OSError, wire.WireError):
             content = self._path(segment).read_bytes()[: SEGMENT_HEAD_BYTES + 1]
-            if len(content) == SEGMENT_HEAD_BYTES and content.startswith(MAGIC):
-                return _pair(content[len(MAGIC) :])[0]
+            if len(content) == SEGMENT_HEAD_BYTES and content.startswith(LAST):
+                return _pair(content[len(LAST) :], LAST)[0]
         return None
 
     def _replay_segment(self, segment: int, last: bool) -> Generator[Any, None, bool]:
@@ -121,10 +125,12 @@ class Journal:
         file = self._file = FileIO(path, "r+")
         size = os.fstat(file.fileno()).st_size
         try:
-            magic = file.read(len(MAGIC))
-            if magic not in (MAGIC, CONTINUED):
+            begin = file.read(len(LAST))
+            if not begin.startswith(MAGIC):
                 raise wire.WireError("this is no journal")
-            first, durable = _pair(file.read(RECORD_HEAD_BYTES))
+            first, durable = _pair(file.read(RECORD_HEAD_BYTES), begin)
+            if begin not in (LAST, CONTINUED):
+                raise OtherFormatError(path, int(begin[len(MAGIC) : -1]), FORMAT)
             if self._number and first != self._number + 1:
                 raise wire.WireError(f"it begins with record {first}, after record {self._number}")
         except wire.WireError as error:
@@ -139,7 +145,7 @@ class Journal:
             else:
                 self._number, self.segment_bytes = self._number + 1, end
                 yield message
-        if self._number < durable or (fault and (magic == CONTINUED or not last)):
+        if self._number < durable or (fault and (begin == CONTINUED or not last)):
             raise JournalDamaged(
                 f"{path}: record {self._number + 1}, at byte {self.segment_bytes}, is damaged "
                 f"({fault or 'it is missing'}), and it had been acknowledged. {_WHAT_TO_DO}"
@@ -148,10 +154,10 @@ class Journal:
             lost_bytes = size - self.segment_bytes
             self.cut = f"{path}: its last {lost_bytes} bytes were never written whole, nor acknowledged; cut off"
             file.truncate(self.segment_bytes)
-        return magic == CONTINUED
+        return begin == CONTINUED
 
     def _read_record(self, file: FileIO, size: int) -> tuple[Any, int]:
-        """(message, position behind the record) of the record at `segment_bytes`. Raises wire.WireError."""
+        """Read the record at `segment_bytes`: (message, position behind it). Raises wire.WireError."""
         file.seek(self.segment_bytes)
         number, length = _pair(file.read(RECORD_HEAD_BYTES))
         end = self.segment_bytes + RECORD_HEAD_BYTES + length
@@ -183,7 +189,7 @@ class Journal:
                     head = wire.LENGTH.pack(wire.CRC_BYTES + len(content)) + wire.checksum(content)
                     position = self._write(self._write(position, head), content)
                 # The record's head goes last: until it is there, the record counts as torn.
-                self._write(self.segment_bytes, _sealed_pair(self._number + 1, position - body))
+                self._write(self.segment_bytes, _head(b"", self._number + 1, position - body))
                 self._number, self.segment_bytes = self._number + 1, position
         except Exception as error:
             self._number, self.segment_bytes = before
@@ -207,11 +213,10 @@ class Journal:
                 raise
             self._durable, self._durable_bytes = self._number, self.segment_bytes
             # Not synced by itself, which would double the cost: the next flush takes it to the disk.
-            self._write(0, MAGIC + _sealed_pair(self._first, self._durable))
+            self._write(0, _head(LAST, self._first, self._durable))
 
     def rotate(self) -> int:
-        """Go on in a new segment and return its number. A snapshot of the state at this moment needs no older
-        segment.
+        """Go on in a new segment and return its number. A snapshot of the present state needs no older segment.
 
         Raises JournalFull; then the journal is as it was.
         """
@@ -221,7 +226,7 @@ class Journal:
         if older is not None:
             # If this fails, all is as it was but for one thing: should the new segment be deleted, nobody notices.
             with suppress(OSError):
-                os.pwrite(older.fileno(), CONTINUED + _sealed_pair(first, self._number), 0)
+                os.pwrite(older.fileno(), _head(CONTINUED, first, self._number), 0)
                 os.fdatasync(older.fileno())
             older.close()
         return self._segment
@@ -258,7 +263,7 @@ class Journal:
         file: FileIO | None = None
         try:
             file = FileIO(partial, "w+")
-            head = MAGIC + _sealed_pair(self._number + 1, self._number)
+            head = _head(LAST, self._number + 1, self._number)
             if file.write(head) != len(head):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
@@ -293,16 +298,16 @@ _WHAT_TO_DO = (
 )
 
 
-def _sealed_pair(first: int, second: int) -> bytes:
-    """Two numbers followed by their checksum."""
-    pair = PAIR.pack(first, second)
-    return pair + CRC.pack(zlib.crc32(pair))
+def _head(begin: bytes, first: int, second: int) -> bytes:
+    """Encode the head of a segment, or with an empty `begin` that of a record: two numbers, and a checksum of all."""
+    head = begin + PAIR.pack(first, second)
+    return head + CRC.pack(zlib.crc32(head))
 
 
-def _pair(raw: bytes) -> tuple[int, int]:
-    """The two numbers that `_sealed_pair` encoded. Raises wire.WireError."""
+def _pair(raw: bytes, begin: bytes = b"") -> tuple[int, int]:
+    """Decode the two numbers that follow `begin` in a head. Raises wire.WireError."""
     pair, crc = raw[: PAIR.size], raw[PAIR.size :]
-    if len(raw) != PAIR.size + CRC.size or CRC.pack(zlib.crc32(pair)) != crc:
+    if len(raw) != PAIR.size + CRC.size or CRC.pack(zlib.crc32(begin + pair)) != crc:
         raise wire.WireError("its numbers do not fit their checksum")
     first, second = PAIR.unpack(pair)
     return int(first), int(second)

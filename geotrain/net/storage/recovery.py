@@ -1,5 +1,5 @@
-"""How a server gets its state back after its process died: it loads the newest whole snapshot, then handles all later
-messages again, which it reads from the journal, through the same `Server.handle`."""
+"""Recovers a server or a shard after its process died: loads the newest whole snapshot, then handles all later
+messages again, which it reads from the journal, through the same `handle`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -31,110 +31,123 @@ JOURNAL = "journal"  # within a server's folder
 
 @dataclass(frozen=True)
 class Restarted:
-    """A record that stands in journals only. At this point the process was restarted, and what `Server.state` leaves
-    out, such as who had joined, was lost. A replay has to lose it at the same point, to get to the same state."""
+    """Marks, in a server's journal, where its process was restarted and lost what `Server.state` leaves out, such as
+    who had joined. A replay has to lose it at the same point, to get to the same state."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Another such record. At this point the process ended in good order, and with it all who took part."""
+    """Marks, in a server's journal, where its process ended in good order, and with it all who took part."""
 
 
 @dataclass(frozen=True)
 class Dismissed:
-    """Another. This shard of a server that has ended knows that, and does not come back."""
+    """Marks, in a server's journal, that this shard of a server that has ended knows so, and does not come back."""
 
     shard: int
 
 
 KINDS = (Restarted, Stopped, Dismissed, *typing.get_args(Message), *typing.get_args(FromShards))
+Machine = TypeVar("Machine", Server, ShardServer)
 
 
 @dataclass
-class Recovered:
-    """What `recover` gives.
+class Recovered(Generic[Machine]):
+    """Holds a recovered state machine and where its state is kept.
 
-    server: as it was when the last message in the journal had been applied, but with no member joined.
-    faults: sentences about what was found damaged and passed over. replayed: how many messages since the snapshot.
+    server: the state machine as it was when the last message in the journal had been applied, but with no member
+    joined. faults: sentences about what was found damaged and passed over. replayed: how many messages were handled
+    since the snapshot. snapshot: the JSON part of the newest one; None: there is none.
     ended: the server had ended in this launch, and stays ended. dismissed: which of its shards know that, then.
     """
 
-    server: Server
+    server: Machine
     store: SnapshotStore
     journal: Journal
     faults: list[str]
     replayed: int
+    snapshot: dict[str, Any] | None = None
     ended: bool = False
     dismissed: frozenset[int] = frozenset()
 
 
 def recover(
-    build: Callable[[], Server],
-    begin: Callable[[Server], None],
+    build: Callable[[], Machine],
+    begin: Callable[[Machine], None],
     folder: Path,
     keep: int,
     mirror: RemoteSnapshots | None = None,
     mirror_store: MirrorStore | None = None,
     launch: str = "",
-) -> Recovered:
-    """Bring a server back from its folder, or begin a new one in an empty folder.
+    kinds: tuple[type, ...] = KINDS,
+) -> Recovered[Machine]:
+    """Bring a server or a shard back from its folder, or begin a new one in an empty folder.
 
-    One that had ended begins again, perhaps with more data; but in the launch in which it ended it was started again
-    because its process died too early, and stays ended.
+    A server that had ended begins again, perhaps with more data; but in the launch in which it ended it was started
+    again because its process died too early, and stays ended.
 
-    build: makes the server, without state. begin: gives a new server what it starts from. keep: how many snapshots
-    stay. mirror: where copies of the snapshots are, for a folder that has lost its own; None: there are none, or the
-    server's shards have theirs (see `geotrain.net.storage.timeline`). mirror_store: where the server's mirrors lie.
-    launch: names that which this process is started by; "": one of its own.
-    Raises StoreError, JournalDamaged, OSError.
+    build: makes the state machine, without state. begin: gives a new one what it starts from. keep: how many
+    snapshots stay. mirror: where copies of the snapshots are, for a folder that has lost its own; None: there are
+    none, or several processes must go back together (see `geotrain.net.storage.timeline`). mirror_store: where the
+    machine's mirrors lie. launch: names that which this process is started by; "": one of its own. kinds: the types
+    of messages in its journal.
+    Raises StoreError, JournalDamaged, ParameterMapError, OSError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
+
+    def built() -> Machine:
+        machine = build()
+        if isinstance(machine.shards, LocalShards):
+            machine.shards.set_mirror_store(store.mirror_store)
+        return machine
+
     snapshot, faults = newest_snapshot(store, mirror)
-    server, ended, dismissed = build(), False, set[int]()
-    journal = Journal(folder / JOURNAL, KINDS, limit_bytes=8 * server.parameter_map.numel + 65536)
+    server, meta, ended = built(), snapshot.meta if snapshot else None, False
     if snapshot is not None:
         server.load(snapshot.tensors, snapshot.meta["state"])
-        ended = bool(snapshot.meta["ended"] and launch and snapshot.meta.get("launch") == launch)
-        if snapshot.meta["ended"] and not ended:
+        ended = snapshot.meta["ended"] and launch != "" and snapshot.meta["launch"] == launch
+        if isinstance(server, Server) and snapshot.meta["ended"] and not ended:
             server.begin_again()
     elif faults:
-        faults.append(f"{store.folder}: no snapshot is whole; restore one from a copy, or begin in a new folder")
+        faults.append(f"{store.folder}: no snapshot is whole: docs/servers.md says what to do")
         raise StoreError("\n".join(faults))
     else:
         begin(server)
-    replayed = 0
-    for message in journal.replay(snapshot.meta["segment"] if snapshot else 1):
+    journal = Journal(folder / JOURNAL, kinds, limit_bytes=8 * server.parameter_map.numel + 65536)
+    replayed, dismissed = 0, set[int]()
+    for message in journal.replay(meta["segment"] if meta else 1):
         replayed += 1
-        if isinstance(message, Restarted):
-            server = restarted(build, server)
-            continue
-        if isinstance(message, Stopped):
-            end_incarnations(server)
-            continue
-        if isinstance(message, Dismissed):
-            dismissed.add(message.shard)
-            continue
-        # A message that is refused now was refused then. What the server sends is dropped here: it was sent then, or
-        # will be sent again after the next join.
-        with suppress(Refused):
-            server.handle(message)
-    if replayed:
-        server = restarted(build, server)
-    journal.append(Restarted())
-    journal.flush()
+        match message:
+            case Restarted() if isinstance(server, Server):
+                server = restarted(built, server)
+            case Stopped() if isinstance(server, Server):
+                end_incarnations(server)
+            case Dismissed(shard):
+                dismissed.add(shard)
+            case _:
+                # A message that is refused now was refused then. What is sent is dropped here: it was sent then, or
+                # will be sent again after the next join.
+                with suppress(Refused):
+                    server.handle(message)
+    if isinstance(server, ShardServer):
+        server.end_incarnation()  # nothing else is lost with its process, and its journal says when the next begins
+    else:
+        server = restarted(built, server) if replayed else server
+        journal.append(Restarted())
+        journal.flush()
     if journal.cut is not None:
         faults.append(journal.cut)
-    return Recovered(server, store, journal, faults, replayed, ended, frozenset(dismissed if ended else ()))
+    return Recovered(server, store, journal, faults, replayed, meta, ended, frozenset(dismissed if ended else ()))
 
 
 def end_incarnations(server: Server) -> None:
-    """What `Stopped` means: the members' next lives follow no death."""
+    """Do what `Stopped` means: the members' next incarnations follow no death."""
     for member in server.members.values():
         member.meet(MemberEvent.STOPS)
 
 
 def restarted(build: Callable[[], Server], server: Server) -> Server:
-    """A server with nothing but this one's durable state, as after the death of its process."""
+    """Make a server with nothing but this one's durable state, as after the death of its process."""
     fresh = build()
     if isinstance(fresh.shards, RemoteShards) and isinstance(server.shards, RemoteShards):
         fresh.shards.kept = server.shards.kept  # the shards live on, and may lack these commands
@@ -154,7 +167,7 @@ def begin_snapshot(
     which must be called: until then the server copies what it changes.
 
     It must be called on the server's thread, between two messages. ended: the run has ended in good order, everyone
-    having left; launch: in which. moment: its name; None: one of this process alone. Raises JournalFull, and
+    having left; launch: in which. checkpoint_id: None: a new one, of this process alone. Raises JournalFull, and
     StoreError where the snapshot cannot fit.
     """
     tensors, state = server.state()
@@ -183,8 +196,8 @@ def begin_snapshot(
 
 
 def left_out(server: Server) -> list[Message | HeldPart]:
-    """The messages with which a journal that follows the state must begin, so that its replay knows what the state
-    leaves out: who had joined, and the updates of which not all parts had arrived."""
+    """List the messages with which a journal that follows the state must begin, so that its replay knows what the
+    state leaves out: who had joined, and the updates of which not all parts had arrived."""
     messages: list[Message | HeldPart] = []
     for name, member in server.members.items():
         mirrors = server.mirrors_of(name)

@@ -1,21 +1,20 @@
-"""Copies of a server's snapshots at any URL that fsspec knows, in case a disk is lost.
+"""Copies a server's snapshots to any URL that fsspec knows, in case a disk is lost.
 
-    <url>/<moment>/<tensor>.safetensors, then <url>/<moment>/meta.json
+    <url>/<checkpoint id>/<tensor>.safetensors, then <url>/<checkpoint id>/meta.json
 
 `meta.json` names every file with its length and checksum. It is copied last and removed first, so it is there only
 while all other files are: object stores cannot rename a folder, so it marks a copy as whole. A copy that was found
 damaged gets a file `damaged.txt`, and is whole no more. Credentials, end points and the like come from the
 environment, as each of fsspec's file systems documents.
 
-A server with shards in processes of their own has a mirror for each process. A moment is whole where all of them have
-it. The coordinator's copy is made last and removed first, as `meta.json` is.
+A server with shards in processes of their own has copies for each process. A checkpoint is whole where all of them
+have it. The coordinator's copy is made last and removed first, as `meta.json` is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import re
 import shutil
 import threading
@@ -28,11 +27,13 @@ from typing import Any, TypeVar
 
 import fsspec
 
+from geotrain.common.backoff import RetryBackoff
 from geotrain.config import ConfigError
 from geotrain.monitor.events import SnapshotUploaded, Trouble
 from geotrain.net.storage.snapshots import (
     META,
     DamagedSnapshot,
+    OtherFormatError,
     Snapshot,
     SnapshotStore,
     StoreError,
@@ -47,18 +48,18 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 300.0  # between attempts to upload
 DAMAGED = "damaged.txt"
-CHECKPOINT_ID = re.compile(r"\d{8}(-[0-9a-f]+)?")  # older copies have a number only
+CHECKPOINT_ID = re.compile(r"\d{8}-[0-9a-f]+")
 
 
 class RemoteSnapshots:
-    """The copies of one process's snapshots below `url`.
+    """Keeps the copies of one process's snapshots below `url`.
 
     All methods block. They raise StoreError, whose message names the URL; the constructor raises ConfigError.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # Who gave up waiting for a copy, as a incarnation of the server that has ended, cannot end it: the next one
+        # Who gave up waiting for a copy, as an incarnation of the server that has ended, cannot end it: the next one
         # waits.
         self._one = threading.Lock()
         try:
@@ -67,14 +68,14 @@ class RemoteSnapshots:
             raise ConfigError(f"checkpoint.snapshots = {url!r}: cannot be used: {error}") from None
 
     def checkpoint_ids(self) -> dict[str, bool]:
-        """The moments of which something is there, ascending, and whether it is a whole copy."""
+        """List the checkpoint ids of which something is there, ascending, and whether it is a whole copy."""
         with self._faults("cannot be read"):
             self._files.invalidate_cache()  # fsspec caches listings, which other processes may have outdated
             names = sorted(path.rstrip("/").rpartition("/")[2] for path in self._list(self._root))
             return {name: self._is_whole(name) for name in names if CHECKPOINT_ID.fullmatch(name)}
 
     def whole(self) -> list[str]:
-        """The moments of whole copies, ascending."""
+        """List the checkpoint ids of whole copies, ascending."""
         return [checkpoint_id for checkpoint_id, is_whole in self.checkpoint_ids().items() if is_whole]
 
     def upload(self, folder: Path, checkpoint_id: str) -> int:
@@ -93,7 +94,7 @@ class RemoteSnapshots:
         return size
 
     def drop(self, checkpoint_id: str) -> None:
-        """Remove what is there of the moment."""
+        """Remove what is there of the checkpoint."""
         with self._faults("an old snapshot cannot be removed"):
             self._remove(checkpoint_id, META)
             with suppress(FileNotFoundError):
@@ -115,7 +116,7 @@ class RemoteSnapshots:
                 folder.mkdir(parents=True)
                 meta: bytes = self._files.cat_file(self._path(checkpoint_id, META))
                 (folder / META).write_bytes(meta)
-                for name in checked_meta(meta)["files"]:
+                for name in checked_meta(meta, f"{self.url}/{checkpoint_id}")["files"]:
                     self._files.get_file(
                         self._path(checkpoint_id, f"{name}.safetensors"), str(folder / f"{name}.safetensors")
                     )
@@ -155,26 +156,26 @@ class RemoteSnapshots:
 
 
 class Copies:
-    """All copies of a server's snapshots. own: those of its process, or of its coordinator's. shards: of its shards'
-    processes. keep: how many moments stay. All methods block, and raise StoreError."""
+    """Joins all copies of a server's snapshots. own: those of its process, or of its coordinator's. shards: of its
+    shards' processes. keep: how many checkpoints stay. All methods block, and raise StoreError."""
 
     def __init__(self, own: RemoteSnapshots, keep: int, shards: Sequence[RemoteSnapshots] = ()) -> None:
-        self.own, self.keep, self.all = own, keep, (own, *shards)
+        self.own, self.keep, self.shards, self.all = own, keep, tuple(shards), (own, *shards)
 
     @property
     def url(self) -> str:
         return self.own.url
 
     def whole(self) -> list[str]:
-        """The moments that all have whole, ascending."""
+        """List the checkpoint ids of which all have whole copies, ascending."""
         return whole([mirror.whole() for mirror in self.all])
 
     def every(self) -> set[str]:
-        """The moments of which there is something."""
+        """List the checkpoint ids of which there is something."""
         return {checkpoint_id for mirror in self.all for checkpoint_id in mirror.checkpoint_ids()}
 
     def upload(self, folder: Path, checkpoint_id: str) -> int:
-        """Copy this process's snapshot of a moment that all shards have copied already; then remove what is not
+        """Copy this process's snapshot of a checkpoint that all shards have copied already; then remove what is not
         wanted any more. Returns the snapshot's size in bytes."""
         size = self.own.upload(folder, checkpoint_id)
         there = [mirror.checkpoint_ids() for mirror in self.all]
@@ -193,21 +194,21 @@ class Copies:
 
 
 def whole(stores: Sequence[Collection[str]]) -> list[str]:
-    """The moments, ascending, that are whole, where each process's store has whole copies of these."""
+    """List the checkpoint ids, ascending, that are in every process's store of whole copies."""
     return sorted(set.intersection(*(set(store) for store in stores)))
 
 
 def superfluous(
     there: Sequence[Collection[str]], all_have: Sequence[str], checkpoint_id: str, keep: int
 ) -> list[str]:
-    """What may go, oldest first, now that `checkpoint_id` is whole: all but it and the newest `keep` of those that
-    all have. there: the moments of which each store has something."""
+    """List what may go, oldest first, now that `checkpoint_id` is whole: all but it and the newest `keep` of those
+    that all have. there: the checkpoint ids of which each store has something."""
     stay = {checkpoint_id, *all_have[-keep:]}
     return sorted({name for store in there for name in store} - stay)
 
 
 def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tuple[Snapshot | None, list[str]]:
-    """The newest whole snapshot of a server that is one process, and sentences on what is wrong with newer ones.
+    """Load the newest whole snapshot of a server that is one process; returns also what is wrong with newer ones.
 
     It comes from this machine's disk or, if the copies have a newer one, from there.
     Raises StoreError if the disk has none and the copies cannot be read.
@@ -227,6 +228,8 @@ def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tup
         temporary = store.folder / ".fetched"
         try:
             mirror.fetch(checkpoint_id, temporary)
+        except OtherFormatError:
+            raise
         except (DamagedSnapshot, StoreError) as error:
             faults.append(f"{mirror.url}/{checkpoint_id}: passed over: {error}")
             if isinstance(error, DamagedSnapshot):
@@ -242,7 +245,7 @@ def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tup
 
 
 def number_of(checkpoint_id: str) -> int:
-    """Of two moments of a server the later one's is greater."""
+    """Sequence number of a checkpoint id; grows with time."""
     return int(checkpoint_id.partition("-")[0])
 
 
@@ -250,16 +253,16 @@ class Uploader:
     """Copies the newest snapshot of a store whenever there is a new one, while the server works.
 
     A copy that fails is tried again after growing pauses. Where the server has shards in other processes, the
-    coordinator says which moment is copied, one at a time: copies that take unlike times would never meet otherwise.
-    tell: called with events. shards: lets the shards copy theirs of a moment; raises StoreError. Belongs to one event
-    loop.
+    coordinator says which checkpoint is copied, one at a time: copies that take unlike times would never meet
+    otherwise. write_event: called with events. shards: lets the shards copy theirs of a checkpoint id; raises
+    StoreError. Belongs to one event loop.
     """
 
     def __init__(
-        self, store: SnapshotStore, copies: Copies, tell: Callable[[Event], None],
+        self, store: SnapshotStore, copies: Copies, write_event: Callable[[Event], None],
         shards: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
-        self.store, self.copies, self.tell, self.shards = store, copies, tell, shards
+        self.store, self.copies, self.write_event, self.shards = store, copies, write_event, shards
         self.uploaded = 0  # number of the newest snapshot that the mirror has whole
         self.trouble: str | None = None  # why the last attempt failed; None if it did not
         self._work, self._done = asyncio.Event(), asyncio.Event()
@@ -273,7 +276,7 @@ class Uploader:
         self._work.set()
 
     async def run(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        backoff = RetryBackoff(FIRST_PAUSE_S, LAST_PAUSE_S)
         while True:
             self._work.clear()
             try:
@@ -281,13 +284,13 @@ class Uploader:
             except StoreError as error:
                 if self.trouble is None:
                     log.error("%s; trying again", error)
-                    self.tell(Trouble(str(error)))  # only at the first failure of several
+                    self.write_event(Trouble(str(error)))  # only at the first failure of several
                 self.trouble = str(error)
                 with suppress(TimeoutError):
-                    await within(pause_s * random.uniform(0.5, 1.0), self._work.wait())
-                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+                    await within(backoff.pause_s(), self._work.wait())
             else:
-                self.trouble, pause_s = None, FIRST_PAUSE_S
+                self.trouble = None
+                backoff.reset()
                 if not self._work.is_set():
                     self._done.set()
                 await self._work.wait()
@@ -313,7 +316,7 @@ class Uploader:
                 await self.shards(checkpoint_id)
             size = await beside(lambda: self.copies.upload(folder, checkpoint_id))
         self.uploaded = number
-        self.tell(SnapshotUploaded(number, size, time.monotonic() - began_s))
+        self.write_event(SnapshotUploaded(number, size, time.monotonic() - began_s))
 
 
 async def beside(call: Callable[[], T]) -> T:

@@ -1,20 +1,20 @@
-"""Snapshots of a server's state. Each is a folder that exists either whole or not at all.
+"""Writes and reads snapshots of a server's or a shard's state. Each is a folder that exists whole or not at all.
 
-    <folder>/<number>/meta.json            the JSON part of the state, with the length and checksum of every file
-    <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading go chunk by chunk
+    <folder>/<number>/meta.json            the format number, the JSON part of the state, and the length and checksum
+                                           of every file, behind a checksum of its own
+    <folder>/<number>/<tensor>.safetensors one tensor in each file, so that writing and reading go block by block
 
-`Server.state()` names the tensors. `chunk.<i>.x` is the fp32 vector of chunk i of the layout, which export reads
-(`fragment.<i>.x` in older ones, of fragments that are one chunk each).
+`Server.state()` names the tensors. `chunk.<i>.x` is the fp32 vector of chunk i of the parameter map, which export
+reads.
 
-`meta["moment"]` names the moment of the snapshot: the same in the snapshots that a server's coordinator and its
-shards took of it, and nowhere else, also where the server went back to an older one and counts from there again. "":
+`meta["checkpoint_id"]` is the same in the snapshots that a server's coordinator and its shards took after the same
+commands, and nowhere else, also where the server went back to an older checkpoint and counts from there again. "":
 the first snapshot of a coordinator or a shard, which it takes by itself.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from geotrain.common.files import make_folder, sync
+from geotrain.common.files import locked, make_folder, sync
 from geotrain.config import shard_name
 from geotrain.net.storage.frozen_state import CHUNK_BYTES, FrozenState
 from geotrain.outer.mirror_store import MirrorStore
@@ -40,6 +40,7 @@ from geotrain.outer.shards.shard import MIRRORS
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
+FORMAT = 2  # number of the format; a snapshot with another one is refused
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.
@@ -51,11 +52,23 @@ HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
 
 
 class StoreError(OSError):
-    """A snapshot cannot be written or read. Says which, why and what to do. Nothing half-written is left."""
+    """Raised when a snapshot cannot be written or read. Says which, why and what to do. Nothing half-written is
+    left."""
+
+
+class OtherFormatError(StoreError):
+    """Raised for a snapshot or a journal in a format that this version does not read; all stays as it is."""
+
+    def __init__(self, place: Path | str, found: object, own: int) -> None:
+        super().__init__(
+            f"{place}: its format is {found}, and this version of GeoTrain reads format {own} only. Nothing was "
+            "changed: resume with the version that wrote it, or export its weights with that and begin a new run "
+            "from them"
+        )
 
 
 class DamagedSnapshot(ValueError):
-    """This snapshot is not what was written."""
+    """Raised for a snapshot that is not what was written."""
 
 
 @contextmanager
@@ -66,16 +79,12 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     try:
         make_folder(folder)
-        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise StoreError(f"{folder}: cannot be used: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with locked(folder) as alone:
+        if not alone:
+            raise StoreError(f"{folder}: another server is running in this folder; stop it first")
         yield
-    except BlockingIOError:
-        raise StoreError(f"{folder}: another server is running in this folder; stop it first") from None
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,8 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The snapshots in one folder. keep: how many stay when a new one is written. mirror_store: where mirrors lie."""
+    """Keeps the snapshots of one folder. keep: how many stay when a new one is written. mirror_store: where mirrors
+    lie."""
 
     def __init__(self, folder: Path, keep: int = 2, mirror_store: MirrorStore | None = None) -> None:
         self.folder, self.keep, self.mirror_store = folder, keep, mirror_store or MirrorStore()
@@ -109,7 +119,7 @@ class SnapshotStore:
             shutil.rmtree(temporary, ignore_errors=True)
             make_folder(temporary)
             files = {name: _write_tensor(temporary / _file(name), name, state) for name in state.names()}
-            body = json.dumps({"files": files, "meta": meta}).encode()
+            body = json.dumps({"format": FORMAT, "files": files, "meta": meta}).encode()
             _write(temporary / META, (b"%08x\n" % crc32(body), body))
             # The files' contents are on disk (see `_write`). Their names go there next, and the final name last.
             sync(temporary)
@@ -123,7 +133,7 @@ class SnapshotStore:
             ) from error
 
     def check_room(self, state_bytes: int) -> None:
-        """Raises StoreError, as for a full disk, if a snapshot of so many bytes cannot fit."""
+        """Raise StoreError, as for a full disk, if a snapshot of so many bytes cannot fit."""
         place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         free_bytes = shutil.disk_usage(place).free
         if free_bytes < state_bytes + HEADS_BYTES:
@@ -134,7 +144,7 @@ class SnapshotStore:
 
     @contextmanager
     def kept(self, number: int) -> Iterator[Path]:
-        """The folder of a snapshot, which stays there during the block."""
+        """Give the folder of a snapshot, which stays there during the block."""
         self._kept.add(number)
         try:
             yield self.path(number)
@@ -149,25 +159,25 @@ class SnapshotStore:
         sync(self.folder)
 
     def new_checkpoint_id(self) -> str:
-        """A name for the moment of the next snapshot. Names of later moments are greater. Raises StoreError."""
+        """Make the checkpoint id of the next snapshot. Later ones are greater. Raises StoreError."""
         return f"{max(self.numbers(), default=0) + 1:08d}-{uuid.uuid4().hex[:12]}"
 
     def checkpoint_ids(self) -> dict[int, str]:
-        """Of the snapshots that are whole, by number, ascending. Raises StoreError."""
-        found = {}
+        """List the checkpoint ids of the snapshots that are whole, by number, ascending. Raises StoreError."""
+        found: dict[int, str] = {}
         for number in self.numbers():
-            with suppress(DamagedSnapshot):  # older ones name no moment, and are of servers of one process
-                found[number] = _load(self.path(number), number, ()).meta.get("checkpoint_id", f"{number:08d}")
+            with suppress(DamagedSnapshot):
+                found[number] = _load(self.path(number), number, ()).meta["checkpoint_id"]
         return found
 
     def load(self, number: int) -> Snapshot:
-        """Raises DamagedSnapshot."""
+        """Read a snapshot whole. Raises DamagedSnapshot, OtherFormatError."""
         return _load(self.path(number), number, mirror_store=self.mirror_store)
 
     def load_newest(self, names: tuple[str, ...] | None = None) -> tuple[Snapshot | None, list[str]]:
-        """The newest whole snapshot, None if there is none, and sentences on what is wrong with it or newer ones.
+        """Read the newest whole snapshot, None if there is none; returns also what is wrong with it or newer ones.
 
-        names: read only these tensors. Raises StoreError if the folder cannot be read.
+        names: read only these tensors. Raises StoreError if the folder cannot be read, OtherFormatError.
         """
         faults: list[str] = []
         for number in reversed(self.numbers()):
@@ -178,7 +188,7 @@ class SnapshotStore:
         return None, faults
 
     def numbers(self) -> list[int]:
-        """The numbers of all snapshots, ascending. Raises StoreError."""
+        """List the numbers of all snapshots, ascending. Raises StoreError."""
         try:
             return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal() and p.is_dir())
         except FileNotFoundError:
@@ -187,7 +197,7 @@ class SnapshotStore:
             raise StoreError(f"{self.folder}: cannot be read: {error.strerror}") from error
 
     def metas(self) -> list[dict[str, Any]]:
-        """The JSON parts of all snapshots. Raises StoreError when one is damaged."""
+        """Read the JSON parts of all snapshots. Raises StoreError when one is damaged."""
         try:
             return [_load(self.path(number), number, ()).meta for number in self.numbers()]
         except DamagedSnapshot as error:
@@ -198,7 +208,7 @@ class SnapshotStore:
 
 
 def read_weights(folder: Path, parameter_map: ParameterMap) -> Iterator[tuple[str, Tensor]]:
-    """The newest weights in a server's folder: (canonical name, fp32 tensor), one fragment in memory at a time.
+    """Yield the newest weights in a server's folder: (canonical name, fp32 tensor), one fragment in memory at a time.
 
     Raises StoreError when there is no whole snapshot, ParameterMapError when it is another model's, DamagedSnapshot.
     """
@@ -210,20 +220,17 @@ def read_weights(folder: Path, parameter_map: ParameterMap) -> Iterator[tuple[st
         raise ParameterMapError(f"{folder}: holds weights of another model than the run file's")
     places = {chunk.index: store.path(newest.number) for chunk in parameter_map.chunks}
     if "shards" in newest.meta["state"]:
-        places = _in_shards(
-            folder, parameter_map, newest.meta["state"]["shards"]["number"], newest.meta.get("checkpoint_id", "")
-        )
+        number = newest.meta["state"]["shards"]["number"]
+        places = _in_shards(folder, parameter_map, number, newest.meta["checkpoint_id"])
     for fragment in parameter_map.fragments:
         names = {f"chunk.{chunk.index}.x": places[chunk.index] for chunk in parameter_map.chunks_of[fragment.index]}
-        if not all((place / _file(name)).exists() for name, place in names.items()):
-            names = {f"fragment.{fragment.index}.x": store.path(newest.number)}
         vectors = [_load(place, 0, (name,)).tensors[name] for name, place in names.items()]
         yield from parameter_map.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
 
 
 def _in_shards(folder: Path, parameter_map: ParameterMap, number: int, checkpoint_id: str) -> dict[int, Path]:
-    """Chunk → the snapshot of that moment that its shard wrote. folder: the server's; those of its shards are beside
-    it. Raises StoreError, when one of them is not here or not whole."""
+    """Find, for each chunk, the snapshot with that checkpoint id that its shard wrote. folder: the server's; those of
+    its shards are beside it. Raises StoreError, when one of them is not here or not whole."""
     places: dict[int, Path] = {}
     for shard, own in enumerate(deal(parameter_map.chunks, number)):
         store = SnapshotStore(folder.with_name(shard_name(folder.name, shard)) / SNAPSHOTS)
@@ -247,10 +254,10 @@ def _load(
     """Read a snapshot. names: read only these tensors. faults: gets a sentence for each damaged tensor that a server
     can do without (`DISPENSABLE`), which is left out; None: there may be none. mirror_store: where mirrors then lie.
 
-    Raises DamagedSnapshot, whatever it is that makes the snapshot unreadable.
+    Raises DamagedSnapshot, whatever it is that makes the snapshot unreadable, and OtherFormatError.
     """
     try:
-        saved = checked_meta((folder / META).read_bytes())
+        saved = checked_meta((folder / META).read_bytes(), folder)
         wanted = saved["files"] if names is None else {name: saved["files"][name] for name in names}
         tensors = {}
         for name, stated in wanted.items():
@@ -263,17 +270,16 @@ def _load(
                     raise
                 faults.append(f"{folder / _file(name)}: damaged ({error}): that member's next weights go whole")
         return Snapshot(number, tensors, saved["meta"])
+    except OtherFormatError:
+        raise
     except UNREADABLE as error:
         raise DamagedSnapshot(str(error)) from error
 
 
 def check(folder: Path) -> None:
     """Read a snapshot's files without keeping them, and bring them to the disk. Raises DamagedSnapshot, OSError."""
-    try:
-        stated = [(_file(name), *each) for name, each in checked_meta((folder / META).read_bytes())["files"].items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedSnapshot(str(error)) from error
-    for name, size, crc in stated:
+    for tensor, (size, crc) in checked_meta((folder / META).read_bytes(), folder)["files"].items():
+        name = _file(tensor)
         found = read = 0
         with (folder / name).open("rb") as file:
             while content := file.read(CHUNK_BYTES):
@@ -286,15 +292,17 @@ def check(folder: Path) -> None:
         sync(path)
 
 
-def checked_meta(content: bytes) -> dict[str, Any]:
-    """The content of a META file: `files` (tensor → bytes and checksum of its file) and `meta`.
+def checked_meta(content: bytes, place: Path | str = META) -> dict[str, Any]:
+    """Read the content of a META file: `files` (tensor → bytes and checksum of its file) and `meta`.
 
-    Raises DamagedSnapshot.
+    place: of the snapshot, for messages. Raises DamagedSnapshot, OtherFormatError.
     """
     checksum, _, body = content.partition(b"\n")
     if checksum != b"%08x" % crc32(body):
         raise DamagedSnapshot(f"{META} differs from what was written (its checksum is wrong)")
-    saved: dict[str, Any] = json.loads(body)
+    saved: dict[str, Any] = json.loads(body)  # written by us, as the checksum says
+    if saved.get("format") != FORMAT:
+        raise OtherFormatError(place, saved.get("format", "unknown"), FORMAT)
     return saved
 
 
@@ -353,5 +361,5 @@ def _read(path: Path, mirror_store: MirrorStore, size: int, crc: int) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory as bytes, without a copy."""
+    """View the tensor's memory as bytes."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

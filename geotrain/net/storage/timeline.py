@@ -1,13 +1,13 @@
-"""The past of a server whose shards are processes of their own, and how its processes go back to a moment together.
+"""Names the timeline that each process of a server with shards is on, and takes all of them back to one checkpoint.
 
-Where one of them has lost its disk, what all had acknowledged since the newest moment in object storage is lost, as
-it is where a server of one process loses its disk. So all take that moment, each from its own copies, and go on from
-there as that server does. From then on the server has another past than before, with other orders under the same
-numbers: each past has a name, which coordinator and shards keep in their folders. Who has another than the
-coordinator goes back.
+Where one of the processes has lost its disk, what all had acknowledged since the newest checkpoint in object storage
+is lost, as it is where a server of one process loses its disk. So all take that checkpoint, each from its own copies,
+and go on from there as that server does. From then on the server is on another timeline (as PostgreSQL calls it),
+with other commands under the same numbers: each timeline has a name, which coordinator and shards keep in their
+folders. Who is on another one than the coordinator goes back.
 
-    <folder>/past.json   the past that the state in this folder belongs to
-    <folder>/void        exists while the state is exchanged: without a whole state the folder counts as empty
+    <folder>/timeline.json  the timeline that the state in this folder belongs to
+    <folder>/void           exists while the state is exchanged: without a whole state the folder counts as empty
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from geotrain.net.storage.recovery import JOURNAL
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of
 from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError
 
-TIMELINE, VOID = "past.json", "void"
+TIMELINE, VOID = "timeline.json", "void"
 FETCHED = ".fetched"
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """name: "" for first weights, before coordinator and shards have met. moment: from which the past began; "": from
-    there. begun: all shards have been in it with their coordinator (kept by coordinators)."""
+    """Tells apart the histories that a server's state may have.
+
+    name: "" for first weights, before coordinator and shards have met. checkpoint_id: where the timeline began; "":
+    with the first weights. begun: all shards have been on it with their coordinator (kept by coordinators).
+    """
 
     name: str = ""
     checkpoint_id: str = ""
@@ -39,7 +42,7 @@ class Timeline:
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """Of the state in a server's or a shard's folder. Raises StoreError."""
+    """Read which timeline the state in a server's or a shard's folder belongs to. Raises StoreError."""
     path = folder / TIMELINE
     if not SnapshotStore(folder / SNAPSHOTS).numbers():
         return Timeline()  # whatever was taken away with them
@@ -52,7 +55,7 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def write_timeline(folder: Path, timeline: Timeline) -> None:
-    """Raises OutputError."""
+    """Note which timeline the state in the folder belongs to. Raises OutputError."""
     write_whole(folder / TIMELINE, json.dumps(asdict(timeline)) + "\n")
 
 
@@ -64,7 +67,7 @@ def clear_void(folder: Path) -> None:
 
 
 def take(folder: Path, mirror: RemoteSnapshots, timeline: Timeline, number: int) -> None:
-    """Put the copy of the past's moment in the place of the folder's state, as snapshot `number`.
+    """Put the copy of the timeline's checkpoint in the place of the folder's state, as snapshot `number`.
 
     Killed on the way, it leaves the former state or none. Raises StoreError and DamagedSnapshot, and then the former
     state is there; OSError.
@@ -75,7 +78,7 @@ def take(folder: Path, mirror: RemoteSnapshots, timeline: Timeline, number: int)
 
 
 def _exchange(folder: Path, timeline: Timeline | None, number: int = 0) -> None:
-    """The fetched snapshot takes the place of the state. past: of the snapshot; None: nothing takes its place."""
+    """Put the fetched snapshot, which is of that timeline, in the place of the state; None: put nothing there."""
     void = folder / VOID
     void.touch()
     sync(folder)
@@ -92,8 +95,8 @@ def _exchange(folder: Path, timeline: Timeline | None, number: int = 0) -> None:
 
 
 def go_back(folder: Path, copies: Copies) -> list[str]:
-    """A coordinator takes the newest moment that it and all its shards have copies of, and begins a past with it: its
-    shards follow. Returns sentences on that. Raises StoreError, when there is none; OSError."""
+    """Take the newest checkpoint that a coordinator and all its shards have copies of, and begin a timeline with it:
+    its shards follow. Returns sentences on that. Raises StoreError, when there is none; OSError."""
     faults: list[str] = []
     while checkpoint_ids := copies.whole():
         timeline = Timeline(uuid.uuid4().hex, checkpoint_ids[-1])
@@ -106,12 +109,16 @@ def go_back(folder: Path, copies: Copies) -> list[str]:
         else:
             faults.append(f"{folder}: goes back to {timeline.checkpoint_id}, which came from {copies.url}")
             return faults
-    raise StoreError("\n".join([*faults, f"{copies.url}: holds no moment that the server and all its shards have"]))
+    faults.append(f"{copies.url}: holds no checkpoint that the server and all its shards have")
+    raise StoreError("\n".join(faults))
 
 
 def who_goes_back(coordinator: Timeline, newest: str | None) -> Literal["nobody", "shard", "all"]:
-    """A shard has come whose state does not fit its coordinator's. coordinator: its past. newest: the newest moment
-    that all have copies of. "shard": the others have taken that moment, or are about to. "nobody": there is none."""
+    """Decide who goes back, where a shard's state does not fit its coordinator's.
+
+    coordinator: its timeline. newest: the newest checkpoint id that all have copies of. "shard": the others have
+    taken that checkpoint, or are about to. "nobody": there is none.
+    """
     if newest is None:
         return "nobody"
     return "shard" if not coordinator.begun and coordinator.checkpoint_id == newest else "all"

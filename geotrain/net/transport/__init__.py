@@ -1,1 +1,1 @@
-"""Frames, calls, links."""
+"""Carries messages over links: frames, calls, TLS, clients."""

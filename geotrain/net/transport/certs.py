@@ -1,4 +1,4 @@
-"""Mutual TLS: each run has its own certificate authority, which signs a certificate for each process of the run.
+"""Secures links by mutual TLS: each run has an authority of its own, which signs a certificate for each process.
 
     <folder>/ca.pem, ca.key                     the authority; its key should stay where certificates are made
     <folder>/<role>-<name>.pem, .key            one pair for each process; a host needs its own pairs and ca.pem
@@ -11,7 +11,6 @@ for itself.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from geotrain.common.files import whole_file
 from geotrain.common.names import GLOBAL
 from geotrain.config import Address, ClusterConfig, shards_of
 
@@ -33,7 +33,7 @@ DEFAULT_DAYS = 730
 
 
 class CertificateError(OSError):
-    """A certificate is missing or cannot be used. Says which file, and what to do."""
+    """Raised when a certificate is missing or cannot be used. Says which file, and what to do."""
 
 
 def identity(role: Role, name: str) -> str:
@@ -42,7 +42,7 @@ def identity(role: Role, name: str) -> str:
 
 @dataclass(frozen=True)
 class Credentials:
-    """One process's key and certificate and the authority that it trusts, each a PEM text."""
+    """Holds one process's key and certificate and the authority that it trusts, each a PEM text."""
 
     identity: str
     key: bytes
@@ -52,14 +52,14 @@ class Credentials:
 
 @dataclass(frozen=True)
 class Trust:
-    """A client's end of a link: who it is, and who must be at the other end."""
+    """Says, for a client's end of a link, who it is and who must be at the other end."""
 
     credentials: Credentials
     server: str
 
 
 def open_channel(transport: Any, address: str, trust: Trust | None, options: Sequence[tuple[str, Any]]) -> Any:
-    """A channel to host:port. transport: `grpc` or `grpc.aio`. trust: None means plaintext."""
+    """Open a channel to host:port. transport: `grpc` or `grpc.aio`. trust: None means plaintext."""
     if trust is None:
         return transport.insecure_channel(address, options=options)
     own = trust.credentials
@@ -114,7 +114,7 @@ def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
 
 
 def trust_between(cluster: ClusterConfig, role: Role, name: str, server_role: Role, server: str) -> Trust | None:
-    """What a client needs for a link to a server of this cluster; None: the cluster's links are plaintext.
+    """Load what a client needs for a link to a server of this cluster; None: the cluster's links are plaintext.
 
     Raises CertificateError.
     """
@@ -182,22 +182,13 @@ def _builder(
 def _save(folder: Path, stem: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> list[Path]:
     """Write a pair. The key is written first, so that every certificate in the folder has its key, even when this
     process is killed in between."""
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    files = [
-        (folder / f"{stem}.key", private),
-        (folder / f"{stem}.pem", certificate.public_bytes(serialization.Encoding.PEM)),
-    ]
-    for path, content in files:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    return [path for path, _ in files]
+    encoding = serialization.Encoding.PEM
+    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    files = {folder / f"{stem}.key": private, folder / f"{stem}.pem": certificate.public_bytes(encoding)}
+    for path, content in files.items():
+        with whole_file(path, mode=0o600) as file:
+            file.write(content.decode())
+    return list(files)
 
 
 def _read(folder: Path, name: str) -> bytes:

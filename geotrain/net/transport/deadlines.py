@@ -1,4 +1,4 @@
-"""Deadlines for waits on a link. No wait is endless; how long one may take is learned from the link itself."""
+"""Limits waits on a link. No wait is endless; how long one may take is learned from the link itself."""
 
 from __future__ import annotations
 

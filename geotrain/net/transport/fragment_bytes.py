@@ -13,13 +13,13 @@ from itertools import islice
 from typing import Any
 
 from geotrain.net.transport import wire
-from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, UpdatePart
+from geotrain.outer.messages import UpdatePart
 from geotrain.parameters.parameter_map import ParameterMap
 
 
 @dataclass
 class FragmentBytes:
-    """One link's bytes by chunk: deltas go up, weights come down."""
+    """Counts one link's bytes by chunk: deltas go up, weights come down."""
 
     up: Counter[int] = field(default_factory=Counter)
     down: Counter[int] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ class FragmentBytes:
         self.down.update(other.down)
 
     def status(self, parameter_map: ParameterMap) -> dict[str, dict[str, int]]:
-        """Bytes each way, by the fragment's name."""
+        """Sum the bytes each way, by the fragment's name."""
         return {
             fragment.name: {
                 "up_bytes": sum(self.up[chunk.index] for chunk in chunks),
@@ -65,14 +65,9 @@ class FragmentBytes:
 
 
 def _owners(message: Any) -> Iterator[int]:
-    """For each frame after the header, the chunk that it belongs to. Of payloads only their length is read, so it
-    works on a header alone, too."""
-    chunks: tuple[ChunkDelta | ChunkWeights, ...] = ()
-    match message:
-        case UpdatePart():
-            chunks = message.deltas
-        case Answer():
-            chunks = message.weights
+    """Yield, for each frame after the header, the chunk that it belongs to. Only the length of payloads is read, so
+    it works on a header alone, too."""
+    chunks = message.deltas if isinstance(message, UpdatePart) else getattr(message, "weights", ())
     for chunk in chunks:
         for _ in range(0, len(chunk.payload), wire.DATA_FRAME_BYTES):
             yield chunk.chunk

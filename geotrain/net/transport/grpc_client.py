@@ -1,5 +1,4 @@
-"""The client's side of one link: how a member calls the server above it, in spite of lost connections and
-restarts."""
+"""Calls the server above on behalf of a member, in spite of lost connections and restarts."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc import aio
 
+from geotrain.common.backoff import RetryBackoff
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust, open_channel
 from geotrain.net.transport.deadlines import FrameDeadline, within
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # A call without a connection costs nothing but the call, and whoever waits for longer trains nothing meanwhile.
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 1.0
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 1.0
 REPLY_S = 30.0  # for a small call, in addition to the time for which the server may hold it
 TELL_S = 30.0  # people are told of trouble that lasts so long, and again whenever that time has doubled
 ANSWER_S = 600.0  # from an update's last frame to its acknowledgement; keepalive notices a dead server much earlier
@@ -55,20 +55,15 @@ HOPELESS = (
 )
 
 # What is raised when an attempt fails on its way. gRPC raises InvalidStateError when a call ends during a write.
-LOST = (
-    aio.AioRpcError,
-    TimeoutError,
-    asyncio.InvalidStateError,
-    wire.DamagedError,
-)
+LOST = (aio.AioRpcError, TimeoutError, asyncio.InvalidStateError, wire.DamagedError)
 
 
 class Unreachable(ConnectionError):
-    """The server did not answer in time. Says where it should be and what to check."""
+    """Raised when the server did not answer in time. Says where it should be and what to check."""
 
 
 class ConnectionLost(ConnectionError):
-    """One attempt of a call failed on its way; another may succeed."""
+    """Raised when one attempt of a call failed on its way; another may succeed."""
 
 
 class GrpcClient:
@@ -91,7 +86,7 @@ class GrpcClient:
         self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
 
     def live_as(self, incarnation: str) -> None:
-        """The member begins a new incarnation."""
+        """Call as a new incarnation of the member from here on."""
         self.incarnation = incarnation
 
     async def close(self) -> None:
@@ -137,16 +132,14 @@ class GrpcClient:
         del self._broken[part.part]
         return reply.applied
 
-    async def commit(self, part: UpdatePart) -> int | None:
-        """Tell the coordinator of a part whose payloads go to shards. Returns as `push`, when it is taken; None: not
-        yet."""
-        call = self._channel.unary_unary(f"/{rpc.SERVICE}/commit")
-        try:
-            reply = await call(next(wire.frames(part)), timeout=rpc.MAX_WAIT_S + REPLY_S)
-        except aio.AioRpcError as error:
-            raise self._reason(error) from None
-        ack = wire.unpack(reply, rpc.Ack, rpc.NotYet)
-        return None if isinstance(ack, rpc.NotYet) else ack.applied
+    async def commit(self, part: UpdatePart) -> int:
+        """Tell the coordinator of a part whose payloads go to shards, until it has taken it. Returns what `push`
+        does."""
+        header = next(wire.frames(part))
+        while True:
+            reply = await self._call("commit", header, rpc.Ack, rpc.NotYet, within_s=rpc.MAX_WAIT_S + REPLY_S)
+            if isinstance(reply, rpc.Ack):
+                return reply.applied
 
     async def _resume(self, call: Any, part: UpdatePart, header: int) -> int:
         """Ask how many data frames of this update the server has already."""
@@ -169,7 +162,7 @@ class GrpcClient:
     async def pull(
         self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
     ) -> Answer | None:
-        """The answer to update `sequence`; None if there is none yet after `wait_s`."""
+        """Pull the answer to update `sequence`; None: there is none yet after `wait_s`."""
         key = part, sequence, fragments
         reader = self._arriving.pop(key, None)
         known = (wire.crc_of(reader.opening), reader.data_frames) if reader else (0, 0)
@@ -198,15 +191,14 @@ class GrpcClient:
             call.cancel()
 
     async def global_weights(self, part: int, number: int, limit_bytes: int) -> Answer:
-        """The global weights that validation `number` is to evaluate; an empty answer if the server has none."""
+        """Pull the global weights that validation `number` is to evaluate; empty: the server has none."""
         request = rpc.PullGlobal(self.member, self.incarnation, part, number)
         call = self._channel.unary_stream(f"/{rpc.SERVICE}/weights")(wire.pack(request))
         reader = wire.FrameReader(Answer, limit_bytes=limit_bytes)
         try:
             while not reader.complete:
                 reader.feed(await rpc.next_frame(self._down.frame(call.read())))
-            answer: Answer = reader.message
-            return answer
+            return reader.message
         except LOST as error:
             raise self._reason(error) from None
         finally:
@@ -256,7 +248,7 @@ class GrpcClient:
         loop = asyncio.get_running_loop()
         since = loop.time()  # of the trouble, if there is any
         deadline, tell_s = since + deadline_s, TELL_S
-        pause_s, trouble = FIRST_BACKOFF_S, "it has not answered yet"
+        backoff, trouble = RetryBackoff(FIRST_PAUSE_S, LAST_PAUSE_S), "it has not answered yet"
         must_join, joined = False, False
         while True:
             try:
@@ -267,21 +259,19 @@ class GrpcClient:
                     value = await attempt()
                     if value is not None:
                         return value
-                    pause_s, trouble = FIRST_BACKOFF_S, "it had no answer yet"
-                    since, tell_s = loop.time(), TELL_S
+                    backoff.reset()
+                    trouble, since, tell_s = "it had no answer yet", loop.time(), TELL_S
                     deadline = loop.time() + deadline_s if patient else deadline
                     continue
             except (ConnectionLost, wire.DamagedError) as lost:
                 self.retries += 1
-                # Random, so that all members of a server that was restarted do not come back at the same moments.
-                trouble, wait_s = str(lost), pause_s * random.uniform(0.5, 1.0)
-                pause_s = min(2 * pause_s, LAST_BACKOFF_S)
+                trouble, wait_s = str(lost), backoff.pause_s()
             except NotJoined as refused:
                 if rejoin is None:
                     raise
                 # A server that was restarted knows the updates of its members, but not who had joined: the usual
                 # case, so the first time it is joined at once. If it says so once more, other ranks are missing.
-                trouble, wait_s = refused.reason, refused.retry_s or FIRST_BACKOFF_S if must_join or joined else 0.0
+                trouble, wait_s = refused.reason, refused.retry_s or FIRST_PAUSE_S if must_join or joined else 0.0
                 must_join = True
             except Refused as refused:
                 if refused.retry_s is None:
@@ -293,8 +283,8 @@ class GrpcClient:
                 raise self.unreachable(deadline_s, trouble)
             if loop.time() - since >= tell_s:
                 tell_s *= 2
-                told = "%s: for %.0f s, the server at %s has not taken what it is told: %s; it is told again"
-                log.warning(told, self.member, loop.time() - since, self.address, trouble)
+                what = "%s: for %.0f s, the server at %s has not answered a call: %s; it is repeated"
+                log.warning(what, self.member, loop.time() - since, self.address, trouble)
             await asyncio.sleep(wait_s)
 
     def unreachable(self, after_s: float, trouble: str) -> Unreachable:
@@ -306,15 +296,18 @@ class GrpcClient:
     # -- inside
 
     async def _unary(self, method: str, message: Any, *kinds: type, within_s: float = REPLY_S) -> Any:
+        return await self._call(method, wire.pack(message), *kinds, within_s=within_s)
+
+    async def _call(self, method: str, request: bytes, *kinds: type, within_s: float) -> Any:
         try:
             call = self._channel.unary_unary(f"/{rpc.SERVICE}/{method}")
-            return wire.unpack(await call(wire.pack(message), timeout=within_s), *kinds)
+            return wire.unpack(await call(request, timeout=within_s), *kinds)
         except aio.AioRpcError as error:
             raise self._reason(error) from None
 
     def _reason(self, error: Exception) -> Exception:
-        """Which exception a failed attempt should raise: the server's refusal, a WireError if repeating the attempt
-        is hopeless, or ConnectionLost."""
+        """Choose what a failed attempt raises: the server's refusal, a WireError if repeating the attempt is
+        hopeless, or ConnectionLost."""
         if isinstance(error, wire.DamagedError):
             return error
         if isinstance(error, asyncio.InvalidStateError):

@@ -40,12 +40,12 @@ CONCURRENT = 4  # calls at the same time
 
 
 class ProbeError(ConnectionError):
-    """A link cannot be measured. Says which, why and what to do."""
+    """Raised when a link cannot be measured. Says which, why and what to do."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When the measurement of one direction ends: after so many seconds or bytes, whichever comes first."""
+    """Limits the measurement of one direction: to so many seconds or bytes, whichever come first."""
 
     seconds: float
     count_bytes: int
@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Way:
-    """What was measured of one link.
+    """Holds what was measured of one link.
 
     rtt_ms: the shortest of several round trips. up_gbps: the rate from the caller to the server; down_gbps: back.
     """
@@ -146,12 +146,12 @@ def measure(address: str, limits: Limits, trust: Trust | None = None, within_s: 
                 begin = time.perf_counter()
                 echo(b"?" * ECHO_BYTES, timeout=DRAIN_S)
                 trips.append(time.perf_counter() - begin)
-            told = json.loads(channel.stream_unary(f"/{SERVICE}/sink")(frames(limits), timeout=timeout_s))
-            if "error" in told:
-                raise ProbeError(told["error"])
+            said = json.loads(channel.stream_unary(f"/{SERVICE}/sink")(frames(limits), timeout=timeout_s))
+            if "error" in said:
+                raise ProbeError(said["error"])
             request = json.dumps(asdict(limits)).encode()
             source = channel.unary_stream(f"/{SERVICE}/source")(request, timeout=timeout_s)
-            return Way(1e3 * min(trips), float(told["gbps"]), received_gbps(source, limits))
+            return Way(1e3 * min(trips), float(said["gbps"]), received_gbps(source, limits))
         except grpc.FutureTimeoutError:
             raise ProbeError(
                 f"no answer from {address} within {within_s:g} s; check the address in the cluster file, that no "

@@ -1,4 +1,4 @@
-"""The operator's calls to a server: its status, and commands. Blocking, so that no event loop is needed."""
+"""Calls a server for the operator: its status, and commands. Blocking, so that no event loop is needed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from geotrain.net.transport.grpc_client import Unreachable
 
 
 def ask_status(address: str, within_s: float, trust: Trust | None = None) -> dict[str, Any] | None:
-    """The status of the server at host:port (`GrpcService.status`); None if it does not answer in time.
+    """Ask the server at host:port for its status (`GrpcService.status`); None: it did not answer in time.
 
     within_s: how long it may take. trust: None means plaintext.
     """
     try:
-        said: dict[str, Any] = json.loads(_call(address, "status", b"", within_s, trust))
+        return json.loads(_call(address, "status", b"", within_s, trust))
     except grpc.RpcError:
         return None
-    return said
 
 
 def command(address: str, control: rpc.Control, within_s: float, trust: Trust | None = None) -> str:
-    """Send a server the operator's command; returns the server's words on it. trust: with the operator's certificate.
+    """Send a server the operator's command; returns what it says to it. trust: with the operator's certificate.
 
     Raises Refused, and Unreachable if the server does not answer in time.
     """
@@ -39,8 +38,8 @@ def command(address: str, control: rpc.Control, within_s: float, trust: Trust | 
             f"the server at {address} does not answer ({error.code().name.lower()}); check that the run is on, and "
             "that this machine reaches it"
         ) from None
-    told: rpc.Told = wire.unpack(answer, rpc.Told)
-    return told.text
+    reply: rpc.ControlReply = wire.unpack(answer, rpc.ControlReply)
+    return reply.text
 
 
 def _call(address: str, method: str, request: bytes, within_s: float, trust: Trust | None) -> bytes:

@@ -1,4 +1,4 @@
-"""The calls of a server's gRPC service, and the types they use besides the messages of `geotrain.outer.messages`.
+"""Defines the calls of a server's gRPC service, and their types besides the messages of `geotrain.outer.messages`.
 
 method    request                    answer
 join      Join                       Welcome
@@ -15,10 +15,10 @@ validated SayValidated               Ack
 leave     SayLeave                   Ack
 beat      Beat                       Ack
 status    nothing                    JSON
-control   Control                    Told
+control   Control                    ControlReply
 shard     ShardHello, then what it holds, streamed
-                                     orders, and Belong, Bring, Fetch, Save, Upload, Farewell, streamed, several in a
-                                     bundle; or GoBack alone
+                                     commands, and Belong, Bring, Fetch, Save, Upload, Farewell, streamed, several in
+                                     a bundle; or GoBack alone
 
 A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
 """
@@ -57,12 +57,12 @@ OPTIONS = (
 
 
 class ListenError(OSError):
-    """The server cannot listen on its address. Says why and what to do."""
+    """Raised when a server cannot listen on its address. Says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Ack:
-    """The server has received and recorded the call.
+    """Says that the server has received and recorded the call.
 
     applied: the last update of this member that is part of the server's weights. over: all data of the run has been
     trained and is part of the global weights. recalled: the member, a region, is to give back its reserve of data.
@@ -75,7 +75,7 @@ class Ack:
 
 @dataclass(frozen=True)
 class FromMember:
-    """The first fields of every call of a member: its name and which of its lives is calling."""
+    """Begins every call of a member: its name, and which of its incarnations is calling."""
 
     member: str
     incarnation: str
@@ -91,14 +91,14 @@ class Resume(FromMember):
 
 @dataclass(frozen=True)
 class Have:
-    """The answer to Resume: how many data frames of the update the server has already."""
+    """Answers Resume: how many data frames of the update the server has already."""
 
     data_frames: int
 
 
 @dataclass(frozen=True)
 class NotYet:
-    """There is no answer yet: ask again."""
+    """Says that there is no answer yet: ask again."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ReleaseLeases(FromMember):
 
 @dataclass(frozen=True)
 class SayTrained(FromMember):
-    """These leases are trained; no update will bring them."""
+    """Says that these leases are trained, and that no update will bring them."""
 
     leases: tuple[int, ...]
 
@@ -150,7 +150,7 @@ class SayValidated(FromMember):
 
 @dataclass(frozen=True)
 class SayLeave(FromMember):
-    """One rank is done and says goodbye. The member has left once all of its ranks have; then all get their answer.
+    """Says goodbye for one rank. The member has left once all of its ranks have; then all get their answer.
 
     sequence: the last update that the rank has sent, which the server must have received whole.
     """
@@ -161,7 +161,7 @@ class SayLeave(FromMember):
 
 @dataclass(frozen=True)
 class Beat(FromMember):
-    """A heartbeat: this rank is alive. metrics: numbers to be shown to people."""
+    """Says that this rank is alive. metrics: numbers to be shown to people."""
 
     part: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Beat(FromMember):
 
 @dataclass(frozen=True)
 class Control:
-    """A command of the operator.
+    """Carries a command of the operator.
 
     what: "snapshot", for any server; "unban", for the server whose member `name` is quarantined; for the global
     server also any command of `OperatorCommand`, with `name` the region to drain.
@@ -180,16 +180,16 @@ class Control:
 
 
 @dataclass(frozen=True)
-class Told:
-    """The command was carried out. text: shown to the operator; for a snapshot, where it is."""
+class ControlReply:
+    """Says that the command was carried out. text: shown to the operator; for a snapshot, where it is."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ShardHello:
-    """A shard calls its coordinator. orders: how many it has obeyed that count, and has on disk. past: the name of
-    the past (`geotrain.net.storage.timeline`) that its state belongs to."""
+    """Opens a shard's stream to its coordinator. commands: how many it has executed that count, and has on disk.
+    timeline: the name of the one that its state belongs to (`geotrain.net.storage.timeline`)."""
 
     server: str
     shard: int
@@ -200,26 +200,26 @@ class ShardHello:
 
 @dataclass(frozen=True)
 class ShardState:
-    """A shard tells how far it is on disk. saved: after how many orders its newest snapshot was taken. rss_bytes: its
-    process's memory. moment: of that snapshot."""
+    """Says how far a shard is on disk. saved: after how many commands its newest snapshot was taken. rss_bytes: its
+    process's memory. checkpoint_id: of that snapshot."""
 
     commands: int
     saved: int
     journal_bytes: int
     rss_bytes: int
-    checkpoint_id: str = ""
+    checkpoint_id: str
 
 
 @dataclass(frozen=True)
 class Bring:
-    """A region's shard shall push its chunks of an update to the shard of the same chunks above."""
+    """Asks a region's shard to push its chunks of an update to the shard of the same chunks above."""
 
     update: UpdatePart
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """A region's shard shall pull its chunks of an answer from there. answer: without payloads."""
+    """Asks a region's shard to pull its chunks of an answer from above. answer: without payloads."""
 
     incarnation: str
     fragments: tuple[int, ...]
@@ -228,15 +228,16 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Belong:
-    """The shard's state belongs to this past of its server from here on. The shard says the same when that is on its
-    disk."""
+    """Says that the shard's state belongs to this timeline of its server from here on. The shard answers with the
+    same when that is on its disk."""
 
     timeline: str
 
 
 @dataclass(frozen=True)
 class GoBack:
-    """A shard that does not fit its coordinator shall take its copy of this moment, from which that past began."""
+    """Asks a shard that does not fit its coordinator to take its copy of this checkpoint, from which the
+    coordinator's timeline began."""
 
     checkpoint_id: str
     timeline: str
@@ -244,21 +245,21 @@ class GoBack:
 
 @dataclass(frozen=True)
 class Save:
-    """A shard shall write a snapshot of its state, as it is after the orders before this. moment: the snapshot's."""
+    """Asks a shard to write a snapshot of its state, as it is after the commands before this."""
 
     checkpoint_id: str
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A shard shall copy its snapshot of this moment to object storage. It answers with Uploaded."""
+    """Asks a shard to copy its snapshot of this checkpoint id to object storage. It answers with Uploaded."""
 
     checkpoint_id: str
 
 
 @dataclass(frozen=True)
 class Uploaded:
-    """trouble: why there is no whole copy; "": there is."""
+    """Answers Upload. trouble: why there is no whole copy; "": there is."""
 
     checkpoint_id: str
     trouble: str = ""
@@ -266,12 +267,14 @@ class Uploaded:
 
 @dataclass(frozen=True)
 class Farewell:
-    """The server has ended in good order, and so shall its shards. Each says the same before it goes."""
+    """Says that the server has ended in good order, and so shall its shards. Each answers with the same before it
+    goes."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused call. retry_s: when it may be repeated; None: never. join_first: it was refused with NotJoined."""
+    """Says why a call is refused. retry_s: when it may be repeated; None: never. join_first: it was refused with
+    NotJoined."""
 
     reason: str
     retry_s: float | None
@@ -286,8 +289,8 @@ class Refusal:
 
 
 async def next_frame(arriving: Awaitable[Any]) -> bytes:
-    """The frame that a stream's `read` gives. Raises wire.DamagedError at the stream's end, which the sender may
-    answer by sending the message again."""
+    """Await the frame that a stream's `read` gives. Raises wire.DamagedError at the stream's end, which the sender
+    may answer by sending the message again."""
     frame = await arriving
     if frame is aio.EOF:
         raise wire.DamagedError("the stream ended before its message did")
@@ -295,7 +298,7 @@ async def next_frame(arriving: Awaitable[Any]) -> bytes:
 
 
 def refusal_of(error: Any) -> Refused | None:
-    """The server's refusal that a gRPC error carries; None if the call failed for another reason."""
+    """Read the server's refusal from a gRPC error; None: the call failed for another reason."""
     for key, value in error.trailing_metadata() or ():
         if key == REFUSAL_KEY:
             refusal: Refusal = wire.unpack(value, Refusal)

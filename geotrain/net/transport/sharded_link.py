@@ -1,4 +1,4 @@
-"""A member's link to a server whose shards are processes of their own: it pushes each chunk to the shard that has it,
+"""Links a member to a server whose shards are processes of their own: it pushes each chunk to the shard that has it,
 beside the others, tells the coordinator what it pushed, and pulls an answer from coordinator and shards."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EMPTY_S = 3.0
 
 @dataclass(frozen=True)
 class ShardsAbove:
-    """The shards of the server above. owner: chunk → its shard. fragments: chunk → its fragment."""
+    """Lists the shards of the server above. owner: chunk → its shard. fragments: chunk → its fragment."""
 
     addresses: tuple[str, ...]
     owner: tuple[int, ...]
@@ -33,15 +33,15 @@ class ShardsAbove:
     trust: Trust | None
 
     def of(self, shard: int, entries: Sequence[Any]) -> tuple[Any, ...]:
-        """Those of these deltas or weights that the shard has."""
+        """Select those of these deltas or weights that the shard has."""
         return tuple(each for each in entries if self.owner[each.chunk] == shard)
 
 
 def shards_above(
     cluster: ClusterConfig, parameter_map: ParameterMap, role: Role, name: str, server: str
 ) -> ShardsAbove | None:
-    """What the member needs to reach the shards of that server; None: they are in the server's own process. Raises
-    CertificateError."""
+    """List what the member needs to reach the shards of that server; None: they are in the server's own process.
+    Raises CertificateError."""
     addresses = shards_of(cluster, server)
     if not addresses:
         return None
@@ -57,7 +57,7 @@ def shards_above(
 
 
 class ShardedLink(GrpcClient):
-    """trust: to the coordinator, as for `GrpcClient`."""
+    """Calls a coordinator and its shards as one server. trust: to the coordinator, as for `GrpcClient`."""
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None, above: ShardsAbove) -> None:
         super().__init__(address, member, incarnation, trust)
@@ -75,14 +75,13 @@ class ShardedLink(GrpcClient):
         await super().close()
 
     async def push(self, part: UpdatePart) -> int:
-        """Ends when the coordinator has taken the part, or refuses it; until then shards are tried again and
-        again."""
+        """Push to all shards at once, again and again, until the coordinator has taken the part or refuses it."""
         pushes = [
             asyncio.ensure_future(shard.persist(partial(shard.push, replace(part, deltas=own)), SHARD_S))
             for i, shard in enumerate(self.shards)
             if (own := self.above.of(i, part.deltas))
         ]
-        taken = asyncio.ensure_future(self._taken(part))
+        taken = asyncio.ensure_future(self.commit(part))
         try:
             waiting = {taken, *pushes}
             while not taken.done():
@@ -95,11 +94,6 @@ class ShardedLink(GrpcClient):
                 task.cancel()
             await asyncio.gather(taken, *pushes, return_exceptions=True)
 
-    async def _taken(self, part: UpdatePart) -> int:
-        while (applied := await self.commit(part)) is None:
-            pass
-        return applied
-
     async def pull(
         self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
     ) -> Answer | None:
@@ -109,15 +103,16 @@ class ShardedLink(GrpcClient):
         wanted = [i for i in range(len(self.shards)) if self.above.of(i, header.weights)]
         calls = [self._pull_from(i, part, sequence, fragments, limit_bytes) for i in wanted]
         found = whole(header, await asyncio.gather(*calls))
-        if found is None:  # coordinator and shard spoke in different lives of the server
+        if found is None:  # coordinator and shard spoke in different incarnations of the server
             await asyncio.sleep(AGAIN_S)
         return found
 
     async def _pull_from(
         self, i: int, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int
     ) -> Answer:
-        """An empty one, if the shard has had none for a while: it may have begun a new incarnation after the
-        coordinator gave the header, and codes the answer once more only when the coordinator is asked again."""
+        """Pull one shard's chunks of the answer; an empty answer, if it has had none for a while: it may have begun a
+        new incarnation after the coordinator gave the header, and codes the answer once more only when the
+        coordinator is asked again."""
         shard, until_s = self.shards[i], time.monotonic() + EMPTY_S
 
         async def attempt() -> Answer | None:
@@ -131,17 +126,15 @@ class ShardedLink(GrpcClient):
         if not header.weights:
             return header
 
-        def calls() -> list[Any]:
-            return [v.persist(partial(v.global_weights, part, number, limit_bytes), SHARD_S) for v in self.shards]
-
-        found = await asyncio.gather(*calls())
+        calls = [v.persist(partial(v.global_weights, part, number, limit_bytes), SHARD_S) for v in self.shards]
+        found = await asyncio.gather(*calls)
         versions = {each.chunk: each.version for each in header.weights}
-        told = [replace(a, weights=tuple(replace(w, version=versions[w.chunk]) for w in a.weights)) for a in found]
-        return whole(header, told) or replace(header, weights=())
+        same = [replace(a, weights=tuple(replace(w, version=versions[w.chunk]) for w in a.weights)) for a in found]
+        return whole(header, same) or replace(header, weights=())
 
 
 def whole(header: Answer, found: Sequence[Answer]) -> Answer | None:
-    """The answer with the payloads that shards have given; None: they are not (all) of this answer."""
+    """Put the payloads that shards have given into the answer; None: they are not (all) of this answer."""
     weights = {
         each.chunk: each for answer in found for each in answer.weights if answer.incarnation == header.incarnation
     }

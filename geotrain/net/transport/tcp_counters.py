@@ -30,7 +30,7 @@ COUNTERS_AT = 120  # their offset in struct tcp_info (linux/tcp.h); the kernel o
 
 @dataclass
 class Traffic:
-    """Bytes with one peer over all connections since the counters began; the peaks are bytes within one second."""
+    """Sums the bytes with one peer over all connections since the counters began. Peaks: bytes within one second."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -58,7 +58,8 @@ class TcpCounters:
 
     A socket's counters are gone when it closes, so what it moved after its last sample is not counted.
     counted: which peers belong to the sum `total`, whose peaks are those of the sum. `recent` is the same sum since
-    `take_recent` was last called. before: what earlier lives of this process counted, as the beginning of `total`.
+    `take_recent` was last called. before: what earlier incarnations of this process counted, with which `total`
+    begins.
     """
 
     def __init__(self, counted: Callable[[str], bool] = lambda peer: True, before: Traffic | None = None) -> None:
@@ -80,13 +81,13 @@ class TcpCounters:
             self._thread.join()
 
     def traffic(self) -> dict[str, Traffic]:
-        """Traffic of each peer until now."""
+        """Give the traffic of each peer until now."""
         self.sample()
         with self._lock:
             return dict(self._peers)
 
     def take_recent(self) -> Traffic:
-        """What the counted peers moved since the last call.
+        """Give what the counted peers moved since the last call.
 
         A peak's window may reach back beyond the last call: a burst at the border shows in both results.
         """
@@ -149,7 +150,7 @@ def connections() -> Iterator[tuple[str, socket.socket]]:
 
 
 def _sockets() -> dict[str, tuple[str, int, int]]:
-    """inode → (peer, bytes sent, bytes received) of this process's connected TCP sockets."""
+    """Read inode → (peer, bytes sent, bytes received) of this process's connected TCP sockets."""
     found: dict[str, tuple[str, int, int]] = {}
     for inode, connection in connections():
         with suppress(OSError):  # not connected, or not any more

@@ -1,14 +1,14 @@
-"""Turns messages into frames and back. The dataclasses of `geotrain.outer.messages` and `geotrain.net.transport.rpc`
-are the format's definition: their fields and type hints drive encoding, decoding and validation, so there is no other
-schema.
+"""Encodes messages as frames, and decodes them. The dataclasses of `geotrain.outer.messages` and
+`geotrain.net.transport.rpc` define the format: their fields and type hints drive encoding, decoding and validation,
+so there is no other schema.
 
 A message is one *header* frame, and *data* frames when it carries payloads (fields of type bytes):
 
-    header   crc32 (4 bytes, little endian) + msgpack [VERSION, "Type", [field, …]], a payload given as its length
-    data frame    crc32 + at most DATA_FRAME_BYTES of the payloads, which stand end to end; a data frame never spans
-    two payloads
+    header      crc32 (4 bytes, little endian) + msgpack [VERSION, "Type", [field, …]], a payload given as its length
+    data frame  crc32 + at most DATA_FRAME_BYTES of the payloads, which stand end to end; a data frame never spans two
+                payloads
 
-So a message of gigabytes is never built in one chunk, and a receiver knows every size before it allocates memory.
+So a message of gigabytes is never built in one block, and a receiver knows every size before it allocates memory.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ MAX_BUNDLE_BYTES = LENGTH.size + MAX_FRAME_BYTES
 
 
 class WireError(ValueError):
-    """These bytes are not a message that is allowed here. Says what was expected and what came."""
+    """Raised for bytes that are no message that is allowed here. Says what was expected and what came."""
 
 
 class DamagedError(WireError):
-    """A frame was damaged on its way. Unlike other WireErrors, sending it again may help."""
+    """Raised for a frame that was damaged on its way. Unlike other WireErrors, sending it again may help."""
 
 
 # ------------------------------------------------------------------------------------------------- writing
 
 
 def frames(message: Any, first_frame: int = 0) -> Iterator[bytes]:
-    """The message as frames: a header, then the data frames of its payloads, from `first_frame` on."""
+    """Yield the message as frames: a header, then the data frames of its payloads, from `first_frame` on."""
     for body in bodies(message, first_frame):
-        yield _sealed(body)
+        yield b"".join((checksum(body), body))
 
 
 def bodies(message: Any, first_frame: int = 0) -> Iterator[Payload]:
-    """What is in these frames behind their checksums. Data frames are views of the payloads: nothing is copied."""
+    """Yield the frames without their checksums. Data frames are views of the payloads: nothing is copied."""
     payloads: list[Payload] = []
     header = msgpack.packb([VERSION, type(message).__name__, _plain(message, payloads)])
     if len(header) > MAX_HEADER_BYTES:
@@ -75,12 +75,12 @@ def bodies(message: Any, first_frame: int = 0) -> Iterator[Payload]:
 
 
 def crc_of(frame: bytes) -> int:
-    """The checksum at the beginning of a frame. A header's serves to tell whether two messages are the same one."""
+    """Read the checksum at the beginning of a frame. A header's shows whether two messages are the same one."""
     return int.from_bytes(frame[:CRC_BYTES], "little")
 
 
 def pack(message: Any) -> bytes:
-    """A message without payloads as its only frame."""
+    """Encode a message without payloads as its only frame. Raises WireError."""
     header, *data_frames = frames(message)
     if data_frames:
         raise WireError(f"{type(message).__name__} carries a payload and needs a stream")
@@ -94,10 +94,6 @@ def bundle(waiting: deque[bytes]) -> bytes:
     while waiting and (room := room - LENGTH.size - len(waiting[0])) >= 0:
         taken.append(waiting.popleft())
     return b"".join(part for frame in taken for part in (LENGTH.pack(len(frame)), frame))
-
-
-def _sealed(body: Payload) -> bytes:
-    return b"".join((checksum(body), body))
 
 
 def checksum(body: Payload) -> bytes:
@@ -220,7 +216,7 @@ class FrameReader:
 
 
 def unbundle(together: bytes) -> Iterator[bytes]:
-    """The frames of a bundle. Raises DamagedError."""
+    """Yield the frames of a bundle. Raises DamagedError."""
     position = 0
     while position < len(together):
         begin = position + LENGTH.size
@@ -231,7 +227,7 @@ def unbundle(together: bytes) -> Iterator[bytes]:
 
 
 def unpack(frame: bytes, *allowed: type) -> Any:
-    """A message without payloads from its only frame. Raises WireError."""
+    """Decode a message without payloads from its only frame. Raises WireError."""
     reader = FrameReader(*allowed)
     reader.feed(frame)
     return reader.message
@@ -245,7 +241,7 @@ Read = Callable[[Any, str, Callable[[Any], Any]], Any]
 
 @cache
 def _reader(hint: Any) -> Read:
-    """The function that turns what msgpack gives into a value of this type, or raises WireError."""
+    """Make the function that turns what msgpack gives into a value of this type, or raises WireError."""
     if is_dataclass(hint):
         return _dataclass_reader(hint)
     origin, arguments = get_origin(hint), get_args(hint)
@@ -303,7 +299,7 @@ PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
 
 
 def _read_numbers(raw: Any, at: str, payload: Callable[[Any], Any]) -> dict[str, float]:
-    """A map of numbers that are shown to people. They need not be finite: a loss may be NaN."""
+    """Read a map of numbers that are shown to people. They need not be finite: a loss may be NaN."""
     if not isinstance(raw, dict) or not all(type(v) in (int, float) and type(k) is str for k, v in raw.items()):
         raise WireError(f"{at}: a map from texts to numbers expected")
     return {key: float(value) for key, value in raw.items()}

@@ -1,5 +1,5 @@
-"""The client by which a worker's rank calls the server above it. Its methods are plain and blocking, or give futures;
-the sockets live on a thread inside."""
+"""Calls the server above for a rank of a worker. The methods are plain and blocking, or give futures; the sockets
+live on a thread inside."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ NOT_YET = -1  # in place of the last update that a server has applied
 
 
 class ServerForgot(RuntimeError):
-    """The server was restored to a state older than what it has acknowledged. This worker must be started again."""
+    """Raised when the server was restored to a state older than what it has acknowledged: start this worker again."""
 
 
 @dataclass
 class _Pushed:
-    """An update that was given to `push` and is not known to be part of the server's weights."""
+    """Holds an update that was given to `push` and is not known to be part of the server's weights."""
 
     part: UpdatePart
     delivered: Future[None]
@@ -55,7 +55,7 @@ class _Pushed:
 
 
 class WorkerClient:
-    """One rank's connection, for one incarnation of its member.
+    """Connects one rank, for one incarnation of its member.
 
     Updates are delivered in order. They are kept until they are part of the server's weights, so that a server that
     is restarted meanwhile can get them again. If the server does not know the member, as after a restart, the client
@@ -78,7 +78,7 @@ class WorkerClient:
         self.shards = shards
         # Called, on the thread inside, with the sequence of each update that the server has applied.
         self.on_acknowledged: Callable[[int], None] = lambda sequence: None
-        self.mirrors: Callable[[], tuple[int, ...]] = tuple  # gives the marks for a join in the same incarnation
+        self.mirrors: Callable[[], tuple[int, ...]] = tuple  # fingerprints for a join in the same incarnation
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
@@ -90,7 +90,7 @@ class WorkerClient:
         self._sequence = 0  # of the last update given to `push`
         self._work = asyncio.Event()
         self._rejoining = asyncio.Lock()
-        self._lives = 0  # how often it has joined
+        self._joins = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -111,7 +111,7 @@ class WorkerClient:
         return pushed.delivered
 
     def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
-        """The answer to update `sequence` (0: to the join), which was about these fragments."""
+        """Pull the answer to update `sequence` (0: to the join), which was about these fragments."""
         return self._start(self._pull(sequence, fragments))
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]:
@@ -119,20 +119,19 @@ class WorkerClient:
         return self._start(self._persist(lambda link: link.lease(request), patient=True))
 
     def global_weights(self, number: int) -> Future[Answer]:
-        """This rank's part of the global weights that validation `number` is to evaluate; empty if the server has
+        """Pull this rank's part of the global weights that validation `number` is to evaluate; empty: the server has
         none."""
         limit_bytes, part = self._limit_bytes, self._part
         return self._start(self._persist(lambda link: link.global_weights(part, number, limit_bytes)))
 
     def validated(self, result: Validated) -> None:
         """Tell the server a validation's result, in the background. If it cannot be delivered it is lost, which does
-        no
-        harm: there will be others."""
+        no harm: there will be others."""
         self._start(self._persist(lambda link: link.validated(result)))
 
     @property
     def retries(self) -> int:
-        """How many attempts failed on their way and were repeated."""
+        """Number of attempts that failed on their way and were repeated."""
         return self._link.retries if self._link else 0
 
     def leave(self) -> None:
@@ -185,7 +184,7 @@ class WorkerClient:
     def _persist(
         self, attempt: Callable[[GrpcClient], Awaitable[T | None]], patient: bool = False
     ) -> Coroutine[Any, Any, T]:
-        """Repeat a call until it gives a value, as `GrpcClient.persist`; joins again where the server asks for it."""
+        """Repeat a call until it gives a value, and join again where the server asks for it."""
         if (link := self._link) is None:
             raise RuntimeError("join first")
         return link.persist(lambda: attempt(link), self.deadline_s, rejoin=self._rejoin, patient=patient)
@@ -193,12 +192,8 @@ class WorkerClient:
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
             raise RuntimeError(f"{join.member} has joined already; a new incarnation needs a client of its own")
-        incarnation = join.member, join.incarnation, self.trust
-        link = (
-            ShardedLink(self.address, *incarnation, self.shards)
-            if self.shards
-            else GrpcClient(self.address, *incarnation)
-        )
+        end = self.address, join.member, join.incarnation, self.trust
+        link = ShardedLink(*end, self.shards) if self.shards else GrpcClient(*end)
         try:
             welcome = await link.persist(lambda: link.join(join), self.connect_s)
         except BaseException:
@@ -207,7 +202,7 @@ class WorkerClient:
         self._join, self._link, self._part = join, link, join.part
         self._limit_bytes = 8 * sum(numel(slices) for slices in join.holds) + 65536
         self._applied = self._sequence = welcome.sequence - 1
-        self._lives += 1
+        self._joins += 1
         self._start(self._push_all())
         self._start(self._beat())
         return welcome
@@ -217,13 +212,12 @@ class WorkerClient:
 
         All calls that were under way meet a restarted server at once; only the first of them joins.
         """
-        lives = self._lives
+        joins = self._joins
         async with self._rejoining:
-            if lives != self._lives:
+            if joins != self._joins:
                 return
             link, join = self._link, self._join
-            assert link is not None
-            assert join is not None
+            assert link is not None and join is not None
             welcome = await link.join(replace(join, mirrors=self.mirrors()))
             if welcome.sequence <= self._applied:
                 raise ServerForgot(
@@ -231,7 +225,7 @@ class WorkerClient:
                     f"{self._applied}: it was restored from an older state, or has started over; start this worker "
                     "again"
                 )
-            self._lives += 1
+            self._joins += 1
             self._note_applied(welcome.sequence - 1)
             for pushed in self._parts:
                 pushed.acknowledged = False
@@ -251,7 +245,7 @@ class WorkerClient:
                 await self._push(pushed)
 
     def _next(self) -> _Pushed | None:
-        """The first update that the server's present incarnation has not acknowledged."""
+        """Find the first update that the server's present incarnation has not acknowledged."""
         return next((p for p in self._parts if not p.acknowledged), None)
 
     async def _beat(self) -> None:
@@ -273,11 +267,11 @@ class WorkerClient:
             # Joining again may have brought up an earlier one, whose other parts had not come: it is wanted first.
             if (first := self._next()) is not None and first.part.sequence < pushed.part.sequence:
                 return NOT_YET
-            lives = self._lives
+            joins = self._joins
             applied = await link.push(pushed.part)
             # If this client has joined again meanwhile, an earlier incarnation of the server has acknowledged. Unless
             # all parts had come, that incarnation has taken the part with it.
-            return applied if lives == self._lives else None
+            return applied if joins == self._joins else None
 
         try:
             applied = await self._persist(attempt)
