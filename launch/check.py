@@ -20,7 +20,8 @@ from geotrain.config import (
 )
 from geotrain.data.dataset import open_dataset, training_digest
 from geotrain.data.tokens import DataError
-from geotrain.launch.worker_command import regions_of
+from geotrain.launch.launchers.base import regions_of
+from geotrain.launch.launchers.registry import launcher_of
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
 
@@ -80,6 +81,7 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     from geotrain.parallelism.acco_forms import check_acco
     from geotrain.parallelism.transformer_engine import check_transformer_engine
 
+    launcher_of(worker)
     setup = WorkerSetup.of(run, worker)
     block = setup.deepspeed
     if block["train_batch_size"] != run.samples_per_step:

@@ -39,11 +39,11 @@ from geotrain.launch.check import (
 )
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.host_check import check_hosts, refuse, show
+from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles
 from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site, ssh_hosts
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_words, new_console, share_of, size
-from geotrain.launch.worker_command import this_machine
 from geotrain.monitor.events import EventLog, ProcessDied, Trouble
 from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.events import Event
@@ -177,7 +177,7 @@ def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: C
         events.write(event)
         if isinstance(event, ProcessDied):
             then = "given up" if event.pause_s is None else f"started again in {event.pause_s:.3g} s"
-            say(f"{event.unit} {event.how}; {then} (restarts so far: {event.restarts})")
+            say(f"{event.group} {event.how}; {then} (restarts so far: {event.restarts})")
         elif isinstance(event, Trouble):
             say(event.what)
 

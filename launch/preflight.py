@@ -28,8 +28,8 @@ from geotrain.data.dataset import end_of_document, read_manifest
 from geotrain.data.tokens import DataError
 from geotrain.emulate import wan
 from geotrain.launch.check import check_digest, check_ports_are_free, check_split, check_tokenizer, open_links
+from geotrain.launch.machine import this_machine
 from geotrain.launch.site_processes import LaunchRequest, local_processes, ssh_hosts
-from geotrain.launch.worker_command import this_machine
 from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
 from geotrain.net.transport.certs import OPERATOR, CertificateError, Role, load_credentials

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.jit_locks import build_folder, release_stale_locks
+from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.loading import loading
 from geotrain.launch.rank_environment import address_to, capability_here, library_settings, rank_environment
 
@@ -75,7 +76,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     run.check_for_trainer()
     worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
     setup, site = topology.workers[worker.name], topology.server_of(worker.name)
-    os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
+    os.environ.update(rank_environment(os.environ, launcher_of(worker)))
     os.environ.update(
         library_settings(
             os.environ,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -64,8 +64,10 @@ class WorkerConfig(Block):
 
     name: Name
     hosts: tuple[HostConfig, ...] = Field((HostConfig(host="localhost", slots=1),), min_length=1)
-    launcher: Literal["local", "ssh", "pdsh", "slurm", "openmpi", "mpich", "impi"] = Field(
-        "local", description="`local` starts ranks on this machine; the rest are DeepSpeed's launchers."
+    launcher: str = Field(
+        "local",
+        description="What starts its ranks: local (on this machine), ssh, pdsh, slurm, openmpi, mpich, impi, or a "
+        "launcher of another package.",
     )
     launcher_args: str = Field("", description="More arguments for srun, mpirun or pdsh.")
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")

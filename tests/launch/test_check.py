@@ -14,8 +14,9 @@ from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
 from geotrain.launch.check import check_data, check_ports_are_free, free_ports
 from geotrain.launch.launcher import locked, resolve
-from geotrain.launch.site_processes import LaunchRequest, local_processes, over_ssh
-from geotrain.launch.worker_command import HostMachine
+from geotrain.launch.launchers.ssh import over_ssh
+from geotrain.launch.machine import HostMachine
+from geotrain.launch.site_processes import LaunchRequest, local_processes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

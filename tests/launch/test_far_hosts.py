@@ -12,8 +12,8 @@ import pytest
 from geotrain.config import ConfigError, load_cluster, load_run
 from geotrain.launch import far_hosts
 from geotrain.launch.far_hosts import prepare_far_hosts
+from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
-from geotrain.launch.worker_command import HostMachine
 from tests.support.small_runs import write_files
 
 # On every host the launcher's folder is another one: <folder>-<host>.

@@ -127,13 +127,13 @@ def test_what_is_left_of_a_killed_site_is_known_for_that(tmp_path: Path) -> None
 
 
 def launch_site(asked: LaunchRequest, *more: str) -> tuple[int, str]:
-    """Exit code and standard error of a front whose orders do not end."""
+    """Exit code and standard error of a relay whose orders do not end."""
     command = [sys.executable, "-m", "geotrain", "launch-site", *more]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as front:
-        assert front.stdin and front.stderr
-        front.stdin.write(asked.to_line())
-        front.stdin.flush()
-        return front.wait(BUSY_S), front.stderr.read().decode()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as relay:
+        assert relay.stdin and relay.stderr
+        relay.stdin.write(asked.to_line())
+        relay.stdin.flush()
+        return relay.wait(BUSY_S), relay.stderr.read().decode()
 
 
 def test_there_is_one_life_of_a_site(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_a_site_with_other_data_is_refused_before_it_begins(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------ the launcher's end
 
 
-def front(script: str) -> ProcessSpec:
-    return ProcessSpec("eu.ssh", ("bash", "-c", script), respawn=lambda: front(script), front=True)
+def relay(script: str) -> ProcessSpec:
+    return ProcessSpec("eu.ssh", ("bash", "-c", script), respawn=lambda: [relay(script)], relay=True)
 
 
 def test_a_lost_connection_is_tried_again_beyond_all_limits_and_told(tmp_path: Path) -> None:
@@ -182,19 +182,19 @@ def test_a_lost_connection_is_tried_again_beyond_all_limits_and_told(tmp_path: P
     script = f"echo x >> {tmp_path}/tries; echo no route; [ $(wc -l < {tmp_path}/tries) = 6 ] || exit 255"
     quick = RestartConfig(limit=0, first_s=0.01, longest_s=600.0)
     with Supervisor(tmp_path, restart=quick, on_event=events.append) as running:
-        running.start(front(script))
+        running.start(relay(script))
         assert running.wait().code == 0
     told = [event.what for event in events if isinstance(event, Trouble)]
     assert told[0] == "eu.ssh: no connection (no route); what runs there goes on; tried again in 0.01 s"
     assert len(told) == 5 and not any(isinstance(event, ProcessDied) for event in events)
 
 
-def test_who_is_stopped_tells_its_fronts_so_and_names_those_that_it_did_not_reach(tmp_path: Path) -> None:
+def test_who_is_stopped_tells_its_relays_so_and_names_those_that_it_did_not_reach(tmp_path: Path) -> None:
     events: list[Event] = []
     slow = RestartConfig(first_s=600.0, longest_s=600.0)
     with Supervisor(tmp_path, restart=slow, on_event=events.append) as running:
-        running.start(front("read order; echo told to $order; exit 143"))
-        running.start(replace(front("exit 255"), name="us.ssh"))
+        running.start(relay("read command; echo told to $command; exit 143"))
+        running.start(replace(relay("exit 255"), name="us.ssh"))
         lost = Trouble("us.ssh: no connection (no word); what runs there goes on; tried again in 600 s")
 
         def stop_when_one_is_lost() -> None:
@@ -209,12 +209,12 @@ def test_who_is_stopped_tells_its_fronts_so_and_names_those_that_it_did_not_reac
     ]
 
 
-def test_a_launcher_that_dies_tells_its_fronts_nothing(tmp_path: Path) -> None:
+def test_a_launcher_that_dies_tells_its_relays_nothing(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from geotrain.launch.supervisor import *\n"
         "with Supervisor(Path(sys.argv[1])) as running:\n"
         f"    running.start(ProcessSpec('eu.ssh', ('bash', '-c', 'read o; echo heard [$o] > {tmp_path}/heard'), "
-        "front=True))\n"
+        "relay=True))\n"
         "    print('started', flush=True); running.wait()"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as launcher:
@@ -227,7 +227,7 @@ def test_a_launcher_that_dies_tells_its_fronts_nothing(tmp_path: Path) -> None:
 def test_those_who_miss_the_servers_end_are_a_failure(tmp_path: Path) -> None:
     with Supervisor(tmp_path, drain_s=0.3) as running:
         running.start(ProcessSpec("global", ("true",), role="server"))
-        running.start(front("echo far away; read order"))
+        running.start(relay("echo far away; read order"))
         outcome = running.wait()
     assert outcome.code == 1
     assert "'eu.ssh' still running 0.3 s after all servers ended: they missed the run's end" in outcome.reason
