@@ -1,12 +1,12 @@
-"""A site on another machine than the launcher's.
+"""Keeps a site on another machine than the launcher's.
 
 One process keeps it: in a session of its own it starts the site's servers and workers, starts again what dies, and
 lives on when nobody is connected. What ssh runs is a relay, which begins that process if none lives, and then
-carries commands there and words back (`geotrain.launch.control`). The site's lock, which the kernel releases however
+carries commands there and lines back (`geotrain.launch.control`). The site's lock, which the kernel releases however
 its holder ends, sees to it that there is only one.
 
 In the run's folder, `.site-<site>.json` names the launcher's incarnation that the site was begun by or attached to
-last, and how it ended if it has: a launcher whose connection was lost meanwhile is told when it comes back.
+last, and how it ended if it has: a launcher whose connection was lost meanwhile learns it when it comes back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EXIT_HELD = 75  # of a site's process that found the lock held
 
 
 def launch_site() -> int:
-    """The relay: attach to the site that a line on standard input asks for, or begin it. Returns its exit code.
+    """Relay: attach to the site that a line on standard input asks for, or begin it. Returns its exit code.
 
     The end of standard input leaves the site as it is; `STOP_COMMAND` stops it.
     """
@@ -138,7 +138,7 @@ def _begin(line: bytes, log: Path) -> subprocess.Popen[bytes]:
 
 
 def _record(folder: Path, site: str) -> dict[str, Any]:
-    """What `_note` wrote last; empty if that is nothing."""
+    """Read what `_note` wrote last; empty if that is nothing."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         found: dict[str, Any] = json.loads(_place(folder, site).read_text())
         return found

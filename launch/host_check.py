@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerSetup
+from geotrain.launch.check import ssh_hosts
 from geotrain.launch.host_facts import MARK, HostFacts, read_host
 from geotrain.launch.host_rules import Finding, HostNeeds, Look, findings
 from geotrain.launch.launchers.base import HostLauncher, Inquiry, WorldLauncher, regions_of
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.launchers.ssh import over_ssh
-from geotrain.launch.site_processes import LaunchRequest, fixed_master_port, remote_python, ssh_hosts
+from geotrain.launch.site_processes import LaunchRequest, fixed_master_port, remote_python
 from geotrain.launch.terminal import table_of
 from geotrain.outer.messages import GLOBAL
 

@@ -1,4 +1,4 @@
-"""What one host has, read there: `python -m geotrain.launch.host_facts FOLDER [PORT …]` prints it as a line of JSON.
+"""Reads what this host has: `python -m geotrain.launch.host_facts FOLDER [PORT …]` prints it as a line of JSON.
 
 Only reading happens here; what it means is decided in `geotrain.launch.host_rules`.
 """
@@ -47,7 +47,7 @@ _PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name")
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU, as `nvidia-smi` tells of it. memory_bytes, used_bytes: None where it does not know. processes: that
+    """One GPU, as `nvidia-smi` reports it. memory_bytes, used_bytes: None where it does not know. processes: that
     compute on it, as "NAME (process NUMBER)"; a container may not show those outside of it. capability: CUDA's
     compute capability; None: nvidia-smi does not know."""
 
@@ -64,11 +64,11 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host. clock_s: its clock, seconds since 1970. usable: CUDA devices that ranks would use, after what hides
-    them in the environment. unusable: why devices that are there cannot be used. smi_error: what nvidia-smi said
-    instead of its answer. cuda, nccl: versions that torch brings. transformer_engine: its version; None: it is not
-    installed. headers, compiler: for Triton, which compiles its
-    launcher. shm_bytes, free_bytes: free in /dev/shm, and where the run's folder lies. taken_ports: of those asked.
+    """The facts of one host. clock_s: its clock, seconds since 1970. usable: CUDA devices that ranks would use, after
+    what hides them in the environment. unusable: why devices that are there cannot be used. smi_error: what
+    nvidia-smi said instead of its answer. cuda, nccl: versions that torch brings. transformer_engine: its version;
+    None: it is not installed. headers, compiler: for Triton, which compiles its launcher. shm_bytes, free_bytes: free
+    in /dev/shm, and where the run's folder lies. taken_ports: of those asked.
     """
 
     name: str
@@ -95,13 +95,13 @@ class HostFacts:
 
     @staticmethod
     def from_line(line: str) -> HostFacts:
-        """What `to_line` wrote, wherever it begins in this line. Raises ValueError."""
+        """Decode what `to_line` wrote, wherever it begins in this line. Raises ValueError."""
         return TypeAdapter(HostFacts).validate_json(line.partition(MARK)[2])
 
 
 def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
-    """This host's facts. Where devices are to be used, torch is imported and asked. It raises nothing for what a host
-    lacks."""
+    """Read this host's facts. Where devices are to be used, torch is imported and asked. It raises nothing for what a
+    host lacks."""
     usable, unusable, nccl = 0, "", None
     if os.environ.get("DS_ACCELERATOR") != "cpu" and may_have_gpus():
         try:
@@ -185,7 +185,8 @@ def _is_free(port: int) -> bool:
 
 
 def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
-    """The host's GPUs, and what nvidia-smi said if that was no answer; nothing where the program is not there."""
+    """Ask nvidia-smi for the host's GPUs; returns also its message if it failed. Nothing where it is not
+    installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return (), ""
@@ -205,8 +206,8 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
 
 
 def parse_gpus(gpus: str, processes: str) -> tuple[GpuFacts, ...]:
-    """From nvidia-smi's CSV without headers and units, of `_GPU_FIELDS` and `_PROCESS_FIELDS`. Lines of another form
-    are left out: a lost GPU has an error in place of its line. Memory comes in MiB."""
+    """Parse nvidia-smi's CSV, without headers and units, of `_GPU_FIELDS` and `_PROCESS_FIELDS`. Lines of another
+    form are left out: a lost GPU has an error in place of its line. Memory comes in MiB."""
     on: dict[str, list[str]] = {}
     for row in _rows(processes, len(_PROCESS_FIELDS)):
         on.setdefault(row[0], []).append(f"{Path(row[2]).name} (process {row[1]})")
@@ -228,7 +229,7 @@ def parse_gpus(gpus: str, processes: str) -> tuple[GpuFacts, ...]:
 
 
 def visible(gpus: tuple[GpuFacts, ...], listed: str | None) -> tuple[GpuFacts, ...]:
-    """Those that CUDA_VISIBLE_DEVICES lists, by number or by the beginning of their names; None: all."""
+    """Select the GPUs that CUDA_VISIBLE_DEVICES lists, by number or by the beginning of their names; None: all."""
     if listed is None:
         return gpus
     names = [name.strip() for name in listed.split(",") if name.strip()]
@@ -241,7 +242,7 @@ def _rows(text: str, columns: int) -> list[list[str]]:
 
 
 def _bytes(mib: str) -> int | None:
-    """None for what stands in place of a number: [N/A], [Not Supported], [Unknown Error], [GPU requires reset]."""
+    """Convert MiB to bytes. None: [N/A], [Not Supported], [Unknown Error] or the like stands in place of a number."""
     return int(mib) * MIB if mib.isdigit() else None
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, and which of its devices each `local` worker gets."""
+"""Looks at what this machine has, and assigns its devices to `local` workers."""
 
 from __future__ import annotations
 

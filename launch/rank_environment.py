@@ -1,4 +1,4 @@
-"""What a rank's environment must say before torch is loaded and CUDA starts: both read it once."""
+"""Completes a rank's environment before torch is loaded and CUDA starts: both read it once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def library_settings(
     capability: tuple[int, int] | None = None,
     deterministic: bool = False,
 ) -> dict[str, str]:
-    """Settings of CUDA, torch and gloo that are not in `env`.
+    """Choose settings of CUDA, torch and gloo that are not in `env`.
 
     cores: that this process may use. ranks_here: the worker's on this machine, which share them. overlaps_steps:
     whether the run uses ACCO. capability: of the devices here (`capability_here`). deterministic:
@@ -74,8 +74,8 @@ def library_settings(
 
 
 def capability_here(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """The lowest compute capability of the GPUs that this process may see, as `nvidia-smi` tells it: CUDA must not be
-    asked, since it then reads its settings. None: there are none, or nobody knows."""
+    """The lowest compute capability of the GPUs that this process may see, by `nvidia-smi`: CUDA must not be asked,
+    since it then reads its settings. None: there are none, or nobody knows."""
     if env.get("DS_ACCELERATOR") == "cpu":
         return None
     gpus = visible(read_gpus()[0], env.get("CUDA_VISIBLE_DEVICES"))

@@ -86,14 +86,9 @@ class LaunchRequest:
             write_whole(folder / name, config.model_dump_json(by_alias=True, indent=2) + "\n")
 
 
-def ssh_hosts(cluster: ClusterConfig) -> dict[str, str | None]:
-    """The host of each site, for ssh; None: this machine."""
-    return {GLOBAL: cluster.global_ssh, **{region.name: region.ssh for region in cluster.regions}}
-
-
 def fixed_master_port(worker: WorkerConfig, number: int) -> int:
-    """Where ranks meet if several machines must agree on the port before they start. number: the worker's place among
-    all workers of the cluster file."""
+    """The port at which ranks meet if several machines must agree on it before they start. number: the worker's place
+    among all workers of the cluster file."""
     return worker.master_port or FIRST_MASTER_PORT + number
 
 
@@ -205,7 +200,7 @@ def _worker(
     assigned: Assigned,
     namespaces: Mapping[str, int],
 ) -> list[ProcessSpec]:
-    """Those of the worker's processes that are started here, one for each launcher command.
+    """The processes of a worker that are started here, one for each launcher command.
 
     fixed_port: see `fixed_master_port`. assigned: devices and threads, if its ranks run on this machine.
     """

@@ -81,7 +81,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended. code: the exit code for the shell. reason: empty when all went well."""
+    """The outcome of a run. code: the exit code for the shell. reason: empty when all went well."""
 
     code: int
     reason: str = ""

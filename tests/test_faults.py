@@ -31,8 +31,8 @@ from benchmarks.faults.scenario import (
 )
 from benchmarks.faults.world import make_world
 from geotrain.launch.check import free_ports
-from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.machine import HostMachine
+from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.outer.messages import ChunkDelta, UpdatePart
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import parameter_map_of

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any
 
 _MARKER = ".geotrain.json"  # lists the files that were written here, so that no others are ever deleted
 _PARTIAL, _ASIDE = ".partial", ".old"  # suffixes of temporary folders, behind a random word
@@ -53,15 +53,15 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_file(final: Path) -> Iterator[TextIO]:
-    """Give a text file to write, which takes the place of `final` at the end of the block.
+def whole_file(final: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Give a file to write (mode "w": text, "wb": bytes), which takes the place of `final` at the end of the block.
 
     If the block raises, `final` stays as it was. Raises OutputError.
     """
     temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
     with _output_errors(final, "cannot be written"):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
+            with temporary.open(mode, encoding="utf-8" if mode == "w" else None) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""This process among the ranks of its worker: torch's default process group, or alone."""
+"""Places this process among the ranks of its worker: torch's default process group, or alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TIMEOUT_S = 600.0  # how long a rank waits for the others
 
 
 class TorchRank:
-    """Implements `geotrain.worker.loop.LoopRank`. Every rank must make it: it makes a process group of gloo, so that
-    agreeing does not wait for the device."""
+    """One rank of a user's own loop; implements `geotrain.worker.loop.LoopRank`. Every rank must make it: it makes a
+    process group of gloo, so that agreeing does not wait for the device."""
 
     def __init__(self) -> None:
         self.alone = not (dist.is_available() and dist.is_initialized())
@@ -29,11 +29,11 @@ class TorchRank:
         self.masters: Masters | None = None
 
     def agree(self, flag: bool) -> bool:
-        """Whether the flag is true on every rank."""
+        """Whether the flag is true on every rank. A collective."""
         return flag if self.alone else all(self.gather(flag))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Give every rank the values of all ranks. A collective."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -47,7 +47,7 @@ class TorchRank:
         return sum(self.gather(loss)) / self.world_size
 
     def settle(self) -> None:
-        """Optimizer steps are done when they return. But parameters may have been moved."""
+        """Check that no parameter was moved. Optimizer steps are done when they return, so nothing is waited for."""
         assert self.masters is not None
         self.masters.check_place()
 

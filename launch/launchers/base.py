@@ -37,7 +37,7 @@ _ENV_FILE_VALUE = re.compile(r"[^\s\"'`$\\]*")  # DeepSpeed writes these into sh
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker runs.
+    """The place where a worker runs.
 
     folder: the run's, absolute. master_port: where its ranks meet. devices: the numbers of the CUDA devices that a
     `local` worker's ranks use on this machine; empty: they use the CPU. threads: CPU threads of each of these ranks.
@@ -67,7 +67,7 @@ class LauncherCommand:
 
 @dataclass(frozen=True)
 class WorkerCommands:
-    """How to start a worker: `commands`, one for each process, after writing `files`, path in the run's folder →
+    """The commands that start a worker, one for each process; `files` are written first, path in the run's folder →
     text."""
 
     commands: tuple[LauncherCommand, ...]
@@ -128,8 +128,7 @@ class HostLauncher(Launcher):
         return Inquiry(self, (host,), self.on_host(host, command, worker.env))
 
     def commands(self, place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
-        devices = {host.host: range(host.slots) for host in worker.hosts}
-        return one_command_each(place, region, worker, devices, place.master or worker.hosts[0].host, worker.env)
+        return one_command_each(place, region, worker, {host.host: range(host.slots) for host in worker.hosts})
 
 
 class WorldLauncher(Launcher):
@@ -141,15 +140,11 @@ class WorldLauncher(Launcher):
 
     options: ClassVar[tuple[str, ...]] = ("--no_ssh_check",)
 
-    def arguments(self, worker: WorkerConfig) -> str:
-        """Arguments for the program that DeepSpeed calls."""
-        return worker.launcher_args
-
     def hand_on(
         self, place: WorkerPlace, worker: WorkerConfig, env: Mapping[str, str]
     ) -> tuple[Mapping[str, str], dict[str, str]]:
-        """How ranks get their environment: that of the command, and files, path in the run's folder → text. Here by a
-        file that DeepSpeed reads. Raises ConfigError."""
+        """Hand an environment on to the ranks: by that of the command, and by files, path in the run's folder → text.
+        Unless overridden, by a file that DeepSpeed reads. Raises ConfigError."""
         for key, value in env.items():
             if not _ENV_FILE_VALUE.fullmatch(value):
                 raise ConfigError(
@@ -166,11 +161,10 @@ class WorldLauncher(Launcher):
         variables = {"MASTER_ADDR": master, "MASTER_PORT": str(place.master_port), **worker.env}
         env, files = self.hand_on(place, worker, variables)
         files[hostfile] = _hostfile({host.host: host.slots for host in worker.hosts})
-        arguments = self.arguments(worker)
         command = (
             *(deepspeed_program(), "--hostfile", str(place.folder / hostfile), *where),
             *("--launcher", self.name, "--force_multi", *self.options),
-            *(("--launcher_args=" + arguments,) if arguments else ()),
+            *((f"--launcher_args={worker.launcher_args}",) if worker.launcher_args else ()),
             *_training(place, region, worker),
         )
         return WorkerCommands((LauncherCommand(worker.name, command, env, region=region),), files)
@@ -207,26 +201,20 @@ def host_launcher(
 
 
 def one_command_each(
-    place: WorkerPlace,
-    region: str,
-    worker: WorkerConfig,
-    devices: Mapping[str, Sequence[int]],
-    master: str,
-    env: Mapping[str, str],
-    here: bool = False,
+    place: WorkerPlace, region: str, worker: WorkerConfig, devices: Mapping[str, Sequence[int]], here: bool = False
 ) -> WorkerCommands:
     """Make a command for each host of the worker. `deepspeed --no_ssh` would start the same after it has imported
     DeepSpeed once more.
 
     devices: host → the numbers of its devices, in the order of the worker's hosts. here: run all on this machine.
     """
+    master = place.master or ("127.0.0.1" if here else worker.hosts[0].host)
     commands = []
     for node_rank, (host, configured) in enumerate(zip(devices, worker.hosts, strict=True)):
         launcher = host_launcher(devices, node_rank, master, place.master_port)
         name = worker.name if len(devices) == 1 else f"{worker.name}.{node_rank}"
-        command = (*launcher, *_training(place, region, worker))
-        where = None if here else host
-        commands.append(LauncherCommand(name, command, env, where, configured.region or region))
+        command, where = (*launcher, *_training(place, region, worker)), None if here else host
+        commands.append(LauncherCommand(name, command, worker.env, where, configured.region or region))
     slots = {host: len(numbers) for host, numbers in devices.items()}
     return WorkerCommands(tuple(commands), {hostfile_path(worker.name): _hostfile(slots)})
 

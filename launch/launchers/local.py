@@ -36,8 +36,8 @@ class Local(Launcher):
             devices = {host: list(islice(free, count)) for host, count in slots.items()}
         else:
             env.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS=str(place.threads))
-        master = place.master or "127.0.0.1"
-        return one_command_each(place, region, worker, devices, master, {**env, **worker.env}, here=True)
+        with_network = worker.model_copy(update={"env": {**env, **worker.env}})
+        return one_command_each(place, region, with_network, devices, here=True)
 
 
 LAUNCHERS = (Local(),)

@@ -1,4 +1,4 @@
-"""Launchers by the name that a worker's `launcher` gives in the cluster file.
+"""Finds launchers by the name that a worker's `launcher` gives in the cluster file.
 
 Each file of this folder lists its own in LAUNCHERS. Other packages register a subclass of `Launcher` under its name,
 as an entry point of the group "geotrain.launchers" (docs/extending.md).
@@ -40,7 +40,7 @@ def launcher_of(worker: WorkerConfig) -> Launcher:
 
 
 def worker_commands(place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
-    """How to start a worker of this region. Raises ConfigError if its launcher cannot start it.
+    """Make the commands that start a worker of this region. Raises ConfigError if its launcher cannot start it.
 
     Ranks are numbered in the order of the worker's hosts, whatever regions they are in: by that order `geotrain plan`
     decides which pipeline stage is computed where.

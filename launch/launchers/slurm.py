@@ -24,13 +24,11 @@ class Slurm(WorldLauncher):
                 f"worker {worker.name!r}: Slurm numbers hosts in its own order, but which rank is where matters to a "
                 "worker that spans regions; use launcher 'ssh' or 'pdsh'"
             )
-        return super().commands(place, region, worker)
-
-    def arguments(self, worker: WorkerConfig) -> str:
         slots = {host.host: host.slots for host in worker.hosts}
         if len(set(slots.values())) > 1:
             raise ConfigError(f"worker {worker.name!r}: slurm needs the same slots on every host, not {slots}")
-        return f"{_nodes(list(slots), worker.hosts[0].slots)} {worker.launcher_args}".strip()
+        arguments = f"{_nodes(list(slots), worker.hosts[0].slots)} {worker.launcher_args}".strip()
+        return super().commands(place, region, worker.model_copy(update={"launcher_args": arguments}))
 
     def hand_on(
         self, place: WorkerPlace, worker: WorkerConfig, env: Mapping[str, str]
