@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from geotrain.config import ConfigError
 from geotrain.data.dataset import local_files
@@ -58,20 +59,26 @@ def _prepare(launcher: HostLauncher, host: str, folder: Path, names: Sequence[st
         for name in names:
             archive.add(folder / name, name)
     script = _TAKE.format(folder=shlex.quote(str(folder)), names=shlex.join(names), data=shlex.join(data))
+    _, why = ask(launcher.on_host(host, ("sh", "-c", script), {}), DEADLINE_S, input=packed.getvalue())
+    if why:
+        raise ConfigError(
+            f"host {host}: not ready for a worker: {why}; {launcher.name} must reach it, and checkout, environment "
+            "and data must be there under the same paths as here"
+        )
+
+
+def ask(command: Sequence[str], within_s: float, **more: Any) -> tuple[str, str]:
+    """Run a command; returns what it printed, and why it failed; "": it did not. more: for `subprocess.run`."""
     try:
-        done = subprocess.run(
-            launcher.on_host(host, ("sh", "-c", script), {}),
-            input=packed.getvalue(),
-            capture_output=True,
-            timeout=DEADLINE_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"host {host}: gave no answer within {DEADLINE_S:g} s; can {launcher.name} reach it?"
-        ) from None
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ConfigError(
-            f"host {host}: not ready for a worker: {said[-1] if said else f'exit code {done.returncode}'}; checkout, "
-            "environment and data must be there under the same paths as here"
-        )
+        done = subprocess.run(command, capture_output=True, timeout=within_s, **more)
+    except OSError as error:
+        return "", str(error)
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode(errors="replace"), f"no answer within {within_s:g} s"
+    why = ""
+    if (
+        done.returncode != 0
+    ):  # where a program is missing or fails, its own words stand last; ssh itself says one line
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        why = lines[-1].strip() if lines else f"exit code {done.returncode}"
+    return done.stdout.decode(errors="replace"), why

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerSetup
 from geotrain.launch.check import ssh_hosts
+from geotrain.launch.far_hosts import ask
 from geotrain.launch.host_facts import MARK, HostFacts, read_host
 from geotrain.launch.host_rules import Finding, HostNeeds, Look, findings
 from geotrain.launch.launchers.base import HostLauncher, Inquiry, WorldLauncher, regions_of
@@ -129,7 +128,7 @@ def _ask(inquiry: Inquiry) -> tuple[dict[str, Look], list[Finding]]:
     """The hosts that answered, and a finding for each other."""
     begin = time.time()
     within_s = ASK_S + inquiry.launcher.queue_s
-    said, why = _said(inquiry.command, within_s, env={**os.environ, **inquiry.env})
+    said, why = ask(inquiry.command, within_s, env={**os.environ, **inquiry.env})
     answers = {
         host: Look(facts, (), begin, time.time())
         for host, facts in parse_answers(inquiry, said).items()
@@ -140,19 +139,6 @@ def _ask(inquiry: Inquiry) -> tuple[dict[str, Look], list[Finding]]:
         what, remedy = f"{inquiry.command[0]} did not look at it: {why}", "none, if it is in use until the launch"
         return answers, [Finding(host, what, remedy, False) for host in lost]
     return answers, [_unreached(host, why, inquiry.launcher.name) for host in lost]
-
-
-def _said(command: Sequence[str], within_s: float, **more: Any) -> tuple[str, str]:
-    """Run a command; returns what it printed, and why that may not be all. more: for `subprocess.run`."""
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=within_s, **more)
-    except OSError as error:
-        return "", str(error)
-    except subprocess.TimeoutExpired as error:
-        return (error.stdout or b"").decode(errors="replace"), f"no answer within {within_s:g} s"
-    # Where a program is missing or fails, its own words stand last; ssh itself says one line.
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return done.stdout.decode(errors="replace"), lines[-1].strip() if lines else f"exit code {done.returncode}"
 
 
 def parse_answers(inquiry: Inquiry, said: str) -> dict[str, HostFacts]:
@@ -181,10 +167,10 @@ def check_far_sites(run: RunConfig, cluster: ClusterConfig) -> list[Finding]:
     folders = {GLOBAL: cluster.global_folder, **{region.name: region.folder for region in cluster.regions}}
     request = LaunchRequest(run, cluster, (), False)
 
-    def ask(site: str, host: str) -> list[Finding]:
+    def look_at(site: str, host: str) -> list[Finding]:
         there = replace(request.seen_from(folders[site]), sites=(site,))
         command = over_ssh(host, folders[site], (remote_python(folders[site]), "-m", "geotrain.launch.host_check"))
-        said, why = _said(command, SITE_S, input=there.to_line())
+        said, why = ask(command, SITE_S, input=there.to_line())
         for line in said.splitlines():
             if MARK in line:
                 told = [Finding(**each) for each in json.loads(line.partition(MARK)[2])]
@@ -195,7 +181,7 @@ def check_far_sites(run: RunConfig, cluster: ClusterConfig) -> list[Finding]:
     if not far:
         return []
     with ThreadPoolExecutor(min(AT_ONCE, len(far))) as pool:
-        told = [found for each in pool.map(lambda pair: ask(*pair), far) for found in each]
+        told = [found for each in pool.map(lambda pair: look_at(*pair), far) for found in each]
     return list(dict.fromkeys(told))  # a machine may keep two sites
 
 

@@ -32,17 +32,8 @@ MARK = "geotrain-host: "  # before the line of JSON: shells and launchers print 
 SMI_S = 30.0  # without its persistence daemon the driver initializes each GPU anew
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 1 << 20
-_GPU_FIELDS = (
-    "index",
-    "uuid",
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "compute_mode",
-    "compute_cap",
-)
-_PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name")
+_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode,compute_cap"
+_PROCESS_FIELDS = "gpu_uuid,pid,process_name"
 
 
 @dataclass(frozen=True)
@@ -192,7 +183,7 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
         return (), ""
     texts = []
     for query, fields in (("gpu", _GPU_FIELDS), ("compute-apps", _PROCESS_FIELDS)):
-        command = (program, f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits")
+        command = (program, f"--query-{query}={fields}", "--format=csv,noheader,nounits")
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -209,7 +200,7 @@ def parse_gpus(gpus: str, processes: str) -> tuple[GpuFacts, ...]:
     """Parse nvidia-smi's CSV, without headers and units, of `_GPU_FIELDS` and `_PROCESS_FIELDS`. Lines of another
     form are left out: a lost GPU has an error in place of its line. Memory comes in MiB."""
     on: dict[str, list[str]] = {}
-    for row in _rows(processes, len(_PROCESS_FIELDS)):
+    for row in _rows(processes, _PROCESS_FIELDS):
         on.setdefault(row[0], []).append(f"{Path(row[2]).name} (process {row[1]})")
     return tuple(
         GpuFacts(
@@ -223,7 +214,7 @@ def parse_gpus(gpus: str, processes: str) -> tuple[GpuFacts, ...]:
             tuple(on.get(uuid, ())),
             _capability(cap),
         )
-        for index, uuid, name, driver, total, used, mode, cap in _rows(gpus, len(_GPU_FIELDS))
+        for index, uuid, name, driver, total, used, mode, cap in _rows(gpus, _GPU_FIELDS)
         if index.isdigit()
     )
 
@@ -236,9 +227,9 @@ def visible(gpus: tuple[GpuFacts, ...], listed: str | None) -> tuple[GpuFacts, .
     return tuple(gpu for name in names for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name))
 
 
-def _rows(text: str, columns: int) -> list[list[str]]:
+def _rows(text: str, fields: str) -> list[list[str]]:
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    return [[cell.strip() for cell in row] for row in rows if len(row) == columns]
+    return [[cell.strip() for cell in row] for row in rows if len(row) == len(fields.split(","))]
 
 
 def _bytes(mib: str) -> int | None:

@@ -77,7 +77,8 @@ def try_both() -> dict[str, Any]:
 
 
 def try_outer_loops() -> dict[str, Any]:
-    """In one process, one after the other: losses and the servers' end state for each setting, and without any."""
+    """Train in one process, one setting after the other; returns losses and the servers' end state for each, and
+    without any."""
     from geotrain.data.loader import LeasedLoader, SampleSource
     from geotrain.inner.build import build_engine
     from geotrain.inner.runtime.parallel import shut_down

@@ -35,8 +35,8 @@ class Masters:
             parameter_map, _named(parameters if self.engine is None else self.engine.module)
         )
         self.shards: list[OwnedShard] = []
-        self._views: list[Callable[[], Tensor]] = []  # one for each parameter: its masters, as they lie now
-        self._where: list[int] = []  # the address of each at the beginning
+        # Of each parameter that has masters here: its name, a view of them as they lie now, their address at first.
+        self._places: list[tuple[str, Callable[[], Tensor], int]] = []
         for name, parameter in self.named.items():
             self.shards += self._owned(name, parameter)
         # Where ZeRO offloads masters, they and their deltas stay on the host.
@@ -63,7 +63,7 @@ class Masters:
     def check_place(self) -> None:
         """Raise RuntimeError if a parameter has got other memory: answers would be written to where the model no
         longer looks."""
-        for (name, _), view, where in zip(self.named.items(), self._views, self._where, strict=True):
+        for name, view, where in self._places:
             if view().data_ptr() != where:
                 raise RuntimeError(
                     f"parameter {name} was moved after the OuterLoop was made (by model.to, "
@@ -92,6 +92,10 @@ class Masters:
 
     def _owned(self, name: str, parameter: nn.Parameter) -> Iterator[OwnedShard]:
         """Yield this rank's shards of a parameter."""
+        if self.engine is None and (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
+            raise ConfigError(
+                f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as parameters"
+            )
         if hasattr(parameter, "ds_id"):
             found = self._of_zero_3(name, parameter)
         elif hasattr(parameter, "_hp_mapping"):
@@ -102,8 +106,6 @@ class Masters:
             runs = (StridedSlice(0, parameter.numel(), parameter=name),)
             found = runs, lambda: parameter.detach(), self._rank, self._world_size
         if found is None:  # wholly other ranks'
-            self._views.append(lambda: torch.empty(0))
-            self._where.append(torch.empty(0).data_ptr())
             return
         runs, view, replica, replicas = found
         local = view()
@@ -113,8 +115,7 @@ class Masters:
                 f"{'' if local.is_contiguous() else ', not contiguous'}: its fp32 masters cannot be reached; keep "
                 "it fp32 and contiguous, and compute in bf16 by autocast, FSDP2's MixedPrecisionPolicy or ZeRO"
             )
-        self._views.append(view)
-        self._where.append(local.data_ptr())
+        self._places.append((name, view, local.data_ptr()))
         flat = local.view(-1)
         for begin, end, mine in replica_parts(flat.numel(), replica, replicas):
             clipped = tuple(clip_runs(runs, begin, end))
@@ -149,7 +150,6 @@ class Masters:
     def _of_zero_1_and_2(self, name: str, parameter: nn.Parameter) -> Any:
         """A parameter under ZeRO 1 or 2: DeepSpeed links it to its part of this rank's fp32 partition, if it has
         one."""
-        self._need_engine(name)
         link: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if link is None:
             return None
@@ -159,7 +159,6 @@ class Masters:
 
     def _of_zero_3(self, name: str, parameter: Any) -> Any:
         """A parameter under ZeRO 3: a rank's part of it lies in one of its flat fp32 groups; the last is padded."""
-        self._need_engine(name)
         optimizer: Any = self.engine.optimizer  # type: ignore[union-attr]
         if getattr(optimizer, "swap_optimizer", False):
             raise ConfigError(
@@ -175,12 +174,6 @@ class Masters:
             return optimizer.fp32_partitioned_groups_flat[group].detach().narrow(0, offset, length)
 
         return (StridedSlice(start, length, parameter=name),), view, 0, 1
-
-    def _need_engine(self, name: str) -> None:
-        if self.engine is None:
-            raise ConfigError(
-                f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as parameters"
-            )
 
 
 def box_runs(name: str, shape: tuple[int, ...], box: list[tuple[int, int]]) -> tuple[StridedSlice, ...]:

@@ -1,4 +1,4 @@
-"""What is checked before anything starts: data files, ports, the run's folder; and how addresses are resolved."""
+"""Checks before anything starts: data files, ports, the run's folder; and how addresses are resolved."""
 
 import json
 import socket

@@ -90,5 +90,5 @@ def test_a_host_that_cannot_be_reached_is_told(here: Path, monkeypatch: pytest.M
         prepare_far_hosts(made, folder)
     monkeypatch.setattr(far_hosts, "DEADLINE_S", 0.5)
     made, folder = request(here, "silent")
-    with pytest.raises(ConfigError, match=r"host silent: gave no answer within 0\.5 s"):
+    with pytest.raises(ConfigError, match=r"host silent: not ready for a worker: no answer within 0\.5 s"):
         prepare_far_hosts(made, folder)

@@ -88,7 +88,7 @@ def options_of(job: LauncherCommand) -> str:
 
 
 def one_host(job: LauncherCommand) -> tuple[dict[str, list[int]], str]:
-    """Of DeepSpeed's launcher of one host: host → devices, and the other options."""
+    """Read a command of DeepSpeed's launcher of one host: host → devices, and the other options."""
     program, world, options = job.command[:5], job.command[5], job.command[6:]
     assert program == (sys.executable, "-u", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch")
     return json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))), " ".join(options)
@@ -133,7 +133,7 @@ def test_over_ssh_each_host_has_its_launcher() -> None:
 
 
 def test_a_launcher_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its folder, or among what other packages register."""
+    """Finds it in the folder, or among what other packages register."""
     assert sorted(launchers()) == ["impi", "local", "mpich", "openmpi", "pdsh", "slurm", "ssh"]
     with pytest.raises(ConfigError, match=r"worker 'eu-0': launcher = 'slrum': did you mean 'slurm'\?"):
         launcher_of(worker("slrum"))

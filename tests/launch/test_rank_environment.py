@@ -1,4 +1,4 @@
-"""What ranks find in their environment; in a process of its own, torch is seen to follow it."""
+"""The environment of ranks; in a process of its own, torch is seen to follow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dies is started again: the pauses as numbers, and a supervisor with real processes."""
+"""Processes that die are started again: the pauses as numbers, and a supervisor with real processes."""
 
 import errno
 import os

@@ -78,7 +78,7 @@ def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
 
 
 def fall_silent(server: psutil.Process) -> None:
-    """As when a link is cut: this end gives up, the far end does not know, and what it runs there goes on."""
+    """Cut the link: this end gives up, the far end does not know, and what it runs there goes on."""
     for session in server.children():
         session.suspend()
 

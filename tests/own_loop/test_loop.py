@@ -214,7 +214,7 @@ PLACEMENTS: list[Sequence[Any]] = [
 
 
 def chunks() -> Any:
-    """On 4 ranks: what each has of a [5, 6] parameter under each placement, and the sum of what is pushed."""
+    """Give, on 4 ranks, what each has of a [5, 6] parameter under each placement, and the sum of what is pushed."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(30.0).view(5, 6)
