@@ -34,6 +34,7 @@ HERE = "this machine"
 ASK_S = 60.0  # for one command to answer: ssh, Python's imports there, torch's where there are GPUs
 SITE_S = 150.0  # for a region's machine, which asks its hosts
 AT_ONCE = 64  # commands
+NO_FACTS = "it told nothing of itself"  # though the command went well
 
 
 def hosts_of(
@@ -129,6 +130,7 @@ def _ask(inquiry: Inquiry) -> tuple[dict[str, Look], list[Finding]]:
     begin = time.time()
     within_s = ASK_S + inquiry.launcher.queue_s
     said, why = ask(inquiry.command, within_s, env={**os.environ, **inquiry.env})
+    why = why or NO_FACTS
     answers = {
         host: Look(facts, (), begin, time.time())
         for host, facts in parse_answers(inquiry, said).items()
@@ -175,7 +177,7 @@ def check_far_sites(run: RunConfig, cluster: ClusterConfig) -> list[Finding]:
             if MARK in line:
                 told = [Finding(**each) for each in json.loads(line.partition(MARK)[2])]
                 return [replace(each, host=host if each.host == HERE else f"{host} → {each.host}") for each in told]
-        return [_unreached(host, why)]
+        return [_unreached(host, why or NO_FACTS)]
 
     far = [(site, host) for site, host in ssh_hosts(cluster).items() if host is not None]
     if not far:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,22 +200,12 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
 def parse_gpus(gpus: str, processes: str) -> tuple[GpuFacts, ...]:
     """Parse nvidia-smi's CSV, without headers and units, of `_GPU_FIELDS` and `_PROCESS_FIELDS`. Lines of another
     form are left out: a lost GPU has an error in place of its line. Memory comes in MiB."""
-    on: dict[str, list[str]] = {}
-    for row in _rows(processes, _PROCESS_FIELDS):
-        on.setdefault(row[0], []).append(f"{Path(row[2]).name} (process {row[1]})")
+    on: defaultdict[str, tuple[str, ...]] = defaultdict(tuple)
+    for uuid, pid, program in _rows(processes, _PROCESS_FIELDS):
+        on[uuid] += (f"{Path(program).name} (process {pid})",)
     return tuple(
-        GpuFacts(
-            int(index),
-            uuid,
-            name,
-            driver,
-            _bytes(total),
-            _bytes(used),
-            mode,
-            tuple(on.get(uuid, ())),
-            _capability(cap),
-        )
-        for index, uuid, name, driver, total, used, mode, cap in _rows(gpus, _GPU_FIELDS)
+        GpuFacts(int(index), uuid, name, driver, _bytes(total), _bytes(used), mode, on[uuid], _capability(capability))
+        for index, uuid, name, driver, total, used, mode, capability in _rows(gpus, _GPU_FIELDS)
         if index.isdigit()
     )
 

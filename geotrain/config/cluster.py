@@ -131,12 +131,12 @@ class SecurityConfig(Block):
 
 
 class RestartConfig(Block):
-    """When the launcher starts again what died: at once after a incarnation longer than `longest_s`, otherwise after
-    a pause that doubles with each death in a row. A configuration error is never tried again."""
+    """When the launcher starts a process again that died: at once if it ran for longer than `longest_s`, otherwise
+    after a pause that doubles with each death in a row. A configuration error is never tried again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0
-    first_s: PositiveFloat = Field(1.0, description="The pause after the first short life.")
+    first_s: PositiveFloat = Field(1.0, description="The pause after the first death in a row.")
     longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
 
 

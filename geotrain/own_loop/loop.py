@@ -101,18 +101,13 @@ class OuterLoop:
         with ExitStack() as opened:
             mine = cluster.worker(region, worker)
             member = opened.enter_context(connected(run, cluster, mine, connect_s=connect_s, report=report))
-            self.rank, digest = TorchRank(), member.parameter_map.digest
-            self._masters = Masters(member.parameter_map, parameters, self.rank.rank, self.rank.world_size)
-            self.rank.masters = self._masters
-            self._files = StateFiles(member.checkpoints, self.rank, state or {}, digest, run.checkpoint.keep)
-            self.loop = WorkerLoop(
-                member,
-                self.rank,
-                self._masters.shards,
-                self._masters.device,
-                validate=self._on_validation,
-                save=self._save,
-            )
+            self.rank = rank = TorchRank()
+            masters = Masters(member.parameter_map, parameters, rank.rank, rank.world_size)
+            self._masters = rank.masters = masters
+            digest = member.parameter_map.digest
+            self._files = StateFiles(member.checkpoints, rank, state or {}, digest, run.checkpoint.keep)
+            trained = rank, masters.shards, masters.device
+            self.loop = WorkerLoop(member, *trained, validate=self._on_validation, save=self._save)
             self.resumed_job = self._files.load() if resume else 0
             self.loop.start()
             self._opened = opened.pop_all()

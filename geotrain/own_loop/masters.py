@@ -48,9 +48,8 @@ class Masters:
         their own masters. changed: of these parameters, on any rank; None: of all."""
         optimizer: Any = None if self.engine is None else self.engine.optimizer
         if hasattr(optimizer, "update_lp_params"):
-            from geotrain.inner.zero.of_deepspeed import (
-                update_weights,  # imports DeepSpeed, which others need not have
-            )
+            # Here, because it imports DeepSpeed, which others need not have.
+            from geotrain.inner.zero.of_deepspeed import update_weights
 
             update_weights(optimizer, [self.named[name] for name in (self.named if changed is None else changed)])
         elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3

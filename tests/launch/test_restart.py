@@ -47,7 +47,7 @@ def note(file: Path, happened: object) -> None:
         file.touch()
 
 
-def test_pauses_double_and_begin_anew_after_a_long_life() -> None:
+def test_pauses_double_and_begin_anew_after_it_has_run_for_long() -> None:
     backoff = RestartBackoff(RestartConfig(limit=100, first_s=1.0, longest_s=5.0))
     assert [backoff.pause_s(1, t, lived_s=0.1) for t in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert [backoff.pause_s(1, 10.0, lived_s=6.0), backoff.pause_s(1, 11.0, lived_s=0.1)] == [0.0, 1.0]
