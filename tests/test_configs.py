@@ -311,5 +311,5 @@ def test_an_order_survives_the_wire() -> None:
     order = LaunchRequest(*pair("70b", "four-regions-ssh"), sites=("asia",), resume=True)
     assert LaunchRequest.from_line(order.to_line()) == order
     assert order.to_line().count(b"\n") == 1
-    with pytest.raises(ConfigError, match="no valid order"):
+    with pytest.raises(ConfigError, match="no valid request"):
         LaunchRequest.from_line(b"Last login: today\n")
