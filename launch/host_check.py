@@ -130,7 +130,6 @@ def _ask(inquiry: Inquiry) -> tuple[dict[str, Look], list[Finding]]:
     begin = time.time()
     within_s = ASK_S + inquiry.launcher.queue_s
     said, why = ask(inquiry.command, within_s, env={**os.environ, **inquiry.env})
-    why = why or NO_FACTS
     answers = {
         host: Look(facts, (), begin, time.time())
         for host, facts in parse_answers(inquiry, said).items()
@@ -138,7 +137,10 @@ def _ask(inquiry: Inquiry) -> tuple[dict[str, Look], list[Finding]]:
     }
     lost = [host for host in inquiry.hosts if host not in answers]
     if inquiry.launcher.queue_s:  # a queue is no obstacle: the run's own job waits in it, too
-        what, remedy = f"{inquiry.command[0]} did not look at it: {why}", "none, if it is in use until the launch"
+        what, remedy = (
+            f"{inquiry.command[0]} did not look at it: {why or NO_FACTS}",
+            "none, if it is in use until the launch",
+        )
         return answers, [Finding(host, what, remedy, False) for host in lost]
     return answers, [_unreached(host, why, inquiry.launcher.name) for host in lost]
 
@@ -158,7 +160,7 @@ def _unreached(host: str, why: str, by: str = "ssh") -> Finding:
         remedy = f"GeoTrain must be there under the same paths as here ({Path(sys.executable)})"
     else:
         remedy = f"`ssh {host} true` must work here, without a password"
-    return Finding(host, f"cannot be looked at by {by}: {why}", remedy)
+    return Finding(host, f"cannot be looked at by {by}: {why or NO_FACTS}", remedy)
 
 
 # ------------------------------------------------------------------------------------------------ regions behind ssh
@@ -177,7 +179,7 @@ def check_far_sites(run: RunConfig, cluster: ClusterConfig) -> list[Finding]:
             if MARK in line:
                 told = [Finding(**each) for each in json.loads(line.partition(MARK)[2])]
                 return [replace(each, host=host if each.host == HERE else f"{host} → {each.host}") for each in told]
-        return [_unreached(host, why or NO_FACTS)]
+        return [_unreached(host, why)]
 
     far = [(site, host) for site, host in ssh_hosts(cluster).items() if host is not None]
     if not far:

@@ -39,7 +39,7 @@ from geotrain.launch.check import (
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.host_check import check_hosts, refuse, show
 from geotrain.launch.machine import this_machine
-from geotrain.launch.preflight import cautions, obstacles, port_obstacles
+from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_words, new_console, share_of, size
@@ -229,9 +229,7 @@ def resolve(
                 check_port_is_free(old)
                 port = old.port
         found.setdefault(site, []).append(Address(host=host, port=port or next(free)))
-    if here is None:
-        here = tuple(site for site, host in ssh_hosts(cluster).items() if host is None)
-    for site in here:
+    for site in sites_here(cluster) if here is None else here:
         if links is None or site == GLOBAL:  # inside a namespace every port is free
             for address in found[site]:
                 check_port_is_free(address)

@@ -26,7 +26,7 @@ class TorchRank:
         self.world_size = 1 if self.alone else dist.get_world_size()
         self._group = None if self.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self.is_metrics_rank = self.rank == 0
-        self.masters: Masters | None = None
+        self.masters: Masters  # whoever makes this sets it, before the first exchange
 
     def agree(self, flag: bool) -> bool:
         """Whether the flag is true on every rank. A collective."""
@@ -48,11 +48,9 @@ class TorchRank:
 
     def settle(self) -> None:
         """Check that no parameter was moved. Optimizer steps are done when they return, so nothing is waited for."""
-        assert self.masters is not None
         self.masters.check_place()
 
     def refresh(self, changed: Collection[str]) -> None:
-        assert self.masters is not None
         self.masters.refresh(changed)
 
     @property
