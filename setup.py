@@ -35,6 +35,7 @@ PACKAGES = [
     *find_packages(include=["geotrain", "geotrain.*"]),
     "geotrain.kernels",
     "geotrain.launch",
+    "geotrain.launch.launchers",
     "geotrain.configs",
 ]
 

@@ -130,12 +130,13 @@ def joined(
     """The product's training loop, joined to the region server, and its leases. report: called with the figures of
     each job."""
     from geotrain.net.transport.worker_client import WorkerClient
+    from geotrain.worker.loop import RunMember
     from geotrain.worker.trainer import Trainer
 
-    layout, folder = parameter_map_of(run), run.run_folder / "checkpoints"
-    identity = identity_of(run, layout)
+    layout = parameter_map_of(run)
     with closing(WorkerClient(str(cluster.region("eu").server))) as client:
-        trainer = Trainer(run, "eu-0", identity, layout, engine, loader, client, folder, report=report)
+        member = RunMember(run, "eu-0", identity_of(run, layout), layout, client, report=report)
+        trainer = Trainer(member, engine, loader)
         trainer.loop.start()
         yield trainer, trainer.loop.leases()
 

@@ -1,15 +1,15 @@
-"""When a process that died is started again. Pure."""
+"""Decides when a process that died is started again. Pure."""
 
 from __future__ import annotations
 
 from geotrain.config import EXIT_FOR_GOOD, RestartConfig
 
 
-class Backoff:
-    """Decides when a unit that died is restarted.
+class RestartBackoff:
+    """Decides when a restart group is started again after a death.
 
-    After a long life it is started again at once; pauses double with each death in a row. How many restarts a time
-    window may have is limited. It reads no clock: the caller passes the time.
+    One that has run for long is started again at once; otherwise pauses double with each death in a row. The number
+    of restarts within a time window is limited. It reads no clock: the caller passes the time.
     """
 
     def __init__(self, config: RestartConfig) -> None:
@@ -19,9 +19,9 @@ class Backoff:
         self._in_a_row = 0
 
     def pause_s(self, code: int, now_s: float, lived_s: float) -> float | None:
-        """Note a death; returns the seconds until the unit may be started again, None for never.
+        """Note a death; returns the seconds until the group may be started again, None for never.
 
-        code: the exit code. now_s: the time. lived_s: how long the process has lived.
+        code: the exit code. now_s: the time. lived_s: how long the process has run.
         """
         if code == EXIT_FOR_GOOD:
             return None
@@ -33,7 +33,7 @@ class Backoff:
         return self.next_pause_s(lived_s)
 
     def next_pause_s(self, lived_s: float) -> float:
-        """The pause after what is no death, as a connection's loss: it grows as others do, and counts nowhere."""
+        """The pause after the loss of a connection, which is no death: it grows alike, but counts as no restart."""
         if lived_s > self.config.longest_s:
             self._in_a_row = 0
             return 0.0

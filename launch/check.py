@@ -1,4 +1,4 @@
-"""Checks made before anything is started: that run and cluster fit together, data is there, and ports are free."""
+"""Checks before anything is started that run and cluster fit together, data is there, and ports are free."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import (
     Address,
     ClusterConfig,
     ConfigError,
     LinkConfig,
+    RegionConfig,
     RunConfig,
     WorkerConfig,
     WorkerSetup,
+    shards_of,
 )
 from geotrain.data.dataset import open_dataset, training_digest
 from geotrain.data.tokens import DataError
-from geotrain.launch.worker_command import regions_of
+from geotrain.launch.launchers.base import regions_of
+from geotrain.launch.launchers.registry import launcher_of
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
 
@@ -31,8 +35,8 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
     Raises ConfigError, UnsupportedModelError.
     """
     workers = [worker for region in cluster.regions for worker in region.workers]
-    lent = {host.region for worker in workers for host in worker.hosts}
-    idle = [region.name for region in cluster.regions if not region.workers and region.name not in lent]
+    used = {host.region for worker in workers for host in worker.hosts}
+    idle = [region.name for region in cluster.regions if not region.workers and region.name not in used]
     if idle:
         raise ConfigError(
             f"cluster {cluster.name!r}: no workers in {', '.join(idle)}; `geotrain plan` makes them of its hosts"
@@ -51,12 +55,8 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
             f"{len(sizes)} workers × outer.local_steps {run.outer.local_steps} × batch {batch} = {round_samples} "
             f"samples; use {max(1, samples // round_samples) * round_samples}"
         )
-    servers = [("the global server", cluster.global_ssh, cluster.global_server)]
-    servers += [("a shard of the global server", cluster.global_ssh, shard) for shard in cluster.global_shards]
-    for r in cluster.serving:
-        servers.append((f"the server of region {r.name!r}", r.ssh, r.server))
-        servers += [(f"a shard of region {r.name!r}", r.ssh, shard) for shard in r.shards]
-    for what, ssh, address in servers:
+    for what, (site, address) in server_addresses(cluster, cluster.serving).items():
+        ssh = ssh_hosts(cluster)[site]
         if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
             raise ConfigError(
                 f"{what} runs on {ssh}, by ssh: its address {address} must be one that the others reach, with a "
@@ -71,8 +71,22 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
     return sizes
 
 
+def ssh_hosts(cluster: ClusterConfig) -> dict[str, str | None]:
+    """The host of each site, for ssh; None: this machine."""
+    return {GLOBAL: cluster.global_ssh, **{region.name: region.ssh for region in cluster.regions}}
+
+
+def server_addresses(cluster: ClusterConfig, regions: Iterable[RegionConfig]) -> dict[str, tuple[str, Address]]:
+    """List the servers of the global site and these regions, and their shards: what it is → its site, its address."""
+    servers = {GLOBAL: cluster.global_server, **{region.name: region.server for region in regions}}
+    found = {f"the server of {site!r}": (site, address) for site, address in servers.items()}
+    for site in servers:
+        found |= {f"shard {i} of {site!r}": (site, shard) for i, shard in enumerate(shards_of(cluster, site))}
+    return found
+
+
 def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
-    """Check one worker's layout and DeepSpeed block; returns its data-parallel size.
+    """Check one worker's launcher, parallel layout and DeepSpeed block; returns its data-parallel size.
 
     Raises ConfigError, whose message names the worker.
     """
@@ -80,6 +94,7 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
     from geotrain.parallelism.acco_forms import check_acco
     from geotrain.parallelism.transformer_engine import check_transformer_engine
 
+    launcher_of(worker)
     setup = WorkerSetup.of(run, worker)
     block = setup.deepspeed
     if block["train_batch_size"] != run.samples_per_step:
@@ -111,7 +126,7 @@ def check_data(run: RunConfig) -> None:
 
 
 def check_digest(run: RunConfig) -> None:
-    """As `check_data`, of which data it is."""
+    """Check that the data's sha256 is the run's. Raises DataError."""
     found = training_digest(run.data)
     if run.data.sha256 is not None and run.data.sha256 != found:
         raise DataError(
@@ -121,8 +136,8 @@ def check_digest(run: RunConfig) -> None:
 
 
 def with_data_digest(run: RunConfig, before: RunConfig | None = None) -> RunConfig:
-    """The run with `data.sha256`, so that whoever has other data is refused: its own, that of an earlier launch of
-    the run (`before`), or that of the data on this machine. Unchanged where none is known."""
+    """Fill in `data.sha256`, so that whoever has other data is refused: the run's own, that of an earlier launch of
+    the run (`before`), or that of the data on this machine. Leaves the run unchanged where none is known."""
     known = run.data.sha256 or (before.data.sha256 if before else None)
     if known is None:
         with contextlib.suppress(DataError, OSError):  # the launcher's machine need not have the data
@@ -131,19 +146,18 @@ def with_data_digest(run: RunConfig, before: RunConfig | None = None) -> RunConf
 
 
 def check_split(run: RunConfig, prefix: str) -> None:
-    """As `check_data`, of one .bin/.idx pair."""
+    """Check that one .bin/.idx pair is whole and fits the model. Raises DataError."""
     open_dataset(prefix, run.architecture.vocab_size)
 
 
 def check_tokenizer(run: RunConfig) -> None:
-    """As `check_data`, of the tokenizer that exports copy."""
+    """Check that the tokenizer that exports copy is there. Raises DataError."""
     if run.data.tokenizer and not Path(run.data.tokenizer).is_dir():
         raise DataError(f"data.tokenizer = {run.data.tokenizer!r}: no such folder")
 
 
 def link_to_global(cluster: ClusterConfig, region: str) -> LinkConfig:
-    """The link between a region and the global server. Raises ConfigError if the cluster file does not describe
-    it."""
+    """Find the link between a region and the global server. Raises ConfigError if the cluster file has none."""
     for link in cluster.links:
         if set(link.regions) == {region, "global"}:
             return link
@@ -153,7 +167,8 @@ def link_to_global(cluster: ClusterConfig, region: str) -> LinkConfig:
 
 
 def links_between(cluster: ClusterConfig) -> list[LinkConfig]:
-    """The links between two regions. Raises ConfigError when a worker spans regions whose link is not described."""
+    """Find all links between two regions. Raises ConfigError if a worker spans regions whose link is not
+    described."""
     found = [link for link in cluster.links if "global" not in link.regions and len(set(link.regions)) == 2]
     for region in cluster.regions:
         for worker in region.workers:
@@ -167,7 +182,7 @@ def links_between(cluster: ClusterConfig) -> list[LinkConfig]:
 
 
 def open_links(cluster: ClusterConfig) -> list[str]:
-    """A warning for each worker that spans regions: what its ranks say to each other crosses the link unprotected."""
+    """Warn of each worker that spans regions: what its ranks send each other crosses the link unprotected."""
     return [
         f"worker {worker.name!r} spans {' and '.join(spanned)}: torch.distributed between its ranks is neither "
         "encrypted nor authenticated, and unpickles what it receives, so whoever reaches these ports can run code "
@@ -178,22 +193,21 @@ def open_links(cluster: ClusterConfig) -> list[str]:
     ]
 
 
-def check_ports_are_free(addresses: Iterable[Address]) -> None:
-    """Raises ConfigError if the port of a server on this machine is taken."""
-    for address in addresses:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address.host, address.port))
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot listen on {address}: {error.strerror}; stop what uses it, or choose another host or "
-                    "port in the cluster file (0 picks a free port)"
-                ) from None
+def check_port_is_free(address: Address, what: str = "") -> None:
+    """Raise ConfigError if a port on this machine is taken. what: begins the message."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise ConfigError(
+                f"{what}cannot listen on {address}: {error.strerror}; stop what uses it, or choose another host or "
+                "port in the cluster file (0 picks a free port)"
+            ) from None
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that are free now, all different, chosen at random.
+    """Choose different ports that are free now, at random.
 
     They lie below those that the system gives to outgoing connections, so that none of these takes one before a
     server listens there seconds later. Raises ConfigError.

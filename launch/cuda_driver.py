@@ -1,5 +1,5 @@
-"""Which NVIDIA driver bears which CUDA. `make install` runs this file before anything is installed, so it takes the
-standard library only: python launch/cuda_driver.py [VERSION_FILE]."""
+"""Tells which NVIDIA driver bears which CUDA. `make install` runs this file before anything is installed, so it takes
+the standard library only: python launch/cuda_driver.py [VERSION_FILE]."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bears(driver: str, cuda: str) -> bool:
 
 
 def remedy(driver: str | None, cuda: str | None) -> str:
-    """What to do on a machine where a torch of this CUDA (None: built without) finds GPUs that it cannot use."""
+    """Advise for a machine where a torch of this CUDA (None: built without) finds GPUs that it cannot use."""
     if driver is None:
         return "load the NVIDIA driver (modprobe nvidia), or install it; in a container, start it with the GPUs"
     if cuda is None:

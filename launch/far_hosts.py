@@ -1,5 +1,5 @@
-"""What the hosts of a worker need before its ranks start there by ssh: the run's files, which are brought to them,
-and its data, which must be there. So the hosts need not share a file system."""
+"""Prepares the hosts on which a `HostLauncher` starts ranks: brings the run's files, and checks that its data is
+there. So the hosts need not share a file system."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from geotrain.config import ConfigError
 from geotrain.data.dataset import local_files
-from geotrain.launch.site_processes import LaunchRequest, over_ssh
-from geotrain.launch.worker_command import hostfile_path
+from geotrain.launch.launchers.base import HostLauncher, hostfile_path
+from geotrain.launch.launchers.registry import launcher_of
+from geotrain.launch.site_processes import LaunchRequest
 
 DEADLINE_S = 60.0  # for one host
 AT_ONCE = 32  # hosts
@@ -29,44 +31,54 @@ for file in {data}; do test -r "$file" || {{ echo "cannot read $file" >&2; exit 
 
 
 def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
-    """Bring the run's files to the hosts on which this request's sites start ranks by ssh; look for the data there.
+    """Bring the run's files to the hosts on which this request's sites start ranks by a command each; look for the
+    data there.
 
     folder: the run's, absolute, with its files written. Raises ConfigError, which names the host.
     """
-    wanted: dict[str, list[str]] = {}
+    wanted: dict[tuple[HostLauncher, str], list[str]] = {}
     for region in request.cluster.regions:
         for worker in region.workers:
-            for host in worker.hosts if worker.launcher == "ssh" else ():
-                if (host.region or region.name) in request.sites:
-                    wanted.setdefault(host.host, []).append(hostfile_path(worker.name))
+            launcher = launcher_of(worker)
+            for host in worker.hosts:
+                if isinstance(launcher, HostLauncher) and (host.region or region.name) in request.sites:
+                    wanted.setdefault((launcher, host.host), []).append(hostfile_path(worker.name))
     data = [path for each in request.run.data.train for path in local_files(each.prefix)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         prepared = [
-            pool.submit(_prepare, host, folder, ["run.json", "cluster.json", *hostfiles], data)
-            for host, hostfiles in wanted.items()
+            pool.submit(_prepare, launcher, host, folder, ["run.json", "cluster.json", *hostfiles], data)
+            for (launcher, host), hostfiles in wanted.items()
         ]
     for each in prepared:
         each.result()
 
 
-def _prepare(host: str, folder: Path, names: Sequence[str], data: Sequence[str]) -> None:
+def _prepare(launcher: HostLauncher, host: str, folder: Path, names: Sequence[str], data: Sequence[str]) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in names:
             archive.add(folder / name, name)
     script = _TAKE.format(folder=shlex.quote(str(folder)), names=shlex.join(names), data=shlex.join(data))
-    try:
-        done = subprocess.run(
-            over_ssh(host, None, ("sh", "-c", script)),
-            input=packed.getvalue(),
-            capture_output=True,
-            timeout=DEADLINE_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"host {host}: gave no answer within {DEADLINE_S:g} s; can ssh reach it?") from None
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
+    _, why = ask(launcher.on_host(host, ("sh", "-c", script), {}), DEADLINE_S, input=packed.getvalue())
+    if why:
         raise ConfigError(
-            f"host {host}: not ready for a worker: {said[-1] if said else f'exit code {done.returncode}'}; checkout, "
-            "environment and data must be there under the same paths as here"
+            f"host {host}: not ready for a worker: {why}; {launcher.name} must reach it, and checkout, environment "
+            "and data must be there under the same paths as here"
         )
+
+
+def ask(command: Sequence[str], within_s: float, **more: Any) -> tuple[str, str]:
+    """Run a command; returns what it printed, and why it failed; "": it did not. more: for `subprocess.run`."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=within_s, **more)
+    except OSError as error:
+        return "", str(error)
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode(errors="replace"), f"no answer within {within_s:g} s"
+    why = ""
+    if (
+        done.returncode != 0
+    ):  # where a program is missing or fails, its own words stand last; ssh itself says one line
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        why = lines[-1].strip() if lines else f"exit code {done.returncode}"
+    return done.stdout.decode(errors="replace"), why

@@ -1,12 +1,12 @@
-"""A site on another machine than the launcher's.
+"""Keeps a site on another machine than the launcher's.
 
 One process keeps it: in a session of its own it starts the site's servers and workers, starts again what dies, and
-lives on when nobody is connected. What ssh runs is a front, which begins that process if none lives, and then
-carries orders there and words back (`geotrain.launch.control`). The site's lock, which the kernel releases however
+lives on when nobody is connected. What ssh runs is a relay, which begins that process if none lives, and then
+carries commands there and lines back (`geotrain.launch.control`). The site's lock, which the kernel releases however
 its holder ends, sees to it that there is only one.
 
 In the run's folder, `.site-<site>.json` names the launcher's incarnation that the site was begun by or attached to
-last, and how it ended if it has: a launcher whose connection was lost meanwhile is told when it comes back.
+last, and how it ended if it has: a launcher whose connection was lost meanwhile learns it when it comes back.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from geotrain.launch.control import ControlSocket, attach, follow
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.host_check import check_hosts, refuse
 from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_of
+from geotrain.launch.machine import this_machine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import RunOutcome, exit_code, tail
-from geotrain.launch.worker_command import this_machine
 
 BEGIN_S = 120.0  # a site's process listens within this time, or another launcher holds its lock
 LOOK_S = 0.1
@@ -39,12 +39,12 @@ EXIT_HELD = 75  # of a site's process that found the lock held
 
 
 def launch_site() -> int:
-    """The front: attach to the site that a line on standard input asks for, or begin it. Returns its exit code.
+    """Relay: attach to the site that a line on standard input asks for, or begin it. Returns its exit code.
 
-    The end of standard input leaves the site as it is; `STOP_ORDER` stops it.
+    The end of standard input leaves the site as it is; `STOP_COMMAND` stops it.
     """
     line = b""
-    # Byte by byte, because a buffered reader could swallow the orders that follow.
+    # Byte by byte, because a buffered reader could swallow the commands that follow.
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
     request = LaunchRequest.from_line(line)
@@ -56,7 +56,7 @@ def launch_site() -> int:
     while True:
         if link := attach(folder, site):
             with link:
-                code = follow(link, line, orders=0)
+                code = follow(link, line, commands=0)
             if code is not None:
                 return code
         ended = _record(folder, site)
@@ -138,7 +138,7 @@ def _begin(line: bytes, log: Path) -> subprocess.Popen[bytes]:
 
 
 def _record(folder: Path, site: str) -> dict[str, Any]:
-    """What `_note` wrote last; empty if that is nothing."""
+    """Read what `_note` wrote last; empty if that is nothing."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         found: dict[str, Any] = json.loads(_place(folder, site).read_text())
         return found

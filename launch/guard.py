@@ -74,8 +74,7 @@ def main(arguments: list[str]) -> int:
             while (alive := _descendants()) and time.monotonic() <= deadline:
                 _pause(wakeups)
             if alive:
-                told = "ended, but left processes running; a part of it was killed?"
-                _say(f"{command[0]} {told}")
+                _say(f"{command[0]} ended, but left processes running; a part of it was killed?")
                 code = EXIT_LEFT_BEHIND
         _end(_descendants, grace_s, wakeups)
     return code
@@ -143,13 +142,13 @@ def _end(find: Callable[[], list[int]], grace_s: float, wakeups: int) -> bool:
     the grace at once.
     """
     begin, stopped = time.monotonic(), False
-    told: set[int] = set()
+    asked: set[int] = set()
     while alive := find():
         waited_s = time.monotonic() - begin
         if waited_s > grace_s + KILL_DEADLINE_S:
             return False
-        for pid in [pid for pid in alive if waited_s > grace_s or pid not in told]:
-            told.add(pid)
+        for pid in [pid for pid in alive if waited_s > grace_s or pid not in asked]:
+            asked.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if waited_s > grace_s else signal.SIGTERM)
         if set(_pause(wakeups)) & set(STOP_SIGNALS):
@@ -182,13 +181,13 @@ def _descendants() -> list[int]:
 
 
 def _former_incarnations() -> list[int]:
-    """Other processes of this job that live, known by the job's name in their environment."""
+    """Living processes of an earlier incarnation of this job, known by the job's name in their environment."""
     found = []
     if JOB in os.environ:
-        mark = f"{JOB}={os.environ[JOB]}".encode()
+        entry_of_job = f"{JOB}={os.environ[JOB]}".encode()
         for pid, entry in _processes():
             with contextlib.suppress(OSError):  # another user's, or gone
-                if pid != os.getpid() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                if pid != os.getpid() and entry_of_job in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(pid)
     return found
 

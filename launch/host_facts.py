@@ -1,4 +1,4 @@
-"""What one host has, read there: `python -m geotrain.launch.host_facts FOLDER [PORT …]` prints it as a line of JSON.
+"""Reads what this host has: `python -m geotrain.launch.host_facts FOLDER [PORT …]` prints it as a line of JSON.
 
 Only reading happens here; what it means is decided in `geotrain.launch.host_rules`.
 """
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,22 +33,13 @@ MARK = "geotrain-host: "  # before the line of JSON: shells and launchers print 
 SMI_S = 30.0  # without its persistence daemon the driver initializes each GPU anew
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 1 << 20
-_GPU_FIELDS = (
-    "index",
-    "uuid",
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "compute_mode",
-    "compute_cap",
-)
-_PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name")
+_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode,compute_cap"
+_PROCESS_FIELDS = "gpu_uuid,pid,process_name"
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU, as `nvidia-smi` tells of it. memory_bytes, used_bytes: None where it does not know. processes: that
+    """One GPU, as `nvidia-smi` reports it. memory_bytes, used_bytes: None where it does not know. processes: that
     compute on it, as "NAME (process NUMBER)"; a container may not show those outside of it. capability: CUDA's
     compute capability; None: nvidia-smi does not know."""
 
@@ -64,11 +56,11 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host. clock_s: its clock, seconds since 1970. usable: CUDA devices that ranks would use, after what hides
-    them in the environment. unusable: why devices that are there cannot be used. smi_error: what nvidia-smi said
-    instead of its answer. cuda, nccl: versions that torch brings. transformer_engine: its version; None: it is not
-    installed. headers, compiler: for Triton, which compiles its
-    launcher. shm_bytes, free_bytes: free in /dev/shm, and where the run's folder lies. taken_ports: of those asked.
+    """The facts of one host. clock_s: its clock, seconds since 1970. usable: CUDA devices that ranks would use, after
+    what hides them in the environment. unusable: why devices that are there cannot be used. smi_error: what
+    nvidia-smi said instead of its answer. cuda, nccl: versions that torch brings. transformer_engine: its version;
+    None: it is not installed. headers, compiler: for Triton, which compiles its launcher. shm_bytes, free_bytes: free
+    in /dev/shm, and where the run's folder lies. taken_ports: of those asked.
     """
 
     name: str
@@ -95,13 +87,13 @@ class HostFacts:
 
     @staticmethod
     def from_line(line: str) -> HostFacts:
-        """What `to_line` wrote, wherever it begins in this line. Raises ValueError."""
+        """Decode what `to_line` wrote, wherever it begins in this line. Raises ValueError."""
         return TypeAdapter(HostFacts).validate_json(line.partition(MARK)[2])
 
 
 def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
-    """This host's facts. Where devices are to be used, torch is imported and asked. It raises nothing for what a host
-    lacks."""
+    """Read this host's facts. Where devices are to be used, torch is imported and asked. It raises nothing for what a
+    host lacks."""
     usable, unusable, nccl = 0, "", None
     if os.environ.get("DS_ACCELERATOR") != "cpu" and may_have_gpus():
         try:
@@ -185,13 +177,14 @@ def _is_free(port: int) -> bool:
 
 
 def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
-    """The host's GPUs, and what nvidia-smi said if that was no answer; nothing where the program is not there."""
+    """Ask nvidia-smi for the host's GPUs; returns also its message if it failed. Nothing where it is not
+    installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return (), ""
     texts = []
     for query, fields in (("gpu", _GPU_FIELDS), ("compute-apps", _PROCESS_FIELDS)):
-        command = (program, f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits")
+        command = (program, f"--query-{query}={fields}", "--format=csv,noheader,nounits")
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -205,43 +198,33 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
 
 
 def parse_gpus(gpus: str, processes: str) -> tuple[GpuFacts, ...]:
-    """From nvidia-smi's CSV without headers and units, of `_GPU_FIELDS` and `_PROCESS_FIELDS`. Lines of another form
-    are left out: a lost GPU has an error in place of its line. Memory comes in MiB."""
-    on: dict[str, list[str]] = {}
-    for row in _rows(processes, len(_PROCESS_FIELDS)):
-        on.setdefault(row[0], []).append(f"{Path(row[2]).name} (process {row[1]})")
+    """Parse nvidia-smi's CSV, without headers and units, of `_GPU_FIELDS` and `_PROCESS_FIELDS`. Lines of another
+    form are left out: a lost GPU has an error in place of its line. Memory comes in MiB."""
+    on: defaultdict[str, tuple[str, ...]] = defaultdict(tuple)
+    for uuid, pid, program in _rows(processes, _PROCESS_FIELDS):
+        on[uuid] += (f"{Path(program).name} (process {pid})",)
     return tuple(
-        GpuFacts(
-            int(index),
-            uuid,
-            name,
-            driver,
-            _bytes(total),
-            _bytes(used),
-            mode,
-            tuple(on.get(uuid, ())),
-            _capability(cap),
-        )
-        for index, uuid, name, driver, total, used, mode, cap in _rows(gpus, len(_GPU_FIELDS))
+        GpuFacts(int(index), uuid, name, driver, _bytes(total), _bytes(used), mode, on[uuid], _capability(capability))
+        for index, uuid, name, driver, total, used, mode, capability in _rows(gpus, _GPU_FIELDS)
         if index.isdigit()
     )
 
 
 def visible(gpus: tuple[GpuFacts, ...], listed: str | None) -> tuple[GpuFacts, ...]:
-    """Those that CUDA_VISIBLE_DEVICES lists, by number or by the beginning of their names; None: all."""
+    """Select the GPUs that CUDA_VISIBLE_DEVICES lists, by number or by the beginning of their names; None: all."""
     if listed is None:
         return gpus
     names = [name.strip() for name in listed.split(",") if name.strip()]
     return tuple(gpu for name in names for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name))
 
 
-def _rows(text: str, columns: int) -> list[list[str]]:
+def _rows(text: str, fields: str) -> list[list[str]]:
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    return [[cell.strip() for cell in row] for row in rows if len(row) == columns]
+    return [[cell.strip() for cell in row] for row in rows if len(row) == len(fields.split(","))]
 
 
 def _bytes(mib: str) -> int | None:
-    """None for what stands in place of a number: [N/A], [Not Supported], [Unknown Error], [GPU requires reset]."""
+    """Convert MiB to bytes. None: [N/A], [Not Supported], [Unknown Error] or the like stands in place of a number."""
     return int(mib) * MIB if mib.isdigit() else None
 
 

@@ -1,8 +1,8 @@
-"""What is wrong with hosts, decided from their facts. Pure: nothing is read or asked here."""
+"""Decides from the facts of hosts what is wrong with them. Pure: nothing is read or asked here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from geotrain.launch import cuda_driver
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What one worker wants of one host. memory_bytes: of a rank on its device, by the estimate. checkpoint_bytes:
+    """The needs of one worker on one host. memory_bytes: of a rank on its device, by the estimate. checkpoint_bytes:
     one checkpoint of the ranks on the host. device: the kind that the cluster file names. ports: that must be free.
     on_cpu: its ranks take no GPU, by the worker's own environment. asks: a key, with its value, that needs
     Transformer Engine and GPUs of at least this capability.
@@ -52,7 +52,7 @@ class HostNeeds:
 
 @dataclass(frozen=True)
 class Look:
-    """One host that has answered. asked_s, answered_s: this machine's clock before and after."""
+    """The facts of one host that has answered. asked_s, answered_s: this machine's clock before and after."""
 
     facts: HostFacts
     needs: tuple[HostNeeds, ...]
@@ -60,22 +60,30 @@ class Look:
     answered_s: float
 
 
+Tell = Callable[..., None]  # (what, remedy, refuses = True): adds a finding of one host
+
+
 def findings(looks: Mapping[str, Look], resume: bool = False) -> list[Finding]:
-    """All that is wrong with these hosts, and between them. resume: the run has begun, so what is taken may be taken
+    """List what is wrong with these hosts, and between them. resume: the run has begun, so what is taken may be taken
     by its own former processes, which are ended before new ones begin."""
-    found = [each for host, look in looks.items() for each in _of_host(host, look, resume)]
+    found = list[Finding]()
+    for host, look in looks.items():
+
+        def tell(what: str, remedy: str, refuses: bool = True, host: str = host) -> None:
+            found.append(Finding(host, what, remedy, refuses))
+
+        _check_host(look, resume, tell)
+        _check_transformer_engine(look, tell)
+        if ranks := sum(needs.ranks for needs in look.needs if not needs.on_cpu):
+            _check_devices(look, ranks, tell)
     for worker in sorted({needs.worker for look in looks.values() for needs in look.needs}):
         mine = {h: look.facts for h, look in looks.items() if any(n.worker == worker for n in look.needs)}
         found += _between(worker, mine)
     return found
 
 
-def _of_host(host: str, look: Look, resume: bool) -> list[Finding]:
-    facts, found = look.facts, list[Finding]()
-
-    def tell(what: str, remedy: str, refuses: bool = True) -> None:
-        found.append(Finding(host, what, remedy, refuses))
-
+def _check_host(look: Look, resume: bool, tell: Tell) -> None:
+    facts = look.facts
     ahead_s, behind_s = facts.clock_s - look.answered_s, look.asked_s - facts.clock_s
     if (off_s := max(ahead_s, behind_s)) > CLOCK_S:
         way = "ahead of" if ahead_s > behind_s else "behind"
@@ -89,31 +97,23 @@ def _of_host(host: str, look: Look, resume: bool) -> list[Finding]:
     if facts.free_bytes < (wanted := 2 * sum(needs.checkpoint_bytes for needs in look.needs)):
         what = f"{_gb(facts.free_bytes)} are free for the run's folder, two checkpoints take {_gb(wanted)}"
         tell(what, "make room, or give checkpoint.folder another place", False)
-    found += _of_transformer_engine(host, look)
-    if ranks := sum(needs.ranks for needs in look.needs if not needs.on_cpu):
-        found += _of_devices(host, facts, look.needs, ranks)
-    return found
 
 
-def _of_devices(host: str, facts: HostFacts, wanted: tuple[HostNeeds, ...], ranks: int) -> list[Finding]:
-    """ranks: that would use a GPU each."""
-    found = list[Finding]()
-
-    def tell(what: str, remedy: str, refuses: bool = True) -> None:
-        found.append(Finding(host, what, remedy, refuses))
-
+def _check_devices(look: Look, ranks: int, tell: Tell) -> None:
+    """Check the GPUs of a host. ranks: that would use a GPU each."""
+    facts = look.facts
     if facts.unusable:
         # The message ends with advice for this machine; the table has its own.
         tell(facts.unusable.partition(". Install ")[0], cuda_driver.remedy(facts.driver, facts.cuda))
     if facts.smi_error:
         known = (text for part, text in _BROKEN.items() if part in facts.smi_error)
         tell(f"nvidia-smi fails: {facts.smi_error}", next(known, "look at `nvidia-smi` and `dmesg` there"), False)
-    kinds = ", ".join(sorted({needs.device for needs in wanted if needs.device}))
+    kinds = ", ".join(sorted({needs.device for needs in look.needs if needs.device}))
     if facts.usable:
         if ranks > facts.usable:
             tell(f"{ranks} ranks, but {facts.usable} GPUs", "lower the host's `slots`, or show it more GPUs")
-        needed = max(needs.memory_bytes for needs in wanted)
-        found += [each for gpu in facts.gpus[:ranks] for each in _of_gpu(host, gpu, needed)]
+        for gpu in facts.gpus[:ranks]:
+            _check_gpu(gpu, max(needs.memory_bytes for needs in look.needs), tell)
         if not facts.headers:
             tell("Python.h is missing: Triton compiles with it", "install Python's headers (Debian: python3-dev)")
         if not facts.compiler:
@@ -125,45 +125,39 @@ def _of_devices(host: str, facts: HostFacts, wanted: tuple[HostNeeds, ...], rank
     elif kinds and not facts.unusable:
         what = f"no GPU is visible, the cluster file says {kinds}: its ranks compute on the CPU"
         tell(what, "check the driver; a container must be started with the GPUs", False)
-    return found
 
 
-def _of_transformer_engine(host: str, look: Look) -> list[Finding]:
-    facts, found = look.facts, list[Finding]()
-    for needs in look.needs:
-        if needs.asks and (needs.on_cpu or not facts.usable):
-            found.append(Finding(host, f"{needs.asks} needs GPUs; its ranks compute on the CPU", "leave it out"))
-        elif needs.asks:
-            if facts.transformer_engine is None:
-                remedy = "install transformer-engine there (docs/gpu.md), or leave it out for this worker"
-                found.append(Finding(host, f"{needs.asks} needs Transformer Engine, which is not installed", remedy))
-            old = [
-                g for g in facts.gpus[: needs.ranks] if g.capability is not None and g.capability < needs.capability
-            ]
-            for gpu in old:
-                has, least = dotted(gpu.capability or (0, 0)), dotted(needs.capability)
+def _check_transformer_engine(look: Look, tell: Tell) -> None:
+    facts = look.facts
+    for needs in filter(lambda needs: needs.asks, look.needs):
+        if needs.on_cpu or not facts.usable:
+            tell(f"{needs.asks} needs GPUs; its ranks compute on the CPU", "leave it out")
+            continue
+        if facts.transformer_engine is None:
+            remedy = "install transformer-engine there (docs/gpu.md), or leave it out for this worker"
+            tell(f"{needs.asks} needs Transformer Engine, which is not installed", remedy)
+        for gpu in facts.gpus[: needs.ranks]:
+            if gpu.capability is not None and gpu.capability < needs.capability:
+                has, least = dotted(gpu.capability), dotted(needs.capability)
                 what = f"{needs.asks} needs compute capability {least}, GPU {gpu.index} ({gpu.name}) has {has}"
-                found.append(Finding(host, what, "choose another recipe, or leave it out for this worker"))
-    return found
+                tell(what, "choose another recipe, or leave it out for this worker")
 
 
-def _of_gpu(host: str, gpu: GpuFacts, needed_bytes: int) -> list[Finding]:
+def _check_gpu(gpu: GpuFacts, needed_bytes: int, tell: Tell) -> None:
     name = f"GPU {gpu.index} ({gpu.name})"
     if gpu.compute_mode == PROHIBITED:
-        return [Finding(host, f"{name} is in compute mode {PROHIBITED}", f"nvidia-smi -i {gpu.index} -c DEFAULT")]
-    remedy = "end what uses it, or hide it with CUDA_VISIBLE_DEVICES"
-    if gpu.processes or (gpu.used_bytes or 0) > BUSY_BYTES:
+        tell(f"{name} is in compute mode {PROHIBITED}", f"nvidia-smi -i {gpu.index} -c DEFAULT")
+    elif gpu.processes or (gpu.used_bytes or 0) > BUSY_BYTES:
         by = ", ".join(gpu.processes) or "processes that this container does not show"
         used = "" if gpu.used_bytes is None else f", {_gb(gpu.used_bytes)}"
-        return [Finding(host, f"{name} is used by {by}{used}", remedy, False)]
-    if gpu.memory_bytes is not None and gpu.memory_bytes < needed_bytes:
+        tell(f"{name} is used by {by}{used}", "end what uses it, or hide it with CUDA_VISIBLE_DEVICES", False)
+    elif gpu.memory_bytes is not None and gpu.memory_bytes < needed_bytes:
         what = f"{name} has {_gb(gpu.memory_bytes)}, a rank needs about {_gb(needed_bytes)}"
-        return [Finding(host, what, "see `geotrain dry-run`: more ranks, recomputation, or smaller batches", False)]
-    return []
+        tell(what, "see `geotrain dry-run`: more ranks, recomputation, or smaller batches", False)
 
 
 def _between(worker: str, hosts: Mapping[str, HostFacts]) -> list[Finding]:
-    """What the hosts of one worker must have alike: its ranks form one torch.distributed world."""
+    """Compare what the hosts of one worker must have alike: its ranks form one torch.distributed world."""
     found = []
     alike = {
         "GeoTrain": {host: facts.geotrain for host, facts in hosts.items()},

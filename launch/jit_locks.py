@@ -1,4 +1,4 @@
-"""Locks of torch's compiler of extensions, by which DeepSpeed compiles its kernels at their first use.
+"""Removes stale locks of torch's compiler of extensions, by which DeepSpeed compiles its kernels at their first use.
 
 The lock is a file: who makes it holds it open and compiles, all others wait until it is gone, without a word and
 without end (`torch.utils.file_baton`). A process that is killed meanwhile leaves it, and every later start waits.
@@ -23,7 +23,8 @@ TURN_S = 10.0  # for the other ranks of this host, each of which takes a moment
 
 
 def build_folder() -> Path:
-    """Where torch builds extensions: as `torch.utils.cpp_extension` finds it, which takes a while to import."""
+    """The folder where torch builds extensions, found as `torch.utils.cpp_extension` does, which takes a while to
+    import."""
     if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(folder)
     return Path(os.path.realpath(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))) / "torch_extensions"
@@ -41,15 +42,15 @@ def release_stale_locks(folder: Path) -> list[str]:
 
 
 def _locks(folder: Path) -> list[Path]:
-    """An extension's folder lies in the folder, or in one of it for each version of Python and CUDA."""
+    """List the locks. An extension's folder lies in the folder, or in one of it for each version of Python and
+    CUDA."""
     return sorted(path for depth in ("*/lock", "*/*/lock") for path in folder.glob(depth))
 
 
 def _look_at(lock: Path) -> str:
     try:
-        found = lock.stat()
-        holders = _holders(found)
-        age_s = time.time() - found.st_mtime
+        age_s = time.time() - lock.stat().st_mtime
+        holders = _holders(lock)
         if holders:
             return f"{lock}: process {holders[0]} compiles; this rank waits for it if it needs the same"
         if file_system(lock) in LOCAL_FILE_SYSTEMS or age_s > COMPILED_S:
@@ -63,27 +64,22 @@ def _look_at(lock: Path) -> str:
     )
 
 
-def _holders(found: os.stat_result) -> list[int]:
+def _holders(lock: Path) -> list[int]:
     """Processes of this machine that have the file open, as far as this user may look."""
-    holders = []
-    for process in filter(lambda entry: entry.name.isdigit(), Path("/proc").iterdir()):
-        with contextlib.suppress(OSError):  # gone, or another user's
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    if os.path.samestat(descriptor.stat(), found):
-                        holders.append(int(process.name))
-    return holders
+    path = str(lock.resolve())
+    processes = psutil.process_iter(["open_files"])  # None: another user's
+    return [each.pid for each in processes if any(file.path == path for file in each.info["open_files"] or ())]
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that the path lies on, as the kernel names it."""
+    """Name the type of the file system that the path lies on, as the kernel does."""
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     return next((mounts[place] for place in path.resolve().parents if place in mounts), "")
 
 
 @contextlib.contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """One at a time on this host; after TURN_S regardless."""
+    """Let one process at a time of this host into the block; after TURN_S regardless."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + TURN_S

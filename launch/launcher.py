@@ -21,30 +21,29 @@ from geotrain.config import (
     Address,
     ClusterConfig,
     ConfigError,
-    RegionConfig,
     RunConfig,
     config_digest,
     load_cluster,
     load_run,
-    shard_name,
-    shards_of,
 )
 from geotrain.emulate import wan
 from geotrain.launch.check import (
-    check_ports_are_free,
+    check_port_is_free,
     check_together,
     free_ports,
     link_to_global,
     links_between,
+    server_addresses,
+    ssh_hosts,
     with_data_digest,
 )
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.host_check import check_hosts, refuse, show
-from geotrain.launch.preflight import cautions, obstacles, port_obstacles
-from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site, ssh_hosts
+from geotrain.launch.machine import this_machine
+from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
+from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_words, new_console, share_of, size
-from geotrain.launch.worker_command import this_machine
 from geotrain.monitor.events import EventLog, ProcessDied, Trouble
 from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.events import Event
@@ -150,8 +149,8 @@ def launch(
 
 
 def how_to_go_on(folder: Path, run_path: Path, cluster_path: Path, changes: tuple[str, ...] = ()) -> str:
-    """A line for a run that has ended before its data did; empty if all is trained, or its global server's last words
-    are on another machine."""
+    """Describe how to continue a run that has ended before its data did; empty if all is trained, or its global
+    server's last status is on another machine."""
     top = last_words(folder, (GLOBAL,)).get(GLOBAL)
     if top is None or top.get("complete"):
         return ""
@@ -161,7 +160,7 @@ def how_to_go_on(folder: Path, run_path: Path, cluster_path: Path, changes: tupl
 
 
 def event_log(run: RunConfig, folder: Path, sites: tuple[str, ...] = ()) -> EventLog:
-    """The event log of a launcher, in the run's folder on this machine.
+    """Open the event log of a launcher, in the run's folder on this machine.
 
     sites: those of a launcher that starts only these. They are part of the file's name, because on a shared file
     system several launchers may have the same folder.
@@ -171,13 +170,13 @@ def event_log(run: RunConfig, folder: Path, sites: tuple[str, ...] = ()) -> Even
 
 
 def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: Callable[[str], object]) -> Supervisor:
-    """The supervisor of a launcher's processes. say: tells a person what happens to them."""
+    """Make the supervisor of a launcher's processes. say: called with what a person should know of them."""
 
     def on_event(event: Event) -> None:
         events.write(event)
         if isinstance(event, ProcessDied):
             then = "given up" if event.pause_s is None else f"started again in {event.pause_s:.3g} s"
-            say(f"{event.unit} {event.how}; {then} (restarts so far: {event.restarts})")
+            say(f"{event.group} {event.how}; {then} (restarts so far: {event.restarts})")
         elif isinstance(event, Trouble):
             say(event.what)
 
@@ -186,7 +185,7 @@ def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: C
 
 
 def _with_sites_here(cluster: ClusterConfig, only: tuple[str, ...]) -> ClusterConfig:
-    """The cluster, with these sites on this machine instead of behind ssh. Raises ConfigError."""
+    """Put these sites on this machine instead of behind ssh. Raises ConfigError."""
     known = {GLOBAL: cluster.global_server, **{region.name: region.server for region in cluster.regions}}
     for site in only:
         if site not in known:
@@ -211,46 +210,35 @@ def resolve(
     here: tuple[str, ...] | None = None,
     before: ClusterConfig | None = None,
 ) -> ClusterConfig:
-    """The cluster with all addresses filled in: free ports in place of 0, addresses of emulated links.
+    """Fill in all addresses of the cluster: free ports in place of 0, addresses of emulated links.
 
     here: the sites whose servers are started on this machine; None: those without `ssh`. before: as resolved by an
-    earlier launch of the run, whose ports are taken again where they are free: regions that live on know them.
+    earlier launch of the run, whose ports are taken again where they are free: regions that still run know them.
     Raises ConfigError.
     """
-    known = {} if before is None else _addresses(before)
-    free = iter(free_ports(len(_addresses(cluster))))
-
-    def at(site: str, address: Address, emulated_host: str | None) -> Address:
-        host = emulated_host or address.host
-        if address.port == 0 and (old := known.get(site)) is not None and old.host == host:
+    known = {} if before is None else server_addresses(before, before.regions)
+    emulated = {} if links is None else {GLOBAL: links.global_address, **links.addresses}
+    wanted = server_addresses(cluster, cluster.regions)
+    free = iter(free_ports(len(wanted)))
+    found: dict[str, list[Address]] = {}  # by site: its server's, then its shards'
+    for what, (site, address) in wanted.items():
+        host, port = emulated.get(site, address.host), address.port
+        _, old = known.get(what, (site, address))
+        if port == 0 and old.port and old.host == host:
             with contextlib.suppress(ConfigError):
-                check_ports_are_free([old])
-                return old
-        return Address(host=host, port=address.port or next(free))
-
-    def all_at(site: str, shards: tuple[Address, ...], emulated_host: str | None) -> tuple[Address, ...]:
-        return tuple(at(shard_name(site, i), shard, emulated_host) for i, shard in enumerate(shards))
-
-    def region_at(r: RegionConfig, host: str | None) -> RegionConfig:
-        return r.model_copy(update={"server": at(r.name, r.server, host), "shards": all_at(r.name, r.shards, host)})
-
-    regions = tuple(region_at(r, links.addresses[r.name] if links else None) for r in cluster.regions)
-    host = links.global_address if links else None
-    global_server, shards = at(GLOBAL, cluster.global_server, host), all_at(GLOBAL, cluster.global_shards, host)
-    if here is None:
-        here = tuple(site for site, host in ssh_hosts(cluster).items() if host is None)
-    local = [global_server, *shards] if GLOBAL in here else []
-    if links is None:  # inside a namespace every port is free
-        local += [each for region in regions if region.name in here for each in (region.server, *region.shards)]
-    check_ports_are_free(local)
-    return cluster.model_copy(update={"global_server": global_server, "global_shards": shards, "regions": regions})
-
-
-def _addresses(cluster: ClusterConfig) -> dict[str, Address]:
-    """Of servers and shards, by the names of their processes."""
-    servers = {GLOBAL: cluster.global_server, **{region.name: region.server for region in cluster.regions}}
-    shards = {shard_name(site, i): at for site in servers for i, at in enumerate(shards_of(cluster, site))}
-    return {**servers, **shards}
+                check_port_is_free(old)
+                port = old.port
+        found.setdefault(site, []).append(Address(host=host, port=port or next(free)))
+    for site in sites_here(cluster) if here is None else here:
+        if links is None or site == GLOBAL:  # inside a namespace every port is free
+            for address in found[site]:
+                check_port_is_free(address)
+    regions = tuple(
+        region.model_copy(update={"server": found[region.name][0], "shards": tuple(found[region.name][1:])})
+        for region in cluster.regions
+    )
+    server, *shards = found[GLOBAL]
+    return cluster.model_copy(update={"global_server": server, "global_shards": tuple(shards), "regions": regions})
 
 
 def _is_finished(run: RunConfig, folder: Path) -> bool:
@@ -265,7 +253,7 @@ def _is_finished(run: RunConfig, folder: Path) -> bool:
 
 
 def _launched_before(folder: Path) -> tuple[RunConfig, ClusterConfig] | None:
-    """Both files as the run's last launch resolved them; None if they are not there, or not readable any more."""
+    """Read both files as the run's last launch resolved them; None if they are not there, or not readable."""
     try:
         return load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
     except (ConfigError, OSError):

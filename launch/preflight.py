@@ -1,6 +1,6 @@
-"""What a launch would stumble over, found before a process is started: `geotrain launch` refuses it, and
-`geotrain dry-run` tells all of it at once. What is wrong with hosts is found by `geotrain.launch.host_check`; what
-only the processes themselves can find is not here."""
+"""Finds what a launch would stumble over before a process is started: `geotrain launch` refuses it, and
+`geotrain dry-run` reports all of it at once. `geotrain.launch.host_check` looks at hosts; what only the processes
+themselves can find is not here."""
 
 from __future__ import annotations
 
@@ -28,9 +28,17 @@ from geotrain.config.deepspeed import AUTO, COS_MIN_RATIO, DEEPSPEED_WARMUP_MAX_
 from geotrain.data.dataset import end_of_document, read_manifest
 from geotrain.data.tokens import DataError
 from geotrain.emulate import wan
-from geotrain.launch.check import check_digest, check_ports_are_free, check_split, check_tokenizer, open_links
-from geotrain.launch.site_processes import LaunchRequest, local_processes, ssh_hosts
-from geotrain.launch.worker_command import this_machine
+from geotrain.launch.check import (
+    check_digest,
+    check_port_is_free,
+    check_split,
+    check_tokenizer,
+    open_links,
+    server_addresses,
+    ssh_hosts,
+)
+from geotrain.launch.machine import this_machine
+from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
 from geotrain.net.transport.certs import OPERATOR, CertificateError, Role, load_credentials
@@ -49,8 +57,8 @@ def sites_here(cluster: ClusterConfig) -> tuple[str, ...]:
 def obstacles(
     run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...], begins: bool = True, shows: bool = True
 ) -> list[Obstacle]:
-    """What keeps these sites from being started on this machine; empty: nothing that can be known yet. The files must
-    go together (`check_together`).
+    """List what keeps these sites from being started on this machine; empty: nothing that can be known yet. The files
+    must go together (`check_together`).
 
     begins: the run has no state yet. shows: the launcher asks the servers how the run goes. Ports are another matter
     (`port_obstacles`): a run that is on has them.
@@ -78,20 +86,14 @@ def obstacles(
 
 
 def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]) -> list[Obstacle]:
-    """The fixed ports on this machine, of servers, page and metrics, that are taken or given twice."""
+    """List the fixed ports on this machine, of servers, page and metrics, that are taken or given twice."""
     # Emulated regions have addresses of their own, in namespaces, where every port is free.
     apart = set(here) - {GLOBAL} if cluster.emulate_links else set()
     monitor, topology = run.monitor, Topology(run, cluster)
     wanted = [
-        (f"the server of {site!r}", address)
-        for site, address in topology.servers.items()
-        if site in here and not cluster.emulate_links
-    ]
-    wanted += [
-        (f"shard {number} of {site!r}", address)
-        for site in topology.servers
-        for number, address in enumerate(shards_of(cluster, site))
-        if site in here and not cluster.emulate_links
+        (what, address)
+        for what, (site, address) in server_addresses(cluster, cluster.serving).items()
+        if site in topology.servers and site in here and not cluster.emulate_links
     ]
     if monitor.enabled and monitor.page_port and GLOBAL in here:
         wanted.append(("monitor.page_port", Address(host=monitor.host, port=monitor.page_port)))
@@ -108,11 +110,11 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
     for number, (what, address) in enumerate(fixed):
         if twice := [other for other, same in fixed[:number] if same == address]:
             found.append(ConfigError(f"{what} and {twice[0]} both want {address}; give one of them another port"))
-    return [*found, *_failing(partial(_check_port, what, address) for what, address in fixed)]
+    return [*found, *_failing(partial(check_port_is_free, address, f"{what}: ") for what, address in fixed)]
 
 
 def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
-    """What does not keep a run from starting, but is seldom meant."""
+    """List what does not keep a run from starting, but is seldom meant."""
     told: list[str] = []
     for worker in Topology(run, cluster).workers.values():
         told += schedule_cautions({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
@@ -143,12 +145,13 @@ def _cuts_otherwise(tokenizer: str) -> bool:
         read = json.loads((Path(tokenizer) / "tokenizer.json").read_text())
         kinds = [(read[step] or {}).get("type") for step in ("normalizer", "pre_tokenizer")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False  # what cannot be read is told elsewhere
+        return False  # what cannot be read is reported elsewhere
     return kinds != ["NFC", "Sequence"]
 
 
 def schedule_cautions(block: dict[str, Any], total_steps: int) -> list[str]:
-    """What in a `deepspeed` block's schedule is allowed, but seldom meant. total_steps: inner steps of the run."""
+    """List what in a `deepspeed` block's schedule is allowed, but seldom meant. total_steps: inner steps of the
+    run."""
     stated: dict[str, Any] = block.get("scheduler", {}).get("params", {})
     kind, params = block.get("scheduler", {}).get("type"), completed(block, total_steps).get("scheduler", {})
     params = params.get("params", {})
@@ -203,7 +206,7 @@ def _check_fragments(run: RunConfig) -> None:
 
 
 def _check_validation(run: RunConfig, topology: Topology) -> None:
-    """As the workers will read it: whole samples, dealt out evenly to a worker's replicas."""
+    """Check validation data as workers will read it: whole samples, dealt out evenly to a worker's replicas."""
     if run.monitor.validate_every_samples is None or run.data.validation is None:
         return
     wanted = run.data.validation_samples
@@ -253,13 +256,6 @@ def _check_boards(run: RunConfig) -> None:
 
 
 def _check_processes(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]) -> None:
-    """That every command of these sites can be made up: launchers, devices, hosts."""
+    """Check that the start commands of these sites can be built: launchers, devices, hosts."""
     with tempfile.TemporaryDirectory() as scratch:
         local_processes(LaunchRequest(run, cluster, here, False), Path(scratch), this_machine())
-
-
-def _check_port(what: str, address: Address) -> None:
-    try:
-        check_ports_are_free((address,))
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None

@@ -1,4 +1,4 @@
-"""The script given to `deepspeed`: one rank of one worker.
+"""Trains as one rank of one worker: the script that is given to `deepspeed`.
 
 deepspeed --hostfile hosts launch/pretrain.py --run run.json --region eu
 """
@@ -10,12 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.jit_locks import build_folder, release_stale_locks
+from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.loading import loading
 from geotrain.launch.rank_environment import address_to, capability_here, library_settings, rank_environment
 
@@ -74,8 +75,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     """Build everything, train, close everything."""
     run.check_for_trainer()
     worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
-    setup, site = topology.workers[worker.name], topology.server_of(worker.name)
-    os.environ.update(rank_environment(os.environ))  # under Slurm and Open MPI torch's variables have other names
+    setup, server = topology.workers[worker.name], topology.servers[topology.server_of(worker.name)]
+    os.environ.update(rank_environment(os.environ, launcher_of(worker)))
     os.environ.update(
         library_settings(
             os.environ,
@@ -93,18 +94,15 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         from geotrain.data.dataset import end_of_document, training_digest
         from geotrain.data.loader import LeasedLoader, cache_of, open_source, open_training, validation_batches
         from geotrain.inner.build import build_engine
-        from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
         from geotrain.monitor.utilization import peak_flops, training_flops_per_token
-        from geotrain.net.transport.certs import trust_between
-        from geotrain.net.transport.sharded_link import shards_above
-        from geotrain.net.transport.worker_client import WorkerClient
-        from geotrain.outer.server.server import identity_of
-        from geotrain.parameters.parameter_map import parameter_map_of
+        from geotrain.worker.connection import connected
         from geotrain.worker.trainer import Trainer
 
-    server, folder = topology.servers[site], run.run_folder
+    def trouble(what: str) -> None:
+        _say(f"geotrain: worker in {region}: {what}", sys.stderr)
+
     for line in release_stale_locks(build_folder()):
-        _say(f"geotrain: worker in {region}: {line}", sys.stderr)
+        trouble(line)
     end = end_of_document(run.data)
     engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end, precision=setup.precision)
     _say(_place(engine.mesh, server), sys.stdout)
@@ -117,55 +115,31 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         held_out = open_source(run.data.validation, run.data.sequence_length, vocab_size, None, cache_of(run.data))
         sizes = run.data.validation_samples, micro_batch, engine.dp_rank, engine.dp_size
         validation = validation_batches(held_out, *sizes)
-    parameter_map = parameter_map_of(run)
-    identity = identity_of(run, parameter_map, training_digest(run.data))
     peak = peak_flops(cluster, worker)
     per_token = training_flops_per_token(engine.architecture, run.data.sequence_length)
-    trust = trust_between(cluster, "worker", worker.name, "global" if topology.flat else "region", site)
-    shards = shards_above(cluster, parameter_map, "worker", worker.name, site)
-    log = folder / "events" / f"{worker.name}.jsonl"
-    with (
-        closing(WorkerClient(str(server), trust=trust, shards=shards)) as client,
-        EventLog(log, source=worker.name, enabled=run.monitor.enabled) as events,
-    ):
+    job_line = JobLine(run.monitor.every_s)
 
-        def trouble(what: str) -> None:
-            _say(f"geotrain: worker in {region}: {what}", sys.stderr)
-            events.write(Trouble(what))
+    def report(numbers: dict[str, Any]) -> None:
+        if line := job_line.of(numbers, time.monotonic()):
+            _say(line, sys.stdout)
 
-        job_line = JobLine(run.monitor.every_s)
-
-        def report(numbers: dict[str, Any]) -> None:
-            events.write(JobTrained(worker=worker.name, retries=float(client.retries), **numbers))
-            if line := job_line.of(numbers, time.monotonic()):
-                _say(line, sys.stdout)
-
+    digest = training_digest(run.data)
+    with connected(run, cluster, worker, data_digest=digest, report=report, trouble=trouble) as member:
         trainer = Trainer(
-            run,
-            worker.name,
-            identity,
-            parameter_map,
+            member,
             engine,
             loader,
-            client,
-            run.checkpoint_folder / worker.name,
-            workers=len(topology.home),
             validation=validation,
             min_step_s=worker.min_step_s,
-            report=report,
-            trouble=trouble,
             peak_flops_per_token_s=None if peak is None else peak / per_token,
-        )
-        client.on_acknowledged = lambda sequence: events.write(
-            Acknowledged(worker.name, trainer.loop.exchange.incarnation, sequence)
         )
         trainer.train(resume)
     engine.close()
 
 
 def leave_worker() -> None:
-    """Give the process groups back, so that NCCL ends its threads and says nothing of a leak. After an error it is
-    left to the process's end: with a rank that is lost NCCL would wait."""
+    """Destroy the process groups, so that NCCL ends its threads and reports no leak. After an error this is left to
+    the process's end: with a rank that is lost NCCL would wait."""
     from geotrain.inner.runtime.parallel import shut_down
 
     with suppress(RuntimeError):  # everything is saved: that another rank has gone already is no failure
@@ -173,14 +147,14 @@ def leave_worker() -> None:
 
 
 class JobLine:
-    """What a worker's log says of its training: a line for a job, at most one in `every_s` seconds."""
+    """Writes a worker's training to its log: a line for a job, at most one in `every_s` seconds."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._told_s: float | None = None
 
     def of(self, numbers: Mapping[str, Any], now_s: float) -> str:
-        """The line for a job, or "". numbers: those of `JobTrained`."""
+        """Make the line for a job, or "". numbers: those of `JobTrained`."""
         if self._told_s is not None and now_s < self._told_s + self._every_s:
             return ""
         self._told_s = now_s
@@ -191,7 +165,7 @@ class JobLine:
 
 
 def _place(mesh: RankMesh, server: Address) -> str:
-    """A line for the log: what this rank computes, and this machine's address on the way to the server."""
+    """Describe for the log what this rank computes, and this machine's address on the way to the server."""
     here = address_to(server.host, server.port) or "an unknown address"
     part = f"context rank {mesh.cp_rank}, " if mesh.cp_size > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""What a rank's environment must say before torch is loaded and CUDA starts: both read it once."""
+"""Completes a rank's environment before torch is loaded and CUDA starts: both read it once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ import psutil
 
 from geotrain.config import ConfigError
 from geotrain.launch.host_facts import read_gpus, visible
+from geotrain.launch.launchers.base import Launcher
 
 BLACKWELL = (10, 0)  # the lowest compute capability of its kind
-# What Slurm and Open MPI call torch's variables; the other launchers set torch's own.
-RANK_VARIABLES = {
-    "RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
-    "WORLD_SIZE": ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
-    "LOCAL_RANK": ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
-}
-
-
 # What equal bits need of the libraries: cuBLAS with a workspace of its own for each stream (as torch demands), no
 # sums inside NVLink's switches, whose order is not given, and of Transformer Engine the attention without atomics.
 DETERMINISTIC = {
@@ -28,17 +21,13 @@ DETERMINISTIC = {
 }
 
 
-def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Those of torch's variables that are not in `env`, from the values that Slurm or Open MPI put there.
+def rank_environment(env: Mapping[str, str], launcher: Launcher) -> dict[str, str]:
+    """Translate what the ranks' launcher has put into `env` to torch's variables, for those that are not there.
 
     Where a task sees one device only, as Slurm with `--gpus-per-task=1` has it, that device is number 0 to it.
     """
     found = {
-        ours: env[theirs]
-        for ours, names in RANK_VARIABLES.items()
-        if ours not in env
-        for theirs in names
-        if theirs in env
+        ours: env[theirs] for ours, theirs in launcher.rank_variables.items() if ours not in env and theirs in env
     }
     visible = env.get("CUDA_VISIBLE_DEVICES", "")
     if visible and "," not in visible and {**env, **found}.get("LOCAL_RANK", "0") != "0":
@@ -56,7 +45,7 @@ def library_settings(
     capability: tuple[int, int] | None = None,
     deterministic: bool = False,
 ) -> dict[str, str]:
-    """Settings of CUDA, torch and gloo that are not in `env`.
+    """Choose settings of CUDA, torch and gloo that are not in `env`.
 
     cores: that this process may use. ranks_here: the worker's on this machine, which share them. overlaps_steps:
     whether the run uses ACCO. capability: of the devices here (`capability_here`). deterministic:
@@ -85,8 +74,8 @@ def library_settings(
 
 
 def capability_here(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """The lowest compute capability of the GPUs that this process may see, as `nvidia-smi` tells it: CUDA must not be
-    asked, since it then reads its settings. None: there are none, or nobody knows."""
+    """The lowest compute capability of the GPUs that this process may see, by `nvidia-smi`: CUDA must not be asked,
+    since it then reads its settings. None: there are none, or nobody knows."""
     if env.get("DS_ACCELERATOR") == "cpu":
         return None
     gpus = visible(read_gpus()[0], env.get("CUDA_VISIBLE_DEVICES"))

@@ -1,5 +1,5 @@
-"""The processes that one machine starts for a run: servers and workers. The launcher's machine and those behind ssh
-use the same code.
+"""Builds the processes that one machine starts for a run: servers and workers. The launcher's machine and those
+behind ssh use the same code.
 
 A *site* is "global" or a region's name. The run's folder on each machine holds
 
@@ -11,12 +11,10 @@ A *site* is "global" or a region's name. The run's folder on each machine holds
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from pydantic import TypeAdapter
 
@@ -35,24 +33,18 @@ from geotrain.config import (
 from geotrain.emulate.wan import DEVICE, Wan
 from geotrain.launch.check import free_ports
 from geotrain.launch.guard import JOB
+from geotrain.launch.launchers.base import HostLauncher, LauncherCommand, WorkerPlace, regions_of
+from geotrain.launch.launchers.registry import launcher_of, worker_commands
+from geotrain.launch.launchers.ssh import over_ssh
+from geotrain.launch.machine import Assigned, HostMachine, assign_devices
 from geotrain.launch.supervisor import ProcessSpec, guarded
-from geotrain.launch.worker_command import (
-    FIRST_MASTER_PORT,
-    Assigned,
-    HostMachine,
-    LauncherCommand,
-    WorkerPlace,
-    assign_devices,
-    regions_of,
-    worker_commands,
-)
 
-SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
+FIRST_MASTER_PORT = 29500
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What a machine is asked to start.
+    """A run and the sites of it that one machine is asked to start.
 
     launch: names the launcher's incarnation. launch_id: names the launch, in which a server that has ended stays
     ended; "": the launcher's incarnation is that.
@@ -66,21 +58,21 @@ class LaunchRequest:
     launch_id: str = ""
 
     def to_line(self) -> bytes:
-        """The request as one line of JSON, for another machine."""
+        """Encode the request as one line of JSON, for another machine."""
         return TypeAdapter(LaunchRequest).dump_json(self, by_alias=True) + b"\n"
 
     @staticmethod
     def from_line(line: bytes) -> LaunchRequest:
-        """The request that `to_line` encoded. Raises ConfigError."""
+        """Decode a line of `to_line`. Raises ConfigError."""
         try:
             return TypeAdapter(LaunchRequest).validate_json(line)
         except ValueError as error:
             raise ConfigError(
-                f"no valid order on standard input; is GeoTrain the same here and there? {error}"
+                f"no valid request on standard input; is GeoTrain the same here and there? {error}"
             ) from None
 
     def seen_from(self, folder: str | None) -> LaunchRequest:
-        """The request for another machine, with the paths that things have there. folder: see `path_there`."""
+        """The request with the paths of another machine. folder: see `path_there`."""
 
         def there(path: str) -> str:
             return path_there(path, folder)
@@ -94,18 +86,19 @@ class LaunchRequest:
             write_whole(folder / name, config.model_dump_json(by_alias=True, indent=2) + "\n")
 
 
-def ssh_hosts(cluster: ClusterConfig) -> dict[str, str | None]:
-    """The host of each site, for ssh; None: this machine."""
-    return {GLOBAL: cluster.global_ssh, **{region.name: region.ssh for region in cluster.regions}}
+def fixed_master_port(worker: WorkerConfig, number: int) -> int:
+    """The port at which ranks meet if several machines must agree on it before they start. number: the worker's place
+    among all workers of the cluster file."""
+    return worker.master_port or FIRST_MASTER_PORT + number
 
 
 def local_processes(
     request: LaunchRequest, folder: Path, machine: HostMachine, namespaces: Mapping[str, int] | None = None
 ) -> list[ProcessSpec]:
-    """The processes to start here for the request's sites. It also writes the workers' hostfiles.
+    """The processes to start here for the request's sites. Also writes the workers' hostfiles.
 
-    Of a worker that spans regions, each site starts the ranks on its own hosts; but DeepSpeed's multi-node launchers
-    start all ranks from the worker's home region.
+    Each site starts the ranks on its own hosts of a worker that spans regions; but a `WorldLauncher` starts all ranks
+    from the worker's home region.
     folder: the run's, absolute. namespaces: the network namespace of each region's processes, as a file descriptor.
     Raises ConfigError.
     """
@@ -123,56 +116,32 @@ def local_processes(
         for region in regions:
             started += _server(request, folder, region, namespaces.get(region))
     for number, (region, worker) in enumerate(workers):
-        port = worker.master_port or FIRST_MASTER_PORT + number
-        started += _worker(request, folder, region, worker, port, devices.get(worker.name), namespaces)
+        port = fixed_master_port(worker, number)
+        started += _worker(request, folder, region, worker, port, devices.get(worker.name, ((), 1)), namespaces)
     return started
 
 
 def remote_site(request: LaunchRequest, site: str, host: str) -> ProcessSpec:
-    """The front, by ssh, of a site on another machine (`geotrain launch-site`).
+    """The relay, over ssh, of a site on another machine (`geotrain launch-site`).
 
     The request goes to its standard input. The site's processes have their logs on that machine, are restarted there,
-    and live on without the front; the log here has what ssh and that site's launcher say.
+    and live on without the relay; the log here has what ssh and that site's launcher say.
     """
     folder = request.cluster.global_folder if site == GLOBAL else request.cluster.region(site).folder
-    command = over_ssh(host, folder, (remote_python(folder), "-m", "geotrain", "launch-site"))
-    role: Literal["server", "worker"] = "server" if site == GLOBAL else "worker"
-
-    line = replace(request.seen_from(folder), sites=(site,)).to_line()
-
-    def process() -> ProcessSpec:
-        above = "" if site == GLOBAL else _unit_of_global(request.cluster)
-        return ProcessSpec(
-            f"{site}.ssh", command, first_input=line, role=role, respawn=process, front=True, depends_on=above
-        )
-
-    return process()
+    return ProcessSpec(
+        f"{site}.ssh",
+        over_ssh(host, folder, (remote_python(folder), "-m", "geotrain", "launch-site")),
+        first_input=replace(request.seen_from(folder), sites=(site,)).to_line(),
+        role="server" if site == GLOBAL else "worker",
+        respawn=lambda: [remote_site(request, site, host)],
+        relay=True,
+        depends_on="" if site == GLOBAL else _global_group(request.cluster),
+    )
 
 
 def pump_process(links: Wan) -> ProcessSpec:
     """The process that carries the packets of emulated links."""
     return ProcessSpec("wan", guarded(links.pump_command), role="helper", inherited_fds=links.pump_fds)
-
-
-def over_ssh(
-    host: str, folder: str | None, command: Sequence[str], env: Mapping[str, str] | None = None
-) -> tuple[str, ...]:
-    """The command line that runs a command on another machine.
-
-    folder: where it runs; None: the folder of the same path as this process's.
-    """
-    settings = [f"{key}={value}" for key, value in (env or {}).items()]
-    script = shlex.join(["exec", "env", *settings, *command] if settings else ["exec", *command])
-    return (*SSH, "--", host, f"cd -- {shlex.quote(folder or str(Path.cwd()))} && {script}")
-
-
-def guarded_over_ssh(host: str, job: str, command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
-    """The command line that runs a command on another machine, in the folder of the same path, under a guard there.
-
-    job: a name that no other job has. Processes that an earlier connection left of this job are ended first.
-    """
-    guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *command)
-    return over_ssh(host, None, guard, {**env, JOB: job})
 
 
 def remote_python(folder: str | None) -> str:
@@ -181,8 +150,8 @@ def remote_python(folder: str | None) -> str:
 
 
 def path_there(path: str, folder: str | None) -> str:
-    """Where a path of this machine lies on another: below `folder` there if it is below this process's working
-    directory here, otherwise, and without `folder`, at the same place."""
+    """Translate a path of this machine for another: below `folder` there if it is below this process's working
+    directory here; otherwise, and without `folder`, the same path."""
     here = Path.cwd()
     if folder is not None and Path(path).is_relative_to(here):
         return str(Path(folder) / Path(path).relative_to(here))
@@ -204,12 +173,12 @@ def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) 
             {JOB: str(folder / name)},
             role="shard" if shard else "server",
             inherited_fds=() if netns is None else (netns,),
-            respawn=lambda: process(name, which, above, True),
+            respawn=lambda: [process(name, which, above, True)],
             depends_on=above,
         )
 
     which = ("global",) if site == GLOBAL else ("region", site)
-    above = "" if site == GLOBAL else _unit_of_global(request.cluster)
+    above = "" if site == GLOBAL else _global_group(request.cluster)
     shards = range(len(shards_of(request.cluster, site)))
     return [
         process(site, which, above, request.resume),
@@ -217,8 +186,8 @@ def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) 
     ]
 
 
-def _unit_of_global(cluster: ClusterConfig) -> str:
-    """What the supervisor calls the global server, or the front of its site."""
+def _global_group(cluster: ClusterConfig) -> str:
+    """The restart group of the global server, or of the relay of its site."""
     return GLOBAL if cluster.global_ssh is None else f"{GLOBAL}.ssh"
 
 
@@ -228,58 +197,49 @@ def _worker(
     region: str,
     worker: WorkerConfig,
     fixed_port: int,
-    assigned: Assigned | None,
+    assigned: Assigned,
     namespaces: Mapping[str, int],
 ) -> list[ProcessSpec]:
-    """Those of the worker's processes that are started here, one for each launcher command.
+    """The processes of a worker that are started here, one for each launcher command.
 
-    fixed_port: where its ranks meet if several machines must agree on a port. assigned: devices and threads of a
-    `local` worker.
+    fixed_port: see `fixed_master_port`. assigned: devices and threads, if its ranks run on this machine.
     """
-    devices, threads = assigned or ((), 1)
-    regions = regions_of(region, worker)
-    whole_here = assigned is not None and set(regions) <= set(request.sites)
+    launcher, regions = launcher_of(worker), regions_of(region, worker)
+    whole_here = launcher.on_this_machine and set(regions) <= set(request.sites)
     master, interface = None, "lo"
     if len(regions) > 1 and regions[0] in namespaces:
         master, interface = request.cluster.region(regions[0]).server.host, DEVICE
-    elif worker.launcher == "local" and not whole_here:
+    elif launcher.on_this_machine and not whole_here:
         master = worker.hosts[0].host
 
-    def commands(resume: bool) -> dict[int, LauncherCommand]:
+    def processes(resume: bool) -> list[ProcessSpec]:
         # A new free port at every start, because an earlier incarnation of the worker may still occupy its own.
         port = free_ports(1)[0] if whole_here else fixed_port
-        place = WorkerPlace(folder, port, devices, threads, resume, master, interface)
+        place = WorkerPlace(folder, port, *assigned, resume, master, interface)
         made = worker_commands(place, region, worker)
         mine = [command for command in made.commands if command.region in request.sites]
         for name, text in made.files.items() if mine else ():
             (folder / name).parent.mkdir(exist_ok=True)
             write_whole(folder / name, text)
-        return dict(enumerate(mine))
+        return [process(command) for command in mine]
 
-    # All processes of one incarnation of the worker must meet at the same port, but each is respawned by a call of
-    # its own. So the first call makes the commands of all, and those that are not taken yet wait here.
-    next_incarnation: dict[int, LauncherCommand] = {}
-
-    def respawn(index: int) -> ProcessSpec:
-        if index not in next_incarnation:
-            next_incarnation.update(commands(True))
-        return process(next_incarnation.pop(index), index)
-
-    def process(start: LauncherCommand, index: int) -> ProcessSpec:
-        job = str(folder / start.name)
-        netns = namespaces.get(start.region) if start.host is None else None
+    def process(start: LauncherCommand) -> ProcessSpec:
+        env = {**start.env, JOB: str(folder / start.name)}
         if start.host is None:
-            command, env = guarded(start.command, netns), {**start.env, JOB: job}
-        else:
-            command, env = guarded_over_ssh(start.host, job, start.command, start.env), {}
+            netns = namespaces.get(start.region)
+            command, inherited = guarded(start.command, netns), () if netns is None else (netns,)
+        else:  # a guard there ends what an earlier connection left of this job first
+            assert isinstance(launcher, HostLauncher)
+            guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *start.command)
+            command, env, inherited = launcher.on_host(start.host, guard, env), {}, ()
         return ProcessSpec(
             start.name,
             command,
             env,
-            inherited_fds=() if netns is None else (netns,),
-            respawn=lambda: respawn(index),
-            unit=worker.name,
+            inherited_fds=inherited,
+            respawn=lambda: processes(True),
+            group=worker.name,
             depends_on=Topology(request.run, request.cluster).server_of(worker.name),
         )
 
-    return [process(start, index) for index, start in commands(request.resume).items()]
+    return processes(request.resume)

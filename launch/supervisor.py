@@ -3,7 +3,8 @@ over, when it has failed, or when the user says so.
 
 Each process writes one log file, and stops when its standard input ends; `guarded` makes any command do so. The
 supervisor holds the other end of that pipe, and the kernel closes it however the supervisor ends. So no process
-outlives the supervisor, even if that is killed by SIGKILL. What a *front* speaks for does: see `ProcessSpec.front`.
+outlives the supervisor, even if that is killed by SIGKILL. The processes behind a *relay*, on another machine, do
+(`ProcessSpec.relay`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Literal
 from geotrain.common.files import out_of_room
 from geotrain.config import RestartConfig
 from geotrain.launch import guard
-from geotrain.launch.backoff import Backoff
+from geotrain.launch.backoff import RestartBackoff
 from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, Trouble
 from geotrain.outer.events import Event
 
@@ -34,7 +35,7 @@ LEAF_DRAIN_S = 30.0  # for a worker or shard to end after its server: it has sav
 LOG_TAIL_LINES = 30  # so much of a failed process's log is shown
 LOG_TAIL_BYTES = 16384
 FULL_RETRY_S = 5.0  # between two attempts to start a process while the disk is full
-STOP_ORDER = b"stop\n"  # what a front is told before its standard input ends, where the end alone does not mean it
+STOP_COMMAND = b"stop\n"  # for a relay, before its standard input ends: the end alone leaves the site as it is
 EXIT_SSH = 255  # of ssh itself, when it made no connection or lost it
 
 
@@ -52,12 +53,13 @@ class ProcessSpec:
     role: the run is over when all processes but helpers have ended. A server ends by itself once all workers have, a
         shard when its server lets it; a helper (which carries emulated links) never ends by itself.
     inherited_fds: file descriptors that it inherits.
-    respawn: gives the process that replaces it after its death; None: its death fails the run.
-    front: it only speaks, over a connection, for processes of another machine that live on without it. It stops them
-        on STOP_ORDER, and when it loses the connection, nothing has died: it is started again without bound.
-    unit: the processes of one unit (such as a worker's, one on each host) live and die together; "": it is a unit by
-        itself.
-    depends_on: the unit of the server that this process talks to. Once that has ended well, nothing is left to do:
+    respawn: gives the processes that replace its restart group after a death in it; None: its death fails the run.
+    relay: it only relays, over a connection, between this supervisor and a site on another machine that lives on
+        without it. It stops the site on STOP_COMMAND. When it loses the connection, nothing has died: it is started
+        again without bound.
+    group: the restart group, whose processes (such as a worker's, one on each host) live and die together; "": it is
+        a group by itself. All processes of a group are alike in role, respawn, relay and depends_on.
+    depends_on: the group of the server that this process talks to. Once that has ended well, nothing is left to do:
         the process is not restarted, and stopped if it goes on.
     """
 
@@ -67,19 +69,19 @@ class ProcessSpec:
     first_input: bytes = b""
     role: Literal["worker", "server", "shard", "helper"] = "worker"
     inherited_fds: tuple[int, ...] = ()
-    respawn: Callable[[], ProcessSpec] | None = None
-    front: bool = False
-    unit: str = ""
+    respawn: Callable[[], list[ProcessSpec]] | None = None
+    relay: bool = False
+    group: str = ""
     depends_on: str = ""
 
     @property
-    def unit_name(self) -> str:
-        return self.unit or self.name
+    def group_name(self) -> str:
+        return self.group or self.name
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended. code: the exit code for the shell. reason: empty when all went well."""
+    """The outcome of a run. code: the exit code for the shell. reason: empty when all went well."""
 
     code: int
     reason: str = ""
@@ -110,12 +112,12 @@ class RunningProcess:
 
     def ask_to_stop(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            if self.spec.front and not self._stdin.closed:
-                self._stdin.write(STOP_ORDER)
+            if self.spec.relay and not self._stdin.closed:
+                self._stdin.write(STOP_COMMAND)
             self._stdin.close()
 
     def reap(self) -> int:
-        """Collect the ended process, or kill it. Gives its exit code, or −n when signal n ended it."""
+        """Collect the ended process, or kill it. Returns its exit code, or −n when signal n ended it."""
         # Whatever is left of its process group is killed before wait(), which frees the process's number: afterwards
         # it could belong to another group.
         with contextlib.suppress(ProcessLookupError):
@@ -131,15 +133,15 @@ class RunningProcess:
 class RestartGroup:
     """Processes that live and die together.
 
-    specs, running: by the process's name. restart_at_s: the earliest time at which the unit is started again, when
-    none of its processes runs any more; None if that is not planned. given_up: why it is not restarted any more, or
-    "". no_room: it could not be started, because the disk was full. cut_off: a front that has lost its connection.
-    end_by_s: when it is stopped if it still runs, since its server has ended; inf: it has been told to stop.
+    spec: of the process that was started last, for what all have in common. running: by the process's name.
+    restart_at_s: the earliest time at which the group is started again, when none of its processes runs any more;
+    None if that is not planned. given_up: why it is not restarted any more, or "". no_room: it could not be started,
+    because the disk was full. cut_off: a relay that has lost its connection. end_by_s: when it is stopped if it still
+    runs, since its server has ended; inf: it has been asked to stop.
     """
 
-    role: str
-    backoff: Backoff
-    specs: dict[str, ProcessSpec] = field(default_factory=dict)
+    spec: ProcessSpec
+    backoff: RestartBackoff
     running: dict[str, RunningProcess] = field(default_factory=dict)
     restart_at_s: float | None = None
     given_up: str = ""
@@ -151,6 +153,10 @@ class RestartGroup:
     def active(self) -> bool:
         """Whether any of its processes runs or will run again."""
         return bool(self.running) or self.restart_at_s is not None
+
+    def ask_to_stop(self) -> None:
+        for process in self.running.values():
+            process.ask_to_stop()
 
 
 class Supervisor:
@@ -175,7 +181,7 @@ class Supervisor:
         self.logs = logs
         self.drain_s, self.restart, self.needs_all = drain_s, restart or RestartConfig(), needs_all
         self._on_event = on_event
-        self._units: dict[str, RestartGroup] = {}
+        self._groups: dict[str, RestartGroup] = {}
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Supervisor:
@@ -200,25 +206,25 @@ class Supervisor:
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a process. Raises LaunchError if its program or its log file cannot be opened."""
-        unit = self._units.setdefault(spec.unit_name, RestartGroup(spec.role, Backoff(self.restart)))
-        if spec.name in unit.running:
+        group = self._groups.setdefault(spec.group_name, RestartGroup(spec, RestartBackoff(self.restart)))
+        if spec.name in group.running:
             raise ValueError(f"two processes are called {spec.name!r}")
         try:
             process = RunningProcess(spec, self.log(spec.name))
         except OSError as error:
             raise LaunchError(f"process {spec.name!r} cannot be started: {error}") from error
-        unit.specs[spec.name], unit.running[spec.name] = spec, process
+        group.spec, group.running[spec.name] = spec, process
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self.on_event(ProcessStarted(spec.name, spec.role))
 
     def on_event(self, event: Event) -> None:
-        """Pass an event on. What is told may go to a full disk, and that must not end the run."""
+        """Pass an event on. It may be written to a full disk, which must not end the run."""
         with contextlib.suppress(OSError):
             self._on_event(event)
 
     def watch(self, fd: int, on_readable: Callable[[], RunOutcome | None]) -> None:
-        """Call this whenever something can be read there, until `unwatch`. If it returns an outcome, that ends the
-        run."""
+        """Call `on_readable` whenever something can be read from `fd`, until `unwatch`. An outcome that it returns
+        ends the run."""
         self._selector.register(fd, selectors.EVENT_READ, on_readable)
 
     def unwatch(self, fd: int) -> None:
@@ -247,23 +253,24 @@ class Supervisor:
         self._wait_until(time.monotonic() + guard.KILL_DEADLINE_S + 1.0)
         for process in self._alive():
             self._reap(process)
-        for name, unit in self._units.items():
-            if unit.cut_off:
-                told = "was not reached when all was stopped: what runs there goes on, and --resume finds it"
-                self.on_event(Trouble(f"{name}: {told}"))
-                unit.cut_off = False
+        for name, group in self._groups.items():
+            if group.cut_off:
+                left = "was not reached when all was stopped: what runs there goes on, and --resume finds it"
+                self.on_event(Trouble(f"{name}: {left}"))
+                group.cut_off = False
 
     # -- waiting
 
     def _alive(self) -> list[RunningProcess]:
-        return [process for unit in self._units.values() for process in unit.running.values()]
+        return [process for group in self._groups.values() for process in group.running.values()]
 
     def _have_ended(self, role: str) -> bool:
-        """Whether there were units of this role, and all of them have ended."""
-        return bool(self._of_role(role)) and not any(unit.active for unit in self._of_role(role))
+        """Whether there were groups of this role, and all of them have ended."""
+        groups = self._of_role(role)
+        return bool(groups) and not any(group.active for group in groups)
 
     def _of_role(self, role: str) -> list[RestartGroup]:
-        return [unit for unit in self._units.values() if unit.role == role]
+        return [group for group in self._groups.values() if group.spec.role == role]
 
     def _wait_until(self, deadline: float, hurry: bool = False) -> None:
         while self._alive() and time.monotonic() < deadline:
@@ -278,9 +285,9 @@ class Supervisor:
     def _reap(self, process: RunningProcess) -> int:
         self._selector.unregister(process.pidfd)
         code = process.reap()
-        unit = self._units[process.spec.unit_name]
-        del unit.running[process.spec.name]
-        unit.cut_off = process.spec.front and (code == EXIT_SSH or code < 0)
+        group = self._groups[process.spec.group_name]
+        del group.running[process.spec.name]
+        group.cut_off = process.spec.relay and (code == EXIT_SSH or code < 0)
         self.on_event(ProcessEnded(process.spec.name, code))
         return code
 
@@ -296,8 +303,8 @@ class Supervisor:
     def _supervise(self, tick: Callable[[], None], every_s: float) -> RunOutcome:
         next_tick = time.monotonic() + every_s
         drain_deadline: float | None = None
-        units = self._units.values()
-        while any(unit.active for unit in units if unit.role != "helper"):
+        groups = self._groups.values()
+        while active := {n: g for n, g in self._groups.items() if g.active and g.spec.role != "helper"}:
             now = time.monotonic()
             # Once all workers have ended, servers only have to send and write what they hold. A server that goes on
             # for longer waits for a worker that is not there any more; a worker, for a server.
@@ -305,10 +312,9 @@ class Supervisor:
             if drain_deadline is None and ended:
                 drain_deadline = now + self.drain_s
             self._stop_what_outlives_its_server(now)
-            alive = [name for name, unit in self._units.items() if unit.active and unit.role != "helper"]
-            alive = [name for name in alive if not self._is_unneeded(self._units[name])]
+            alive = [name for name, group in active.items() if not self._is_unneeded(group)]
             if alive and drain_deadline is not None and now > drain_deadline:
-                log = self.log(next(iter(self._units[alive[0]].specs)))
+                log = self.log(active[alive[0]].spec.name)
                 left = "a worker left before its work was done" if ended == "worker" else "they missed the run's end"
                 return RunOutcome(
                     1,
@@ -317,8 +323,8 @@ class Supervisor:
                 )
             if outcome := self._restart_what_is_due(now):
                 return outcome
-            wakes = [unit.restart_at_s for unit in units if unit.restart_at_s is not None and not unit.running]
-            wakes += [unit.end_by_s for unit in units if unit.end_by_s is not None]
+            wakes = [group.restart_at_s for group in groups if group.restart_at_s is not None and not group.running]
+            wakes += [group.end_by_s for group in groups if group.end_by_s is not None]
             wakes += [next_tick, *([drain_deadline] if drain_deadline else [])]
             for key, _ in self._selector.select(max(0.0, min(wakes) - now)):
                 if outcome := self._handle(key):
@@ -327,60 +333,57 @@ class Supervisor:
                 with contextlib.suppress(OSError):  # as `on_event`
                     tick()
                 next_tick = time.monotonic() + every_s
-        given_up = [unit.given_up for unit in units if unit.given_up]
+        given_up = [group.given_up for group in groups if group.given_up]
         return RunOutcome(0, "\n".join(["the others have finished, but", *given_up]) if given_up else "")
 
-    def _is_unneeded(self, unit: RestartGroup) -> bool:
-        """Whether the server that the unit talks to has ended well, so that nothing is left for it to do."""
-        servers = [self._units[s.depends_on] for s in unit.specs.values() if s.depends_on in self._units]
-        return bool(servers) and not any(server.active for server in servers)
+    def _is_unneeded(self, group: RestartGroup) -> bool:
+        """Whether the server that the group talks to has ended well, so that nothing is left for it to do."""
+        server = self._groups.get(group.spec.depends_on)
+        return server is not None and not server.active
 
     def _stop_what_outlives_its_server(self, now: float) -> None:
-        """Tell units to stop that have not ended in time after their server did: they came, or came back, when all
+        """Ask groups to stop that have not ended in time after their server did: they came, or came back, when all
         data was trained, and would wait for a server that does not return."""
-        for name, unit in self._units.items():
-            if not unit.running or not self._is_unneeded(unit):
+        for name, group in self._groups.items():
+            if not group.running or not self._is_unneeded(group):
                 continue
-            drain_s = self.drain_s if unit.role == "server" else min(self.drain_s, LEAF_DRAIN_S)
-            unit.end_by_s = now + drain_s if unit.end_by_s is None else unit.end_by_s
-            if now > unit.end_by_s:
-                unit.end_by_s = math.inf
+            drain_s = self.drain_s if group.spec.role == "server" else min(self.drain_s, LEAF_DRAIN_S)
+            group.end_by_s = now + drain_s if group.end_by_s is None else group.end_by_s
+            if now > group.end_by_s:
+                group.end_by_s = math.inf
                 self.on_event(Trouble(f"{name} goes on though its server has ended, with all data trained: stopped"))
-                for process in unit.running.values():
-                    process.ask_to_stop()
+                group.ask_to_stop()
 
     def _restart_what_is_due(self, now: float) -> RunOutcome | None:
-        """Start the units again whose pause is over. A process that cannot be started counts as dead once more.
+        """Start the groups again whose pause is over. One that cannot be started counts as dead once more.
 
         Returns the outcome if that ends the run.
         """
-        for unit in self._units.values():
-            if unit.restart_at_s is None or unit.running:
+        for name, group in self._groups.items():
+            if group.restart_at_s is None or group.running:
                 continue
-            unneeded = self._is_unneeded(unit)
-            if unit.restart_at_s > now and not unneeded:
+            unneeded = self._is_unneeded(group)
+            if group.restart_at_s > now and not unneeded:
                 continue
-            unit.restart_at_s = None
-            for spec in [] if unneeded else list(unit.specs.values()):
-                assert spec.respawn is not None
-                try:
-                    self.start(spec.respawn())
-                except (LaunchError, OSError) as error:  # as without memory or with a full disk
-                    if out_of_room(error):
-                        # That is no death, and costs no restart. Those of its unit that were started wait with it.
-                        for process in unit.running.values():
-                            process.ask_to_stop()
-                        unit.restart_at_s = now + FULL_RETRY_S
-                        if not unit.no_room:
-                            self.on_event(Trouble(f"{error}; it is started when there is room"))
-                        unit.no_room = True
-                        break
-                    outcome = self._died(spec, 1, 0.0, f"process {spec.name!r} cannot be started: {error}")
-                    if outcome:
+            group.restart_at_s = None
+            if unneeded:
+                continue
+            assert group.spec.respawn is not None
+            try:
+                for spec in group.spec.respawn():
+                    self.start(spec)
+                group.no_room = False
+            except (LaunchError, OSError) as error:  # as without memory or with a full disk
+                if not out_of_room(error):
+                    if outcome := self._died(name, group, 1, 0.0, f"{name!r} cannot be started: {error}"):
                         return outcome
-                    break
-            else:
-                unit.no_room = False
+                    continue
+                # That is no death, and costs no restart. Those of the group that were started wait with it.
+                group.ask_to_stop()
+                group.restart_at_s = now + FULL_RETRY_S
+                if not group.no_room:
+                    self.on_event(Trouble(f"{error}; it is started when there is room"))
+                group.no_room = True
         return None
 
     # -- events
@@ -394,51 +397,49 @@ class Supervisor:
             number = self._read_signal()
             return None if number is None else RunOutcome(128 + number, f"stopped by {signal.Signals(number).name}")
         process: RunningProcess = key.data
-        name, unit, code = process.spec.name, self._units[process.spec.unit_name], self._reap(process)
-        if unit.restart_at_s is not None or unit.given_up or (code == 0 and unit.role != "helper"):
-            return None  # it ended well, or was stopped because another process of its unit had died
-        if self._is_unneeded(unit):
-            if unit.end_by_s != math.inf:
-                self.on_event(Trouble(f"{name} {how_it_ended(code)}; its server had ended, with all data trained"))
+        spec, code, lived_s = process.spec, self._reap(process), time.monotonic() - process.started_s
+        group = self._groups[spec.group_name]
+        if group.restart_at_s is not None or group.given_up or (code == 0 and spec.role != "helper"):
+            return None  # it ended well, or was stopped because another process of its group had died
+        if self._is_unneeded(group):
+            if group.end_by_s != math.inf:
+                how = how_it_ended(code)
+                self.on_event(Trouble(f"{spec.name} {how}; its server had ended, with all data trained"))
             return None
-        if unit.cut_off:
-            self._try_again(name, unit, time.monotonic() - process.started_s)
+        log = self.log(spec.name)
+        if group.cut_off:  # it tries again for as long as the run lasts
+            pause_s = group.backoff.next_pause_s(lived_s)
+            group.restart_at_s = time.monotonic() + pause_s
+            why = (tail(log) or ["no word"])[-1]
+            now = f"no connection ({why}); what runs there goes on; tried again in {pause_s:.3g} s"
+            self.on_event(Trouble(f"{spec.name}: {now}"))
             return None
-        log = self.log(name)
-        reason = f"process {name!r} {how_it_ended(code)}; the end of its log {log}:\n{_quoted(tail(log))}"
-        return self._died(process.spec, code, time.monotonic() - process.started_s, reason)
+        reason = f"process {spec.name!r} {how_it_ended(code)}; the end of its log {log}:\n{_quoted(tail(log))}"
+        return self._died(spec.group_name, group, code, lived_s, reason)
 
-    def _try_again(self, name: str, unit: RestartGroup, lived_s: float) -> None:
-        """A front has lost its connection, or has made none: it tries again for as long as the run lasts."""
-        pause_s = unit.backoff.next_pause_s(lived_s)
-        unit.restart_at_s = time.monotonic() + pause_s
-        why = (tail(self.log(name)) or ["no word"])[-1]
-        told = f"{name}: no connection ({why}); what runs there goes on; tried again in {pause_s:.3g} s"
-        self.on_event(Trouble(told))
-
-    def _died(self, spec: ProcessSpec, code: int, lived_s: float, reason: str) -> RunOutcome | None:
-        """Plan a restart of the process's unit, or give it up. Returns the outcome if that ends the run."""
+    def _died(self, name: str, group: RestartGroup, code: int, lived_s: float, reason: str) -> RunOutcome | None:
+        """Plan a restart of the group after a death in it, or give it up. Returns the outcome if that ends the
+        run."""
         # The code is as a shell gives it; 1 for a helper that ended with 0, because it should not have ended.
         failure = RunOutcome((code or 1) if code >= 0 else 128 - code, reason)
-        if spec.respawn is None:
+        if group.spec.respawn is None:
             return failure
-        unit, now = self._units[spec.unit_name], time.monotonic()
-        pause_s = unit.backoff.pause_s(code, now, lived_s)
+        now = time.monotonic()
+        pause_s = group.backoff.pause_s(code, now, lived_s)
         if pause_s is None:
-            unit.given_up = reason
+            group.given_up = reason
             others = [other for other in self._of_role("worker") if not other.given_up]
-            if unit.role != "worker" or self.needs_all or not others:
+            if group.spec.role != "worker" or self.needs_all or not others:
                 return failure
         else:
-            unit.restart_at_s = now + pause_s
-        for process in unit.running.values():
-            process.ask_to_stop()
-        self.on_event(ProcessDied(spec.unit_name, how_it_ended(code), pause_s, unit.backoff.restarts))
+            group.restart_at_s = now + pause_s
+        group.ask_to_stop()
+        self.on_event(ProcessDied(name, how_it_ended(code), pause_s, group.backoff.restarts))
         return None
 
 
 def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = guard.GRACE_S) -> tuple[str, ...]:
-    """The command line that runs a command under `guard.py`, on this machine.
+    """Wrap a command line in `guard.py`, on this machine.
 
     netns: file descriptor of a network namespace to run in. grace_s: time between SIGTERM and SIGKILL, at most
     GRACE_S.
@@ -448,7 +449,7 @@ def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = g
 
 
 def tail(path: Path) -> list[str]:
-    """The last lines of a log file; an empty list if it cannot be read."""
+    """Read the last lines of a log file; an empty list if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
@@ -458,14 +459,14 @@ def tail(path: Path) -> list[str]:
 
 
 def exit_code(outcome: RunOutcome) -> int:
-    """The outcome's exit code, after its reason was printed."""
+    """Print the outcome's reason; returns its exit code."""
     if outcome.reason:
         print(f"geotrain: {outcome.reason}", file=sys.stderr, flush=True)
     return outcome.code
 
 
 def how_it_ended(code: int) -> str:
-    """The end of a process in words. code: as `RunningProcess.reap` gives it."""
+    """Describe the end of a process. code: as `RunningProcess.reap` gives it."""
     return f"failed with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
 

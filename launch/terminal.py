@@ -34,12 +34,12 @@ ASK_S = 2.0  # how long one server may take to answer
 
 
 def addresses(run: RunConfig, cluster: ClusterConfig) -> dict[str, str]:
-    """Every server of the run: site → host:port."""
+    """Addresses of all servers of the run: site → host:port."""
     return {site: str(address) for site, address in Topology(run, cluster).servers.items()}
 
 
 def ask(cluster: ClusterConfig, servers: Mapping[str, str], within_s: float = ASK_S) -> dict[str, Status]:
-    """The status of every server that answers in time. Raises CertificateError."""
+    """Ask every server for its status; returns those that answer in time. Raises CertificateError."""
 
     def ask_one(site: str) -> Status | None:
         trust = trust_between(cluster, "operator", OPERATOR, "global" if site == GLOBAL else "region", site)
@@ -51,7 +51,7 @@ def ask(cluster: ClusterConfig, servers: Mapping[str, str], within_s: float = AS
 
 
 def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
-    """The last status of servers that have ended, by site, if their folders are on this machine."""
+    """Read the last status of servers that have ended, by site, if their folders are on this machine."""
     files = {site: folder / "servers" / site / "status.json" for site in sites}
     return {site: json.loads(file.read_text()) for site, file in files.items() if file.exists()}
 
@@ -60,7 +60,7 @@ def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
 
 
 def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[str, str]:
-    """One region's row: column → text. statuses: those that are known, by site."""
+    """Make one region's row: column → text. statuses: those that are known, by site."""
     names = [worker.name for worker in region.workers]
     top = statuses.get(GLOBAL, {})
     above = top.get("members", {}).get(region.name)  # the region, as the global server sees it
@@ -91,7 +91,7 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
 
 
 def shard_lines(statuses: Mapping[str, Status]) -> list[str]:
-    """A line for each server whose shards are processes of their own."""
+    """Make a line for each server whose shards are processes of their own."""
     found = []
     for site, status in statuses.items():
         words = [
@@ -128,7 +128,7 @@ class Eta:
 
 
 def lines(cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float | None) -> list[str]:
-    """The lines for a log, one for each region of which something is known. left_s: time until the run's end."""
+    """Make the lines for a log, one for each region of which something is known. left_s: time until the run's end."""
     rows = [region_cells(region, statuses) for region in cluster.serving]
     top = statuses.get(GLOBAL, {})
     end = at_rest(top) or f"{clock(left_s)} left"
@@ -142,13 +142,13 @@ def lines(cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float 
 
 
 def at_rest(top: Status) -> str:
-    """Why no time can be told that is left: the run is paused, or stops before its data ends. Else empty. top: the
-    global server's status."""
+    """The phase in which no remaining time can be estimated: the run is paused, or stops before its data ends. Else
+    empty. top: the global server's status."""
     return str(top["phase"]) if top.get("phase") in ("paused", "stopping") else ""
 
 
 def headline(top: Status, state: str, reason: str = "") -> str:
-    """The state of a run in one line. top: the global server's status. reason: why the run has failed."""
+    """Describe the state of a run in one line. top: the global server's status. reason: why the run has failed."""
     words = [state]
     if top.get("draining"):
         words.append(f"draining {', '.join(top['draining'])}")
@@ -159,7 +159,8 @@ def headline(top: Status, state: str, reason: str = "") -> str:
 
 
 def draw(title: str, cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float | None = None) -> Group:
-    """The picture for a terminal: the title, a row for each region, and the status page's address if it is up."""
+    """Draw the picture for a terminal: the title, a row for each region, and the status page's address if it is
+    up."""
     table = table_of([region_cells(region, statuses) for region in cluster.serving], left=("region",))
     top = statuses.get(GLOBAL, {})
     page = None if top.get("phase") == "ended" else top.get("page")
@@ -172,7 +173,7 @@ def draw(title: str, cluster: ClusterConfig, statuses: Mapping[str, Status], lef
 
 
 def page_line(cluster: ClusterConfig, url: str) -> str:
-    """A line that says how to open the status page, through an ssh tunnel if it is on another machine's loopback."""
+    """Describe how to open the status page, through an ssh tunnel if it is on another machine's loopback."""
     if cluster.global_ssh is None or not is_loopback(urlsplit(url).hostname or ""):
         return f"status page: {url}"
     port = urlsplit(url).port
@@ -189,7 +190,7 @@ class RunDisplay:
         self._servers = addresses(run, cluster)
         self._latest: dict[str, Status] = {}
         self._eta = Eta()
-        self._page: str | None = None  # the status page's address, once it was told
+        self._page: str | None = None  # the status page's address, once it was printed
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask_on, name="status", daemon=True)
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -223,11 +224,11 @@ class RunDisplay:
             title = f"{self._run.name}: {headline(top, top.get('phase', 'starting'))}"
             self._live.update(draw(title, self._cluster, latest, left_s), refresh=True)
             return
-        told = lines(self._cluster, latest, left_s)
+        shown = lines(self._cluster, latest, left_s)
         if (page := top.get("page")) and page != self._page:
             self._page = page
-            told.insert(0, page_line(self._cluster, page))
-        for line in told:
+            shown.insert(0, page_line(self._cluster, page))
+        for line in shown:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def _ask_on(self) -> None:
@@ -239,13 +240,13 @@ class RunDisplay:
 
 
 def new_console() -> Console:
-    """A console for tables: as wide as the terminal, or wide enough if there is none."""
+    """Make a console for tables: as wide as the terminal, or wide enough if there is none."""
     return Console() if Console().is_terminal else Console(width=160)
 
 
 def table_of(rows: Sequence[Mapping[str, str]], left: Collection[str] | None = None) -> Table:
-    """A table without lines. rows: column → text, each with the same columns. left: the columns aligned to the left,
-    all others are aligned to the right; None: all are aligned to the left."""
+    """Make a table without lines. rows: column → text, each with the same columns. left: the columns aligned to the
+    left, all others are aligned to the right; None: all are aligned to the left."""
     table = Table(box=None, pad_edge=False)
     for heading in rows[0] if rows else ():
         table.add_column(heading, justify="left" if left is None or heading in left else "right")
@@ -255,7 +256,7 @@ def table_of(rows: Sequence[Mapping[str, str]], left: Collection[str] | None = N
 
 
 def size(count_bytes: float) -> str:
-    """A number of bytes in words, with a decimal prefix."""
+    """Format a number of bytes, with a decimal prefix."""
     for unit in ("B", "kB", "MB", "GB"):
         if count_bytes < 1000:
             return f"{count_bytes:.0f} {unit}" if unit == "B" else f"{count_bytes:.1f} {unit}"
@@ -264,5 +265,5 @@ def size(count_bytes: float) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """A time in minutes and seconds."""
+    """Format a time in minutes and seconds."""
     return UNKNOWN if seconds is None else f"{seconds // 60:.0f}:{seconds % 60:02.0f}"

@@ -255,9 +255,9 @@ def test_the_schema_is_current(name: str, kind: type[RunConfig | ClusterConfig])
         (
             {},
             {"regions__0__ssh": "far"},
-            "the server of region 'eu' runs on far, by ssh: its address 127.0.0.1:0 must be",
+            "the server of 'eu' runs on far, by ssh: its address 127.0.0.1:0 must be",
         ),
-        ({}, {"global_ssh": "far"}, "the global server runs on far"),
+        ({}, {"global_ssh": "far"}, "the server of 'global' runs on far"),
         ({}, {"emulate_links": True}, "`links` has no link between 'eu' and 'global'"),
     ],
 )
@@ -303,9 +303,7 @@ def test_emulated_links_are_for_one_machine() -> None:
     run, cluster = pair("quickstart", "local-wan")
     address = {"host": "far", "port": 1}
     far = changed(cluster, regions__1__ssh="far", regions__1__server=address)
-    with pytest.raises(
-        ConfigError, match="emulate_links = true is for runs on one machine, but the server of region 'us'"
-    ):
+    with pytest.raises(ConfigError, match="emulate_links = true is for runs on one machine, but the server of 'us'"):
         check_together(run, far)
 
 
@@ -313,5 +311,5 @@ def test_an_order_survives_the_wire() -> None:
     order = LaunchRequest(*pair("70b", "four-regions-ssh"), sites=("asia",), resume=True)
     assert LaunchRequest.from_line(order.to_line()) == order
     assert order.to_line().count(b"\n") == 1
-    with pytest.raises(ConfigError, match="no valid order"):
+    with pytest.raises(ConfigError, match="no valid request"):
         LaunchRequest.from_line(b"Last login: today\n")

@@ -14,7 +14,7 @@ import torch
 import benchmarks.acco.ranks as acco_ranks
 from geotrain.config import ConfigError
 from geotrain.kernels import devices
-from geotrain.launch.worker_command import this_machine
+from geotrain.launch.machine import this_machine
 
 HAS_ONE = "import torch; torch.cuda.is_available = lambda: True; from geotrain.inner import platform; "
 

@@ -31,8 +31,8 @@ from benchmarks.faults.scenario import (
 )
 from benchmarks.faults.world import make_world
 from geotrain.launch.check import free_ports
+from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
-from geotrain.launch.worker_command import HostMachine
 from geotrain.outer.messages import ChunkDelta, UpdatePart
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import parameter_map_of
@@ -207,7 +207,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
         "samples_twice_uncounted",
     ):
         assert found[figure] == 0, (figure, found)
-    died = [e["unit"] for e in run.events("launcher") if e["event"] == "ProcessDied"]
+    died = [e["group"] for e in run.events("launcher") if e["event"] == "ProcessDied"]
     assert {unit: died.count(unit) for unit in died} == {"eu": 2, "global": 1, "us-0": 1, "eu-0": 2}
     assert all(e["pause_s"] is not None for e in run.events("launcher") if e["event"] == "ProcessDied")
     assert "us-0 failed with exit code" in said and "started again in" in said

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from examples import mini
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.outer.messages import (
-    GLOBAL,
     ChunkDelta,
     Lease,
     LeaseRequest,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,11 @@ from geotrain.config import (
     OuterConfig,
     OverlapConfig,
     ParallelConfig,
+    RunConfig,
     codec_config,
     rule_config,
 )
+from geotrain.worker.loop import RunMember
 from tests.support.inner_worlds import (
     BATCH,
     LLAMA,
@@ -65,12 +66,19 @@ OUTER["streaming, late"] = OUTER["streaming, overlapped"].model_copy(
 )
 
 
+def member_of(run: RunConfig, servers: LocalServers, client: LocalClient, folder: str, **more: Any) -> RunMember:
+    """The only worker of these servers, which saves into the folder."""
+    saving = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"folder": folder})})
+    return RunMember(saving, "w", servers.identity, servers.parameter_map, client, **more)
+
+
 def try_both() -> dict[str, Any]:
     return {**try_outer_loops(), **{form: try_acco(form) for form in ACCO}}
 
 
 def try_outer_loops() -> dict[str, Any]:
-    """In one process, one after the other: losses and the servers' end state for each setting, and without any."""
+    """Train in one process, one setting after the other; returns losses and the servers' end state for each, and
+    without any."""
     from geotrain.data.loader import LeasedLoader, SampleSource
     from geotrain.inner.build import build_engine
     from geotrain.inner.runtime.parallel import shut_down
@@ -111,8 +119,8 @@ def try_outer_loops() -> dict[str, Any]:
             reports: list[dict[str, float]] = []
             with tempfile.TemporaryDirectory() as folder:
                 client, validation = LocalClient(servers), next(iter(loader.steps(0, BATCH))).own
-                parts = (run, "w", servers.identity, servers.parameter_map, engine, loader, client, Path(folder))
-                trainer = Trainer(*parts, validation=validation, report=reports.append)
+                member = member_of(run, servers, client, folder, report=reports.append)
+                trainer = Trainer(member, engine, loader, validation=validation)
                 checked = check_validations(engine, servers, client, validation)
                 trainer.train(resume=False)
             masters = torch.cat([s.master for s in engine.shards()])
@@ -180,7 +188,7 @@ def try_acco(form: Any) -> dict[str, Any]:
     engine.train_step = watched
     with tempfile.TemporaryDirectory() as folder:
         client = LocalClient(servers)
-        trainer = Trainer(run, "w", servers.identity, servers.parameter_map, engine, loader, client, Path(folder))
+        trainer = Trainer(member_of(run, servers, client, folder), engine, loader)
         trainer.loop._metrics = lambda: {}  # reading a loss waits for its step, and would hide who does not wait
         trainer.train(resume=False)
     ours = [result.loss for result in results], torch.cat([shard.master for shard in engine.shards()])

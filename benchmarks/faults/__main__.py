@@ -164,7 +164,7 @@ def counted(run: FaultyRun) -> dict[str, Any]:
         "ended_badly": run.noted["ended_badly"],
         "servers_ended": sum(
             e["event"] == "ProcessDied"
-            and e["unit"] in run.servers
+            and e["group"] in run.servers
             and "exit code" in e["how"]
             and not e["how"].endswith(" 137")  # its guard says so of one that was killed
             for e in run.events("launcher")

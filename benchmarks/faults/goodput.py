@@ -80,7 +80,7 @@ def _lives(run: FaultyRun, region: str, worker: str, end_s: float) -> list[Life]
             joined.setdefault(event["incarnation"], {}).setdefault(event["part"], event["time_s"])
     begins = sorted(max(parts.values()) for parts in joined.values() if len(parts) == ranks)
     ends = [t for t, fault in run.done if fault.what == "kill" and _hits(fault, region, worker)]
-    ends += [e["time_s"] for e in run.events("launcher") if e["event"] == "ProcessDied" and e["unit"] == worker]
+    ends += [e["time_s"] for e in run.events("launcher") if e["event"] == "ProcessDied" and e["group"] == worker]
     left = [e["time_s"] for e in run.events(region) if e["event"] == "Left" and e["member"] == worker]
     jobs = [e for e in run.events(worker) if e["event"] == "JobTrained"]
     lives = []

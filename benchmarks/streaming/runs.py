@@ -22,8 +22,9 @@ from geotrain.config import ClusterConfig, LinkConfig, load_cluster
 from geotrain.emulate import wan
 from geotrain.launch.check import free_ports
 from geotrain.launch.launcher import resolve
+from geotrain.launch.launchers.base import SCRIPT, WorkerPlace
+from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.supervisor import guarded
-from geotrain.launch.worker_command import SCRIPT, WorkerPlace, worker_commands
 
 REGIONS = ("eu", "us")
 GBPS, RTT_MS = 0.2, 100.0

@@ -21,6 +21,7 @@ from geotrain.net.transport.operator_client import ask_status
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
+from geotrain.worker.loop import RunMember
 from geotrain.worker.trainer import Trainer
 
 SOCKET = "control"
@@ -61,8 +62,7 @@ class Trained:
         micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
         self.loader = LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
         self.samples = run.samples_per_step
-        parameter_map, folder = parameter_map_of(run), run.run_folder / "checkpoints" / worker
-
+        parameter_map, workers = parameter_map_of(run), len(cluster.regions)
         server = str(cluster.region(region).server)
 
         round_samples = len(cluster.regions) * run.outer.local_steps * run.samples_per_step
@@ -80,8 +80,8 @@ class Trained:
 
         with closing(WorkerClient(server)) as client:
             identity = identity_of(run, parameter_map)
-            parts = (run, worker, identity, parameter_map, self.engine, self.loader, client, folder)
-            Trainer(*parts, workers=len(cluster.regions), report=report).train(resume=False)
+            member = RunMember(run, worker, identity, parameter_map, client, workers=workers, report=report)
+            Trainer(member, self.engine, self.loader).train(resume=False)
 
     def alone(self, seconds: float) -> dict[str, float]:
         """Without communication: tokens a second, and processor seconds of a step."""

@@ -8,11 +8,10 @@ from rich.console import Console
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, CodecConfig, ParallelConfig, RunConfig, WorkerSetup
-from geotrain.launch.check import check_together
+from geotrain.launch.check import check_together, ssh_hosts
 from geotrain.launch.host_check import check_far_sites, check_hosts, hosts_of
 from geotrain.launch.host_check import show as show_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
-from geotrain.launch.site_processes import ssh_hosts
 from geotrain.launch.terminal import size, table_of
 from geotrain.outer.codec import make_codec
 from geotrain.parallelism.checks import accumulation_steps

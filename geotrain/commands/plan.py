@@ -12,8 +12,9 @@ from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import RunConfig, architecture_from_hf, load_cluster, load_run, parse, read_json
 from geotrain.launch.check import check_together, open_links
+from geotrain.launch.launchers.base import WorkerPlace, hostfile_path
+from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.terminal import new_console, size, table_of
-from geotrain.launch.worker_command import WorkerPlace, hostfile_path, worker_commands
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.explain import alternatives, outer_text, reasons
 from geotrain.plan.inventory import Objective, pins_of, task_of

@@ -28,7 +28,8 @@ from geotrain.config import (
 )
 from geotrain.emulate import wan
 from geotrain.launch.check import link_to_global, links_between
-from geotrain.launch.site_processes import over_ssh, path_there, pump_process, remote_python
+from geotrain.launch.launchers.ssh import over_ssh
+from geotrain.launch.site_processes import path_there, pump_process, remote_python
 from geotrain.launch.supervisor import Supervisor
 from geotrain.net.transport.certs import Role
 from geotrain.net.transport.link_probe import Limits, ProbeError, Way

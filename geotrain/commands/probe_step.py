@@ -20,8 +20,9 @@ from typing import Any
 from geotrain.config import ParallelConfig, RunConfig, parse
 from geotrain.config.deepspeed import completed
 from geotrain.launch.check import free_ports
-from geotrain.launch.site_processes import over_ssh
-from geotrain.launch.worker_command import host_launcher, this_machine
+from geotrain.launch.launchers.base import host_launcher
+from geotrain.launch.launchers.ssh import over_ssh
+from geotrain.launch.machine import this_machine
 
 MICRO_BATCHES = 4
 WARM_STEPS, MAX_STEPS, MIN_STEPS = 2, 20, 3

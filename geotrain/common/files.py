@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any
 
 _MARKER = ".geotrain.json"  # lists the files that were written here, so that no others are ever deleted
 _PARTIAL, _ASIDE = ".partial", ".old"  # suffixes of temporary folders, behind a random word
@@ -54,15 +54,16 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def whole_file(final: Path, mode: int = 0o666) -> Iterator[TextIO]:
-    """Give a text file to write, which takes the place of `final` at the end of the block.
+def whole_file(final: Path, mode: str = "w", permissions: int = 0o666) -> Iterator[IO[Any]]:
+    """Give a file to write (mode "w": text, "wb": bytes), which takes the place of `final` at the end of the block.
 
-    mode: its permissions. If the block raises, `final` stays as it was. Raises OutputError.
+    If the block raises, `final` stays as it was. Raises OutputError.
     """
     temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
     with _output_errors(final, "cannot be written"):
         try:
-            with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
+            opener = partial(os.open, mode=permissions)
+            with open(temporary, mode, encoding="utf-8" if mode == "w" else None, opener=opener) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -65,8 +65,10 @@ class WorkerConfig(Block):
 
     name: Name
     hosts: tuple[HostConfig, ...] = Field((HostConfig(host="localhost", slots=1),), min_length=1)
-    launcher: Literal["local", "ssh", "pdsh", "slurm", "openmpi", "mpich", "impi"] = Field(
-        "local", description="`local` starts ranks on this machine; the rest are DeepSpeed's launchers."
+    launcher: str = Field(
+        "local",
+        description="What starts its ranks: local (on this machine), ssh, pdsh, slurm, openmpi, mpich, impi, or a "
+        "launcher of another package.",
     )
     launcher_args: str = Field("", description="More arguments for srun, mpirun or pdsh.")
     parallel: ParallelConfig | None = Field(None, description="Overrides the run's `parallel` for this worker.")
@@ -130,12 +132,12 @@ class SecurityConfig(Block):
 
 
 class RestartConfig(Block):
-    """When the launcher starts again what died: at once after a incarnation longer than `longest_s`, otherwise after
-    a pause that doubles with each death in a row. A configuration error is never tried again."""
+    """When the launcher starts a process again that died: at once if it ran for longer than `longest_s`, otherwise
+    after a pause that doubles with each death in a row. A configuration error is never tried again."""
 
     limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0
-    first_s: PositiveFloat = Field(1.0, description="The pause after the first short life.")
+    first_s: PositiveFloat = Field(1.0, description="The pause after the first death in a row.")
     longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
 
 

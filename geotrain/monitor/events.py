@@ -157,7 +157,7 @@ class Acknowledged(Event):
 class ProcessDied(Event):
     """A server or a worker has died before its time; the launcher starts it again, or gives it up."""
 
-    unit: Annotated[str, "the server or worker"]
+    group: Annotated[str, "the server or worker: processes that are started again together"]
     how: Annotated[str, "in words"]
     pause_s: Annotated[float | None, "until it is started again; none: it is given up"]
     restarts: Annotated[int, "of it, so far"]

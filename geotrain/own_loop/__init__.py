@@ -1,1 +1,1 @@
-"""A loop of the user's own, in the outer loop: any torch module, plain or sharded, without GeoTrain's trainer."""
+"""Puts a loop of the user's own into the outer loop: any torch module, without GeoTrain's trainer."""

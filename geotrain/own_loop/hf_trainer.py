@@ -1,4 +1,4 @@
-"""A Hugging Face `Trainer` as a worker, by one callback."""
+"""Makes a Hugging Face `Trainer` a worker, by one callback."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class OuterLoopCallback(TrainerCallback):
         return self.run.total_steps
 
     def stream(self, data: MapStyle | None = None) -> IterableDataset[Any]:
-        """The samples of a map-style data set that this worker is to train, as they are lent to it; without one, of
-        the run's own. Trainer's processes share each step's among themselves."""
+        """Stream the samples of a map-style data set that are leased to this worker; without one, of the run's own.
+        Trainer's processes share each step's among themselves."""
         return _Leased(self, data)
 
     def on_train_begin(
@@ -73,7 +73,7 @@ class OuterLoopCallback(TrainerCallback):
             self.outer.close()
 
     def _follow(self, scheduler: Any) -> None:
-        """Put the schedule where the run is."""
+        """Move the schedule to the run's step."""
         assert self.outer is not None
         scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
         if isinstance(scheduler, LambdaLR):
@@ -81,8 +81,8 @@ class OuterLoopCallback(TrainerCallback):
             scheduler.step()
 
     def _note_loss(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """A forward's loss, for `report`: Trainer says none at the end of a step. Where it hands the model the number
-        of tokens in all micro-batches, theirs add up to the step's."""
+        """Add up the losses of forward passes, for `report`: Trainer gives none at a step's end. Where it hands the
+        model the number of tokens in all micro-batches, theirs add up to the step's."""
         loss = getattr(output, "loss", None)
         if model.training and loss is not None:
             self._loss = self._loss + loss.detach() * (1 if "num_items_in_batch" in kwargs else self._share)

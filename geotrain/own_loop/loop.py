@@ -1,10 +1,10 @@
-"""`geotrain.OuterLoop`: what a user's own training loop needs of GeoTrain."""
+"""Puts a user's own training loop into the outer loop: `geotrain.OuterLoop`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
-from geotrain.monitor.events import EventLog, JobTrained, Trouble
-from geotrain.net.transport.certs import trust_between
-from geotrain.net.transport.sharded_link import shards_above
-from geotrain.net.transport.worker_client import WorkerClient
-from geotrain.outer.server.server import identity_of
 from geotrain.own_loop.masters import Masters
 from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import StateFiles, Stateful
-from geotrain.parameters.parameter_map import parameter_map_of
+from geotrain.worker.connection import connected
 from geotrain.worker.loop import WorkerLoop
 
 
@@ -37,8 +32,8 @@ class MapStyle(Protocol):
 
 
 def places_of(run: RunConfig, length: int | None) -> Callable[[range], list[int]]:
-    """The function that gives the places in a data set of so many samples that samples of the run have. None: of the
-    run's own data set, which takes their numbers."""
+    """Make the function from samples of the run to their places in a data set of `length` samples. None: the run's
+    own data set, in which they have their numbers."""
     if length is None:
         return list
     order = SampleOrder(length, run.seed)
@@ -49,14 +44,14 @@ def places_of(run: RunConfig, length: int | None) -> Callable[[range], list[int]
 class OwnStep:
     """The numbers of one step of a user's loop (`geotrain.monitor.utilization.StepNumbers`)."""
 
-    told: float | Tensor
+    given: float | Tensor
     lr: float
     grad_norm: float
     tokens: int
 
     @property
     def loss(self) -> float:
-        return float(self.told)  # here and not before: on a GPU this waits for the step
+        return float(self.given)  # here and not before: on a GPU this waits for the step
 
 
 class OuterLoop:
@@ -102,39 +97,17 @@ class OuterLoop:
             raise ConfigError("OuterLoop: with a run that is not given as a file, give the cluster too")
         if not isinstance(cluster, ClusterConfig):
             cluster = load_cluster(cluster)
-        self.run, self.name = run, cluster.worker(region, worker).name
-        topology, parameter_map = Topology(run, cluster), parameter_map_of(run)
-        site = topology.server_of(self.name)
-        address = str(topology.servers[site])
-        trust = trust_between(cluster, "worker", self.name, "global" if topology.flat else "region", site)
-        shards = shards_above(cluster, parameter_map, "worker", self.name, site)
-        self.rank = TorchRank()
-        self._masters = self.rank.masters = Masters(parameter_map, parameters, self.rank.rank, self.rank.world_size)
-        self._validate, self._report = validate, report
-        self._steps = 0  # how often `after_step` was called
-        folder = run.run_folder
-        saves = run.checkpoint_folder / self.name
-        self._files = StateFiles(saves, self.rank, state or {}, parameter_map.digest, run.checkpoint.keep)
+        self.run, self._validate, self._steps = run, validate, 0  # steps: how often `after_step` was called
         with ExitStack() as opened:
-            enabled = run.monitor.enabled and self.rank.is_metrics_rank
-            log = folder / "events" / f"{self.name}.jsonl"
-            self._events = opened.enter_context(EventLog(log, source=self.name, enabled=enabled))
-            client = WorkerClient(address, trust=trust, connect_s=connect_s, shards=shards)
-            self._client = opened.enter_context(closing(client))
-            self.loop = WorkerLoop(
-                run,
-                self.name,
-                identity_of(run, parameter_map),
-                parameter_map,
-                self.rank,
-                self._masters.shards,
-                self._masters.device,
-                self._client,
-                workers=len(topology.home),
-                validate=self._on_validation,
-                save=self._save,
-                report=self._on_job,
-            )
+            mine = cluster.worker(region, worker)
+            member = opened.enter_context(connected(run, cluster, mine, connect_s=connect_s, report=report))
+            self.rank = rank = TorchRank()
+            masters = Masters(member.parameter_map, parameters, rank.rank, rank.world_size)
+            self._masters = rank.masters = masters
+            digest = member.parameter_map.digest
+            self._files = StateFiles(member.checkpoints, rank, state or {}, digest, run.checkpoint.keep)
+            trained = rank, masters.shards, masters.device
+            self.loop = WorkerLoop(member, *trained, validate=self._on_validation, save=self._save)
             self.resumed_job = self._files.load() if resume else 0
             self.loop.start()
             self._opened = opened.pop_all()
@@ -147,7 +120,7 @@ class OuterLoop:
 
     def close(self) -> None:
         """Give up what is under way. A worker that closes before it has finished counts as dead after a while, and
-        others train what it was lent."""
+        others train the data of its leases."""
         self._opened.close()
 
     @property
@@ -157,8 +130,8 @@ class OuterLoop:
 
     @property
     def step(self) -> int:
-        """The run's step that is trained now, counted from 0 over all workers: what a learning-rate schedule should
-        follow, so that a worker that joins late, or is restarted, begins at the rate of the others."""
+        """The run's step that is trained now, counted from 0 over all workers. A learning-rate schedule should follow
+        it, so that a worker that joins late, or is restarted, begins at the rate of the others."""
         return self.loop.schedule_step
 
     @property
@@ -167,7 +140,8 @@ class OuterLoop:
         return self.run.total_steps
 
     def samples(self) -> Iterator[range]:
-        """This worker's part of the run's samples, a step at a time, until none is left. All its ranks get the same.
+        """Yield this worker's part of the run's samples, a step at a time, until none is left. All its ranks get the
+        same.
 
         A sample is a number below `data.train_samples`. Over all workers each is given out once; if a worker dies,
         what it had not sent goes to another.
@@ -178,7 +152,7 @@ class OuterLoop:
                 yield range(start, start + size)
 
     def indices(self, length: int | None, parts: int = 1) -> Iterator[list[int]]:
-        """As `samples`, for a data set of so many samples: their places in it, of this rank's share of each step.
+        """Yield the places of this rank's share of each step's samples in a data set of `length` samples.
 
         The run's samples visit the places in an order that `seed` decides, each once in an epoch; without a length,
         they are given as they are. parts: into which a step is cut, for micro-batches. Use it as a DataLoader's
@@ -201,8 +175,8 @@ class OuterLoop:
         return places()
 
     def batches(self, data: MapStyle | None = None, parts: int = 1, **options: Any) -> Iterator[Any]:
-        """This rank's batches of a map-style data set, until no data is left for this worker; without one, of the
-        run's own data (`data.train`), as int64 [samples, sequence_length + 1].
+        """Yield this rank's batches of a map-style data set, until no data is left for this worker; without one, of
+        the run's own data (`data.train`), as int64 [samples, sequence_length + 1].
 
         Train each, then call `after_step`. parts: micro-batches of a step; then call it after every parts-th.
         options: of torch's DataLoader, such as `collate_fn`, `num_workers`, `pin_memory`. Raises ConfigError; and
@@ -229,27 +203,23 @@ class OuterLoop:
         grad_norm: float = float("nan"),
         tokens: int | None = None,
     ) -> None:
-        """Call it after each step of the optimizer: deltas leave, answers are written into the parameters, the state
-        is saved, when these are due. After the last step everything is sent, and the worker leaves.
+        """Send deltas, write answers into the parameters and save the state, when these are due. Call it after each
+        step of the optimizer. After the last step everything is sent, and the worker leaves.
 
         loss, lr, grad_norm: for people. The loss is of this rank's part of the batch, and read only when a delta
         leaves. tokens: that the worker trained on in this step; by default, as the run file says.
         """
-        told = loss.detach() if isinstance(loss, Tensor) else loss
+        given = loss.detach() if isinstance(loss, Tensor) else loss
         usual = self.run.samples_per_step * self.run.data.sequence_length
         self._steps += 1
-        self.loop.after_step(OwnStep(told, lr, grad_norm, usual if tokens is None else tokens))
-
-    def _on_job(self, numbers: dict[str, Any]) -> None:
-        self._events.write(JobTrained(worker=self.name, retries=float(self._client.retries), **numbers))
-        self._report(numbers)
+        self.loop.after_step(OwnStep(given, lr, grad_norm, usual if tokens is None else tokens))
 
     def _save(self, job: int) -> None:
         if trouble := self._files.save(job):
-            self._events.write(Trouble(trouble))
+            self.loop.member.trouble(trouble)
 
     def _on_validation(self, number: int) -> None:
-        if self._validate is None or (answer := self.loop.lent(number)) is None:
+        if self._validate is None or (answer := self.loop.weights_to_evaluate(number)) is None:
             return
         begin = time.perf_counter()
         with self.loop.weights.swapped_in(answer.weights):

@@ -1,4 +1,4 @@
-"""The fp32 masters that this rank owns of any model: plain, under DDP, under FSDP2, or in a DeepSpeed engine.
+"""Finds the fp32 masters that this rank owns of any model: plain, under DDP, under FSDP2, or in a DeepSpeed engine.
 
 Nothing here imports DeepSpeed: what its engines put on parameters is recognized by its names (0.19).
 """
@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from geotrain.config import ConfigError
 from geotrain.inner.runtime.shards import OwnedShard, replica_parts
@@ -20,11 +21,11 @@ from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, clip_r
 
 
 class Masters:
-    """What this rank owns of a model, by canonical address.
+    """The fp32 masters of a model that this rank owns, by canonical address.
 
     parameters: a module's named parameters, or a module, or a DeepSpeed engine. rank, world_size: of the worker; its
-    ranks hold copies of whatever is not sharded. Collective for none. Raises ConfigError: names or shapes are not
-    those of the layout, or there are no fp32 masters that can be reached.
+    ranks hold copies of whatever is not sharded. No collective. Raises ConfigError: names or shapes are not those of
+    the parameter map, or there are no fp32 masters that can be reached.
     """
 
     def __init__(self, parameter_map: ParameterMap, parameters: Any, rank: int, world_size: int) -> None:
@@ -34,8 +35,8 @@ class Masters:
             parameter_map, _named(parameters if self.engine is None else self.engine.module)
         )
         self.shards: list[OwnedShard] = []
-        self._views: list[Callable[[], Tensor]] = []  # one for each parameter: its masters, as they lie now
-        self._where: list[int] = []  # the address of each at the beginning
+        # Of each parameter that has masters here: its name, a view of them as they lie now, their address at first.
+        self._places: list[tuple[str, Callable[[], Tensor], int]] = []
         for name, parameter in self.named.items():
             self.shards += self._owned(name, parameter)
         # Where ZeRO offloads masters, they and their deltas stay on the host.
@@ -47,9 +48,8 @@ class Masters:
         their own masters. changed: of these parameters, on any rank; None: of all."""
         optimizer: Any = None if self.engine is None else self.engine.optimizer
         if hasattr(optimizer, "update_lp_params"):
-            from geotrain.inner.zero.of_deepspeed import (
-                update_weights,  # imports DeepSpeed, which others need not have
-            )
+            # Here, because it imports DeepSpeed, which others need not have.
+            from geotrain.inner.zero.of_deepspeed import update_weights
 
             update_weights(optimizer, [self.named[name] for name in (self.named if changed is None else changed)])
         elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
@@ -60,9 +60,9 @@ class Masters:
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def check_place(self) -> None:
-        """Raises RuntimeError where a parameter has got other memory, so that answers would be written to where the
-        model no longer looks."""
-        for (name, _), view, where in zip(self.named.items(), self._views, self._where, strict=True):
+        """Raise RuntimeError if a parameter has got other memory: answers would be written to where the model no
+        longer looks."""
+        for name, view, where in self._places:
             if view().data_ptr() != where:
                 raise RuntimeError(
                     f"parameter {name} was moved after the OuterLoop was made (by model.to, "
@@ -72,7 +72,7 @@ class Masters:
     # -- inside
 
     def _check_names(self, parameter_map: ParameterMap, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """The parameters in the layout's order."""
+        """Check names and shapes against the run's; returns the parameters in the parameter map's order."""
         known = {p.name: p.shape for p in parameter_map.parameters}
         for name, parameter in named.items():
             if name not in known and parameter.requires_grad:
@@ -90,7 +90,11 @@ class Masters:
         return {p.name: named[p.name] for p in parameter_map.parameters}
 
     def _owned(self, name: str, parameter: nn.Parameter) -> Iterator[OwnedShard]:
-        """This rank's chunks of a parameter."""
+        """Yield this rank's shards of a parameter."""
+        if self.engine is None and (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
+            raise ConfigError(
+                f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as parameters"
+            )
         if hasattr(parameter, "ds_id"):
             found = self._of_zero_3(name, parameter)
         elif hasattr(parameter, "_hp_mapping"):
@@ -101,8 +105,6 @@ class Masters:
             runs = (StridedSlice(0, parameter.numel(), parameter=name),)
             found = runs, lambda: parameter.detach(), self._rank, self._world_size
         if found is None:  # wholly other ranks'
-            self._views.append(lambda: torch.empty(0))
-            self._where.append(torch.empty(0).data_ptr())
             return
         runs, view, replica, replicas = found
         local = view()
@@ -112,15 +114,14 @@ class Masters:
                 f"{'' if local.is_contiguous() else ', not contiguous'}: its fp32 masters cannot be reached; keep "
                 "it fp32 and contiguous, and compute in bf16 by autocast, FSDP2's MixedPrecisionPolicy or ZeRO"
             )
-        self._views.append(view)
-        self._where.append(local.data_ptr())
+        self._places.append((name, view, local.data_ptr()))
         flat = local.view(-1)
         for begin, end, mine in replica_parts(flat.numel(), replica, replicas):
-            chunks = tuple(clip_runs(runs, begin, end))
-            yield OwnedShard(chunks, flat[begin:end], mine, parameter, begin)
+            clipped = tuple(clip_runs(runs, begin, end))
+            yield OwnedShard(clipped, flat[begin:end], mine, parameter, begin)
 
     def _of_dtensor(self, name: str, parameter: DTensor) -> Any:
-        """FSDP2 and its like: the placements say which box of the parameter lies here."""
+        """A parameter of FSDP2 and its like: torch says which box of it lies here."""
         mesh, placements = parameter.device_mesh, parameter.placements
         if mesh.size() != self._world_size:
             raise ConfigError(
@@ -130,35 +131,24 @@ class Masters:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         replica, replicas = 0, 1
-        box = [(0, size) for size in parameter.shape]  # (start, length) in each dimension
         for place, index, size in zip(placements, coordinate, mesh.shape, strict=True):
             if type(place) is Replicate:
                 replica, replicas = replica * size + index, replicas * size
-            elif type(place) is Shard:
-                start, length = box[place.dim]
-                chunk = -(-length // size)  # as torch.chunk: the last ones have fewer, or nothing
-                low, high = min(index * chunk, length), min((index + 1) * chunk, length)
-                box[place.dim] = (start + low, high - low)
-            else:
+            elif type(place) is not Shard:
                 raise ConfigError(f"parameter {name} is placed as {place}: only Shard and Replicate are understood")
-        shape = tuple(length for _, length in box)
-        if tuple(parameter.to_local().shape) != shape:
-            raise ConfigError(
-                f"parameter {name}: {tuple(parameter.to_local().shape)} of it lie here, where its placements "
-                f"{placements} say {shape}"
-            )
+        shape, start = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         if 0 in shape:
             return None
         return (
-            box_runs(name, tuple(parameter.shape), box),
+            box_runs(name, tuple(parameter.shape), list(zip(start, shape, strict=True))),
             lambda: cast(DTensor, parameter.detach()).to_local(),
             replica,
             replicas,
         )
 
     def _of_zero_1_and_2(self, name: str, parameter: nn.Parameter) -> Any:
-        """DeepSpeed links a parameter to its chunk of this rank's fp32 partition, if it has one."""
-        self._need_engine(name)
+        """A parameter under ZeRO 1 or 2: DeepSpeed links it to its part of this rank's fp32 partition, if it has
+        one."""
         link: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if link is None:
             return None
@@ -167,8 +157,7 @@ class Masters:
         return runs, lambda: parameter._hp_mapping.get_hp_fragment().detach(), 0, 1  # type: ignore[attr-defined]
 
     def _of_zero_3(self, name: str, parameter: Any) -> Any:
-        """A rank's part of each parameter lies in one of its flat fp32 groups; the last one is filled up."""
-        self._need_engine(name)
+        """A parameter under ZeRO 3: a rank's part of it lies in one of its flat fp32 groups; the last is padded."""
         optimizer: Any = self.engine.optimizer  # type: ignore[union-attr]
         if getattr(optimizer, "swap_optimizer", False):
             raise ConfigError(
@@ -185,15 +174,9 @@ class Masters:
 
         return (StridedSlice(start, length, parameter=name),), view, 0, 1
 
-    def _need_engine(self, name: str) -> None:
-        if self.engine is None:
-            raise ConfigError(
-                f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as parameters"
-            )
-
 
 def box_runs(name: str, shape: tuple[int, ...], box: list[tuple[int, int]]) -> tuple[StridedSlice, ...]:
-    """The runs of a box of a parameter, read flat. box: (start, length) in each dimension."""
+    """List the runs of a box of a parameter, read flat. box: (start, length) in each dimension."""
     # Dimensions behind the last one that is cut are whole: together they are one row's elements.
     cut = max((d for d, (_, length) in enumerate(box) if length != shape[d]), default=0) if shape else 0
     inner = prod(shape[cut + 1 :])

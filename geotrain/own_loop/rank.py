@@ -1,4 +1,4 @@
-"""This process among the ranks of its worker: torch's default process group, or alone."""
+"""Places this process among the ranks of its worker: torch's default process group, or alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TIMEOUT_S = 600.0  # how long a rank waits for the others
 
 
 class TorchRank:
-    """Implements `geotrain.worker.loop.LoopRank`. Every rank must make it: it makes a process group of gloo, so that
-    agreeing does not wait for the device."""
+    """One rank of a user's own loop; implements `geotrain.worker.loop.LoopRank`. Every rank must make it: it makes a
+    process group of gloo, so that agreeing does not wait for the device."""
 
     def __init__(self) -> None:
         self.alone = not (dist.is_available() and dist.is_initialized())
@@ -26,14 +26,14 @@ class TorchRank:
         self.world_size = 1 if self.alone else dist.get_world_size()
         self._group = None if self.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self.is_metrics_rank = self.rank == 0
-        self.masters: Masters | None = None
+        self.masters: Masters  # whoever makes this sets it, before the first exchange
 
     def agree(self, flag: bool) -> bool:
-        """Whether the flag is true on every rank."""
+        """Whether the flag is true on every rank. A collective."""
         return flag if self.alone else all(self.gather(flag))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Give every rank the values of all ranks. A collective."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -47,12 +47,10 @@ class TorchRank:
         return sum(self.gather(loss)) / self.world_size
 
     def settle(self) -> None:
-        """Optimizer steps are done when they return. But parameters may have been moved."""
-        assert self.masters is not None
+        """Check that no parameter was moved. Optimizer steps are done when they return, so nothing is waited for."""
         self.masters.check_place()
 
     def refresh(self, changed: Collection[str]) -> None:
-        assert self.masters is not None
         self.masters.refresh(changed)
 
     @property

@@ -9,7 +9,6 @@ A resume takes the newest job of which every rank has a whole file.
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -19,21 +18,21 @@ from typing import Any, Protocol
 
 import torch
 
-from geotrain.common.files import OutputError, make_folder, out_of_room, sync
+from geotrain.common.files import make_folder, out_of_room, whole_file
 from geotrain.own_loop.rank import TorchRank
 
 _JOB = re.compile(r"job-(\d{8,})\.pt")
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler, a scaler, or the user's own: what torch calls stateful."""
+    """Torch's protocol of stateful objects: an optimizer, a scheduler, a scaler, or the user's own."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
 class StateFiles:
-    """The states of one rank. All ranks make the same calls. keep: how many saves stay."""
+    """The saved states of one rank. All ranks make the same calls. keep: how many saves stay."""
 
     def __init__(self, folder: Path, rank: TorchRank, state: Mapping[str, Stateful], digest: str, keep: int) -> None:
         self._folder = folder / f"rank-{rank.rank:05d}-of-{rank.world_size:05d}"
@@ -41,28 +40,18 @@ class StateFiles:
 
     def save(self, job: int) -> str:
         """Save after this job. Returns what a person should know if there was no room on the disk; else "". Without
-        room training goes on, and the next save tries again. Raises OutputError."""
+        room training goes on, and the next save tries again. Raises OSError."""
         if not self._state:
             return ""
         path = self._folder / f"job-{job:08d}.pt"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
         saved = {name: part.state_dict() for name, part in self._state.items()}
         try:
             make_folder(self._folder.absolute())
-            try:
-                with temporary.open("wb") as file:
-                    torch.save({"parameter_map": self._digest, "job": job, "state": saved}, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(path)
-                sync(self._folder)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with whole_file(path, "wb") as file:
+                torch.save({"parameter_map": self._digest, "job": job, "state": saved}, file)
         except (OSError, RuntimeError) as error:  # torch wraps what its writer meets
             if out_of_room(error):
                 return f"{path}: no room on the disk; training goes on without this save"
-            if isinstance(error, OSError):
-                raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
             raise
         for old in sorted(self._jobs(), reverse=True)[self._keep :]:
             (self._folder / f"job-{old:08d}.pt").unlink(missing_ok=True)

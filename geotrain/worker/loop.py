@@ -1,8 +1,8 @@
-"""One rank's way through a run: ask for a lease, train its H inner steps, send the delta, adopt the answer.
+"""Takes one rank through a run: ask for a lease, train its H inner steps, send the delta, adopt the answer.
 
-GeoTrain's own trainer (`geotrain.worker.trainer`) and a loop of the user's own (`geotrain.own_loop`) both run on this
-class. It has two sides. The data side, `leases`, may be read ahead by a data loader; the training side, `after_step`,
-goes from step to step, and does everything else when it is due.
+GeoTrain's own trainer (`geotrain.worker.trainer`) and a loop of the user's own (`geotrain.own_loop`) both run on
+`WorkerLoop`. It has two sides. The data side, `leases`, may be read ahead by a data loader; the training side,
+`after_step`, goes from step to step, and does everything else when it is due.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,9 +31,11 @@ from geotrain.worker.schedule import schedule_step
 
 
 class LoopClient(exchange.Client, Protocol):
-    """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines."""
+    """This rank's connection to the server above (`net.transport.worker_client.WorkerClient`). Its futures have
+    deadlines."""
 
-    mirrors: Callable[[], tuple[int, ...]]  # gives the marks of what the rank was last sent, for a join
+    mirrors: Callable[[], tuple[int, ...]]  # gives the fingerprints of what the rank was last sent, for a join
+    on_acknowledged: Callable[[int], None]  # called with the sequence of each update that the server has applied
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
@@ -50,52 +55,75 @@ class LoopRank(exchange.Rank, Protocol):
         """The most memory that it has held at once."""
 
     def from_rank_0(self, text: str) -> str:
-        """Rank 0's text, on every rank. A collective."""
+        """Give every rank the text of rank 0. A collective."""
 
     def mean_loss(self, loss: float) -> float:
-        """The worker's loss, from that of this rank's part of the batch. A collective."""
+        """Average the loss of each rank's part of the batch: the worker's loss. A collective."""
+
+
+@dataclass(frozen=True)
+class RunMember:
+    """One rank of a worker as a member of its run, connected to the server above (`geotrain.worker.connection`).
+
+    name: of the worker. identity: of the run, for the join. workers: that the run has. report: called on the metrics
+    rank after every job, with what `geotrain.monitor.events.JobTrained` has. trouble: called with what a person
+    should know. acknowledged: called with this worker's incarnation and the sequence of each update that the server
+    has applied.
+    """
+
+    run: RunConfig
+    name: str
+    identity: Identity
+    parameter_map: ParameterMap
+    client: LoopClient
+    workers: int = 1
+    report: Callable[[dict[str, Any]], None] = lambda numbers: None
+    trouble: Callable[[str], None] = lambda what: None
+    acknowledged: Callable[[str, int], None] = lambda incarnation, sequence: None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder for this worker's own state."""
+        return self.run.checkpoint_folder / self.name
 
 
 class WorkerLoop:
     """One rank of a worker in the outer loop. All ranks make the same calls, which contain collectives.
 
-    name: of the worker. identity: of the run, for the join. shards: the fp32 masters that this rank owns.
-    device: where it trains. workers: that the run has. validate: called with the number of a validation that a lease
-    asks for, before the lease is trained. save: called with a job's number when its own state is to be saved.
-    report: called on the metrics rank after every job, with what `geotrain.monitor.events.JobTrained` has.
-    peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, for the utilization (MFU); None: not
-    known. expect: called with the lease after this one once it is known, in another thread, for data that take long.
+    shards: the fp32 masters that this rank owns. device: where it trains. validate: called with the number of a
+    validation that a lease asks for, before the lease is trained. save: called with a job's number when the worker's
+    own state is to be saved. report: in place of the member's. peak_flops_per_token_s: the worker's peak FLOP/s over
+    the FLOPs of one token, for the utilization (MFU); None: not known. expect: called with the lease after this one
+    once it is known, in another thread, for data that take long.
     """
 
     def __init__(
         self,
-        run: RunConfig,
-        name: str,
-        identity: Identity,
-        parameter_map: ParameterMap,
+        member: RunMember,
         rank: LoopRank,
         shards: Iterable[OwnedShard],
         device: torch.device,
-        client: LoopClient,
         *,
-        workers: int = 1,
         validate: Callable[[int], None] = lambda number: None,
         save: Callable[[int], None] = lambda job: None,
-        report: Callable[[dict[str, Any]], None] = lambda numbers: None,
+        report: Callable[[dict[str, Any]], None] | None = None,
         expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
     ) -> None:
-        self.run, self.name, self.identity, self.parameter_map = run, name, identity, parameter_map
-        self.rank, self.client, self.workers = rank, client, workers
-        self.validate, self.save, self.report, self.expect = validate, save, report, expect
+        self.member, self.rank = member, rank
+        self.run, self.name, self.client = member.run, member.name, member.client
+        self.validate, self.save, self.report, self.expect = validate, save, report or member.report, expect
         self.peak_flops_per_token_s = peak_flops_per_token_s
         clock = time.perf_counter
         self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
         chunks = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
+        run, client, parameter_map = member.run, member.client, member.parameter_map
         staging = staging_for(run.outer.state_device, device, [chunk.master for chunk in chunks])
         self.weights = WorkerRank(parameter_map, run.outer, chunks, staging)
         client.mirrors = self.weights.mirrors
-        self.exchange = Exchange(name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock)
+        self.exchange = Exchange(
+            member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
+        )
         self.finished = False  # whether all was trained and sent, and the worker has left
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained
@@ -108,26 +136,27 @@ class WorkerLoop:
         """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`."""
         # Names this incarnation of the worker: the time tells it from earlier ones, and all ranks must say the same.
         incarnation = self.rank.from_rank_0(f"{self.name}-{time.time_ns():x}")
-        job = wait_for(self.exchange.start(self.identity, incarnation))
+        self.client.on_acknowledged = partial(self.member.acknowledged, incarnation)
+        job = wait_for(self.exchange.start(self.member.identity, incarnation))
         self.laps.restart()
         self._following = self.client.lease(LeaseRequest(self.name, job))
         self._last_job = job - 1
         self._begin_or_finish()
 
     def leases(self) -> Iterator[Lease]:
-        """The data of the worker's jobs, in the order in which they are to be trained, until none is left."""
+        """Yield the leases of the worker's jobs, in the order in which they are to be trained, until none is left."""
         while self._unread or self._fetch():
             yield self._unread.popleft()
 
     def after_step(self, result: StepNumbers) -> None:
-        """An inner step is done: deltas leave, and answers are adopted, when they are due. After a lease's last step
-        the next one begins; after the last of all, everything is sent and the worker leaves."""
+        """Send deltas and adopt answers that are due after an inner step. After a lease's last step the next lease
+        begins; after the last of all, everything is sent and the worker leaves."""
         if self.lease is None:
             raise RuntimeError("no lease is in training: its steps are over, or the loop was not started")
         self.laps.lap("compute")
         self._results.append(result)
         self.step += 1
-        due = fragments_due(len(self.parameter_map.fragments), self.lease.steps, self.step)
+        due = fragments_due(len(self.member.parameter_map.fragments), self.lease.steps, self.step)
         wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
         self.laps.lap("communication")
         if self.step < self.lease.steps:
@@ -143,17 +172,17 @@ class WorkerLoop:
 
     @property
     def schedule_step(self) -> int:
-        """The run's step that is trained now, counted from 0. A learning rate that follows it follows the run's
-        progress and not this worker's: so a worker that joins late begins at the rate of the others."""
+        """The run's step that is trained now, counted from 0, for the learning-rate schedule: it follows the run's
+        progress and not this worker's, so a worker that joins late begins at the rate of the others."""
         if self.lease is None:
             return self.run.total_steps
-        return schedule_step(self.run, self.workers, self.lease, self.step)
+        return schedule_step(self.run, self.member.workers, self.lease, self.step)
 
     def _fetch(self) -> bool:
         """Wait for the next lease, and ask for the one after it; False when no data is left for this worker.
 
-        One job ahead, so that no job begins with waiting for a round trip (through the region to the global server).
-        The speed that it tells is that of the job before.
+        It asks one job ahead, so that no job begins with waiting for a round trip (through the region to the global
+        server). The speed that it reports is that of the job before.
         """
         if self._following is None:
             return False
@@ -189,8 +218,8 @@ class WorkerLoop:
         self._begin_s = time.perf_counter()
         self.exchange.begin(self.lease)
 
-    def lent(self, number: int) -> Answer | None:
-        """The global weights that this validation is to evaluate; None, on all ranks, if it is left out. A
+    def weights_to_evaluate(self, number: int) -> Answer | None:
+        """Fetch the global weights that validation `number` is to evaluate; None, on all ranks, if it is left out. A
         collective."""
         answer = self.client.global_weights(number).result()
         versions = [w.version for w in answer.weights]
@@ -201,14 +230,14 @@ class WorkerLoop:
         return answer if self.rank.agree(same and bool(versions)) else None
 
     def validated(self, number: int, answer: Answer, loss: float, seconds: float) -> None:
-        """Tell the result of a validation. loss: nats a token. seconds: that it took."""
+        """Send the result of a validation to the server. loss: nats a token. seconds: that it took."""
         if self.rank.is_metrics_rank:
             version = max(w.version for w in answer.weights)
             self.client.validated(Validated(self.name, number, version, loss, seconds))
 
     def _metrics(self) -> dict[str, float]:
-        """Metrics of the job so far. A collective. Where ACCO's last step is still under way, this waits for it: so
-        it is called only where a delta leaves, and at the end of a job."""
+        """Compute the metrics of the job so far. A collective. Where ACCO's last step is still under way, this waits
+        for it: so it is called only where a delta leaves, and at the end of a job."""
         seconds = time.perf_counter() - self._begin_s
         numbers = job_metrics(self._results, self.laps, seconds, self.peak_flops_per_token_s)
         mine = {"waited_s": self.exchange.waited_s, "memory_bytes": self.rank.peak_memory_bytes}

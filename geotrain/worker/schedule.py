@@ -1,4 +1,4 @@
-"""Where a worker's inner step stands in the run's learning-rate schedule. Pure arithmetic."""
+"""Maps a worker's inner step to the run's learning-rate schedule. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,70 +1,54 @@
-"""GeoTrain's own trainer: the samples of each lease, trained by its engine on the loop that all workers share."""
+"""Trains the samples of each lease with GeoTrain's own engine, on the loop that all workers share."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from geotrain.checkpoint.folders import CheckpointError
 from geotrain.checkpoint.saving import Checkpoints
-from geotrain.config import RunConfig
 from geotrain.data.loader import LeasedLoader
 from geotrain.inner.engine.engine import GeoEngine
-from geotrain.outer.messages import Identity, Lease
-from geotrain.parameters.parameter_map import ParameterMap
-from geotrain.worker.loop import LoopClient, WorkerLoop
+from geotrain.outer.messages import Lease
+from geotrain.worker.loop import RunMember, WorkerLoop
 
 
 class Trainer:
-    """One rank of a worker. All ranks make the same calls of engine and loop, which contain collectives.
+    """One rank of GeoTrain's own trainer. All ranks make the same calls of engine and loop, which contain
+    collectives.
 
-    name: of the worker. identity: of the run, for the join. loader: this rank's batches. checkpoints: the worker's
-    folder for them. workers: that the run has. validation: this rank's micro-batches of the validation set, empty
-    where there is none. min_step_s: seconds that an inner step takes at least, for rehearsals. report: called on
-    the metrics rank after every job. trouble: called there with what a person should know. peak_flops_per_token_s:
-    as `WorkerLoop` has it.
+    loader: this rank's batches. validation: this rank's micro-batches of the validation set, empty where there is
+    none. min_step_s: seconds that an inner step takes at least, for rehearsals. peak_flops_per_token_s: see
+    `WorkerLoop`.
     """
 
     def __init__(
         self,
-        run: RunConfig,
-        name: str,
-        identity: Identity,
-        parameter_map: ParameterMap,
+        member: RunMember,
         engine: GeoEngine,
         loader: LeasedLoader,
-        client: LoopClient,
-        checkpoints: Path,
         *,
-        workers: int = 1,
         validation: Sequence[Tensor] = (),
         min_step_s: float = 0.0,
-        report: Callable[[dict[str, Any]], None] = lambda numbers: None,
-        trouble: Callable[[str], None] = lambda what: None,
         peak_flops_per_token_s: float | None = None,
     ) -> None:
-        self.run, self.engine, self.loader = run, engine, loader
-        self.checkpoints = Checkpoints(engine, checkpoints, run.checkpoint.keep, no_room=self.go_on_without)
-        self.validation = validation
-        self.min_step_s, self.report, self.trouble = min_step_s, report, trouble
+        self.member, self.engine, self.loader = member, engine, loader
+        self.validation, self.min_step_s = validation, min_step_s
+        self.checkpoints = Checkpoints(
+            engine, member.checkpoints, member.run.checkpoint.keep, no_room=self.go_on_without
+        )
         self.loop = WorkerLoop(
-            run,
-            name,
-            identity,
-            parameter_map,
+            member,
             engine,
             engine.shards(),
             engine.device,
-            client,
-            workers=workers,
             validate=self.validate,
             save=self.save,
             expect=lambda lease: loader.expect(lease.start, lease.samples),
-            report=self.tell,
+            report=self.report,
             peak_flops_per_token_s=peak_flops_per_token_s,
         )
 
@@ -87,15 +71,15 @@ class Trainer:
             time.sleep(max(0.0, ends_s - time.perf_counter()))
             self.loop.after_step(result)
 
-    def tell(self, numbers: dict[str, Any]) -> None:
-        """A job is done: its numbers go to DeepSpeed's boards, and to `report`."""
+    def report(self, numbers: dict[str, Any]) -> None:
+        """Write a job's numbers to DeepSpeed's boards, and report them to the run."""
         self.engine.write_scalars({name: value for name, value in numbers.items() if name not in ("job", "start")})
-        self.report(numbers)
+        self.member.report(numbers)
 
     def validate(self, number: int) -> None:
         """Evaluate the global weights between two jobs; afterwards the masters are as they were, bit for bit."""
         begin = time.perf_counter()
-        if self.validation and (answer := self.loop.lent(number)) is not None:
+        if self.validation and (answer := self.loop.weights_to_evaluate(number)) is not None:
             loss = self.engine.evaluate_lent(self.loop.weights.swapped_in(answer.weights), self.validation)
             self.loop.validated(number, answer, loss, time.perf_counter() - begin)
 
@@ -107,7 +91,7 @@ class Trainer:
             self.checkpoints.wait()
 
     def go_on_without(self, error: CheckpointError) -> None:
-        """There is no room on a disk. The worker trains on and tries again at the next save: the older checkpoints
-        are there, and a death would cost more than the state of a few jobs."""
+        """Report that there is no room on a disk, and train on: the next save tries again. The older checkpoints are
+        there, and a death would cost more than the state of a few jobs."""
         if self.engine.is_metrics_rank:
-            self.trouble(f"{error}; training goes on without this checkpoint")
+            self.member.trouble(f"{error}; training goes on without this checkpoint")

@@ -1,4 +1,4 @@
-"""What is checked before anything starts: data files, ports, the run's folder; and how addresses are resolved."""
+"""Checks before anything starts: data files, ports, the run's folder; and how addresses are resolved."""
 
 import json
 import socket
@@ -12,10 +12,11 @@ from geotrain.config import Address, ClusterConfig, ConfigError, DataSet, RunCon
 from geotrain.data.tokens import DataError
 from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
-from geotrain.launch.check import check_data, check_ports_are_free, free_ports
+from geotrain.launch.check import check_data, check_port_is_free, free_ports
 from geotrain.launch.launcher import locked, resolve
-from geotrain.launch.site_processes import LaunchRequest, local_processes, over_ssh
-from geotrain.launch.worker_command import HostMachine
+from geotrain.launch.launchers.ssh import over_ssh
+from geotrain.launch.machine import HostMachine
+from geotrain.launch.site_processes import LaunchRequest, local_processes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -80,15 +81,16 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = Address(port=server.getsockname()[1])
         with pytest.raises(ConfigError, match=f"cannot listen on {taken}: Address already in use; stop what uses it"):
-            check_ports_are_free([taken])
+            check_port_is_free(taken)
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:5000: Cannot assign requested address"):
-        check_ports_are_free([Address(host="192.0.2.1", port=5000)])
+        check_port_is_free(Address(host="192.0.2.1", port=5000))
 
 
 def test_free_ports_differ() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
-    check_ports_are_free([Address(port=port) for port in ports])
+    for port in ports:
+        check_port_is_free(Address(port=port))
 
 
 def test_addresses_are_resolved() -> None:

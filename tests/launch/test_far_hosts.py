@@ -12,8 +12,8 @@ import pytest
 from geotrain.config import ConfigError, load_cluster, load_run
 from geotrain.launch import far_hosts
 from geotrain.launch.far_hosts import prepare_far_hosts
+from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
-from geotrain.launch.worker_command import HostMachine
 from tests.support.small_runs import write_files
 
 # On every host the launcher's folder is another one: <folder>-<host>.
@@ -90,5 +90,5 @@ def test_a_host_that_cannot_be_reached_is_told(here: Path, monkeypatch: pytest.M
         prepare_far_hosts(made, folder)
     monkeypatch.setattr(far_hosts, "DEADLINE_S", 0.5)
     made, folder = request(here, "silent")
-    with pytest.raises(ConfigError, match=r"host silent: gave no answer within 0\.5 s"):
+    with pytest.raises(ConfigError, match=r"host silent: not ready for a worker: no answer within 0\.5 s"):
         prepare_far_hosts(made, folder)

@@ -69,39 +69,41 @@ def kept(folder: Path, asked: LaunchRequest, mark: dict[str, str]) -> Iterator[s
             keeper.kill()
 
 
-class Front:
-    """What ssh runs, in this process."""
+class RelayInProcess:
+    """A relay in this process, in place of the one that ssh runs."""
 
     def __init__(self, folder: Path, asked: LaunchRequest) -> None:
         link = attach(folder, "eu")
         assert link is not None
         self.link: socket.socket = link
         self.link.settimeout(BUSY_S)
-        self.heard = self.link.makefile("rb")
+        self.received = self.link.makefile("rb")
         self.link.sendall(asked.to_line())
 
-    def hears(self) -> dict[str, object]:
-        told: dict[str, object] = json.loads(self.heard.readline())
-        return told
+    def receive(self) -> dict[str, object]:
+        line: dict[str, object] = json.loads(self.received.readline())
+        return line
 
 
-def test_a_living_site_is_found_again_and_obeys_who_came_last(tmp_path: Path) -> None:
+def test_a_living_site_is_found_again_and_executes_commands_of_the_last_relay(tmp_path: Path) -> None:
     folder = tmp_path / ("a long name of a run's folder " * 4)  # longer than a socket's address may be
     first, mark = request(tmp_path), new_mark()
     with kept(folder, first, mark) as keeper:
         assert stat.S_IMODE((folder / ".control-eu").stat().st_mode) == 0o600
-        lost = Front(folder, first)
-        assert lost.hears() == {"attached": keeper.pid}
+        lost = RelayInProcess(folder, first)
+        assert lost.receive() == {"attached": keeper.pid}
         # A new run of that name is another one. A launcher that was killed comes back with --resume.
-        assert "attach to it with --resume" in str(Front(folder, replace(first, launch="new")).hears()["refused"])
-        back = Front(folder, replace(first, launch="second", resume=True))
-        assert back.hears() == {"attached": keeper.pid}
-        lost.link.sendall(b"stop\n")  # an order that was long on its way
+        assert "attach to it with --resume" in str(
+            RelayInProcess(folder, replace(first, launch="new")).receive()["refused"]
+        )
+        back = RelayInProcess(folder, replace(first, launch="second", resume=True))
+        assert back.receive() == {"attached": keeper.pid}
+        lost.link.sendall(b"stop\n")  # a command that was long on its way
         lost.link.shutdown(socket.SHUT_WR)
-        assert lost.heard.readline() == b"" and keeper.poll() is None
+        assert lost.received.readline() == b"" and keeper.poll() is None
         assert not until(lambda: keeper.poll() is not None, 1.0)  # a stop takes less
         back.link.sendall(b"stop\n")
-        assert back.hears() == {"ended": 143, "reason": "stopped by its launcher"}
+        assert back.receive() == {"ended": 143, "reason": "stopped by its launcher"}
         assert keeper.wait(BUSY_S) == 0 and marked(mark) == []
     assert attach(folder, "eu") is None and not (folder / ".control-eu").exists()
 
@@ -110,7 +112,7 @@ def test_another_configuration_stops_what_lives_for_it_to_be_started_again(tmp_p
     first, mark = request(tmp_path), new_mark()
     changed = first.run.model_copy(update={"seed": 9})
     with kept(tmp_path, first, mark) as keeper:
-        told = [Front(tmp_path, replace(first, run=changed, resume=True)).hears()]
+        told = [RelayInProcess(tmp_path, replace(first, run=changed, resume=True)).receive()]
         assert told == [{"ended": 143, "reason": "another configuration was asked for"}]
         assert keeper.wait(BUSY_S) == 0
 
@@ -123,17 +125,17 @@ def test_what_is_left_of_a_killed_site_is_known_for_that(tmp_path: Path) -> None
         assert (tmp_path / ".control-eu").exists() and attach(tmp_path, "eu") is None
         assert until(lambda: marked(mark) == [], BUSY_S)
     with kept(tmp_path, first, mark) as keeper:
-        assert Front(tmp_path, first).hears() == {"attached": keeper.pid}
+        assert RelayInProcess(tmp_path, first).receive() == {"attached": keeper.pid}
 
 
 def launch_site(asked: LaunchRequest, *more: str) -> tuple[int, str]:
-    """Exit code and standard error of a front whose orders do not end."""
+    """Run a relay whose commands do not end; returns its exit code and standard error."""
     command = [sys.executable, "-m", "geotrain", "launch-site", *more]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as front:
-        assert front.stdin and front.stderr
-        front.stdin.write(asked.to_line())
-        front.stdin.flush()
-        return front.wait(BUSY_S), front.stderr.read().decode()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as relay:
+        assert relay.stdin and relay.stderr
+        relay.stdin.write(asked.to_line())
+        relay.stdin.flush()
+        return relay.wait(BUSY_S), relay.stderr.read().decode()
 
 
 def test_there_is_one_life_of_a_site(tmp_path: Path) -> None:
@@ -145,7 +147,7 @@ def test_there_is_one_life_of_a_site(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("code", "reason"), [(0, ""), (EXIT_FOR_GOOD, "no data")])
 def test_how_a_site_ended_while_nobody_was_connected_is_told(tmp_path: Path, code: int, reason: str) -> None:
-    """There is no data, so that a site that was started would fail, with another reason."""
+    """Without data, so that a site that was started would fail, with another reason."""
     asked = request(tmp_path)
     folder = asked.run.run_folder.absolute()
     folder.mkdir()
@@ -173,8 +175,8 @@ def test_a_site_with_other_data_is_refused_before_it_begins(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------ the launcher's end
 
 
-def front(script: str) -> ProcessSpec:
-    return ProcessSpec("eu.ssh", ("bash", "-c", script), respawn=lambda: front(script), front=True)
+def relay(script: str) -> ProcessSpec:
+    return ProcessSpec("eu.ssh", ("bash", "-c", script), respawn=lambda: [relay(script)], relay=True)
 
 
 def test_a_lost_connection_is_tried_again_beyond_all_limits_and_told(tmp_path: Path) -> None:
@@ -182,19 +184,19 @@ def test_a_lost_connection_is_tried_again_beyond_all_limits_and_told(tmp_path: P
     script = f"echo x >> {tmp_path}/tries; echo no route; [ $(wc -l < {tmp_path}/tries) = 6 ] || exit 255"
     quick = RestartConfig(limit=0, first_s=0.01, longest_s=600.0)
     with Supervisor(tmp_path, restart=quick, on_event=events.append) as running:
-        running.start(front(script))
+        running.start(relay(script))
         assert running.wait().code == 0
     told = [event.what for event in events if isinstance(event, Trouble)]
     assert told[0] == "eu.ssh: no connection (no route); what runs there goes on; tried again in 0.01 s"
     assert len(told) == 5 and not any(isinstance(event, ProcessDied) for event in events)
 
 
-def test_who_is_stopped_tells_its_fronts_so_and_names_those_that_it_did_not_reach(tmp_path: Path) -> None:
+def test_who_is_stopped_asks_its_relays_to_stop_and_names_those_that_it_did_not_reach(tmp_path: Path) -> None:
     events: list[Event] = []
     slow = RestartConfig(first_s=600.0, longest_s=600.0)
     with Supervisor(tmp_path, restart=slow, on_event=events.append) as running:
-        running.start(front("read order; echo told to $order; exit 143"))
-        running.start(replace(front("exit 255"), name="us.ssh"))
+        running.start(relay("read command; echo told to $command; exit 143"))
+        running.start(replace(relay("exit 255"), name="us.ssh"))
         lost = Trouble("us.ssh: no connection (no word); what runs there goes on; tried again in 600 s")
 
         def stop_when_one_is_lost() -> None:
@@ -209,12 +211,12 @@ def test_who_is_stopped_tells_its_fronts_so_and_names_those_that_it_did_not_reac
     ]
 
 
-def test_a_launcher_that_dies_tells_its_fronts_nothing(tmp_path: Path) -> None:
+def test_a_launcher_that_dies_tells_its_relays_nothing(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from geotrain.launch.supervisor import *\n"
         "with Supervisor(Path(sys.argv[1])) as running:\n"
         f"    running.start(ProcessSpec('eu.ssh', ('bash', '-c', 'read o; echo heard [$o] > {tmp_path}/heard'), "
-        "front=True))\n"
+        "relay=True))\n"
         "    print('started', flush=True); running.wait()"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as launcher:
@@ -227,7 +229,7 @@ def test_a_launcher_that_dies_tells_its_fronts_nothing(tmp_path: Path) -> None:
 def test_those_who_miss_the_servers_end_are_a_failure(tmp_path: Path) -> None:
     with Supervisor(tmp_path, drain_s=0.3) as running:
         running.start(ProcessSpec("global", ("true",), role="server"))
-        running.start(front("echo far away; read order"))
+        running.start(relay("echo far away; read order"))
         outcome = running.wait()
     assert outcome.code == 1
     assert "'eu.ssh' still running 0.3 s after all servers ended: they missed the run's end" in outcome.reason

@@ -1,4 +1,4 @@
-"""What is wrong with a host, from what was read there, on hosts that are right but for one thing."""
+"""Findings from the facts of hosts that are right but for one thing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What befalls packets on a disturbed link: nothing but what was said, at its rate, and the same by the same seed."""
+"""Packets on a disturbed link: nothing befalls them but what was asked for, at its rate, and the same by the same
+seed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What `make install` asks of pip, by the driver and by what is installed. Python and pip write down their arguments;
-only the driver's version is looked at by a real one."""
+"""The requests of `make install` to pip, by the driver and by what is installed. Python and pip write down their
+arguments; only the driver's version is looked at by a real one."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from geotrain.config import EXIT_FOR_GOOD, Topology, load_cluster, load_run, sha
 from geotrain.launch.check import check_together
 from geotrain.launch.guard import GRACE_S, KILL_DEADLINE_S
 from geotrain.launch.host_rules import SHM_BYTES
-from geotrain.launch.worker_command import SCRIPT, WorkerPlace, worker_commands
+from geotrain.launch.launchers.base import SCRIPT, WorkerPlace
+from geotrain.launch.launchers.registry import worker_commands
 from geotrain.net.transport.certs import make_certificates
 from tests.support.process_trees import until
 from tests.support.small_runs import MODEL

@@ -1,4 +1,4 @@
-"""What is loaded is kept from the garbage collector, and nothing else."""
+"""Loaded modules are kept from the garbage collector, and nothing else."""
 
 import gc
 import json

@@ -1,4 +1,5 @@
-"""What `make test` installs where programs are missing, on a machine whose apt-get writes down its arguments."""
+"""Packages that `make test` installs where programs are missing, on a machine whose apt-get writes down its
+arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch would stumble over is told before it begins: by `geotrain launch`, and all at once by `dry-run`."""
+"""Obstacles of a launch are reported before it begins: by `geotrain launch`, and all at once by `dry-run`."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_schedule_that_ends_before_the_data_is_warned_of(
 
 
 def test_a_tokenizer_that_its_models_family_reads_otherwise(place: Path) -> None:
-    """What transformers makes of the same tokenizer beside a llama's config and a qwen2's."""
+    """Transformers reads the same tokenizer in two ways beside a llama's config and a qwen2's."""
     text = "e\u0301 "
     train_bpe([text * 9], 264).save(place / "own")
     for family, otherwise in (("llama", False), ("qwen2", True)):

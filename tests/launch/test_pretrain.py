@@ -1,4 +1,4 @@
-"""How a rank's process ends."""
+"""Ends of a rank's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks find in their environment; in a process of its own, torch is seen to follow it."""
+"""The environment of ranks; in a process of its own, torch is seen to follow it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from geotrain.config import ConfigError
 from geotrain.launch import rank_environment as module
 from geotrain.launch.host_facts import parse_gpus
+from geotrain.launch.launchers.registry import launchers
 from geotrain.launch.rank_environment import (
     address_to,
     capability_here,
@@ -37,14 +38,14 @@ print(json.dumps([torch.get_num_threads(), os.environ["GLOO_SOCKET_IFNAME"]]))
 
 def test_rank_environment_leaves_what_is_set() -> None:
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
-    assert rank_environment(slurm) == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-    assert rank_environment({**slurm, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == {}
+    assert rank_environment(slurm, launchers()["slurm"]) == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert rank_environment({**slurm, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, launchers()["slurm"]) == {}
 
 
 @pytest.mark.parametrize(("visible", "local"), [("3", "0"), ("0,1", "1"), ("", "1"), (None, "1")])
 def test_the_only_device_that_a_task_sees_is_its_first(visible: str | None, local: str) -> None:
     env = {"SLURM_LOCALID": "1"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    assert rank_environment(env)["LOCAL_RANK"] == local
+    assert rank_environment(env, launchers()["slurm"])["LOCAL_RANK"] == local
 
 
 def settings(env: dict[str, str], tensor: int = 1, acco: bool = False, **others: Any) -> dict[str, str]:

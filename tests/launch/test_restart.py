@@ -1,4 +1,4 @@
-"""What dies is started again: the pauses as numbers, and a supervisor with real processes."""
+"""Processes that die are started again: the pauses as numbers, and a supervisor with real processes."""
 
 import errno
 import os
@@ -13,11 +13,11 @@ import pytest
 from geotrain.common.files import OutputError
 from geotrain.config import EXIT_FOR_GOOD, RestartConfig, load_cluster, load_run
 from geotrain.launch import supervisor as supervisor_module
-from geotrain.launch.backoff import Backoff
+from geotrain.launch.backoff import RestartBackoff
 from geotrain.launch.launcher import resolve
+from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
-from geotrain.launch.worker_command import HostMachine
 from geotrain.monitor.events import ProcessDied, ProcessEnded, Trouble
 from geotrain.outer.events import Event
 from tests.support.process_trees import marked, names, new_mark, only_deaths, until
@@ -30,7 +30,7 @@ FAST = RestartConfig(limit=3, window_s=60.0, first_s=0.05, longest_s=60.0)
 def lasting(script: str, name: str, **more: Any) -> ProcessSpec:
     """Is started again for as long as the supervisor wants to."""
     command = guarded(("bash", "-c", script), grace_s=1.0)
-    return ProcessSpec(name, command, respawn=lambda: lasting(script, name, **more), **more)
+    return ProcessSpec(name, command, respawn=lambda: [lasting(script, name, **more)], **more)
 
 
 def supervisor(folder: Path, deaths: list[ProcessDied], **more: Any) -> Supervisor:
@@ -47,15 +47,15 @@ def note(file: Path, happened: object) -> None:
         file.touch()
 
 
-def test_pauses_double_and_begin_anew_after_a_long_life() -> None:
-    backoff = Backoff(RestartConfig(limit=100, first_s=1.0, longest_s=5.0))
+def test_pauses_double_and_begin_anew_after_it_has_run_for_long() -> None:
+    backoff = RestartBackoff(RestartConfig(limit=100, first_s=1.0, longest_s=5.0))
     assert [backoff.pause_s(1, t, lived_s=0.1) for t in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert [backoff.pause_s(1, 10.0, lived_s=6.0), backoff.pause_s(1, 11.0, lived_s=0.1)] == [0.0, 1.0]
     assert backoff.restarts == 7
 
 
 def test_restarts_are_bounded_within_the_window() -> None:
-    backoff = Backoff(RestartConfig(limit=2, window_s=100.0, first_s=1.0, longest_s=1.0))
+    backoff = RestartBackoff(RestartConfig(limit=2, window_s=100.0, first_s=1.0, longest_s=1.0))
     assert [backoff.pause_s(137, t, lived_s=9.0) for t in (0.0, 50.0, 60.0)] == [0.0, 0.0, None]
     assert backoff.pause_s(137, 101.0, lived_s=9.0) == 0.0
     assert backoff.pause_s(EXIT_FOR_GOOD, 300.0, lived_s=9.0) is None
@@ -68,7 +68,7 @@ def test_what_dies_is_started_again(tmp_path: Path) -> None:
             lasting(f"echo incarnation >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) = 3 ] || exit 7", "a")
         )
         assert running.wait().code == 0
-    assert [(d.unit, d.how, d.pause_s, d.restarts) for d in deaths] == [
+    assert [(d.group, d.how, d.pause_s, d.restarts) for d in deaths] == [
         ("a", "failed with exit code 7", 0.05, 1),
         ("a", "failed with exit code 7", 0.1, 2),
     ]
@@ -84,12 +84,12 @@ def test_a_full_disk_costs_no_restart_and_ends_no_run(tmp_path: Path, monkeypatc
         told.append(event)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def respawn() -> ProcessSpec:
+    def respawn() -> list[ProcessSpec]:
         nonlocal attempts
         attempts += 1
         if attempts < 5:
             raise OutputError("hosts/a: cannot be written") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return lasting("exit 0", "a")
+        return [lasting("exit 0", "a")]
 
     with Supervisor(tmp_path, restart=RestartConfig(limit=1, first_s=0.05), on_event=tell) as running:
         running.start(ProcessSpec("a", guarded(("bash", "-c", "exit 1"), grace_s=1.0), respawn=respawn))
@@ -140,11 +140,11 @@ def test_a_configuration_error_is_not_tried_again(tmp_path: Path) -> None:
 def test_what_cannot_be_started_again_is_tried_later(tmp_path: Path, why: int, pauses: list[float]) -> None:
     tries: list[str] = []
 
-    def again() -> ProcessSpec:
+    def again() -> list[ProcessSpec]:
         tries.append("try")
         if len(tries) == 1:
             raise OSError(why, os.strerror(why))
-        return ProcessSpec("a", guarded(("true",)), respawn=again)
+        return [ProcessSpec("a", guarded(("true",)), respawn=again)]
 
     deaths: list[ProcessDied] = []
     with supervisor(tmp_path, deaths) as running:
@@ -165,8 +165,13 @@ def test_a_worker_of_two_hosts_lives_and_dies_as_one(tmp_path: Path) -> None:
     mark, deaths = new_mark(), list[ProcessDied]()
     script = "echo begins; sleep 300 & wait"
     with supervisor(tmp_path, deaths) as running:
-        for host in ("a.0", "a.1"):
-            running.start(lasting(script, host, env=mark, unit="a"))
+
+        def both() -> list[ProcessSpec]:
+            command = guarded(("bash", "-c", script), grace_s=1.0)
+            return [ProcessSpec(host, command, mark, respawn=both, group="a") for host in ("a.0", "a.1")]
+
+        for spec in both():
+            running.start(spec)
         logs = [tmp_path / f"{name}.log" for name in ("a.0", "a.1")]
         assert until(lambda: all("begins" in log.read_text() for log in logs), BUSY_S)
         os.kill(min(marked(mark)), signal.SIGKILL)
@@ -176,7 +181,7 @@ def test_a_worker_of_two_hosts_lives_and_dies_as_one(tmp_path: Path) -> None:
                 signal.raise_signal(signal.SIGTERM)
 
         assert running.wait(stop_when_both_began_twice, every_s=0.05).code == 128 + signal.SIGTERM
-    assert [death.unit for death in deaths] == ["a"]
+    assert [death.group for death in deaths] == ["a"]
     assert marked(mark) == []
 
 
@@ -235,7 +240,7 @@ def test_a_server_is_told_the_launch_and_so_is_what_replaces_it(tmp_path: Path) 
     request = LaunchRequest(load_run(run), resolve(load_cluster(cluster)), ("global", "eu"), False, "incarnation")
     for launch_id, told in (("", "incarnation"), ("job-7", "job-7")):
         for process in local_processes(replace(request, launch_id=launch_id), tmp_path, HostMachine(2)):
-            for spec in (process, process.respawn() if process.respawn else process):
+            for spec in (process, *(process.respawn() if process.respawn else ())):
                 words = list(spec.command)
                 said = words[words.index("--launch-id") + 1] if "--launch-id" in words else None
                 assert said == (told if spec.role == "server" else None)

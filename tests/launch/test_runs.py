@@ -169,7 +169,7 @@ def install_wheel(folder: Path) -> Path:
 @pytest.mark.root
 @pytest.mark.timeout(900)
 def test_the_quickstart_over_emulated_links_from_a_wheel(tmp_path: Path) -> None:
-    """As somebody without a checkout runs it: all code and configurations are those that the wheel brings."""
+    """Run as by somebody without a checkout: all code and configurations are those that the wheel brings."""
     site = install_wheel(tmp_path)
     away = {"PYTHONPATH": str(site)}
     where = "import geotrain, geotrain.kernels.cpu as cpu; print(geotrain.__file__, cpu.library() is not None)"

@@ -11,8 +11,8 @@ import torch
 
 from geotrain.config import ClusterConfig, ConfigError, load_run, parse
 from geotrain.launch.check import check_together, links_between, open_links
+from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
-from geotrain.launch.worker_command import HostMachine
 from tests.support.small_runs import launched, losses, prepare_text, status, weights, write_files
 
 LINK = {"gbps": 0.02, "rtt_ms": 20.0}

@@ -19,9 +19,10 @@ import psutil
 import pytest
 
 from geotrain.config import RestartConfig, load_cluster, load_run
+from geotrain.launch import guard as guard_module
 from geotrain.launch.check import free_ports
 from geotrain.launch.host_check import check_hosts
-from geotrain.launch.site_processes import guarded_over_ssh
+from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.monitor.events import ProcessDied
 from tests.support.process_trees import MARK, marked, new_mark, only_deaths, until
@@ -77,7 +78,7 @@ def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
 
 
 def fall_silent(server: psutil.Process) -> None:
-    """As when a link is cut: this end gives up, the far end does not know, and what it runs there goes on."""
+    """Cut the link: this end gives up, the far end does not know, and what it runs there goes on."""
     for session in server.children():
         session.suspend()
 
@@ -92,8 +93,9 @@ def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself
     script = JOB.format(alone=tmp_path / "alone")
 
     def job() -> ProcessSpec:
-        command = guarded_over_ssh("far.example.org", f"{tmp_path}/eu-0", ("bash", "-c", script), mark)
-        return ProcessSpec("eu-0", command, respawn=job)
+        guard = (sys.executable, "-m", "geotrain.launch.guard", "--", "bash", "-c", script)
+        command = over_ssh("far.example.org", None, guard, {**mark, guard_module.JOB: f"{tmp_path}/eu-0"})
+        return ProcessSpec("eu-0", command, respawn=lambda: [job()])
 
     with sshd(tmp_path, free_port) as server, monkeypatch.context() as patched:
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -114,7 +116,7 @@ def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself
 
             assert running.wait(stop_when_it_began_twice, every_s=0.05).code == 128 + signal.SIGTERM
         assert until(lambda: marked(mark) == [], BUSY_S)
-    assert [(death.unit, death.how) for death in deaths] == [
+    assert [(death.group, death.how) for death in deaths] == [
         ("eu-0", "failed with exit code 255" if how == "silence" else "was ended by SIGKILL")
     ]
     assert "beside another" not in log.read_text()

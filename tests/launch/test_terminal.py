@@ -1,4 +1,4 @@
-"""What is shown of a run, from what servers say."""
+"""The display of a run, from the status of its servers."""
 
 import json
 from pathlib import Path

@@ -122,6 +122,7 @@ def train_a_worker(folder: str) -> dict[str, Any]:
     """Two jobs, with DeepSpeed's own block for TensorBoard."""
     from geotrain.data.loader import LeasedLoader, SampleSource
     from geotrain.inner.build import build_engine
+    from geotrain.worker.loop import RunMember
     from geotrain.worker.trainer import Trainer
 
     block = {**deepspeed_block(1), "tensorboard": {"enabled": True, "output_path": folder, "job_name": "eu-0"}}
@@ -132,17 +133,11 @@ def train_a_worker(folder: str) -> dict[str, Any]:
     loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
     servers = LocalServers(run)
     reports: list[dict[str, float]] = []
-    parts = (
-        run,
-        "w",
-        servers.identity,
-        servers.parameter_map,
-        engine,
-        loader,
-        LocalClient(servers),
-        Path(folder) / "saved",
-    )
-    Trainer(*parts, report=reports.append, peak_flops_per_token_s=1e6).train(resume=False)
+    member = RunMember(
+        run.model_copy(update={"folder": folder}), "w", servers.identity, servers.parameter_map, LocalClient(servers),
+        report=reports.append,
+    )  # fmt: skip
+    Trainer(member, engine, loader, peak_flops_per_token_s=1e6).train(resume=False)
     engine.close()
     return {"reports": reports}
 

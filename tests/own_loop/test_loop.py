@@ -25,7 +25,7 @@ from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import StateFiles
 from geotrain.parameters.parameter_file import read_shapes
 from geotrain.parameters.parameter_map import ParameterMap, any_parameters, parameter_map_of
-from geotrain.worker.loop import WorkerLoop
+from geotrain.worker.loop import RunMember, WorkerLoop
 from tests.support.inner_worlds import at, run_world
 from tests.support.local_servers import LocalClient, LocalServers
 
@@ -57,8 +57,8 @@ def joined(run: RunConfig, model: nn.Module, **more: Any) -> tuple[WorkerLoop, L
     servers = LocalServers(run)
     rank = TorchRank()
     rank.masters = Masters(servers.parameter_map, model, 0, 1)
-    parts = (run, "w", servers.identity, servers.parameter_map, rank, rank.masters.shards, rank.masters.device)
-    loop = WorkerLoop(*parts, LocalClient(servers), **more)
+    member = RunMember(run, "w", servers.identity, servers.parameter_map, LocalClient(servers))
+    loop = WorkerLoop(member, rank, rank.masters.shards, rank.masters.device, **more)
     loop.start()
     return loop, servers
 
@@ -130,7 +130,7 @@ def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> geotrain.OuterLoop
     (tmp_path / "cluster.json").write_text(json.dumps(cluster))
     client: Any = LocalClient(LocalServers(run, ("eu-0",)), "eu-0")
     client.close, client.retries = lambda: None, 0
-    monkeypatch.setattr("geotrain.own_loop.loop.WorkerClient", lambda *_, **__: client)
+    monkeypatch.setattr("geotrain.worker.connection.WorkerClient", lambda *_, **__: client)
     return geotrain.OuterLoop(tmp_path / "run.json", "eu", network().named_parameters())
 
 
@@ -214,7 +214,7 @@ PLACEMENTS: list[Sequence[Any]] = [
 
 
 def chunks() -> Any:
-    """On 4 ranks: what each has of a [5, 6] parameter under each placement, and the sum of what is pushed."""
+    """Give, on 4 ranks, what each has of a [5, 6] parameter under each placement, and the sum of what is pushed."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(30.0).view(5, 6)

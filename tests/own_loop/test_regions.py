@@ -133,7 +133,7 @@ def test_whatever_is_killed_each_sample_is_trained(
         run.until(reached)
 
     def kill(*processes: Any) -> None:
-        """Of a worker all ranks, as its host's death would: what starts them ends the rest of a torn one."""
+        """Kill all ranks of a worker, as its host's death would: what starts them ends the rest of a torn one."""
         for process in processes:
             assert process.exitcode is None, run.said()
             os.kill(process.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,6 +59,7 @@ class LocalClient:
 
     def __init__(self, servers: LocalServers, name: str = "w") -> None:
         self.servers, self.name, self.incarnation = servers, name, ""
+        self.on_acknowledged: Callable[[int], None] = lambda sequence: None
 
     def join(self, join: Join) -> Welcome:
         self.incarnation = join.incarnation

@@ -186,7 +186,7 @@ def _save(folder: Path, stem: str, certificate: x509.Certificate, key: ec.Ellipt
     private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     files = {folder / f"{stem}.key": private, folder / f"{stem}.pem": certificate.public_bytes(encoding)}
     for path, content in files.items():
-        with whole_file(path, mode=0o600) as file:
+        with whole_file(path, permissions=0o600) as file:
             file.write(content.decode())
     return list(files)
 

@@ -5,22 +5,17 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from geotrain.config import ConfigError, HostConfig, WorkerConfig
-from geotrain.launch.worker_command import (
-    SCRIPT,
-    HostMachine,
-    LauncherCommand,
-    WorkerCommands,
-    WorkerPlace,
-    assign_devices,
-    hostfile_path,
-    worker_commands,
-)
+from geotrain.launch.launchers.base import SCRIPT, LauncherCommand, WorkerCommands, WorkerPlace, hostfile_path
+from geotrain.launch.launchers.registry import launcher_of, launchers, worker_commands
+from geotrain.launch.launchers.ssh import Ssh
+from geotrain.launch.machine import HostMachine, assign_devices
 
 ALL_REDUCE = """
 import json, os, sys
@@ -35,8 +30,9 @@ dist.destroy_process_group()
 
 TELL_RANKS = """
 import json, os, sys
+from geotrain.launch.launchers.registry import launchers
 from geotrain.launch.rank_environment import rank_environment
-env = {**os.environ, **rank_environment(os.environ)}
+env = {**os.environ, **rank_environment(os.environ, launchers()["LAUNCHER"])}
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WHO")
 os.write(1, (json.dumps({name: env.get(name) for name in names}) + "\\n").encode())
 """
@@ -77,7 +73,7 @@ for rank in range(count):
 def worker(launcher: str = "local", hosts: dict[str, int] | None = None, **more: Any) -> WorkerConfig:
     slots = hosts or {"localhost": 2}
     all_hosts = tuple(HostConfig(host=host, slots=count) for host, count in slots.items())
-    return WorkerConfig(name="eu-0", hosts=all_hosts, launcher=launcher, **more)  # type: ignore[arg-type]
+    return WorkerConfig(name="eu-0", hosts=all_hosts, launcher=launcher, **more)
 
 
 def only_job(made: WorkerCommands) -> LauncherCommand:
@@ -92,7 +88,7 @@ def options_of(job: LauncherCommand) -> str:
 
 
 def one_host(job: LauncherCommand) -> tuple[dict[str, list[int]], str]:
-    """Of DeepSpeed's launcher of one host: host → devices, and the other options."""
+    """Read a command of DeepSpeed's launcher of one host: host → devices, and the other options."""
     program, world, options = job.command[:5], job.command[5], job.command[6:]
     assert program == (sys.executable, "-u", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch")
     return json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))), " ".join(options)
@@ -134,6 +130,16 @@ def test_over_ssh_each_host_has_its_launcher() -> None:
     assert world == {"n1": list(range(8)), "n2": list(range(8))}
     assert options.startswith("--node_rank 1 --master_addr n1 --master_port 29500 ")
     assert made.commands[1].env == {"A": "b"}
+
+
+def test_a_launcher_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds it in the folder, or among what other packages register."""
+    assert sorted(launchers()) == ["impi", "local", "mpich", "openmpi", "pdsh", "slurm", "ssh"]
+    with pytest.raises(ConfigError, match=r"worker 'eu-0': launcher = 'slrum': did you mean 'slurm'\?"):
+        launcher_of(worker("slrum"))
+    point = EntryPoint("far", "geotrain.launch.launchers.ssh:Ssh", "geotrain.launchers")
+    monkeypatch.setattr("geotrain.common.entry_points.entry_points", lambda **_: (point,))
+    assert isinstance(launcher_of(worker("far")), Ssh)
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mpich", "impi"])
@@ -226,7 +232,7 @@ def test_deepspeeds_launchers_start_every_rank(launcher: str, hosts: dict[str, i
     place = WorkerPlace(tmp_path, 29507)
     made = worker_commands(place, "eu", worker(launcher, hosts, env={"WHO": "a,b"}))
     assert hostfile_path("eu-0") in made.files
-    seen = run_job(only_job(made), made, place, TELL_RANKS, programs)
+    seen = run_job(only_job(made), made, place, TELL_RANKS.replace("LAUNCHER", launcher), programs)
     ranks = sorted((int(s["RANK"]), int(s["LOCAL_RANK"])) for s in seen)
     assert ranks == [(0, 0), (1, 1), (2, 0), (3, 1)][: 2 * len(hosts)]
     assert {(s["WORLD_SIZE"], s["MASTER_ADDR"], s["MASTER_PORT"], s["WHO"]) for s in seen} == {

@@ -1,0 +1,62 @@
+"""Connects a worker's rank to its run: for GeoTrain's own trainer and for a training loop of the user's own alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from geotrain.config import ClusterConfig, RunConfig, Topology, WorkerConfig
+from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
+from geotrain.net.transport.certs import trust_between
+from geotrain.net.transport.sharded_link import shards_above
+from geotrain.net.transport.worker_client import WorkerClient
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.parameter_map import parameter_map_of
+from geotrain.worker.loop import RunMember
+
+
+@contextmanager
+def connected(
+    run: RunConfig,
+    cluster: ClusterConfig,
+    worker: WorkerConfig,
+    *,
+    data_digest: str = "",
+    connect_s: float = 60.0,
+    report: Callable[[dict[str, Any]], None] = lambda numbers: None,
+    trouble: Callable[[str], None] = lambda what: None,
+) -> Iterator[RunMember]:
+    """Open this rank's connection to the server above its worker, and the worker's event log; closes both.
+
+    data_digest: sha256 of the training data that is here; "": what the run file says. connect_s: how long a join
+    tries to reach the server. report, trouble: called after the log has got a job's numbers, or what a person should
+    know. Raises CertificateError.
+    """
+    topology, parameter_map = Topology(run, cluster), parameter_map_of(run)
+    site = topology.server_of(worker.name)
+    trust = trust_between(cluster, "worker", worker.name, "global" if topology.flat else "region", site)
+    shards = shards_above(cluster, parameter_map, "worker", worker.name, site)
+    client = WorkerClient(str(topology.servers[site]), trust=trust, connect_s=connect_s, shards=shards)
+    log = run.run_folder / "events" / f"{worker.name}.jsonl"
+    with closing(client), EventLog(log, source=worker.name, enabled=run.monitor.enabled) as events:
+
+        def on_job(numbers: dict[str, Any]) -> None:
+            events.write(JobTrained(worker=worker.name, retries=float(client.retries), **numbers))
+            report(numbers)
+
+        def on_trouble(what: str) -> None:
+            events.write(Trouble(what))
+            trouble(what)
+
+        yield RunMember(
+            run,
+            worker.name,
+            identity_of(run, parameter_map, data_digest),
+            parameter_map,
+            client,
+            workers=len(topology.home),
+            report=on_job,
+            trouble=on_trouble,
+            acknowledged=lambda incarnation, sequence: events.write(Acknowledged(worker.name, incarnation, sequence)),
+        )
