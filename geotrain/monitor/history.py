@@ -10,7 +10,8 @@ from typing import Any
 
 from geotrain.config import ClusterConfig, RunConfig, Topology
 from geotrain.monitor import events
-from geotrain.monitor.metrics import time_shares
+from geotrain.monitor.registry import SERVER_METRICS, time_shares
+from geotrain.outer.metrics import WORKER_METRICS, Metric
 
 MAX_RECENT = 1024  # losses kept one by one; beyond that, the older half goes into the past
 MAX_PAST = 2048  # means of equally many losses each; merged in pairs when there are more
@@ -49,6 +50,14 @@ def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tu
         members[name] = {"region": region, "workers": len(workers), **of_link}
     length = run.data.sequence_length
     return Facts(run.name, parameters, length, length * run.data.train_samples, fragments, members)
+
+
+def titles(metrics: Mapping[str, Metric]) -> dict[str, list[str]]:
+    """What the page needs to show these numbers: field → title, unit."""
+    return {field: [metric.title, metric.unit] for field, metric in metrics.items() if metric.kind == "gauge"}
+
+
+METRICS = {"worker": titles(WORKER_METRICS), "server": titles(SERVER_METRICS)}
 
 
 @dataclass
@@ -107,7 +116,7 @@ class History:
             ours = f"{self._life}-{self._compactions}"
             since = since if epoch == ours else 0
             return {
-                "facts": asdict(self.facts),
+                "facts": {**asdict(self.facts), "metrics": METRICS},
                 "epoch": ours,
                 "number": self._number,
                 "full": since == 0,
@@ -245,7 +254,7 @@ class History:
             "silent_s": sample.silent_s + now_s - m.sampled_s if m.sample else None,
             "updates": m.updates,
             "updated_s": m.updated_s,
-            **{key: metrics.get(key) for key in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")},
+            **{key: metrics.get(key) for key in ("loss", *WORKER_METRICS)},
             "shares": time_shares(metrics),
             "staleness": [m.staleness.get(f) for f in range(len(self.facts.fragments))],
             "delta_norm": sum(norm**2 for norm in m.norms.values()) ** 0.5 if m.norms else None,
