@@ -93,7 +93,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         from geotrain.data.dataset import end_of_document, training_digest
         from geotrain.data.loader import LeasedLoader, cache_of, open_source, open_training, validation_batches
         from geotrain.inner.build import build_engine
-        from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
+        from geotrain.monitor.events import EventLog, JobTrained, Trouble
         from geotrain.monitor.utilization import peak_flops, training_flops_per_token
         from geotrain.net.transport.certs import trust_between
         from geotrain.net.transport.sharded_link import shards_above
@@ -156,9 +156,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             trouble=trouble,
             peak_flops_per_token_s=None if peak is None else peak / per_token,
         )
-        client.on_acknowledged = lambda sequence: events.write(
-            Acknowledged(worker.name, trainer.loop.exchange.incarnation, sequence)
-        )
+        trainer.loop.write_stages(events.write)
         trainer.train(resume)
     engine.close()
 

@@ -43,20 +43,28 @@ def status(
     raise typer.Exit(int(seen.state))
 
 
-@command(epilog="Example: geotrain logs runs/mine eu-0 --follow")
+@command(epilog="Examples: geotrain logs runs/mine eu-0 --follow; geotrain logs runs/mine --update eu-0/17")
 def logs(
     folder: RunFolder,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]…", help="Processes; none: all.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over, or Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log's end.")] = 30,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of each log's end.")] = 30,
+    update: Annotated[
+        str | None,
+        typer.Option(metavar="MEMBER/NUMBER", help="Show instead the way of this update, and where it is."),
+    ] = None,
 ) -> None:
     """Show the logs of a run's processes: global, a region's name, a worker's name.
 
-    Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says.
+    Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says. With
+    --update: when it was made, sent, applied and answered, by whom, and, if it has not arrived, what it waits for.
     """
-    from geotrain.commands.logs import stream
+    from geotrain.commands.logs import shown, stream, trace_update
     from geotrain.commands.operate import launcher_runs
 
+    if update is not None:
+        print(*shown(trace_update(folder, update)), sep="\n")
+        return
     with suppress(KeyboardInterrupt):
         for line in stream(folder, names or (), lines, lambda: follow and launcher_runs(folder) is True):
             print(line, flush=follow)

@@ -320,3 +320,8 @@ class Send:
 
 
 GLOBAL = "global"
+
+
+def update_id(member: str, sequence: int) -> str:
+    """Name of an update, by which it is followed through a run: "member/sequence", as in "eu-0/17"."""
+    return f"{member}/{sequence}"

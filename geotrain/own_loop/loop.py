@@ -135,6 +135,7 @@ class OuterLoop:
                 save=self._save,
                 report=self._on_job,
             )
+            self.loop.write_stages(self._events.write)
             self.resumed_job = self._files.load() if resume else 0
             self.loop.start()
             self._opened = opened.pop_all()

@@ -17,10 +17,12 @@ import torch
 
 from geotrain.config import RunConfig
 from geotrain.inner.runtime.shards import OwnedShard
+from geotrain.monitor.events import Acknowledged
 from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
 from geotrain.outer import exchange
+from geotrain.outer.events import Event, UpdateStage
 from geotrain.outer.exchange import Exchange, wait_for
-from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated
+from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated, update_id
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import ParameterMap, fragments_due
 from geotrain.staging.cuda import staging_for
@@ -30,6 +32,8 @@ from geotrain.worker.schedule import schedule_step
 class LoopClient(exchange.Client, Protocol):
     """This rank's connection to the server above (`net.worker_client.WorkerClient`). Its futures have deadlines."""
 
+    on_sent: Callable[[int], None]  # called with the sequence of an update that begins to be sent
+    on_acknowledged: Callable[[int], None]  # called with the sequence of an update that is acknowledged
     mirrors: Callable[[], tuple[int, ...]]  # gives the marks of what the rank was last sent, for a join
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
@@ -113,6 +117,18 @@ class WorkerLoop:
         self._following = self.client.lease(LeaseRequest(self.name, job))
         self._last_job = job - 1
         self._begin_or_finish()
+
+    def write_stages(self, write: Callable[[Event], None]) -> None:
+        """Have the stages of this rank's updates written as events, from `start` on."""
+
+        def acknowledged(sequence: int) -> None:
+            write(Acknowledged(self.name, self.exchange.incarnation, sequence))
+
+        # By every rank: only the one whose part came last is told that the update is applied.
+        self.client.on_acknowledged = acknowledged
+        if self.rank.is_metrics_rank:
+            self.client.on_sent = lambda sequence: write(UpdateStage(update_id(self.name, sequence), "sent"))
+            self.exchange.tell = write
 
     def leases(self) -> Iterator[Lease]:
         """The data of the worker's jobs, in the order in which they are to be trained, until none is left."""

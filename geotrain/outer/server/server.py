@@ -21,7 +21,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.events import Event, UpdateApplied
+from geotrain.outer.events import Event, UpdateApplied, UpdateStage
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
@@ -36,6 +36,7 @@ from geotrain.outer.messages import (
     Send,
     UpdatePart,
     UpdateRejected,
+    update_id,
 )
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
@@ -194,6 +195,8 @@ class Server(Membership):
             return False
         parts[part.part] = self.shards.hear_update(part)
         if len(parts) < member.parts:
+            if len(parts) == 1:
+                self._note_stage(part.member, part.sequence, "arrived")
             member.silent = False
             return False
         self._apply(part.member, member, [parts[i] for i in range(member.parts)])
@@ -472,3 +475,8 @@ class Server(Membership):
         member.owed.discard(fragment)
         if not member.awaiting[sequence]:
             del member.awaiting[sequence]
+            self._note_stage(name, sequence, "answered")
+
+    def _note_stage(self, name: str, sequence: int, stage: str) -> None:
+        if self.reports_updates and sequence:  # 0 is no update, but a join
+            self._events.append(UpdateStage(update_id(name, sequence), stage))
