@@ -1,4 +1,4 @@
-"""The commands that act on a live run, by its folder on the machine that launched it."""
+"""The commands that look at a run and steer it, by its folder on the machine that launched it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def status(
     folder: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="One table, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
-    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Between looks.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Time between looks.")] = 2.0,
 ) -> None:
     """Show how a run goes, or went; on a terminal, until it is over or Ctrl-C.
 
@@ -112,8 +112,7 @@ def unban(
     folder: RunFolder,
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
 ) -> None:
-    """End the quarantine of a worker or region whose updates were refused too often; its next incarnation may
-    join."""
+    """Unban a worker or region whose updates were refused too often: its next incarnation may join."""
     from geotrain.commands.operate import LiveRun
 
     print(LiveRun(folder).unban(member))

@@ -1,4 +1,4 @@
-"""`geotrain serve`: one server as a process, its state in the run's folder."""
+"""Runs one server as a process, with its state in the run's folder: `geotrain serve`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def run_server(
     region: str | None, run_path: Path, cluster_path: Path | None, resume: bool, shard: int | None = None,
     launch: str = "",
 ) -> int:  # fmt: skip
-    """The server of a region, or the global one (None); or one of its shards. Gives the exit code. Raises
+    """Run the server of a region, or the global one (None), or one of its shards. Returns the exit code. Raises
     ConfigError.
 
-    launch: as `geotrain.net.storage.recovery.recover` takes it; a shard, which ends when its coordinator says so,
-    needs none."""
+    launch: name of the launch, by which a server that had ended in it stays ended. A shard needs none, since it ends
+    when its coordinator says so.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")
     if not (run.run_folder / "run.json").exists():  # `geotrain status`, `export` and the like look for them there
@@ -42,8 +43,8 @@ def run_server(
 
 
 def final_validation(run: RunConfig) -> FinalValidation | None:
-    """How the global server validates the run's final weights; None: it does not. Of a model of the user's own, only
-    the weights are known here: its loop validates it."""
+    """Return how the global server validates the run's final weights; None: it does not, as for a model of the
+    user's own, of which only the weights are known here: its loop validates it."""
     wanted = run.monitor.validate_every_samples is not None and run.data.validation
     return partial(_loss, run) if wanted and run.model.weights is None else None
 

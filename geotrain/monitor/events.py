@@ -1,4 +1,5 @@
-"""What happened in a run, for people and tools: typed events, written as one JSON object a line by every process.
+"""Events of a run, for people and tools: typed records of what happened, written as one JSON object a line by every
+process.
 
 Each line has `time_s` (Unix time), `source` (the process that wrote it: "global", a region, a worker or "launcher"),
 `event` (its type) and the fields of that type. A run never reads its own events back to decide anything: they only
@@ -78,7 +79,7 @@ class SnapshotUploaded(Event):
 
 
 class MemberSampled(Event):
-    """What a server measures of one member, every `monitor.sample_s` seconds."""
+    """A server has measured one member, as it does every `monitor.sample_s` seconds."""
 
     member: MemberName
     silent_s: Annotated[float, "since its last sign"]
@@ -91,7 +92,7 @@ class MemberSampled(Event):
 
 
 class ServerSampled(Event):
-    """What a server measures of itself, every `monitor.sample_s` seconds.
+    """A server has measured itself, as it does every `monitor.sample_s` seconds.
 
     journal_flushes and journal_flush_s count since the last such event, the other counts since the server's start.
     """
@@ -120,7 +121,7 @@ SHARD = ("shard",)
 
 
 class ShardSampled(Event):
-    """What a server measures of a shard that is a process of its own, every `monitor.sample_s` seconds."""
+    """A server has measured a shard that is a process of its own, as it does every `monitor.sample_s` seconds."""
 
     shard: Annotated[int, "its place in the server's shards"]
     up: Annotated[bool, Metric("shard_up", "1 while the shard's process is connected to this server", SHARD)]

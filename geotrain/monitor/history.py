@@ -24,8 +24,8 @@ RATE_S = 120.0  # speeds are means over the last so many seconds
 
 @dataclass(frozen=True)
 class Facts:
-    """What does not change during a run. members: name → its region, its workers, and its link to the global
-    server."""
+    """The facts of a run, which do not change while it goes on. members: name → its region, its workers, and its
+    link to the global server."""
 
     run: str
     parameters: int
@@ -53,7 +53,7 @@ def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tu
 
 
 def titles(metrics: Mapping[str, Metric]) -> dict[str, list[str]]:
-    """What the page needs to show these numbers: field → title, unit."""
+    """Titles and units by which the page shows these numbers: field → [title, unit]."""
     return {field: [metric.title, metric.unit] for field, metric in metrics.items() if metric.kind == "gauge"}
 
 
@@ -78,12 +78,12 @@ class History:
     """Keeps the page's data; `on` is a sink, and `state` may be called from any thread.
 
     Everything that grows is numbered, so that a page that knows all up to a number gets only what is newer. When
-    points
-    that were given out are merged, their numbers are not valid any more: then `epoch` changes, and pages begin anew.
+    points that were given out are merged, their numbers are not valid any more: then `epoch` changes, and pages begin
+    anew.
     """
 
     def __init__(self, facts: Facts, incarnation: str) -> None:
-        self.facts, self._life = facts, incarnation
+        self.facts, self._incarnation = facts, incarnation
         self._lock = threading.Lock()
         self._compactions = 0
         self._number = 0
@@ -113,7 +113,7 @@ class History:
         """The answer to a page. since, epoch: `number` and `epoch` of the last answer that it got; 0: it needs
         all."""
         with self._lock:
-            ours = f"{self._life}-{self._compactions}"
+            ours = f"{self._incarnation}-{self._compactions}"
             since = since if epoch == ours else 0
             return {
                 "facts": {**asdict(self.facts), "metrics": METRICS},

@@ -64,7 +64,7 @@ class Metrics:
                 self._write(metric, value, *(str(getattr(event, label)) for label in metric.labels))
 
     def _may_say(self, what: str) -> bool:
-        """Whether a number of a heartbeat is shown. Another machine chose its name, and a series lives for as long as
+        """Whether a number of a heartbeat is shown. Another machine chose its name, and a series stays for as long as
         this process."""
         if len(self._said) < MAX_SAID:
             self._said.add(what)
