@@ -6,15 +6,25 @@ import json
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from geotrain.commands.operate import LiveRun
 
 app = typer.Typer()
 command = partial(app.command, rich_help_panel="A live run")
 
 RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, as in runs/NAME.")]
 Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="Return only when it is done.")]
+
+
+def live_run(folder: Path) -> LiveRun:
+    """The run in that folder. Imported when a command needs it, because that takes seconds."""
+    from geotrain.commands.operate import LiveRun
+
+    return LiveRun(folder)
 
 
 @command(epilog="Example: geotrain status runs/mine; geotrain status runs/mine --json | jq .state")
@@ -29,10 +39,10 @@ def status(
     Exit codes: 0 running (also paused, draining, stopping), 3 finished, 4 failed, 5 no server answers, 6 stopped
     before its data was trained, 2 no such run.
     """
-    from geotrain.commands.operate import LiveRun, picture, watch
+    from geotrain.commands.operate import picture, watch
     from geotrain.launch.terminal import new_console
 
-    run, console = LiveRun(folder), new_console()
+    run, console = live_run(folder), new_console()
     if console.is_terminal and not once and not as_json:
         raise typer.Exit(int(watch(run, console, every)))
     seen = run.see()
@@ -56,8 +66,9 @@ def logs(
 ) -> None:
     """Show the logs of a run's processes: global, a region's name, a worker's name.
 
-    Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says. With
-    --update: when it was made, sent, applied and answered, by whom, and, if it has not arrived, what it waits for.
+    Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says.
+
+    With --update: when it was made, sent, applied and answered, by whom, and, if it has not arrived, what it waits for.
     """
     from geotrain.commands.logs import shown, stream, trace_update
     from geotrain.commands.operate import launcher_runs
@@ -76,17 +87,13 @@ def pause(folder: RunFolder) -> None:
 
     Nothing is lost, and it outlives restarts of the servers. `geotrain resume` lets the run go on.
     """
-    from geotrain.commands.operate import LiveRun
-
-    print(LiveRun(folder).steer("pause"))
+    print(live_run(folder).steer("pause"))
 
 
 @command(epilog="Example: geotrain resume runs/mine")
 def resume(folder: RunFolder) -> None:
     """Let a paused run go on. (One that has ended: geotrain launch … --resume.)"""
-    from geotrain.commands.operate import LiveRun
-
-    print(LiveRun(folder).steer("resume"))
+    print(live_run(folder).steer("resume"))
 
 
 @command(epilog="Example: geotrain drain runs/mine eu --wait 600")
@@ -99,9 +106,7 @@ def drain(
 
     It takes part again when its processes are started again, with --resume.
     """
-    from geotrain.commands.operate import LiveRun
-
-    run = LiveRun(folder)
+    run = live_run(folder)
     print(run.steer("drain", region))
     if wait:
         print(run.wait(lambda seen: run.has_left(region, seen), wait).headline)
@@ -113,9 +118,7 @@ def unban(
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
 ) -> None:
     """Unban a worker or region whose updates were refused too often: its next incarnation may join."""
-    from geotrain.commands.operate import LiveRun
-
-    print(LiveRun(folder).unban(member))
+    print(live_run(folder).unban(member))
 
 
 @command(epilog="Example: geotrain snapshot runs/mine")
@@ -124,9 +127,7 @@ def snapshot(folder: RunFolder) -> None:
 
     Exit code 1 when a region's server has not: it may be cut off, and what it lacks is with the global server.
     """
-    from geotrain.commands.operate import LiveRun
-
-    written = LiveRun(folder).snapshot()
+    written = live_run(folder).snapshot()
     for site, where in written.items():
         print(f"{site}: {where}")
     raise typer.Exit(0 if all("/snapshots/" in where for where in written.values()) else 1)
@@ -138,9 +139,9 @@ def stop(folder: RunFolder, wait: Wait = 0.0) -> None:
 
     `geotrain launch … --resume` goes on as if it had never stopped, but for the time.
     """
-    from geotrain.commands.operate import LiveRun, RunState
+    from geotrain.commands.operate import RunState
 
-    run = LiveRun(folder)
+    run = live_run(folder)
     print(run.steer("stop"))
     if wait:
         print(run.wait(lambda seen: seen.state is not RunState.RUNNING, wait).headline)
