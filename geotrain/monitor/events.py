@@ -134,14 +134,6 @@ class ShardSampled(Event):
     rss_bytes: Annotated[int, Metric("shard_memory", "Resident memory of its process", SHARD, unit="bytes")]
 
 
-class Acknowledged(Event):
-    """A member was told that its update is safe."""
-
-    member: MemberName
-    incarnation: Annotated[str, "of the member, as in Joined"]
-    sequence: Annotated[int, "number of the update"]
-
-
 class ProcessDied(Event):
     """A server or a worker has died before its time; the launcher starts it again, or gives it up."""
 

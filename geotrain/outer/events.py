@@ -147,6 +147,14 @@ class UpdateEncoded(Event):
     payload_bytes: Annotated[int, "coded deltas of this rank"]
 
 
+class Acknowledged(Event):
+    """A member was told that its update is safe."""
+
+    member: MemberName
+    incarnation: Annotated[str, "of the member, as in Joined"]
+    sequence: Annotated[int, "number of the update"]
+
+
 class UpdateStage(Event):
     """An update has come to a stage of its way that no other event tells.
 

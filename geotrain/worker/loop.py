@@ -17,10 +17,9 @@ import torch
 
 from geotrain.config import RunConfig
 from geotrain.inner.runtime.shards import OwnedShard
-from geotrain.monitor.events import Acknowledged
 from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
 from geotrain.outer import exchange
-from geotrain.outer.events import Event, UpdateStage
+from geotrain.outer.events import Acknowledged, Event, UpdateStage
 from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated, update_id
 from geotrain.outer.worker import OwnedSlices, WorkerRank
