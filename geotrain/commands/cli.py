@@ -205,7 +205,7 @@ def serve_global(
     """Run the global server until every region has left."""
     with loading():
         from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(None, run, cluster, resume, launch=launch_id))
+    raise typer.Exit(run_server("global", run, cluster, resume, launch=launch_id))
 
 
 @serve.command("region", epilog="Example: geotrain serve region eu --run runs/mine/run.json")
@@ -233,7 +233,7 @@ def serve_shard(
     """Run one shard of a server until that has ended."""
     with loading():
         from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(None if server == "global" else server, run, cluster, resume, number))
+    raise typer.Exit(run_server(server, run, cluster, resume, number))
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")

@@ -68,7 +68,8 @@ def logs(
 
     Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says.
 
-    With --update: when it was made, sent, applied and answered, by whom, and, if it has not arrived, what it waits for.
+    With --update: when it was made, sent, applied and answered, by whom, and, if it has not arrived, what it waits
+    for.
     """
     from geotrain.commands.logs import shown, stream, trace_update
     from geotrain.commands.operate import launcher_runs

@@ -19,11 +19,9 @@ FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], f
 
 
 def run_server(
-    region: str | None, run_path: Path, cluster_path: Path | None, resume: bool, shard: int | None = None,
-    launch: str = "",
-) -> int:  # fmt: skip
-    """Run the server of a region, or the global one (None), or one of its shards. Returns the exit code. Raises
-    ConfigError.
+    site: str, run_path: Path, cluster_path: Path | None, resume: bool, shard: int | None = None, launch: str = ""
+) -> int:
+    """Run the server of a site, GLOBAL or a region, or one of its shards. Returns the exit code. Raises ConfigError.
 
     launch: name of the launch, by which a server that had ended in it stays ended. A shard needs none, since it ends
     when its coordinator says so.
@@ -34,12 +32,11 @@ def run_server(
         LaunchRequest(run, cluster, (), resume).write_files(run.run_folder)
     servers = run.run_folder / "servers"
     if shard is not None:
-        server = region or GLOBAL
-        return serve_shard(run, cluster, server, shard, servers / shard_name(server, shard), resume)
-    if region is None:
+        return serve_shard(run, cluster, site, shard, servers / shard_name(site, shard), resume)
+    if site == GLOBAL:
         return serve_global(run, cluster, servers / GLOBAL, resume, final_validation(run), launch)
-    cluster.region(region)
-    return serve_region(run, cluster, region, servers / region, resume, launch)
+    cluster.region(site)  # raises ConfigError, which names the regions there are
+    return serve_region(run, cluster, site, servers / site, resume, launch)
 
 
 def final_validation(run: RunConfig) -> FinalValidation | None:

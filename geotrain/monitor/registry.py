@@ -7,7 +7,6 @@ is declared in `DERIVED`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -135,18 +134,17 @@ def _of_worker(name: str) -> Reader:
     return lambda event, _: event.metrics.get(name)
 
 
-def registry() -> dict[Metric, Mapping[type[Event], Reader]]:
-    """All metrics of all processes, and the events from which each is read."""
-    found: dict[Metric, Mapping[type[Event], Reader]] = dict(DERIVED)
-    # A worker's numbers come to the servers with its updates.
-    found |= {metric: {UpdateApplied: _of_worker(name)} for name, metric in WORKER_METRICS.items()}
-    for kind in (ServerSampled, ShardSampled):
-        found |= {metric: {kind: _field(name)} for name, metric in declared(kind).items()}
-    return found
-
-
-METRICS = registry()
-READERS: Mapping[type[Event], list[tuple[Metric, Reader]]] = defaultdict(list)  # by type of event
-for _metric, _reads in METRICS.items():
-    for _kind, _reader in _reads.items():
-        READERS[_kind].append((_metric, _reader))
+# All metrics of all processes, and the events from which each is read. A worker's numbers come with its updates.
+METRICS: dict[Metric, Mapping[type[Event], Reader]] = {
+    **DERIVED,
+    **{metric: {UpdateApplied: _of_worker(name)} for name, metric in WORKER_METRICS.items()},
+    **{
+        metric: {kind: _field(name)}
+        for kind in (ServerSampled, ShardSampled)
+        for name, metric in declared(kind).items()
+    },
+}
+READERS: Mapping[type[Event], list[tuple[Metric, Reader]]] = {
+    kind: [(metric, reads[kind]) for metric, reads in METRICS.items() if kind in reads]
+    for kind in {kind for reads in METRICS.values() for kind in reads}
+}
