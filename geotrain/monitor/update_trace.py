@@ -173,7 +173,10 @@ class _Tracer:
             return f"in {member}: waits until earlier updates are acknowledged by {server}"
         if "acknowledged" in known or not log:
             return f"taken by {server}, whose events are not here: they lie on its machine"
-        return f"between {member} and {server}: sent and not acknowledged; {server} has to be there and reachable"
+        # Later than the sending: the server lives, and the link is at fault. Earlier: the server is.
+        later_s = log[-1].time_s - self.logs[member][known["sent"]].time_s
+        last = f"{server} last wrote an event {abs(later_s):,.1f} s {'after' if later_s >= 0 else 'before'} that"
+        return f"between {member} and {server}: sent and not acknowledged; {last}"
 
     def _encoded(self, member: str) -> Iterator[str]:
         for record in self.logs[member]:
