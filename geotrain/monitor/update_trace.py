@@ -149,7 +149,7 @@ class _Tracer:
     def _add(self, record: Record, where: str, what: str) -> None:
         event = record.event
         stage: object = event.stage if isinstance(event, UpdateStage) else type(event)
-        order = ORDER.index(stage) if stage in ORDER else len(ORDER)  # type: ignore[arg-type]
+        order = ORDER.index(stage) if stage in ORDER else len(ORDER)
         self.steps.append((TraceStep(record.time_s, where, what), (self.hop, order)))
 
     # -- where it is held
