@@ -194,7 +194,7 @@ def test_the_dry_run_of_every_pair(run: str, cluster: str) -> None:
 
 def test_the_quickstarts_regions_differ_in_layout() -> None:
     found = dry_run.needs(*pair("quickstart", "local-two-regions"))
-    assert [w.parameter_map for w in found.workers] == [
+    assert [w.layout for w in found.workers] == [
         "TP 2 × PP 1 × DP 1, ZeRO 1",
         "TP 1 × PP 1 × DP 2, ZeRO 1",
     ]
@@ -202,7 +202,7 @@ def test_the_quickstarts_regions_differ_in_layout() -> None:
 
 def test_the_regions_of_the_quickstart_with_experts_divide_them_differently() -> None:
     found = dry_run.needs(*pair("quickstart-moe", "local-two-regions-moe"))
-    assert [w.parameter_map for w in found.workers] == [
+    assert [w.layout for w in found.workers] == [
         "TP 2 + sequence × PP 1 × DP 1, ZeRO 1",
         "TP 1 × PP 1 × DP 2 (EP 2), ZeRO 1",
     ]
@@ -210,7 +210,7 @@ def test_the_regions_of_the_quickstart_with_experts_divide_them_differently() ->
 
 def test_the_dry_run_names_context_ranks() -> None:
     found = dry_run.needs(*pair("long-8b", "four-regions-ssh"))
-    assert {w.parameter_map for w in found.workers} == {"TP 2 + sequence × PP 1 × CP 4 × DP 4, ZeRO 1"}
+    assert {w.layout for w in found.workers} == {"TP 2 + sequence × PP 1 × CP 4 × DP 4, ZeRO 1"}
 
 
 def test_bytes_of_an_exchange() -> None:

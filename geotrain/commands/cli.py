@@ -45,7 +45,9 @@ Objective = Literal["speed", "cost"]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
 LaunchId = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Of this launch. What had ended in it stays ended when it is started again."),
+    typer.Option(
+        metavar="NAME", help="Name of this launch. What had ended in it stays ended when it is started again."
+    ),
 ]
 
 
@@ -140,7 +142,7 @@ def merge(
 
 @app.command(epilog="Example: geotrain adopt data/wiki_text_document --tokenizer data/tokenizer")
 def adopt(
-    prefix: Annotated[Path, typer.Argument(help="Of the .bin/.idx pair, without the ending.")],
+    prefix: Annotated[Path, typer.Argument(help="The .bin/.idx pair, without the ending.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer that made it.")] = None,
 ) -> None:
     """Read a data set that Megatron's own tools made and write its manifest beside it, so that runs can train on it.
@@ -184,7 +186,7 @@ def launch(
 def launch_site(
     keep: Annotated[bool, typer.Option("--keep", help="Be the process that keeps the site.")] = False,
 ) -> None:
-    """What `launch` starts on another machine: reads what to do from standard input."""
+    """Keep the processes of one site, started by `launch` on its machine: reads what to do from standard input."""
     with loading():
         from geotrain.launch.far_site import keep_site, launch_site
     raise typer.Exit(keep_site() if keep else launch_site())
@@ -203,7 +205,7 @@ def serve_global(
     """Run the global server until every region has left."""
     with loading():
         from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(None, run, cluster, resume, launch=launch_id))
+    raise typer.Exit(run_server("global", run, cluster, resume, launch=launch_id))
 
 
 @serve.command("region", epilog="Example: geotrain serve region eu --run runs/mine/run.json")
@@ -231,7 +233,7 @@ def serve_shard(
     """Run one shard of a server until that has ended."""
     with loading():
         from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(None if server == "global" else server, run, cluster, resume, number))
+    raise typer.Exit(run_server(server, run, cluster, resume, number))
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")
@@ -278,7 +280,9 @@ def picture(
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
     data: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Loss on a prepared .bin/.idx pair.")] = None,
-    tasks: Annotated[str, typer.Option(metavar="TASK,…", help="Of lm-evaluation-harness: pip install lm-eval.")] = "",
+    tasks: Annotated[
+        str, typer.Option(metavar="TASK,…", help="Tasks of lm-evaluation-harness: pip install lm-eval.")
+    ] = "",
     task_folder: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Tasks of one's own (YAML), in place of the harness's.")
     ] = None,
@@ -287,7 +291,7 @@ def evaluate(
         typer.Option(min=1, help="Tokens of a sample, with --data; default: the model's positions, at most 1024."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Samples, or examples a task, at most.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="At a time.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Samples at a time.")] = 16,
     inside_documents: Annotated[
         bool, typer.Option("--inside-documents", help="With --data, as trained with data.attention = document.")
     ] = False,
@@ -342,9 +346,10 @@ def probe(
     run: Annotated[
         Path | None, typer.Option(help="Measure also how fast accelerators train this run's model.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.5, max=60.0, help="For each direction of each link.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0.5, max=60.0, help="Time for each direction of each link.")] = 3.0,
     bytes_: Annotated[
-        int, typer.Option("--bytes", min=1 << 20, max=16 << 30, help="At most, for each direction of each link.")
+        int,
+        typer.Option("--bytes", min=1 << 20, max=16 << 30, help="Bytes at most, for each direction of each link."),
     ] = 256 << 20,
 ) -> None:
     """Measure a cluster's links, and its accelerators, and write the figures into the cluster file.
@@ -360,7 +365,7 @@ def probe(
 
 @app.command("probe-site", hidden=True)
 def probe_site() -> None:
-    """What `probe` starts on each machine: reads what to measure from standard input."""
+    """Measure one place, started by `probe` on its machine: reads what to measure from standard input."""
     from geotrain.commands.probe_site import serve_site
 
     raise typer.Exit(serve_site())
@@ -399,13 +404,15 @@ def plan(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="Regions with hosts, devices, links.")],
     out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
-    tokens: Annotated[float | None, typer.Option(min=1, help="To train, as in 1e11.")] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Tokens to train, as in 1e11.")] = None,
     objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = "speed",
     within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
     pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
-    utilization: Annotated[float, typer.Option(min=0.01, max=1, help="That workers are to reach.")] = 0.95,
+    utilization: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Utilization that workers are to reach.")
+    ] = 0.95,
     imbalance: Annotated[
-        float, typer.Option(min=1, help="Of tokens sent to experts, the fullest rank's over the mean: an assumption.")
+        float, typer.Option(min=1, help="Assumed ratio of the fullest rank's tokens to the mean, with experts.")
     ] = 1.0,
 ) -> None:
     """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.

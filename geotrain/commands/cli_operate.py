@@ -1,4 +1,4 @@
-"""The commands that act on a live run, by its folder on the machine that launched it."""
+"""The commands that look at a run and steer it, by its folder on the machine that launched it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from geotrain.commands.operate import LiveRun
 
 app = typer.Typer()
 command = partial(app.command, rich_help_panel="A live run")
@@ -17,22 +20,29 @@ RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folde
 Wait = Annotated[float, typer.Option("--wait", min=0, metavar="SECONDS", help="Return only when it is done.")]
 
 
+def live_run(folder: Path) -> LiveRun:
+    """The run in that folder. Imported when a command needs it, because that takes seconds."""
+    from geotrain.commands.operate import LiveRun
+
+    return LiveRun(folder)
+
+
 @command(epilog="Example: geotrain status runs/mine; geotrain status runs/mine --json | jq .state")
 def status(
     folder: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="One table, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
-    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Between looks.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Time between looks.")] = 2.0,
 ) -> None:
     """Show how a run goes, or went; on a terminal, until it is over or Ctrl-C.
 
     Exit codes: 0 running (also paused, draining, stopping), 3 finished, 4 failed, 5 no server answers, 6 stopped
     before its data was trained, 2 no such run.
     """
-    from geotrain.commands.operate import LiveRun, picture, watch
+    from geotrain.commands.operate import picture, watch
     from geotrain.launch.terminal import new_console
 
-    run, console = LiveRun(folder), new_console()
+    run, console = live_run(folder), new_console()
     if console.is_terminal and not once and not as_json:
         raise typer.Exit(int(watch(run, console, every)))
     seen = run.see()
@@ -43,20 +53,30 @@ def status(
     raise typer.Exit(int(seen.state))
 
 
-@command(epilog="Example: geotrain logs runs/mine eu-0 --follow")
+@command(epilog="Examples: geotrain logs runs/mine eu-0 --follow; geotrain logs runs/mine --update eu-0/17")
 def logs(
     folder: RunFolder,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]…", help="Processes; none: all.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over, or Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log's end.")] = 30,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of each log's end.")] = 30,
+    update: Annotated[
+        str | None,
+        typer.Option(metavar="MEMBER/NUMBER", help="Show instead the way of this update, and where it is."),
+    ] = None,
 ) -> None:
     """Show the logs of a run's processes: global, a region's name, a worker's name.
 
     Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says.
+
+    With --update: when it was made, sent, applied and answered, by whom, and, if it has not arrived, what it waits
+    for.
     """
-    from geotrain.commands.logs import stream
+    from geotrain.commands.logs import shown, stream, trace_update
     from geotrain.commands.operate import launcher_runs
 
+    if update is not None:
+        print(*shown(trace_update(folder, update)), sep="\n")
+        return
     with suppress(KeyboardInterrupt):
         for line in stream(folder, names or (), lines, lambda: follow and launcher_runs(folder) is True):
             print(line, flush=follow)
@@ -68,17 +88,13 @@ def pause(folder: RunFolder) -> None:
 
     Nothing is lost, and it outlives restarts of the servers. `geotrain resume` lets the run go on.
     """
-    from geotrain.commands.operate import LiveRun
-
-    print(LiveRun(folder).steer("pause"))
+    print(live_run(folder).steer("pause"))
 
 
 @command(epilog="Example: geotrain resume runs/mine")
 def resume(folder: RunFolder) -> None:
     """Let a paused run go on. (One that has ended: geotrain launch … --resume.)"""
-    from geotrain.commands.operate import LiveRun
-
-    print(LiveRun(folder).steer("resume"))
+    print(live_run(folder).steer("resume"))
 
 
 @command(epilog="Example: geotrain drain runs/mine eu --wait 600")
@@ -91,9 +107,7 @@ def drain(
 
     It takes part again when its processes are started again, with --resume.
     """
-    from geotrain.commands.operate import LiveRun
-
-    run = LiveRun(folder)
+    run = live_run(folder)
     print(run.steer("drain", region))
     if wait:
         print(run.wait(lambda seen: run.has_left(region, seen), wait).headline)
@@ -104,11 +118,8 @@ def unban(
     folder: RunFolder,
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
 ) -> None:
-    """End the quarantine of a worker or region whose updates were refused too often; its next incarnation may
-    join."""
-    from geotrain.commands.operate import LiveRun
-
-    print(LiveRun(folder).unban(member))
+    """Unban a worker or region whose updates were refused too often: its next incarnation may join."""
+    print(live_run(folder).unban(member))
 
 
 @command(epilog="Example: geotrain snapshot runs/mine")
@@ -117,9 +128,7 @@ def snapshot(folder: RunFolder) -> None:
 
     Exit code 1 when a region's server has not: it may be cut off, and what it lacks is with the global server.
     """
-    from geotrain.commands.operate import LiveRun
-
-    written = LiveRun(folder).snapshot()
+    written = live_run(folder).snapshot()
     for site, where in written.items():
         print(f"{site}: {where}")
     raise typer.Exit(0 if all("/snapshots/" in where for where in written.values()) else 1)
@@ -131,9 +140,9 @@ def stop(folder: RunFolder, wait: Wait = 0.0) -> None:
 
     `geotrain launch … --resume` goes on as if it had never stopped, but for the time.
     """
-    from geotrain.commands.operate import LiveRun, RunState
+    from geotrain.commands.operate import RunState
 
-    run = LiveRun(folder)
+    run = live_run(folder)
     print(run.steer("stop"))
     if wait:
         print(run.wait(lambda seen: seen.state is not RunState.RUNNING, wait).headline)

@@ -1,4 +1,4 @@
-"""`geotrain configs`: the shipped run, model and cluster files in a folder of one's own."""
+"""Copies the shipped run, model and cluster files into a folder of one's own: `geotrain configs`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from geotrain.config import ConfigError, shipped_configs
 
 
 def copy_configs(folder: Path) -> None:
-    """Raises ConfigError, if the folder is there, and OutputError; then nothing is written."""
+    """Copy the shipped files into a new folder. Raises ConfigError if it exists, and OutputError; then nothing is
+    written."""
     if folder.exists():  # also one that was written here: its files may have been changed since
         raise ConfigError(f"{folder} is there already; name one that is not")
     with whole_folder(folder, "configs") as new:

@@ -1,4 +1,4 @@
-"""`geotrain dry-run`: what a run would need, computed from its two files without any weight."""
+"""Computes what a run would need from its two files, without any weight: `geotrain dry-run`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WorkerNeeds:
 
     name: str
     region: str
-    parameter_map: str
+    layout: str  # parallel: TP × PP × DP, ZeRO stage
     ranks: int
     parameters_per_rank: int
     memory: dict[str, int]
@@ -64,14 +64,15 @@ class Needs:
 
 
 def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
-    """Raises ConfigError, UnsupportedModelError, ParameterMapError when the run cannot be trained on this cluster."""
+    """Compute what the run needs. Raises ConfigError, UnsupportedModelError, ParameterMapError when the run cannot
+    be trained on this cluster."""
     from geotrain.parallelism.checks import zero_stage
 
     check_together(run, cluster)
     parameter_map, outer = parameter_map_of(run), run.outer
 
     def coded_bytes(codec: CodecConfig) -> int:
-        """Of one exchange of the whole model."""
+        """Coded bytes of one exchange of the whole model."""
         return sum(make_codec(codec).encoded_bytes(f.numel) for f in parameter_map.fragments)
 
     local_up, local_down = outer.worker_codecs
@@ -109,7 +110,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
 
 
 def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap) -> dict[str, ServerNeeds]:
-    """What each server of the run needs, by name."""
+    """Compute what each server of the run needs, by name."""
     outer, regions = run.outer, cluster.serving
     members = sum(len(region.workers) for region in regions) if outer.flat else len(regions)
     places = {GLOBAL: place_of("global", outer, members, run.monitor.validate_every_samples is not None)}
@@ -120,8 +121,7 @@ def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap)
 
 
 def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: bool = False) -> bool:
-    """What `geotrain dry-run` shows after the figures: all that `launch` would refuse here, and what is seldom meant.
-    Gives whether nothing would be refused.
+    """Print what `launch` would refuse here, and what is seldom meant. Returns whether nothing would be refused.
 
     ask_hosts: also look at all other hosts, as a launch would reach them.
     """
@@ -147,8 +147,9 @@ def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: 
 
 
 def check_shards(parameter_map: ParameterMap, run: RunConfig, parallel: ParallelConfig) -> int:
-    """Parameters of the fullest rank. Raises ParameterMapError unless the ranks' shards lie in the layout and speak
-    for each of its elements exactly once (counted, not located: the large models' elements do not fit here)."""
+    """Count the parameters of the fullest rank. Raises ParameterMapError unless the ranks' shards lie in the
+    parameter map and send each of its elements exactly once (counted, not located: the large models' elements do not
+    fit here)."""
     from geotrain.parallelism.local_parameters import local_parameters
 
     architecture, spoken_for, fullest = run.architecture, 0, 0
@@ -170,12 +171,12 @@ def show(found: Needs, console: Console) -> None:
     console.print(f"{found.parameters:,} parameters in {len(found.fragments)} fragment(s)")
     show_servers(found, console)
     memory = [
-        {"worker": w.name, "region": w.region, "ranks": str(w.ranks), "parameter_map": w.parameter_map}
+        {"worker": w.name, "region": w.region, "ranks": str(w.ranks), "layout": w.layout}
         | {"parameters/rank": f"{w.parameters_per_rank:,}"}
         | {part: size(count) for part, count in (*w.memory.items(), ("sum", sum(w.memory.values())))}
         for w in found.workers
     ]
-    text = ("worker", "region", "ranks", "parameter_map", "parameters/rank")
+    text = ("worker", "region", "ranks", "layout", "parameters/rank")
     console.print("\nmemory of the fullest rank", table_of(memory, left=text), sep="\n")
     hosts = [{"worker": w.name} | {part: size(count) for part, count in w.host_memory.items()} for w in found.workers]
     console.print("\nhost memory of that rank", table_of(hosts, left=("worker",)), sep="\n")
@@ -214,7 +215,7 @@ def seconds(value: float) -> str:
 
 
 def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
-    """What each worker's step could take on devices that are not here (`geotrain.plan.model.roofline`)."""
+    """Print how long each worker's step could take on devices that are not here (`geotrain.plan.model.roofline`)."""
     rows = []
     for worker in (worker for region in cluster.regions for worker in region.workers):
         setup = WorkerSetup.of(run, worker)

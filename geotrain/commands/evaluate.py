@@ -1,4 +1,4 @@
-"""How good a Hugging Face checkpoint folder is, by transformers: independent of how it was trained."""
+"""Measures a Hugging Face checkpoint folder with transformers, independent of how it was trained."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def measure(
     task_folder: Path | None = None,
     inside: bool = False,
 ) -> dict[str, Any]:
-    """What `geotrain eval` prints. tasks: names, separated by commas. sequence_length: None takes the model's, see
-    `usual_length`. inside: see `evaluate`. Raises ConfigError and as its parts do."""
+    """Measure a checkpoint folder; returns what `geotrain eval` prints. tasks: names, separated by commas.
+    sequence_length: None takes the model's, see `usual_length`. inside: attention stays inside documents. Raises
+    ConfigError, DataError, HFCheckpointError."""
     if validation is None and not tasks:
         raise ConfigError("say what to measure: --data PREFIX, --tasks TASK,…, or both")
     said: dict[str, Any] = {}
@@ -58,7 +59,7 @@ def _positions(config: Any) -> int:
 
 
 def load_checkpoint(folder: Path, auto_class: str, **settings: Any) -> Any:
-    """By a class of transformers. Raises HFCheckpointError."""
+    """Load a checkpoint folder by a class of transformers. Raises HFCheckpointError."""
     import transformers  # slow to import
 
     transformers.utils.logging.disable_progress_bar()
@@ -117,8 +118,8 @@ def loss_of_model(
     inside: bool,
     go_on: Callable[[], bool] = lambda: True,
 ) -> float:
-    """As `evaluate`, of a model of transformers. go_on: asked before each batch; when it says no, TimeoutError is
-    raised. Raises DataError."""
+    """Mean loss of a model of transformers in nats a token, over samples of a prepared data set. go_on: asked before
+    each batch; when it says no, TimeoutError is raised. Raises DataError."""
     end = end_of_documents([str(validation)]) if inside else None
     source = open_source(validation, sequence_length, model.config.vocab_size, None)
     samples = source.samples_per_epoch if samples is None else samples
@@ -141,7 +142,7 @@ def loss_of_model(
 
 
 def _mask(model: Any, tokens: Tensor, end_of_document: int) -> Tensor:
-    """What each token sees, bool [batch, 1, length, length], as training has it with attention inside documents. A
+    """Attention mask, bool [batch, 1, length, length], as training has it with attention inside documents. A
     mask of four dimensions replaces transformers' own, so a sliding window is in it, too."""
     mask = inside_documents(cu_seqlens(tokens, end_of_document), *tokens.shape)
     window = getattr(model.config, "sliding_window", None)

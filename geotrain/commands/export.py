@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face checkpoint folder. Needs no training job."""
+"""Writes a run's weights as a Hugging Face checkpoint folder. Needs no training job."""
 
 from __future__ import annotations
 

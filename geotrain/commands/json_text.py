@@ -12,9 +12,9 @@ SPACE = " \t\r\n"
 
 
 def put(text: str, path: Path, value: Any) -> str:
-    """The text with `value` at `path` (keys, and indices of lists). A last key that is not there, or a last index
-    that is the list's length, is appended, laid out as what stands before it. Raises KeyError when the way to it is
-    missing. text: valid JSON."""
+    """Return the text with `value` at `path` (keys, and indices of lists). A last key that is not there, or a last
+    index that is the list's length, is appended, laid out as what stands before it. Raises KeyError when the way to
+    it is missing. text: valid JSON."""
     shown = json.dumps(value, ensure_ascii=False)
     at, end = _skip(text, 0), len(text)
     for depth, key in enumerate(path):
@@ -36,7 +36,8 @@ def put(text: str, path: Path, value: Any) -> str:
 
 
 def _items(text: str, at: int) -> Iterator[tuple[str | int, int, int, int]]:
-    """Of the object or list that begins at `at`: (key or index, where the entry begins, where its value, its end)."""
+    """Entries of the object or list that begins at `at`: (key or index, where the entry begins, where its value, its
+    end)."""
     closing = {"{": "}", "[": "]"}.get(text[at])
     if closing is None:
         raise KeyError(f"{text[at : at + 20]!r} has no parts")

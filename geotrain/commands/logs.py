@@ -1,14 +1,17 @@
-"""The log files of a run on this machine, as one stream: each line behind its process's name."""
+"""Reads what a run has written on this machine: log files as one stream, and an update's way from the events."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from datetime import datetime
 from pathlib import Path
 
-from geotrain.config import ConfigError
+from geotrain.config import ConfigError, Topology, load_cluster, load_run
+from geotrain.monitor.events import Follower
+from geotrain.monitor.update_trace import RunFacts, UpdateTrace, trace
 
 POLL_S = 0.25
 READ_BYTES = 1 << 16  # of one file, before the next one's turn
@@ -48,3 +51,37 @@ def stream(folder: Path, names: Sequence[str], lines: int, goes_on: Callable[[],
             if quiet and more:
                 time.sleep(POLL_S)
         yield from (told(name, rest) for name, rest in rests.items() if rest)
+
+
+def trace_update(folder: Path, update: str) -> UpdateTrace:
+    """The way of an update ("eu-0/17", or "eu/5" for one of a region) through the run in this folder, from the events
+    of all processes that lie here. Raises ConfigError: no run, no such member, or no such id."""
+    run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+    rule, topology = run.outer.rule, Topology(run, cluster)
+    facts = RunFacts(topology.server_of, rule.updates_per_send, getattr(rule, "ledger", True))
+    paths = {path.stem: path for path in (folder / "events").glob("*.jsonl")}
+    paths |= {path.parent.name: path for path in (folder / "servers").glob("*/events.jsonl")}
+    logs = {}
+    for name, path in paths.items():
+        with closing(Follower(path, past_only=True)) as follower:
+            logs[name] = list(follower.read())
+    try:
+        return trace(update, logs, facts)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def shown(found: UpdateTrace) -> Iterator[str]:
+    """The lines that show an update's way: time of day, delay since the stage before, process, stage."""
+    yield found.update
+    width = max((len(step.where) for step in found.steps), default=0)
+    before_s = found.steps[0].time_s if found.steps else 0.0
+    for step in found.steps:
+        clock = datetime.fromtimestamp(step.time_s).isoformat(" ", "milliseconds")
+        yield f"  {clock}  {step.time_s - before_s:+9.3f} s  {step.where:{width}}  {step.what}"
+        before_s = step.time_s
+    since = f" (for {time.time() - before_s:,.0f} s)" if found.steps else ""
+    for where in found.held:
+        yield f"held{since}: {where}"
+    if not found.held:
+        yield "arrived: it is in the global weights, and its answers are adopted"

@@ -1,4 +1,4 @@
-"""An operator's view of a run, and word to it: from the run's folder, on the machine that launched it."""
+"""Looks at a run and steers it for an operator, from the run's folder on the machine that launched it."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class RunStatus:
 def judge(
     live: Status | None, words: Status | None, outcome: Mapping[str, Any] | None, launcher: bool | None
 ) -> tuple[RunState, str]:
-    """Pure: the run's state, and why. live: what the global server says now. words: what it said when it ended.
-    outcome: what its launcher left. launcher: whether that runs; None: there never was one here.
+    """Decide the run's state, and why, from what is known. live: what the global server says now. words: what it
+    said when it ended. outcome: what its launcher left. launcher: whether that runs; None: there never was one here.
 
     What answers now counts first, then how the launcher ended, then what the server left behind."""
     if live is not None and live.get("phase") != "ended":
@@ -80,7 +80,7 @@ def judge(
 
 
 class LiveRun:
-    """A run by its folder. Raises ConfigError: there is none."""
+    """A run, found by its folder. Raises ConfigError if there is none."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "run.json").exists():
@@ -91,7 +91,7 @@ class LiveRun:
         self.servers = addresses(self.config, self.cluster)
 
     def see(self) -> RunStatus:
-        """Raises CertificateError."""
+        """Ask all servers, and read what those that have ended left here. Raises CertificateError."""
         live = ask(self.cluster, self.servers)
         words = last_words(self.folder, self.servers)
         outcome = json.loads(path.read_text()) if (path := self.folder / OUTCOME).exists() else None
@@ -99,19 +99,22 @@ class LiveRun:
         return RunStatus(state, reason, {**words, **live})
 
     def steer(self, what: str, region: str = "") -> str:
-        """Tell the global server; its phase then. Raises Refused, Unreachable, CertificateError, ConfigError."""
+        """Steer the run through the global server; returns its phase then. Raises Refused, Unreachable,
+        CertificateError, ConfigError."""
         if region:
             self.cluster.region(region)
         return self._tell(GLOBAL, rpc.Control(what, region), COMMAND_S)
 
     def unban(self, member: str) -> str:
-        """Tell the server that a worker or region speaks to; its answer. Raises as `steer` does."""
+        """Lift the quarantine of a worker or region at the server that it speaks to; returns the answer. Raises
+        Refused, Unreachable, CertificateError, ConfigError."""
         return self._tell(
             Topology(self.config, self.cluster).server_of(member), rpc.Control("unban", member), COMMAND_S
         )
 
     def snapshot(self) -> dict[str, str]:
-        """Every server that is reached writes one: site → where, or what went wrong. The global one must succeed.
+        """Have every server that is reached write a snapshot: site → where it lies, or what went wrong. The global
+        one must succeed.
 
         Raises Refused, Unreachable, CertificateError.
         """
@@ -125,7 +128,7 @@ class LiveRun:
         return where
 
     def wait(self, until: Callable[[RunStatus], bool], within_s: float, every_s: float = 0.5) -> RunStatus:
-        """Ask again and again. Raises TimeoutError."""
+        """Ask until a status satisfies `until`. Raises TimeoutError."""
         deadline = time.monotonic() + within_s
         while not until(seen := self.see()):
             if time.monotonic() >= deadline:
@@ -175,7 +178,7 @@ def watch(run: LiveRun, console: Console, every_s: float) -> RunState:
 
 
 def picture(run: LiveRun, seen: RunStatus, left_s: float | None = None) -> RenderableType:
-    """What `geotrain status` shows."""
+    """Draw the picture that `geotrain status` shows."""
     title = f"{run.config.name}: {seen.headline}"
     if seen.statuses:
         return draw(title, run.cluster, seen.statuses, left_s)

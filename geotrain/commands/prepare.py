@@ -1,4 +1,4 @@
-"""`geotrain prepare`: the choice of a tokenizer, a progress display, and what writes Megatron's files."""
+"""Prepares a data set for `geotrain prepare`: chooses the tokenizer, shows progress, writes Megatron's files."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def prepare_files(
     strict: bool = False,
     shard: str | None = None,
 ) -> None:
-    """overwrite: replace a data set that is there. strict: a broken line of JSON is an error; otherwise such lines
-    are passed over, and counted. shard: "3/8": only this part of the files. Raises ConfigError, DataError,
-    OutputError; then nothing is written."""
+    """Make a Megatron data set of text files. overwrite: replace a data set that is there. strict: a broken line of
+    JSON is an error; otherwise such lines are passed over, and counted. shard: "3/8": only this part of the files.
+    Raises ConfigError, DataError, OutputError; then nothing is written."""
     console = Console(stderr=True)
     files, part = find_inputs(inputs), parse_shard(shard) if shard else (1, 1)
     folder = shard_folder(out, *part) if part[1] > 1 else out

@@ -1,4 +1,4 @@
-"""`geotrain probe`: measures a cluster's links, and how fast its accelerators train, for the cluster file."""
+"""Measures a cluster's links, and how fast its accelerators train, for the cluster file."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def updated(text: str, cluster: ClusterConfig, ways: dict[Pair, Way], efficienci
 
 
 def _start_sites(cluster: ClusterConfig, links: wan.Wan | None, stack: contextlib.ExitStack) -> dict[str, ProbeSite]:
-    """One for the global server and each region's. links: that are emulated."""
+    """Start a probe beside the global server and each region's. links: the emulated ones, if they are."""
     servers: list[tuple[str, Role, Address, str | None, str | None]] = [
         (GLOBAL, "global", cluster.global_server, cluster.global_ssh, cluster.global_folder)
     ]
@@ -133,7 +133,7 @@ def _security(cluster: ClusterConfig, ssh: str | None, folder: str | None) -> st
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured of a cluster. sites: by region, and the global server's; they have started."""
+    """Measures a cluster. sites: by region, and the global server's; they have started."""
 
     cluster: ClusterConfig
     limits: Limits
@@ -141,7 +141,8 @@ class Measurement:
     sites: dict[str, ProbeSite]
 
     def between(self, first: str, second: str) -> Way:
-        """Either may call the other; a region always calls the global server. Raises ProbeError."""
+        """Measure the link between two places. Either may call the other; a region always calls the global server.
+        Raises ProbeError."""
         one, other = (second, first) if first == GLOBAL else (first, second)
         try:
             way = self.sites[one].measure(self.sites[other], self.limits)
@@ -156,7 +157,7 @@ class Measurement:
         return way
 
     def inside(self, region: RegionConfig) -> Way | None:
-        """From a region's first host to some others, the slowest of them; None: it has only one."""
+        """Measure from a region's first host to some others; returns the slowest link. None: it has only one host."""
         hosts = _hosts(self.cluster, region).values()
         remote = [(h, w) for h, w in hosts if not _is_regions_machine(h, w)][:MAX_HOSTS]
         if len(remote) < 2:
@@ -189,7 +190,7 @@ class Measurement:
                 if worker is not None:
                     setup = WorkerSetup.of(run, worker)
                     there = run.model_copy(update={"parallel": setup.parallel, "deepspeed": setup.deepspeed})
-                order = {
+                request = {
                     "run": there.model_dump(by_alias=True, mode="json"),
                     "slots": host.slots,
                     "memory_bytes": 1e9 * kind.memory_gb,
@@ -197,7 +198,7 @@ class Measurement:
                     "env": worker.env if worker else {},
                     "host": None if _is_regions_machine(host, worker) else host.host,
                 }
-                said = self.sites[region.name].ask({"step": order}, 900.0)
+                said = self.sites[region.name].ask({"step": request}, 900.0)
                 share = said["flops"] / (said["step_s"] * host.slots * kind.tflops * 1e12)
                 self.tell(
                     f"{host.device}: a step of {said['flops']:.3g} operations ({said['layers']} layers, {host.slots} "

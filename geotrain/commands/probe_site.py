@@ -1,4 +1,4 @@
-"""One place of `geotrain probe`: a process on its machine that answers measurements, and makes them when told to.
+"""Runs one place of `geotrain probe`: a process on its machine that answers measurements, and makes them on request.
 
 It is spoken to in lines of JSON: the first says who it is; each further one is a command, answered by a line. It ends
 when its standard input does.
@@ -77,20 +77,21 @@ class ProbeSite:
     def start(self) -> None:
         """Tell it who it is. Raises ProbeError."""
         address = self.address.model_dump()
-        order = {"name": self.name, "role": self.role, "address": address, "security": self.security}
-        port = int(self.ask(order, START_S)["port"])
+        request = {"name": self.name, "role": self.role, "address": address, "security": self.security}
+        port = int(self.ask(request, START_S)["port"])
         self.address = Address(host=self.address.host, port=port)
 
     def measure(self, other: ProbeSite, limits: Limits) -> Way:
-        """Raises ProbeError."""
+        """Measure the link from this place to another. Raises ProbeError."""
         server = identity(other.role, other.name)
-        order = {"measure": str(other.address), "server": server, "limits": asdict(limits)}
-        return Way(**self.ask(order, 2 * limits.seconds + 150.0))
+        request = {"measure": str(other.address), "server": server, "limits": asdict(limits)}
+        return Way(**self.ask(request, 2 * limits.seconds + 150.0))
 
-    def ask(self, order: dict[str, Any], within_s: float) -> dict[str, Any]:
-        """Raises ProbeError: with what the site says, or what ssh says when there is none."""
+    def ask(self, request: dict[str, Any], within_s: float) -> dict[str, Any]:
+        """Send a request and wait for its answer. Raises ProbeError, with what the site says, or what ssh says when
+        there is none."""
         try:
-            self._stdin.write(json.dumps(order).encode() + b"\n")
+            self._stdin.write(json.dumps(request).encode() + b"\n")
             self._stdin.flush()
         except BrokenPipeError:
             raise self._lost("it has ended") from None
@@ -119,34 +120,34 @@ class ProbeSite:
 
 
 def serve_site() -> int:
-    """What `geotrain probe-site` does. Gives the exit code."""
+    """Answer the lines of standard input, one after another: `geotrain probe-site`. Returns the exit code."""
 
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), flush=True)
 
-    order = json.loads(sys.stdin.readline() or "null")
-    if not isinstance(order, dict):
+    request = json.loads(sys.stdin.readline() or "null")
+    if not isinstance(request, dict):
         print("geotrain probe-site: started by `geotrain probe`, not by hand", file=sys.stderr)
         return 2
     try:
         credentials = None
-        if order["security"] is not None:
-            credentials = load_credentials(Path(order["security"]), order["role"], order["name"])
-        server = ProbeServer(Address(**order["address"]), credentials)
+        if request["security"] is not None:
+            credentials = load_credentials(Path(request["security"]), request["role"], request["name"])
+        server = ProbeServer(Address(**request["address"]), credentials)
     except OSError as error:
         say({"error": str(error)})
         return 2
     say({"port": server.port})
     for line in sys.stdin:
-        order = json.loads(line)
+        request = json.loads(line)
         try:
-            if "step" in order:
+            if "step" in request:
                 from geotrain.commands.probe_step import run_step  # imports torch
 
-                say(run_step(**order["step"]))
+                say(run_step(**request["step"]))
             else:
-                trust = Trust(credentials, order["server"]) if credentials else None
-                say(asdict(measure(order["measure"], Limits(**order["limits"]), trust)))
+                trust = Trust(credentials, request["server"]) if credentials else None
+                say(asdict(measure(request["measure"], Limits(**request["limits"]), trust)))
         except (OSError, ConfigError) as error:
             say({"error": str(error)})
     server.close()

@@ -1,4 +1,5 @@
-"""How fast one host trains a run's model: a short DeepSpeed job on all its accelerators, each a replica of its own.
+"""Measures how fast one host trains a run's model, by a short DeepSpeed job on all its accelerators, each a replica
+of its own.
 
 As a script, given to `deepspeed`, it is one rank of that job: python probe_step.py JOB, base64 of a JSON object.
 """
@@ -57,7 +58,8 @@ def reduced(run: RunConfig, slots: int, memory_bytes: float) -> RunConfig:
 def run_step(
     run: Mapping[str, Any], slots: int, memory_bytes: float, seconds: float, env: Mapping[str, str], host: str | None
 ) -> dict[str, Any]:
-    """What the job measured: see `main`. host: where to run it, by ssh; None: here.
+    """Run a short training job on one host and return what it measured, as `main` prints it. host: where to run it,
+    by ssh; None: here.
 
     Raises ConfigError, OSError when it fails: with the end of what it said.
     """

@@ -1,4 +1,5 @@
-"""`geotrain quickstart`: two regions train one small model on this machine, from text to an exported checkpoint."""
+"""Runs `geotrain quickstart`: two regions train one small model on this machine, from text to an exported
+checkpoint."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, k
 def summarize(
     run: RunConfig, cluster: ClusterConfig, folder: Path, train_s: float, samples_before: int
 ) -> dict[str, Any]:
-    """What the finished run did. Bytes are those that the kernel counted on the region servers' links. The speed
+    """Summarize the finished run. Bytes are those that the kernel counted on the region servers' links. The speed
     counts from the last start, when `samples_before` samples were trained."""
     statuses = LiveRun(folder).see().statuses
     top = statuses[GLOBAL]
@@ -146,7 +147,7 @@ def summarize(
         "between regions at every inner step, all bytes that cross between regions",
         "wan_reduction": round(all_reduce / max(1, up + down), 2),
         "workers": len(workers),
-        "layouts": {worker.name: worker.parameter_map for worker in needs(run, cluster).workers},
+        "layouts": {worker.name: worker.layout for worker in needs(run, cluster).workers},
         "global_versions": max(top["versions"]),
         "region_versions": {r.name: max(s["versions"]) for r, s in zip(cluster.regions, regions, strict=True)},
         "committed_share": samples / run.data.train_samples,

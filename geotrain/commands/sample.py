@@ -1,4 +1,4 @@
-"""Text from a Hugging Face checkpoint folder, by transformers' own `generate`."""
+"""Writes text with a Hugging Face checkpoint folder, by transformers' own `generate`."""
 
 from __future__ import annotations
 

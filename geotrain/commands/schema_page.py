@@ -1,4 +1,4 @@
-"""docs/configuration.md, from the configuration's own types: keys, types, defaults, meanings."""
+"""Writes docs/configuration.md from the configuration's own types: keys, types, defaults, meanings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ This page is written by `geotrain schema` from `geotrain/config/`; edit that."""
 
 
 def reference(run: type[BaseModel], cluster: type[BaseModel]) -> str:
-    """Markdown: a table for each block of the two files."""
+    """Return the reference as Markdown: a table for each block of the two files."""
     parts = [INTRODUCTION]
     seen: set[str] = set()
     for title, kind in (("The run file", run), ("The cluster file", cluster)):

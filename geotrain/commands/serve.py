@@ -1,4 +1,4 @@
-"""`geotrain serve`: one server as a process, its state in the run's folder."""
+"""Runs one server as a process, with its state in the run's folder: `geotrain serve`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], f
 
 
 def run_server(
-    region: str | None, run_path: Path, cluster_path: Path | None, resume: bool, shard: int | None = None,
-    launch: str = "",
-) -> int:  # fmt: skip
-    """The server of a region, or the global one (None); or one of its shards. Gives the exit code. Raises
-    ConfigError.
+    site: str, run_path: Path, cluster_path: Path | None, resume: bool, shard: int | None = None, launch: str = ""
+) -> int:
+    """Run the server of a site, GLOBAL or a region, or one of its shards. Returns the exit code. Raises ConfigError.
 
-    launch: as `geotrain.net.storage.recovery.recover` takes it; a shard, which ends when its coordinator says so,
-    needs none."""
+    launch: name of the launch, by which a server that had ended in it stays ended. A shard needs none, since it ends
+    when its coordinator says so.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")
     if not (run.run_folder / "run.json").exists():  # `geotrain status`, `export` and the like look for them there
         LaunchRequest(run, cluster, (), resume).write_files(run.run_folder)
-    server = region or GLOBAL
-    folder = run.run_folder / "servers" / (server if shard is None else shard_name(server, shard))
-    evaluate = final_validation(run) if region is None else None
-    return serve(ServerSetup(run, cluster, server, folder, shard, evaluate, launch), resume)
+    if site != GLOBAL:
+        cluster.region(site)  # raises ConfigError, which names the regions there are
+    folder = run.run_folder / "servers" / (site if shard is None else shard_name(site, shard))
+    evaluate = final_validation(run) if site == GLOBAL else None
+    return serve(ServerSetup(run, cluster, site, folder, shard, evaluate, launch), resume)
 
 
 def final_validation(run: RunConfig) -> FinalValidation | None:
-    """How the global server validates the run's final weights; None: it does not. Of a model of the user's own, only
-    the weights are known here: its loop validates it."""
+    """Return how the global server validates the run's final weights; None: it does not, as for a model of the
+    user's own, of which only the weights are known here: its loop validates it."""
     wanted = run.monitor.validate_every_samples is not None and run.data.validation
     return partial(_loss, run) if wanted and run.model.weights is None else None
 

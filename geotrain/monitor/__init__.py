@@ -1,1 +1,1 @@
-"""What people see of a run: events, and the status page, metrics and curves that are fed from them."""
+"""Shows people how a run goes: events, and the status page, metrics and curves that are made from them."""

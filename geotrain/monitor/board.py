@@ -9,11 +9,11 @@ from typing import Any
 from geotrain.common.files import write_whole
 from geotrain.config import ConfigError, RunConfig, WandbConfig
 from geotrain.monitor.events import Record
-from geotrain.monitor.metrics import time_shares
+from geotrain.monitor.registry import time_shares
 from geotrain.outer.events import Event, UpdateApplied, ValidationDone
+from geotrain.outer.metrics import WORKER_METRICS
 
 WANDB_ID = "wandb.id"  # in the run's folder: of its run there
-SHOWN = ("lr", "grad_norm", "tokens_per_s", "mfu")
 
 
 def curves(event: Event) -> tuple[int, dict[str, float]] | None:
@@ -28,7 +28,7 @@ def curves(event: Event) -> tuple[int, dict[str, float]] | None:
     member, found = event.member, {"run/version": float(max(event.versions, default=0))}
     if event.loss is not None:
         found |= {"run/loss": event.loss, f"loss/{member}": event.loss}
-    found |= {f"{name}/{member}": event.metrics[name] for name in SHOWN if name in event.metrics}
+    found |= {f"{name}/{member}": event.metrics[name] for name in WORKER_METRICS if name in event.metrics}
     found |= {f"time_{part}/{member}": share for part, share in time_shares(event.metrics).items()}
     found[f"staleness/{member}"] = float(event.staleness)
     if event.delta_norms:

@@ -21,8 +21,7 @@ class EventDispatcher:
     """Dispatches the events of one log.
 
     with_past: sinks that first get the events that the log's files hold already. live: sinks that get new events
-    only.
-    Whoever writes an event never waits: if MAX_WAITING events wait for slow sinks, newer ones are dropped and
+    only. Whoever writes an event never waits: if MAX_WAITING events wait for slow sinks, newer ones are dropped and
     counted. A sink that fails on an event is reported in the process's log, and still gets the next event.
     """
 

@@ -1,4 +1,5 @@
-"""What happened in a run, for people and tools: typed events, written as one JSON object a line by every process.
+"""Events of a run, for people and tools: typed records of what happened, written as one JSON object a line by every
+process.
 
 Each line has `time_s` (Unix time), `source` (the process that wrote it: "global", a region, a worker or "launcher"),
 `event` (its type) and the fields of that type. A run never reads its own events back to decide anything: they only
@@ -24,6 +25,8 @@ from typing import Annotated, Any, BinaryIO
 from geotrain.common.files import out_of_room
 from geotrain.outer.events import *  # noqa: F403 (what servers know to have happened: one name space of events)
 from geotrain.outer.events import Event, MemberName
+from geotrain.outer.metrics import *  # noqa: F403 (the event of a worker's job)
+from geotrain.outer.metrics import Metric
 
 MAX_FILE_BYTES = 64 << 20  # a log file of this size is rotated
 OLDER_FILES = 3  # so many rotated files are kept
@@ -75,33 +78,8 @@ class SnapshotUploaded(Event):
     seconds: Annotated[float, "that it took"]
 
 
-class JobTrained(Event):
-    """A worker trained a lease: its inner steps are done, its deltas on their way.
-
-    compute_s, communication_s and waiting_s are all the time since the last such event, but for checkpoint_s.
-    """
-
-    worker: Annotated[str, "its name"]
-    job: Annotated[int, "number of the lease, by worker"]
-    start: Annotated[int, "the lease's first sample"]
-    loss: Annotated[float, "mean training loss over the job"]
-    lr: Annotated[float, "learning rate of the last step"]
-    grad_norm: Annotated[float, "of the last step, before clipping"]
-    tokens: Annotated[float, "trained in this job"]
-    tokens_per_s: Annotated[float, "of the whole worker, exchanges included"]
-    steps: Annotated[float, "inner steps"]
-    waited_s: Annotated[float, "with training at rest, for an answer"]
-    compute_s: Annotated[float, "in inner steps"] = 0.0
-    communication_s: Annotated[float, "exposed communication: making deltas, waiting for and adopting answers"] = 0.0
-    waiting_s: Annotated[float, "for a lease, or for data"] = 0.0
-    checkpoint_s: Annotated[float, "in which training stood still to save the optimizer"] = 0.0
-    memory_bytes: Annotated[float, "the rank's highest: of its device, or else of the process"] = 0.0
-    mfu: Annotated[float | None, "model FLOPs utilization while computing; needs the cluster's `devices`"] = None
-    retries: Annotated[float, "attempts of this rank's calls that failed and were repeated, so far"] = 0.0
-
-
 class MemberSampled(Event):
-    """What a server sees of one member, now and then."""
+    """A server has measured one member, as it does every `monitor.sample_s` seconds."""
 
     member: MemberName
     silent_s: Annotated[float, "since its last sign"]
@@ -114,44 +92,46 @@ class MemberSampled(Event):
 
 
 class ServerSampled(Event):
-    """What a server sees of itself, now and then."""
+    """A server has measured itself, as it does every `monitor.sample_s` seconds.
 
-    rss_bytes: Annotated[int, "memory of the process"]
-    disk_free_bytes: Annotated[int, "where its state is kept"]
-    disk_total_bytes: Annotated[int, "where its state is kept"]
-    queue: Annotated[int, "messages waiting for the state machine"]
-    calls: Annotated[int, "messages that it took, so far"]
-    journal_bytes: Annotated[int, "of the open segment"]
-    journal_flushes: Annotated[int, "since the last sample"]
-    journal_flush_s: Annotated[float, "seconds they took together"]
+    journal_flushes and journal_flush_s count since the last such event, the other counts since the server's start.
+    """
+
+    rss_bytes: Annotated[int, Metric("memory", "Resident memory of this process", unit="bytes")]
+    disk_free_bytes: Annotated[int, Metric("disk_free", "Free where this server keeps its state", unit="bytes")]
+    disk_total_bytes: Annotated[int, Metric("disk_size", "Size of the disk of this server's state", unit="bytes")]
+    queue: Annotated[int, Metric("queue_length", "Messages waiting for the state machine")]
+    calls: Annotated[int, Metric("messages", "Messages taken by the state machine", kind="total")]
+    journal_bytes: Annotated[int, Metric("journal", "Size of the journal's open segment", unit="bytes")]
+    journal_flushes: Annotated[int, Metric("journal_flushes", "Flushes of the journal", kind="counter")]
+    journal_flush_s: Annotated[
+        float, Metric("journal_flush", "Seconds spent in flushes of the journal", unit="seconds", kind="counter")
+    ]
     versions: Annotated[list[int], "of every fragment"]
     wide_area_sent_bytes: Annotated[int, "on links between regions that end here, in the run so far"] = 0
     wide_area_received_bytes: Annotated[int, "on these links"] = 0
-    in_flight: Annotated[int, "updates without answer (region server)"] = 0
-    pending: Annotated[int, "workers' updates not sent up yet (region server)"] = 0
-    open_leases: Annotated[int, "given out and not committed (global server)"] = 0
-    retries: Annotated[int, "attempts on the link upwards that failed, so far (region server)"] = 0
-    connected: Annotated[bool, "the link upwards is there"] = True
+    in_flight: Annotated[int, Metric("in_flight_updates", "Updates sent up without answer yet (region server)")] = 0
+    pending: Annotated[int, Metric("pending_updates", "Workers' updates not sent up yet (region server)")] = 0
+    open_leases: Annotated[int, Metric("open_leases", "Leases given out and not committed (global server)")] = 0
+    retries: Annotated[int, Metric("retries", "Failed attempts on the upward link (region server)", kind="total")] = 0
+    connected: Annotated[bool, Metric("connected", "1 while the link upwards is there")] = True
+
+
+SHARD = ("shard",)
 
 
 class ShardSampled(Event):
-    """What a server sees of a shard of its own that is another process, now and then."""
+    """A server has measured a shard that is a process of its own, as it does every `monitor.sample_s` seconds."""
 
     shard: Annotated[int, "its place in the server's shards"]
-    up: Annotated[bool, "it is connected to the server"]
-    commands: Annotated[int, "that it has executed and has on its disk"]
-    behind: Annotated[int, "commands that were given and are not on its disk yet"]
-    saved: Annotated[int, "commands before its newest snapshot; −1: it has none"]
-    journal_bytes: Annotated[int, "of its journal's open segment"]
-    rss_bytes: Annotated[int, "memory of its process"]
-
-
-class Acknowledged(Event):
-    """A member was told that its update is safe."""
-
-    member: MemberName
-    incarnation: Annotated[str, "of the member, as in Joined"]
-    sequence: Annotated[int, "number of the update"]
+    up: Annotated[bool, Metric("shard_up", "1 while the shard's process is connected to this server", SHARD)]
+    commands: Annotated[int, Metric("shard_commands", "Commands that the shard has on its disk", SHARD)]
+    behind: Annotated[int, Metric("shard_commands_behind", "Commands given that it has not", SHARD)]
+    saved: Annotated[
+        int, Metric("shard_snapshot_commands", "Commands before its newest snapshot; -1: it has none", SHARD)
+    ]
+    journal_bytes: Annotated[int, Metric("shard_journal", "Size of its journal's open segment", SHARD, unit="bytes")]
+    rss_bytes: Annotated[int, Metric("shard_memory", "Resident memory of its process", SHARD, unit="bytes")]
 
 
 class ProcessDied(Event):

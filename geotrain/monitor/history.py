@@ -10,7 +10,8 @@ from typing import Any
 
 from geotrain.config import ClusterConfig, RunConfig, Topology
 from geotrain.monitor import events
-from geotrain.monitor.metrics import time_shares
+from geotrain.monitor.registry import SERVER_METRICS, time_shares
+from geotrain.outer.metrics import WORKER_METRICS, Metric
 
 MAX_RECENT = 1024  # losses kept one by one; beyond that, the older half goes into the past
 MAX_PAST = 2048  # means of equally many losses each; merged in pairs when there are more
@@ -23,8 +24,8 @@ RATE_S = 120.0  # speeds are means over the last so many seconds
 
 @dataclass(frozen=True)
 class Facts:
-    """What does not change during a run. members: name → its region, its workers, and its link to the global
-    server."""
+    """The facts of a run, which do not change while it goes on. members: name → its region, its workers, and its
+    link to the global server."""
 
     run: str
     parameters: int
@@ -51,6 +52,14 @@ def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tu
     return Facts(run.name, parameters, length, length * run.data.train_samples, fragments, members)
 
 
+def titles(metrics: Mapping[str, Metric]) -> dict[str, list[str]]:
+    """Titles and units by which the page shows these numbers: field → [title, unit]."""
+    return {field: [metric.title, metric.unit] for field, metric in metrics.items() if metric.kind == "gauge"}
+
+
+METRICS = {"worker": titles(WORKER_METRICS), "server": titles(SERVER_METRICS)}
+
+
 @dataclass
 class _Member:
     state: str = "away"  # "away" (not joined since the server started), "up", "lost" or "left"
@@ -69,12 +78,12 @@ class History:
     """Keeps the page's data; `on` is a sink, and `state` may be called from any thread.
 
     Everything that grows is numbered, so that a page that knows all up to a number gets only what is newer. When
-    points
-    that were given out are merged, their numbers are not valid any more: then `epoch` changes, and pages begin anew.
+    points that were given out are merged, their numbers are not valid any more: then `epoch` changes, and pages begin
+    anew.
     """
 
     def __init__(self, facts: Facts, incarnation: str) -> None:
-        self.facts, self._life = facts, incarnation
+        self.facts, self._incarnation = facts, incarnation
         self._lock = threading.Lock()
         self._compactions = 0
         self._number = 0
@@ -104,10 +113,10 @@ class History:
         """The answer to a page. since, epoch: `number` and `epoch` of the last answer that it got; 0: it needs
         all."""
         with self._lock:
-            ours = f"{self._life}-{self._compactions}"
+            ours = f"{self._incarnation}-{self._compactions}"
             since = since if epoch == ours else 0
             return {
-                "facts": asdict(self.facts),
+                "facts": {**asdict(self.facts), "metrics": METRICS},
                 "epoch": ours,
                 "number": self._number,
                 "full": since == 0,
@@ -245,7 +254,7 @@ class History:
             "silent_s": sample.silent_s + now_s - m.sampled_s if m.sample else None,
             "updates": m.updates,
             "updated_s": m.updated_s,
-            **{key: metrics.get(key) for key in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")},
+            **{key: metrics.get(key) for key in ("loss", *WORKER_METRICS)},
             "shares": time_shares(metrics),
             "staleness": [m.staleness.get(f) for f in range(len(self.facts.fragments))],
             "delta_norm": sum(norm**2 for norm in m.norms.values()) ** 0.5 if m.norms else None,

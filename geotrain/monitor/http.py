@@ -46,7 +46,7 @@ Route = Callable[[Query], Response]
 
 
 def read_token(file: str | None) -> str | None:
-    """The token in the first line of a file; None without a file.
+    """Read the token from the first line of a file; None without a file.
 
     Raises ConfigError if the file cannot be read or the token is easy to guess.
     """
@@ -147,7 +147,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """As http.server does it, but without its reverse look-up of the host's name."""
+        """Bind like http.server, but without its reverse look-up of the host's name, which may take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig
 from geotrain.monitor.board import TensorBoard, Wandb
 from geotrain.monitor.dispatch import EventDispatcher, Sink
@@ -20,13 +21,14 @@ from geotrain.monitor.page import page_routes
 
 log = logging.getLogger(__name__)
 
-GLOBAL, LAUNCHER = "global", "launcher"
+LAUNCHER = "launcher"
 
 
 class Monitor:
     """A process's page, metrics and curves. It is a context manager, around everything that writes to `events`.
 
-    site: "global", "launcher" or a region. facts: for the global server's page; None: there is no page.
+    site: "global", "launcher" or a region. facts: those of the run, on the global server, whose page shows them; None
+    elsewhere, where there is no page.
     page_url, metrics_url: where they are served; None: they are not. Raises ConfigError.
     """
 
@@ -53,8 +55,8 @@ class Monitor:
 
             port = metrics_port(run, cluster, site)
             if port is not None:
-                tokens = run.data.train_samples * run.data.sequence_length if site == GLOBAL else 0
-                metrics = Metrics(run.name, site, tokens, _capacities(cluster) if site == GLOBAL else {})
+                links = {name: m["gbps"] for name, m in facts.members.items() if m["gbps"]} if facts else {}
+                metrics = Metrics(run.name, site, facts.target_tokens if facts else 0, links)
                 live.append(metrics.on)
                 self.metrics_url = serve(port, {"/metrics": metrics.route}) + "metrics"
             if facts is not None and config.page_port is not None:
@@ -96,8 +98,3 @@ def metrics_port(run: RunConfig, cluster: ClusterConfig, site: str) -> int | Non
     if not base:
         return base
     return base + [GLOBAL, LAUNCHER, *(region.name for region in cluster.regions)].index(site)
-
-
-def _capacities(cluster: ClusterConfig) -> dict[str, float]:
-    """Region → Gbit/s of its link to the global server, for the links that the cluster file has."""
-    return {end: li.gbps for li in cluster.links if GLOBAL in li.regions for end in li.regions if end != GLOBAL}

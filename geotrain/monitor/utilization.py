@@ -13,8 +13,7 @@ from geotrain.parameters.parameter_map import active_parameter_count
 
 
 class PhaseTimer:
-    """Measures where a loop's time goes. `lap(name)` adds all time since the last call to `name`, so none is left
-    out.
+    """Measures where a loop's time goes: `lap(name)` adds all time since the last call to `name`.
 
     clock: gives seconds, as `time.perf_counter`; each call reads it once.
     """
@@ -50,7 +49,7 @@ class StepNumbers(Protocol):
 def job_metrics(
     steps: Sequence[StepNumbers], laps: PhaseTimer, seconds: float, peak_flops_per_token_s: float | None
 ) -> dict[str, float]:
-    """What `geotrain.monitor.events.JobTrained` says of a job's steps so far, which took so many seconds.
+    """Compute the numbers of `JobTrained` from a job's steps so far, which took `seconds`.
 
     peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, in tokens a second, for the MFU;
     None: not known.
@@ -85,7 +84,7 @@ def training_flops_per_token(architecture: Architecture, sequence_length: int) -
 
 
 def peak_flops(cluster: ClusterConfig, worker: WorkerConfig) -> float | None:
-    """What all accelerators of the worker can do together, in floating-point operations a second.
+    """Peak speed of all accelerators of the worker together, in floating-point operations a second.
 
     None if the cluster file does not say what they are.
     """

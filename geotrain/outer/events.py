@@ -125,3 +125,43 @@ class Steered(Event):
 
     what: Annotated[str, "what was asked for"]
     region: Annotated[str, "to drain; else empty"]
+
+
+class LeaseBegun(Event):
+    """A worker begins to train a lease."""
+
+    worker: Annotated[str, "its name"]
+    job: Annotated[int, "number of the lease, by worker"]
+    lease: Annotated[int, "number of the lease, in the run"]
+    start: Annotated[int, "its first sample"]
+    samples: Annotated[int, "how many"]
+
+
+class UpdateEncoded(Event):
+    """Rank 0 of a worker has encoded its part of an update and given it to its link."""
+
+    update: Annotated[str, "its id, member/sequence"]
+    job: Annotated[int, "the job in which it was made"]
+    leases: Annotated[list[int], "the leases whose training is complete with it"]
+    fragments: Fragments
+    payload_bytes: Annotated[int, "coded deltas of this rank"]
+
+
+class Acknowledged(Event):
+    """A member was told that its update is safe."""
+
+    member: MemberName
+    incarnation: Annotated[str, "of the member, as in Joined"]
+    sequence: Annotated[int, "number of the update"]
+
+
+class UpdateStage(Event):
+    """An update has come to a stage of its way that no other event tells.
+
+    sent: rank 0 of the worker begins to send its part. arrived: the first part of a worker of several ranks is in the
+    server's journal. answered: the answer's weights are frozen by the server. adopted: rank 0 of the worker has
+    adopted the answer.
+    """
+
+    update: Annotated[str, "its id, member/sequence"]
+    stage: Annotated[str, "sent, arrived, answered or adopted"]

@@ -16,7 +16,18 @@ from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import rounding_seed
-from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Identity, Join, Lease, UpdatePart, Welcome
+from geotrain.outer.events import Event, LeaseBegun, UpdateEncoded, UpdateStage
+from geotrain.outer.messages import (
+    Answer,
+    ChunkDelta,
+    ChunkWeights,
+    Identity,
+    Join,
+    Lease,
+    UpdatePart,
+    Welcome,
+    update_id,
+)
 from geotrain.staging.interface import Pending
 
 T = TypeVar("T")
@@ -102,6 +113,7 @@ class Exchange:
         self.in_rounds = outer.rule.synchronous  # the servers wait for every worker's delta: none may be left out
         self.rank, self.weights, self.client = rank, weights, client
         self.chunks, self.all = chunks, tuple(range(len(chunks)))
+        self.tell: Callable[[Event], None] = lambda event: None  # takes what happens to leases and updates
         self.incarnation = ""
         self.server_incarnation = ""  # incarnation of the server that gave the last weights
         self.sequence = 0  # of the next update
@@ -134,6 +146,7 @@ class Exchange:
         """Begin a job: the inner steps that follow train this lease."""
         self.lease, self.waited_s, self.next_job = lease, 0.0, lease.job + 1
         self._job_begin, self._job_step = self.clock(), self.step
+        self.tell(LeaseBegun(self.name, lease.job, lease.lease, lease.start, lease.samples))
 
     def steps_at_rest(self, period: int) -> int:
         """Count the inner steps, at most `period`, a caller that takes several at once (the simulator) may take
@@ -205,6 +218,8 @@ class Exchange:
         def push() -> Pending[None]:
             made = tuple(delta.result() for delta in deltas)
             part = UpdatePart(*header, made, job=job, leases=leases, metrics=metrics, adopted=adopted)
+            size = sum(len(delta.payload) for delta in made)
+            self.tell(UpdateEncoded(update_id(self.name, part.sequence), job, list(leases), list(due), size))
             return self.client.push(part)
 
         # On a GPU the deltas are still being copied to the host: `push` runs when they are there, training goes on.
@@ -227,7 +242,9 @@ class Exchange:
             begin = self.clock()
             self.in_flight.pop(0)
             yield first.push  # before the answer: if the push failed there will be none, and this raises why
-            yield from self._adopt((yield first.answer), first.fragments)
+            answer = yield first.answer
+            yield from self._adopt(answer, first.fragments)
+            self.tell(UpdateStage(update_id(self.name, answer.sequence), "adopted"))
             self.waited_s += self.clock() - begin
 
     def _adopt(self, answer: Answer, fragments: tuple[int, ...], start: bool = False) -> Waiting[None]:

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from geotrain.config import ClusterConfig, RunConfig, Topology, WorkerConfig
-from geotrain.monitor.events import Acknowledged, EventLog, JobTrained, Trouble
+from geotrain.monitor.events import EventLog, JobTrained, Trouble
 from geotrain.net.transport.certs import trust_between
 from geotrain.net.transport.sharded_link import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
@@ -58,5 +58,5 @@ def connected(
             workers=len(topology.home),
             report=on_job,
             trouble=on_trouble,
-            acknowledged=lambda incarnation, sequence: events.write(Acknowledged(worker.name, incarnation, sequence)),
+            write_event=events.write,
         )

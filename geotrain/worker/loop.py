@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +21,9 @@ from geotrain.config import RunConfig
 from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
 from geotrain.outer import exchange
+from geotrain.outer.events import Acknowledged, Event, UpdateStage
 from geotrain.outer.exchange import Exchange, wait_for
-from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated
+from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated, update_id
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import ParameterMap, fragments_due
 from geotrain.staging.cuda import staging_for
@@ -35,6 +35,7 @@ class LoopClient(exchange.Client, Protocol):
     deadlines."""
 
     mirrors: Callable[[], tuple[int, ...]]  # gives the fingerprints of what the rank was last sent, for a join
+    on_sent: Callable[[int], None]  # called with the sequence of an update that begins to be sent
     on_acknowledged: Callable[[int], None]  # called with the sequence of each update that the server has applied
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
@@ -67,8 +68,8 @@ class RunMember:
 
     name: of the worker. identity: of the run, for the join. workers: that the run has. report: called on the metrics
     rank after every job, with what `geotrain.monitor.events.JobTrained` has. trouble: called with what a person
-    should know. acknowledged: called with this worker's incarnation and the sequence of each update that the server
-    has applied.
+    should know. write_event: writes an event of this rank, of the
+    stages of its updates among others.
     """
 
     run: RunConfig
@@ -79,7 +80,7 @@ class RunMember:
     workers: int = 1
     report: Callable[[dict[str, Any]], None] = lambda numbers: None
     trouble: Callable[[str], None] = lambda what: None
-    acknowledged: Callable[[str, int], None] = lambda incarnation, sequence: None
+    write_event: Callable[[Event], None] = lambda event: None
 
     @property
     def checkpoints(self) -> Path:
@@ -136,7 +137,12 @@ class WorkerLoop:
         """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`."""
         # Names this incarnation of the worker: the time tells it from earlier ones, and all ranks must say the same.
         incarnation = self.rank.from_rank_0(f"{self.name}-{time.time_ns():x}")
-        self.client.on_acknowledged = partial(self.member.acknowledged, incarnation)
+        write = self.member.write_event
+        # By every rank: only the one whose part came last is told that the update is applied.
+        self.client.on_acknowledged = lambda sequence: write(Acknowledged(self.name, incarnation, sequence))
+        if self.rank.is_metrics_rank:
+            self.client.on_sent = lambda sequence: write(UpdateStage(update_id(self.name, sequence), "sent"))
+            self.exchange.tell = write
         job = wait_for(self.exchange.start(self.member.identity, incarnation))
         self.laps.restart()
         self._following = self.client.lease(LeaseRequest(self.name, job))

@@ -60,9 +60,9 @@ def test_the_run_in_tensorboard(tmp_path: Path) -> None:
 
 
 def told(folder: Path) -> list[Any]:
-    """All records that Weights & Biases keeps of offline runs in the folder, in the order of their lives.
+    """All records that Weights & Biases keeps of offline runs in the folder, in the order of their incarnations.
 
-    Its files are logs as LevelDB's: after 7 bytes, blocks of 32 KiB with pieces of records, each behind its checksum
+    Its files are logs as LevelDB's: after 7 bytes, blocks of 32 KiB with parts of records, each behind its checksum
     (4 bytes), length (2) and place (1: whole, 2: first, 3: inner, 4: last)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -85,7 +85,7 @@ def told(folder: Path) -> list[Any]:
 def test_a_run_is_one_run_of_weights_and_biases_for_its_whole_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the package itself, offline, in two lives of the global server."""
+    """With the package itself, offline, in two incarnations of the global server."""
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DISABLE_GIT": "true"}.items():
         monkeypatch.setenv(name, value)
     run = run_config(LLAMA, deepspeed_block(1)).model_copy(update={"folder": str(tmp_path)})
@@ -107,8 +107,8 @@ def test_a_run_is_one_run_of_weights_and_biases_for_its_whole_life(
         for record in records
         if record.HasField("history")
     ]
-    # the steps of a incarnation do not begin at 0 again, so that those of earlier lives stay when both are
-    # synchronized
+    # The steps of an incarnation do not begin at 0 again, so that those of earlier ones stay when both are
+    # synchronized.
     steps = [(point["_step"], point["tokens"], point["run/loss"]) for point in points]
     assert steps == [(4096, 4096, 2.5), (8192, 8192, 2.5)]
     axes = [record.metric for record in records if record.HasField("metric")]

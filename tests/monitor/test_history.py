@@ -1,4 +1,4 @@
-"""What the page is told: bounded, whole for who knows nothing, and only what is new for who knows the rest."""
+"""The page's data: bounded, whole for a page that knows nothing, and only what is new for one that knows the rest."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_states_of_a_member() -> None:
     marks = told(Joined("a", 0, "x"), *again, Lost("a", 6), Joined("a", 0, "z")).state(9)["marks"]
     kinds = [mark[2] for mark in marks if mark[2] != "start"]
     assert kinds == ["joined", "found", "lost", "joined"], (
-        "a incarnation joins once, also if its server is started again"
+        "an incarnation joins once, also if its server is started again"
     )
 
 

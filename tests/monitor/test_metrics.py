@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
+from geotrain.monitor.board import curves
 from geotrain.monitor.events import (
     Lost,
     MemberSampled,
@@ -25,10 +27,14 @@ from geotrain.monitor.events import (
     ShardSampled,
     SnapshotWritten,
 )
-from geotrain.monitor.metrics import MAX_SAID, PREFIX, Metrics, time_shares
+from geotrain.monitor.history import History
+from geotrain.monitor.metrics import ALWAYS, MAX_SAID, NAMESPACE, Metrics, collector
+from geotrain.monitor.registry import LIVE, METRICS, time_shares
 from geotrain.outer.events import Joined, Left, UpdateApplied, UpdateRefused, ValidationDone
+from geotrain.outer.metrics import WORKER_METRICS
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "monitoring"
+PREFIX = f"{NAMESPACE}_"
 UPDATE = UpdateApplied(
     "eu", 1, 1, [0, 2], [3, 1, 4], 5, 8, 100, 2.5,
     {"lr": 0.1, "grad_norm": 0.5, "tokens_per_s": 10.0, "mfu": 0.4, "compute_s": 6.0, "communication_s": 3.0,
@@ -92,6 +98,21 @@ def test_a_life_joins_once_however_many_ranks_and_rejoins_it_has() -> None:
     assert found["updates_total", "eu"] == 0  # there from the start: the first update is a rise
 
 
+def test_a_number_that_a_worker_declares_is_in_every_view() -> None:
+    """One declaration (`JobTrained`) is enough: Prometheus, curves and page take it from there."""
+    update = replace(UPDATE, metrics={name: 0.5 for name in WORKER_METRICS})
+    metrics, page = Metrics("r", "global"), History(synthetic_facts(1, 0.1), "x")
+    name = next(iter(page.facts.members))
+    for sink in (metrics.on, page.on):
+        sink(Record(1000.0, "global", replace(update, member=name)))
+    prometheus, (_, drawn), state = told(metrics), curves(update) or (0, {}), page.state(1000.0)
+    assert WORKER_METRICS.keys() <= set(LIVE)
+    for field, metric in WORKER_METRICS.items():
+        unit = f"_{metric.unit}" if metric.unit else ""
+        assert prometheus[f"{metric.name}{unit}", name] == drawn[f"{field}/eu"] == state["members"][0][field] == 0.5
+        assert state["facts"]["metrics"]["worker"][field] == [metric.title, metric.unit]
+
+
 def test_time_shares() -> None:
     assert time_shares({"compute_s": 3.0, "waiting_s": 1.0}) == {"compute": 0.75, "communication": 0, "waiting": 0.25}
     assert time_shares({"loss": 1.0}) == {}
@@ -107,12 +128,9 @@ def test_a_long_run_of_many_regions_is_text_that_the_parser_takes() -> None:
 def exposed() -> dict[str, set[str]]:
     """Every name that a query may use → its labels."""
     names: dict[str, set[str]] = {}
-    for family in Metrics("r", "global").registry.collect():
-        name = family.name + ("_total" if family.type == "counter" else "")
-        names[name] = set()
-    for metric in Metrics("r", "global").registry._collector_to_names:
-        counted = "_total" if type(metric).__name__ == "Counter" else ""
-        names[metric._name + counted] = set(metric._labelnames)
+    for metric in METRICS:
+        (family,) = collector(metric).describe()
+        names[family.name + ("_total" if family.type == "counter" else "")] = {*ALWAYS, *metric.labels}
     return names
 
 

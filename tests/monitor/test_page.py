@@ -67,7 +67,7 @@ def check_metrics(site: Site) -> None:
 
 
 def check_events(site: Site, folder: Path) -> None:
-    """What a server writes down has what the schema promises, measured."""
+    """Check that a server's events have what the schema promises, measured."""
     for which, member in (("global", "eu"), ("eu", "a")):
         records = list(Follower(folder / which / "events.jsonl").read())
         assert {record.source for record in records} == {which}
@@ -194,7 +194,7 @@ def test_controls_and_tooltips(chromium: Chromium, page: str) -> None:
 
 
 def test_a_name_is_text_and_never_markup(chromium: Chromium) -> None:
-    """What comes from other machines must not run in the reader's browser."""
+    """Text from other machines must not run in the reader's browser."""
     facts = synthetic_facts(2, 0.1)
     history = History(facts, "test")
     for record in synthetic_events(facts, time.time(), 0.1):

@@ -46,7 +46,7 @@ def test_a_sample_of_a_member_has_bytes_and_rates(tmp_path: Path) -> None:
     sampler, log = world(tmp_path, {"a": 0.5}, a=member())
     sampler._sample_member("a", Traffic(1000, 500), time.monotonic(), 2.0)
     sampler._sample_member("a", Traffic(1600, 500), time.monotonic(), 2.0)
-    first, second = (record.event for record in log.read())  # bytes of earlier lives are no rate
+    first, second = (record.event for record in log.read())  # bytes of earlier incarnations are no rate
     assert first == MemberSampled("a", 0.5, 1000, 500, 0.0, 0.0, 2, {"queue": 1.0})
     assert second == MemberSampled("a", 0.5, 1600, 500, 300.0, 0.0, 2, {"queue": 1.0})
 

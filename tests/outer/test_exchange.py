@@ -9,6 +9,7 @@ import pytest
 
 from geotrain.config import OuterConfig, OverlapConfig, rule_config
 from geotrain.outer.codec import NonFiniteError
+from geotrain.outer.events import Event, LeaseBegun, UpdateEncoded, UpdateStage
 from geotrain.outer.exchange import Exchange, Waiting, wait_for
 from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Identity, Join, Lease, UpdatePart, Welcome
 from geotrain.parameters.parameter_map import fragments_due
@@ -120,6 +121,19 @@ def test_a_worker_says_what_it_has_adopted_and_not_what_has_come() -> None:
     waits(exchange.after_step((), {}))
     waits(exchange.after_step((0,), {}))  # answer 1 is adopted, 2 has not come
     assert [part.adopted for part in world.sent] == [0, 0, 1]
+
+
+def test_the_stages_of_an_update_are_told_in_their_order() -> None:
+    exchange, world = begun("continue")
+    told: list[Event] = []
+    exchange.tell = told.append
+    waits(exchange.after_step((0,), {}))
+    assert told == [UpdateEncoded("w/1", 1, [], [0], 0)]
+    world.answer(1, 0)
+    for _ in range(2):
+        waits(exchange.after_step((), {}))
+    exchange.begin(Lease("w", 2, 8, 8, 4, 8))
+    assert told[1:] == [UpdateStage("w/1", "adopted"), LeaseBegun("w", 2, 8, 8, 4)]
 
 
 def test_a_lease_is_complete_only_with_the_delta_that_was_held_back():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from geotrain.config import LimitsConfig
-from geotrain.outer.events import Joined, Left, Merged, Quarantined, SentUp, UpdateApplied, UpdateRefused
+from geotrain.outer.events import Joined, Left, Merged, Quarantined, SentUp, UpdateApplied, UpdateRefused, UpdateStage
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -88,7 +88,8 @@ def test_a_lease_that_an_update_names_twice_counts_once() -> None:
     lease = world.lease("a")
     assert lease is not None
     [part] = world.workers["a"][1].parts(random_deltas(world, 1), (lease.lease, lease.lease))
-    [applied] = world.regions["eu"].handle(part).events
+    answered, applied = world.regions["eu"].handle(part).events
+    assert answered == UpdateStage("a/1", "answered")
     assert isinstance(applied, UpdateApplied) and applied.samples == lease.samples
 
 
@@ -100,7 +101,7 @@ def test_what_happened_is_reported_in_order() -> None:
     assert world.push("a", random_deltas(world, 1), (lease.lease,)) is not None
     [part] = worker.parts(random_deltas(world, 2))
     handled = region.handle(dataclasses.replace(part, metrics={"loss": 2.5, "lr": float("nan")}))
-    applied, sent = handled.events
+    _, applied, sent = handled.events
     assert isinstance(applied, UpdateApplied) and isinstance(sent, SentUp)
     size = len(part.deltas[0].payload)
     assert (applied.member, applied.sequence, applied.versions, applied.samples) == ("a", 2, [2], 0)
@@ -108,7 +109,7 @@ def test_what_happened_is_reported_in_order() -> None:
     assert applied.tokens is None and applied.delta_norms[0] > 0 and applied.fragment_staleness == [1]
     assert sent == SentUp(1, [0], 2, size) and [send.message.sequence for send in handled.sends] == [1]
     top = world.top.handle(handled.sends[0].message)
-    [merged] = top.events
+    _, merged = top.events
     assert isinstance(merged, UpdateApplied)
     assert (merged.member, merged.samples, merged.tokens) == ("eu", lease.samples, lease.samples)
     answer = world.top.answer("eu", "life-1", 0, 1, (0,))
@@ -129,7 +130,7 @@ def test_a_worker_need_not_wait_for_what_its_update_sends_up() -> None:
     [part] = worker.parts(random_deltas(world, 1))
     taken = region.take(part)
     assert taken.reply is True
-    assert [type(event) for event in taken.events] == [UpdateApplied]
+    assert [type(event) for event in taken.events] == [UpdateStage, UpdateApplied]
     assert not [send for send in taken.sends if isinstance(send.message, UpdatePart)]
     assert region.answer("a", part.incarnation, 0, 1, (0,)) is not None
     assert (region.sequence, region.status()["in_flight"]) == (0, 1)

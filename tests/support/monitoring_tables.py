@@ -1,4 +1,4 @@
-"""The tables of docs/monitoring.md, from the code.
+"""Makes the tables of docs/monitoring.md from the code.
 
 `python -m tests.support.monitoring_tables docs/monitoring.md` renews them.
 """
@@ -13,15 +13,15 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from prometheus_client import Counter, Gauge
-
 from geotrain.common.files import whole_file
 from geotrain.monitor.events import KINDS
-from geotrain.monitor.metrics import Metrics
+from geotrain.monitor.metrics import collector
+from geotrain.monitor.registry import METRICS
+from geotrain.outer.metrics import Metric
 
 
 def events_table() -> str:
-    """One row a field."""
+    """The events, a row for each of their fields."""
     rows = ["| event | field | type | what |", "|---|---|---|---|"]
     for name, kind in KINDS.items():
         rows.append(f"| **{name}** | | | {' '.join((kind.__doc__ or '').split())} |")
@@ -33,14 +33,12 @@ def events_table() -> str:
 
 
 def metrics_table() -> str:
-    """One row a metric."""
+    """The metrics, a row for each."""
     rows = ["| metric | type | labels | what |", "|---|---|---|---|"]
-    for metric in Metrics("run", "site").registry._collector_to_names:
-        assert isinstance(metric, Gauge | Counter)
-        (family,) = metric.describe()
-        total = "_total" if isinstance(metric, Counter) else ""
-        labels = ", ".join(name for name in metric._labelnames if name not in ("run", "site"))
-        rows.append(f"| `{family.name}{total}` | {family.type} | {labels} | {family.documentation} |")
+    for metric in METRICS:
+        (family,) = collector(metric).describe()
+        total = "_total" if family.type == "counter" else ""
+        rows.append(f"| `{family.name}{total}` | {family.type} | {', '.join(metric.labels)} | {metric.help} |")
     return "\n".join(rows)
 
 
@@ -48,7 +46,7 @@ TABLES: dict[str, Callable[[], str]] = {"events": events_table, "metrics": metri
 
 
 def renewed(text: str) -> str:
-    """The page's text, with what stands between `<!-- NAME -->` and `<!-- end -->` made anew."""
+    """Return the page's text, with what stands between `<!-- NAME -->` and `<!-- end -->` made anew."""
     for name, table in TABLES.items():
         made = f"<!-- {name} -->\n{table()}\n<!-- end -->".replace("\\", r"\\")
         text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", made, text, flags=re.DOTALL)
@@ -56,10 +54,11 @@ def renewed(text: str) -> str:
 
 
 def _split(hint: Any) -> tuple[str, str]:
-    """(type in words, description)."""
+    """Return the type in words, and the description."""
     text = ""
     if get_origin(hint) is Annotated:
-        hint, text = get_args(hint)
+        hint, note = get_args(hint)[:2]
+        text = note.help if isinstance(note, Metric) else note
     options = [o for o in get_args(hint) if o is not NoneType] if NoneType in get_args(hint) else []
     if options:
         return f"{_split(options[0])[0]} or null", text

@@ -39,8 +39,8 @@ def _process(said: Path, environment: dict[str, str], which: tuple[Any, ...]) ->
     torch.set_num_threads(1)
     try:
         match which:
-            case ("serve", region, run, resume):
-                sys.exit(run_server(region, run, None, resume))
+            case ("serve", site, run, resume):
+                sys.exit(run_server(site, run, None, resume))
             case (str(example), run, region, *more) if example != TRAINER:
                 platform.compile_no_ops()  # that DeepSpeed would otherwise compile for a CPU, which takes a minute
                 sys.argv = [example, str(run), region, *more]
@@ -78,7 +78,7 @@ class OwnRun:
         return process
 
     def serve(self, site: str, resume: bool = False) -> Any:
-        return self._start(site, {}, "serve", None if site == "global" else site, self.file, resume)
+        return self._start(site, {}, "serve", site, self.file, resume)
 
     def serve_all(self) -> dict[str, Any]:
         return {site: self.serve(site) for site in ("global", *REGIONS)}

@@ -1,6 +1,6 @@
 // Asks the server for what is new, once a second, and shows it.
 import { LossChart, smoothed } from "./chart.js";
-import { bytes, clock, count, day, html, percent, say, span } from "./format.js";
+import { bytes, clock, count, day, described, html, percent, say, span } from "./format.js";
 import { Members, isSlow, paces } from "./members.js";
 import { WorldMap, mapLegend } from "./map.js";
 import { Timeline } from "./timeline.js";
@@ -147,11 +147,8 @@ function figure(key, title, value, unit, text, share = null) {
 function footer(state) {
   const s = state.server;
   if (!s) return;
-  const parts = [
-    `global server: memory ${bytes(s.rss_bytes)}`, `disk ${bytes(s.disk_free_bytes)} free of ${bytes(s.disk_total_bytes)}`,
-    `journal ${bytes(s.journal_bytes)}`, `queue ${s.queue}`, `open leases ${s.open_leases}`,
-    `journal flush ${s.journal_flushes ? `${((1000 * s.journal_flush_s) / s.journal_flushes).toFixed(1)} ms` : "–"}`,
-  ];
+  const parts = ["global server:", ...described(s, state.facts.metrics.server)];
+  parts.push(`journal flush ${s.journal_flushes ? `${((1000 * s.journal_flush_s) / s.journal_flushes).toFixed(1)} ms` : "–"}`);
   for (const v of state.shards) {
     parts.push(v.up ? `shard ${v.shard}: ${v.commands} commands, memory ${bytes(v.rss_bytes)}, snapshot after ${v.saved} commands` : `shard ${v.shard}: down`);
   }

@@ -30,6 +30,11 @@ export function span(seconds) {
   return `${Number((seconds / 86400).toPrecision(3))} days`;
 }
 
+// "title value" of each number that is there. titles: key → [title, unit], in the order of the lines.
+export const described = (numbers, titles) => Object.entries(titles)
+  .filter(([key]) => typeof numbers[key] === "number")
+  .map(([key, [title, unit]]) => `${title} ${unit === "bytes" ? bytes(numbers[key]) : unit === "ratio" ? percent(numbers[key]) : count(numbers[key])}`);
+
 export const percent = (share) => `${Math.round(100 * share)} %`;
 
 export function clock(time_s, withSeconds = true) {

@@ -4,7 +4,7 @@ import { PARTS, PART_COLOURS, bytes, colour, count, html, percent, say, set, spa
 // A link's dashes run the faster, the fuller it is.
 const BUCKETS = [0, 0.02, 0.1, 0.3, 0.6]; // from which load on
 const SECONDS = [2.6, 1.9, 1.3, 0.9, 0.6]; // of one period
-export const STATES = { up: "var(--good)", lost: "var(--bad)", away: "var(--comm)", left: "var(--faint)" };
+const STATES = { up: "var(--good)", lost: "var(--bad)", away: "var(--comm)", left: "var(--faint)" };
 export const WORDS = { up: "training", lost: "lost", away: "not here yet", left: "finished" };
 
 export class WorldMap {
@@ -53,7 +53,7 @@ export class WorldMap {
     const roomy = !(many && narrow);
     const hub = svg("g", { class: "hub", "text-anchor": "middle" }, front);
     svg("circle", { cx, cy, r: roomy ? 33 : 20, fill: "var(--accent)" }, hub);
-    if (roomy) svg("text", { x: cx, y: cy - 1, class: "name-of-hub", "font-size": 12.5 }, hub, "global");
+    if (roomy) svg("text", { x: cx, y: cy - 1, "font-size": 12.5 }, hub, "global");
     this.hubText = roomy ? svg("text", { x: cx, y: cy + 14, class: "sub", "font-size": 11 }, hub, "") : null;
     tipOn(hub, () => `global server\nversion ${this.version ?? 0}`);
     this.parent.replaceChildren(root);
@@ -95,7 +95,7 @@ export class WorldMap {
       const above = y < cy - 20;
       const line = above ? [y - size - 20, y - size - 7] : [y + size + 16, y + size + 30];
       svg("text", { x, y: line[0], class: "label" }, g, name);
-      node.small = svg("text", { x, y: line[1], class: "under-label" }, g, "");
+      node.small = svg("text", { x, y: line[1] }, g, "");
       node.narrow = narrow;
       const share = narrow ? 0.42 : 0.46;
       node.load = svg("text", { class: "load", x: x + dx * share, y: y + dy * share + 4, "text-anchor": "middle" }, parent, "");

@@ -1,5 +1,5 @@
 // One row a region: what its time goes to, its speed, how stale its updates are, what its link carries.
-import { PARTS, PART_WORDS, bytes, clock, colour, count, html, line, percent, say, span, svg, tipOn } from "./format.js";
+import { PARTS, PART_WORDS, bytes, clock, colour, count, described, html, line, percent, say, span, svg, tipOn } from "./format.js";
 import { WORDS } from "./map.js";
 
 const SLOW = 0.6; // a region is called slow below this share of the median speed
@@ -97,13 +97,13 @@ export class Members {
     const m = this.state.members[i];
     const lines = PARTS.filter((p) => m.shares[p] !== undefined).map((p) => `${PART_WORDS[p]} ${(100 * m.shares[p]).toFixed(1)} %`);
     if (m.updated_s) lines.push(`last merge ${clock(m.updated_s)}, ${m.updates} so far`);
-    if (m.lr) lines.push(`learning rate ${m.lr.toPrecision(3)}`);
-    if (m.grad_norm !== null) lines.push(`gradient norm ${m.grad_norm.toPrecision(3)}`);
-    if (m.delta_norm !== null) lines.push(`delta norm ${m.delta_norm.toPrecision(3)}`);
-    for (const [name, text] of [["workers", "workers here"], ["in_flight", "updates in flight"], ["pending", "updates pending"], ["retries", "retries"], ["shards_down", "shards down"]]) {
-      if (m.says[name] !== undefined) lines.push(`${text} ${m.says[name]}`);
+    const { worker, server } = this.state.facts.metrics;
+    lines.push(...described(m, worker));
+    if (m.delta_norm !== null) lines.push(`delta norm ${count(m.delta_norm)}`);
+    for (const name of ["workers", "retries", "shards_down"]) {
+      if (m.says[name] !== undefined) lines.push(`${name.replace("_", " ")} ${m.says[name]}`);
     }
-    if (m.says.rss_bytes) lines.push(`server's memory ${bytes(m.says.rss_bytes)}`);
+    lines.push(...described(m.says, server).map((text) => `server: ${text}`));
     return lines.join("\n") || "no update yet";
   }
 

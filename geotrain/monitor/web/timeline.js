@@ -1,7 +1,7 @@
 // A lane for each region: merges are ticks, joins and losses are marks, and the time for which it was lost is a band.
 import { clock, colour, html, say, svg, timeTicks, tipOn } from "./format.js";
 
-export const KINDS = {
+const KINDS = {
   joined: ["var(--good)", "joined"], found: ["var(--good)", "back"], lost: ["var(--bad)", "lost"],
   left: ["var(--faint)", "left"], refused: ["var(--warn)", "refused"],
   quarantined: ["var(--bad)", "quarantined"], unbanned: ["var(--good)", "unbanned"], snapshot: ["var(--accent)", "snapshot"],

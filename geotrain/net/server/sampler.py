@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from geotrain.monitor.events import EventLog, Found, Lost, MemberSampled, ServerSampled, ShardSampled
+from geotrain.monitor.registry import LIVE
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.server_thread import ServerThread
@@ -20,8 +21,6 @@ from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.server.region_server import mean_metrics
 
 LOOK_S = 1.0  # time between two looks for lost members
-# The numbers of workers that a region's heartbeat carries on to the global server.
-LIVE = ("loss", "lr", "grad_norm", "tokens_per_s", "compute_s", "communication_s", "waiting_s", "mfu")
 LOST_BEATS = 3  # a member that was silent for the time of so many heartbeats counts as lost
 
 

@@ -76,7 +76,9 @@ class WorkerClient:
     ) -> None:
         self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
         self.shards = shards
-        # Called, on the thread inside, with the sequence of each update that the server has applied.
+        # Called, on the thread inside, with the sequence of each update that begins to be sent, and of each that the
+        # server has applied.
+        self.on_sent: Callable[[int], None] = lambda sequence: None
         self.on_acknowledged: Callable[[int], None] = lambda sequence: None
         self.mirrors: Callable[[], tuple[int, ...]] = tuple  # fingerprints for a join in the same incarnation
         self._loop = asyncio.new_event_loop()
@@ -273,6 +275,7 @@ class WorkerClient:
             # all parts had come, that incarnation has taken the part with it.
             return applied if joins == self._joins else None
 
+        self.on_sent(pushed.part.sequence)
         try:
             applied = await self._persist(attempt)
         except Exception as error:

@@ -17,6 +17,7 @@ from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.codec import Codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Identity, Join, Refused, UpdatePart
+from geotrain.outer.metrics import SUMS
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
 from geotrain.parameters import coverage
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
@@ -307,8 +308,5 @@ def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
     values.pop("staleness", None)  # it counts the region's versions, which say nothing to the global server
-    means = {name: sum(v) if name in _ADDED_UP else sum(v) / len(v) for name, v in values.items()}
+    means = {name: sum(v) if name in SUMS else sum(v) / len(v) for name, v in values.items()}
     return dict(islice(means.items(), MOST_METRICS))  # its workers may each have sent others
-
-
-_ADDED_UP = frozenset(("tokens", "tokens_per_s", "steps"))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.events import Event, UpdateApplied
+from geotrain.outer.events import Event, UpdateApplied, UpdateStage
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
@@ -203,6 +203,8 @@ class Server(Membership):
             return False
         parts[part.part] = self.shards.receive_part(part)
         if len(parts) < member.parts:
+            if len(parts) == 1:
+                self._note_stage(part.member, part.sequence, "arrived")
             member.meet(MemberEvent.HEARD)
             return False
         self._apply(part.member, member, [parts[i] for i in range(member.parts)])
@@ -488,3 +490,8 @@ class Server(Membership):
         member.owed.discard(fragment)
         if not member.awaiting[sequence]:
             del member.awaiting[sequence]
+            self._note_stage(name, sequence, "answered")
+
+    def _note_stage(self, name: str, sequence: int, stage: str) -> None:
+        if self.reports_updates and sequence:  # 0 is no update, but a join
+            self._events.append(UpdateStage(update_id(name, sequence), stage))

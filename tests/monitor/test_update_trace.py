@@ -1,0 +1,213 @@
+"""An update's way from events: its stages in order of time, and where a stuck one is held."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from geotrain.commands.logs import shown, trace_update
+from geotrain.config import ConfigError
+from geotrain.monitor.events import Acknowledged, EventLog, Follower, Record
+from geotrain.monitor.update_trace import RunFacts, UpdateTrace, trace
+from geotrain.outer.events import (
+    Event,
+    LeaseBegun,
+    Merged,
+    SentUp,
+    StartedOver,
+    UpdateApplied,
+    UpdateEncoded,
+    UpdateRefused,
+    UpdateStage,
+)
+from geotrain.outer.messages import GLOBAL, Answer
+from tests.support.outer_world import config, halves, make, random_deltas
+from tests.support.server_processes import Site
+
+FACTS = RunFacts(lambda member: GLOBAL if member == "eu" else "eu", updates_per_send=2)
+
+
+def applied(member: str, sequence: int, *fragments: int, version: int = 3) -> UpdateApplied:
+    return UpdateApplied(member, sequence, 1, list(fragments or (0,)), [version], 1, 8, 100, 2.5, {})
+
+
+WORKER = (
+    (1.0, LeaseBegun("eu-0", 4, 34, 100, 50)),
+    (2.0, UpdateEncoded("eu-0/17", 4, [34], [0], 800)),
+    (2.1, UpdateStage("eu-0/17", "sent")),
+    (2.4, Acknowledged("eu-0", "x", 17)),
+    (2.6, UpdateStage("eu-0/17", "adopted")),
+)
+REGION = (
+    (2.2, UpdateStage("eu-0/17", "arrived")),
+    (2.3, UpdateStage("eu-0/17", "answered")),
+    (2.3, applied("eu-0", 17)),
+    (5.0, applied("eu-1", 9)),
+    (5.1, SentUp(5, [0], 2, 900)),
+    (6.0, Acknowledged("eu", "y", 5)),
+    (7.0, Merged(5, [7], 900)),
+)
+TOP = ((5.5, UpdateStage("eu/5", "answered")), (5.5, applied("eu", 5, version=7)))
+
+
+def told(source: str, *events: tuple[float, Event]) -> list[Record]:
+    return [Record(time_s, source, event) for time_s, event in events]
+
+
+def way(worker: int, region: int, top: int, facts: RunFacts = FACTS) -> UpdateTrace:
+    """The way after so many events of each."""
+    logs = {"eu-0": told("eu-0", *WORKER[:worker]), "eu": told("eu", *REGION[:region])}
+    return trace("eu-0/17", {**logs, GLOBAL: told(GLOBAL, *TOP[:top])}, facts)
+
+
+def test_the_whole_way_in_order_of_time() -> None:
+    found = way(5, 7, 2)
+    assert [(step.time_s, step.where, step.what) for step in found.steps] == [
+        (1.0, "eu-0", "begins lease 34 (job 4, samples 100 to 149)"),
+        (2.0, "eu-0", "encoded: fragments 0, 800 bytes of rank 0"),
+        (2.1, "eu-0", "sending begins"),
+        (2.2, "eu", "first part arrived (eu-0/17)"),
+        (2.3, "eu", "journaled and applied eu-0/17: version 3, staleness 1"),
+        (2.3, "eu", "answer frozen (eu-0/17)"),
+        (2.4, "eu-0", "acknowledged"),
+        (2.6, "eu-0", "answer adopted"),
+        (5.1, "eu", "sent up as eu/5: fragments 0, 2 updates, 900 bytes"),
+        (5.5, GLOBAL, "journaled and applied eu/5: version 7, staleness 1"),
+        (5.5, GLOBAL, "answer frozen (eu/5)"),
+        (6.0, "eu", "acknowledged"),
+        (7.0, "eu", "merged the answer to eu/5: global versions 7"),
+    ]
+    assert found.held == []
+    lines = list(shown(found))
+    assert lines[0] == "eu-0/17" and lines[-1].startswith("arrived: ")
+    assert lines[2].endswith("   +1.000 s  eu-0    encoded: fragments 0, 800 bytes of rank 0")
+
+
+@pytest.mark.parametrize(
+    ("worker", "region", "top", "held"),
+    [
+        (0, 0, 0, "eu-0 has not made eu-0/17; it has made none"),
+        (2, 0, 0, "in eu-0: waits until earlier updates are acknowledged by eu"),
+        (3, 1, 0, "at eu: waits for the parts of the other ranks of eu-0"),
+        (5, 3, 0, "in eu, fragment 0: waits for 2 updates, and has 1"),
+        (5, 5, 0, "taken by global, whose events are not here: they lie on its machine"),
+        (5, 6, 2, "the answer to eu/5 is made by global, and not adopted by eu"),
+        (4, 7, 2, "the answer to eu-0/17 is made by eu, and not adopted by eu-0"),
+    ],
+)
+def test_where_it_is_held(worker: int, region: int, top: int, held: str) -> None:
+    assert way(worker, region, top).held == [held]
+
+
+def test_a_link_that_is_down_holds_what_is_not_acknowledged() -> None:
+    logs = {"eu-0": told("eu-0", *WORKER[:3]), "eu": told("eu", (1.5, applied("eu-0", 16)))}
+    [held] = trace("eu-0/17", logs, FACTS).held
+    assert held == "between eu-0 and eu: sent and not acknowledged; eu last wrote an event 0.6 s before that"
+
+
+def test_an_update_waits_for_the_one_before_it() -> None:
+    before = ((1.0, applied("eu-1", 8)), (1.1, SentUp(4, [0], 2, 900)))
+    logs = {"eu-0": told("eu-0", *WORKER), "eu": told("eu", *before, *REGION[:3])}
+    logs[GLOBAL] = told(GLOBAL, (0.5, applied("eu", 3)))
+    [held] = trace("eu-0/17", logs, FACTS).held
+    between = "between eu and global: sent and not acknowledged; global last wrote an event 0.6 s before that"
+    assert held == f"in eu, fragment 0: waits for eu/4 before it ({between})"
+    merged = {**logs, "eu": [*logs["eu"], *told("eu", (3.0, Merged(4, [6], 900)))]}
+    assert trace("eu-0/17", merged, FACTS).held == ["in eu, fragment 0: waits for 2 updates, and has 1"]
+    plain = dataclasses.replace(FACTS, ledger=False)
+    [lost] = trace("eu-0/17", merged, plain).held
+    assert lost == "in no update: eu merged the answer to eu/4 without the ledger"
+
+
+def test_refused_dropped_and_unknown_updates() -> None:
+    refused = told("eu", (1.5, applied("eu-0", 16)), (2.2, UpdateRefused("eu-0", "not finite", 1)))
+    logs = {"eu-0": told("eu-0", *WORKER[:3]), "eu": refused}
+    assert trace("eu-0/17", logs, FACTS).held == ["refused by eu: not finite"]
+    dropped = {**logs, "eu": told("eu", *REGION[:3], (3.0, StartedOver("wild")))}
+    assert trace("eu-0/17", dropped, FACTS).held[0] == "dropped: eu started over: wild"
+    assert trace("eu-0/17", {"eu": []}, FACTS).held == [
+        "not applied by eu, and no events of eu-0 are here: they lie on its machine"
+    ]
+    with pytest.raises(ValueError, match="write MEMBER/NUMBER, as in eu-0/17"):
+        trace("eu-0", {}, FACTS)
+
+
+def test_an_update_of_two_fragments_goes_on_in_two_of_the_region() -> None:
+    region = ((2.3, applied("eu-0", 17, 0, 1)), (3.0, SentUp(5, [0], 1, 9)), (3.0, SentUp(6, [1], 1, 9)))
+    logs = {"eu": told("eu", *region), GLOBAL: told(GLOBAL, (4.0, applied("eu", 5)))}
+    found = trace("eu-0/17", logs, FACTS)
+    assert [step.what.split(":")[0] for step in found.steps if step.where == "eu"][1:] == [
+        "sent up as eu/5",
+        "sent up as eu/6",
+    ]
+    assert len(found.held) == 2 and "eu/5" in found.held[0] and found.held[1].startswith("between eu and global")
+
+
+def test_state_machines_write_what_a_trace_reads() -> None:
+    """Servers in this process, a worker of two ranks: what `handle` reports is enough to follow its update."""
+    world = make(config(updates_per_send=2), cut_a=halves)
+    region, top, logs = world.regions["eu"], world.top, {"eu": list[Record](), GLOBAL: list[Record]()}
+    clock = iter(range(100))
+
+    def tell(server: str, message: object) -> list[object]:
+        handled = (top if server == GLOBAL else region).handle(message)  # type: ignore[arg-type]
+        logs[server] += [Record(float(next(clock)), server, event) for event in handled.events]
+        return [send.message for send in handled.sends]
+
+    facts = RunFacts(lambda member: GLOBAL if member == "eu" else "eu", 2)
+    first, second = (world.workers["a"][1].parts(random_deltas(world, seed)) for seed in (1, 2))
+    tell("eu", first[0])
+    assert trace("a/1", logs, facts).held == ["at eu: waits for the parts of the other ranks of a"]
+    tell("eu", first[1])
+    assert trace("a/1", logs, facts).held == ["in eu, fragment 0: waits for 2 updates, and has 1"]
+    tell("eu", second[0])
+    [sent] = tell("eu", second[1])
+    assert trace("a/1", logs, facts).held == ["taken by global, whose events are not here: they lie on its machine"]
+    tell(GLOBAL, sent)
+    assert trace("a/1", logs, facts).held == ["the answer to eu/1 is made by global, and not adopted by eu"]
+    answer = top.answer("eu", "life-1", 0, 1, (0,))
+    assert isinstance(answer, Answer)
+    tell("eu", answer)
+    found = trace("a/1", logs, facts)
+    assert found.held == [] and found.steps[-1].what == "merged the answer to eu/1: global versions 1"
+
+
+def test_an_update_of_a_run_of_processes_is_followed_by_its_folder(tmp_path: Path) -> None:
+    """Real servers on real sockets and their event logs, laid out as a launch lays them out."""
+    site = Site(tmp_path, train_samples=16)
+    (tmp_path / "servers").mkdir()
+    for server in ("global", "eu"):
+        (tmp_path / "servers" / server).symlink_to(tmp_path / server)
+    try:
+        servers = [site.serve("global"), site.serve("eu")]
+        left = {name: site.worker(name) for name in ("a", "b")}
+        for worker in left.values():
+            worker.join()
+        while left:
+            for name, worker in list(left.items()):
+                if lease := worker.lease():
+                    worker.train(lease)
+                else:
+                    left.pop(name).leave()
+                    worker.close()
+        assert all(server.ended() == (0, "") for server in servers)
+    finally:
+        for server in site.servers:
+            server.process.kill()
+    applied_here = [r.event for r in Follower(tmp_path / "eu" / "events.jsonl").read()]
+    newest = max(e.sequence for e in applied_here if isinstance(e, UpdateApplied) and e.member == "a")
+    found = trace_update(tmp_path, f"a/{newest}")
+    words = [(step.where, step.what.split(":")[0].partition(" eu/")[0]) for step in found.steps]
+    assert words[0] == ("eu", "first part arrived (a/1)".replace("a/1", f"a/{newest}"))
+    stages = [("eu", "sent up as"), (GLOBAL, "journaled and applied"), ("eu", "merged the answer to")]
+    for stage in (("eu", f"journaled and applied a/{newest}"), *stages, ("eu", "acknowledged")):
+        assert stage in words, words
+    times = [step.time_s for step in found.steps]
+    assert times == sorted(times) and found.held == []
+    with EventLog(tmp_path / "events" / "b.jsonl", source="b") as log:
+        log.write(UpdateEncoded("b/999", 9, [], [0], 8))
+    assert "b" in trace_update(tmp_path, "b/999").held[0]
+    with pytest.raises(ConfigError, match="write MEMBER/NUMBER"):
+        trace_update(tmp_path, "17")
