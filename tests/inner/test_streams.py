@@ -120,7 +120,7 @@ def test_what_is_left_out_is_found() -> None:
     (found,) = run_world(1, every_omission)
     assert any("stream 1" in f and "does not wait for training" in f for f in found["communication"]), found
     assert any("training" in f and "does not wait for stream 1" in f for f in found["compute"]), found
-    assert any("acco/prediction.py" in f for f in found["gradients"]), found
+    assert any("inner.acco.prediction" in f for f in found["gradients"]), found
 
 
 def every_omission_of_a_checkpoint(folder: str) -> dict[str, list[str]]:
@@ -162,10 +162,10 @@ def every_omission_of_a_checkpoint(folder: str) -> dict[str, list[str]]:
 def test_what_is_left_out_of_a_checkpoint_is_found(tmp_path: Path) -> None:
     (found,) = run_world(1, every_omission_of_a_checkpoint, str(tmp_path))
     words = {
-        "of the copy for the step before": r"stream 1: .*staging\.py.* does not wait for training: ",
-        "of the next step for the copy": r"training: .* does not wait for stream 1: .*staging\.py",
-        "of the writer for the copy": r"thread .*: .* does not wait for stream 1: .*staging\.py",
-        "of the copy for the writer": r"stream 1: .*staging\.py.* does not wait for thread ",
+        "of the copy for the step before": r"stream 1: .*geotrain\.staging\..* does not wait for training: ",
+        "of the next step for the copy": r"training: .* does not wait for stream 1: .*geotrain\.staging\.",
+        "of the writer for the copy": r"thread .*: .* does not wait for stream 1: .*geotrain\.staging\.",
+        "of the copy for the writer": r"stream 1: .*geotrain\.staging\..* does not wait for thread ",
     }
     for which, faults in found.items():
         assert any(re.search(words[which], fault) for fault in faults), (which, faults)
@@ -180,7 +180,7 @@ def waits_of_a_save(engine: Any, folder: str, cuda: Cuda) -> list[str]:
         checkpoints.wait()
         cuda.syncs.clear()
         checkpoints.save("next", {})
-        waited = [where for where in cuda.syncs if "saving.py" in where or "staging.py" in where]
+        waited = [where for where in cuda.syncs if re.search(r"geotrain\.(checkpoint\.saving|staging\.)", where)]
         checkpoints.close()
     return waited
 

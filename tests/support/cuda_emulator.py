@@ -419,11 +419,12 @@ class _WatchedKernels:
 
 
 def _where() -> str:
-    """The line of the product that is being executed."""
+    """The innermost line of the product that called a kernel or torch. Modules are told by their names, wherever the
+    tree lies; the kernels' own frames say nothing of who reads or writes."""
     frame = sys._getframe(2)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if "/geotrain/" in file and "/tests/" not in file and "site-packages" not in file:
-            return f"{file.rpartition('/geotrain/')[2]}:{frame.f_lineno} {frame.f_code.co_qualname}"
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("geotrain.") and not module.startswith("geotrain.kernels."):
+            return f"{module}:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]
     return "outside"
