@@ -1,4 +1,4 @@
-"""The cluster file: where a run trains."""
+"""The cluster file: the regions, hosts, links and servers of a run."""
 
 from __future__ import annotations
 
@@ -123,24 +123,30 @@ class LinkConfig(Block):
 
 
 class SecurityConfig(Block):
-    """Where the run's certificates lie. Without this block, links are plaintext and must be loopback."""
+    """The run's certificates. Without this block, links are plaintext and must be loopback."""
 
     folder: str
 
 
 class RestartConfig(Block):
-    """When the launcher starts again what died: at once after a incarnation longer than `longest_s`, otherwise after
-    a pause that doubles with each death in a row. A configuration error is never tried again."""
+    """Restarts of processes that died.
+
+    The launcher starts one again at once if its incarnation outlasted `longest_s`, otherwise after a pause that
+    doubles with each death in a row. A configuration error is never tried again.
+    """
 
     limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0
-    first_s: PositiveFloat = Field(1.0, description="The pause after the first short life.")
+    first_s: PositiveFloat = Field(1.0, description="The pause after the first short incarnation.")
     longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
 
 
 class ClusterConfig(Block):
-    """The cluster file. A relative path in it is meant from its folder, but those of `folder` and `global_folder`,
-    which lie on other machines, are absolute."""
+    """The cluster file.
+
+    A relative path in it is meant from its folder, but `folder` and `global_folder`, which lie on other machines, are
+    absolute.
+    """
 
     paths: ClassVar[tuple[str, ...]] = ("security.folder",)
 
@@ -214,12 +220,12 @@ class ClusterConfig(Block):
 
 
 def shards_of(cluster: ClusterConfig, server: str) -> tuple[Address, ...]:
-    """Where that server's shards listen; none: they are in its own process. Raises ConfigError."""
+    """Addresses of a server's shards; none: they are in its own process. Raises ConfigError."""
     return cluster.global_shards if server == "global" else cluster.region(server).shards
 
 
 def shard_name(server: str, shard: int) -> str:
-    """Of a shard's process, and of its folder beside its server's."""
+    """Name of a shard's process and folder."""
     return f"{server}.shard-{shard}"
 
 

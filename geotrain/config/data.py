@@ -106,7 +106,7 @@ class DataConfig(Block):
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Of all that is read: the training sets, and the validation set where there is one."""
+        """Prefixes of all that is read: the training sets, and the validation set where there is one."""
         return (*(each.prefix for each in self.train), *((self.validation,) if self.validation else ()))
 
     @property

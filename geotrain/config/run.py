@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -37,7 +37,7 @@ DeepSpeedBlock = Annotated[
 
 
 class ModelConfig(Block):
-    """What is trained."""
+    """The model that is trained."""
 
     config: Annotated[
         dict[str, Any],
@@ -64,7 +64,7 @@ class ModelConfig(Block):
 
 
 class ParallelConfig(Block):
-    """How a worker's ranks share the model. Data parallelism is what remains of the worker's ranks."""
+    """The parallel layout: how a worker's ranks share the model. Data parallelism is what remains of them."""
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
@@ -91,7 +91,7 @@ class ParallelConfig(Block):
         return self.tensor * self.pipeline * self.context
 
     def text(self, ranks: int) -> str:
-        """What people call this layout of so many ranks."""
+        """Name this parallel layout of so many ranks, as people do."""
         context = f" × CP {self.context}" if self.context > 1 else ""
         expert = f" (EP {self.expert})" if self.expert > 1 else ""
         tensor = f"TP {self.tensor}{' + sequence' if self.sequence else ''}"
@@ -99,7 +99,7 @@ class ParallelConfig(Block):
 
 
 class PrecisionConfig(Block):
-    """Number formats, and equal bits; names and values are Megatron-core's."""
+    """Number formats and determinism; names and values are Megatron-core's."""
 
     fp8: Literal["e4m3", "hybrid"] | None = Field(
         None,
@@ -135,11 +135,6 @@ class AccoConfig(Block):
 
 
 class CheckpointConfig(Block):
-    moved: ClassVar[Mapping[str, str]] = {
-        "every_updates": "this key is gone: it counted fragments, so that its time depended on the model. Say how "
-        'often in minutes: "every_minutes": 15'
-    }
-
     folder: str | None = Field(
         None,
         description="Where workers save, each in a folder of its name; default: checkpoints in the run's folder.",
@@ -168,7 +163,7 @@ class WandbConfig(Block):
 
 
 class MonitorConfig(Block):
-    """What shows how the run goes: events, the status page, metrics for Prometheus, TensorBoard."""
+    """Monitoring of the run: events, the status page, metrics for Prometheus, TensorBoard."""
 
     every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
     validate_every_samples: PositiveInt | None = Field(
@@ -249,8 +244,7 @@ class RunConfig(Block):
         return self
 
     def check_for_trainer(self) -> None:
-        """Raises ConfigError where something is missing that GeoTrain's own trainer needs, and a loop of the user's
-        own does not."""
+        """Raise ConfigError if something is missing that GeoTrain's own trainer needs, and a user's loop does not."""
         data = self.data.model_fields_set
         present = {
             "model.config": bool(self.model.config),
@@ -278,7 +272,7 @@ class RunConfig(Block):
 
     @property
     def architecture(self) -> Architecture:
-        """The shape of the run's model. Raises UnsupportedModelError."""
+        """Shape of the run's model. Raises UnsupportedModelError."""
         if self.model.weights is not None:
             raise UnsupportedModelError(
                 "model.weights: such a model is trained by a loop of your own only (docs/own_loop.md); this needs "
@@ -288,18 +282,20 @@ class RunConfig(Block):
 
     @property
     def run_folder(self) -> Path:
-        """Where the run writes."""
+        """Folder into which the run writes."""
         return Path(self.folder or f"runs/{self.name}")
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Where workers save."""
+        """Folder in which workers save."""
         return Path(self.checkpoint.folder) if self.checkpoint.folder else self.run_folder / "checkpoints"
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one worker trains in one inner step: DeepSpeed's train_batch_size. The same for all workers,
-        so that a lease is a whole number of steps for whoever takes it."""
+        """Samples that one worker trains in one inner step: DeepSpeed's train_batch_size.
+
+        The same for all workers, so that a lease is a whole number of steps for whoever takes it.
+        """
         return self.data.samples_per_step or int(self.deepspeed["train_batch_size"])
 
     @property
@@ -323,8 +319,10 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
 
 
 def _resolved(raw: Any, folder: Path) -> Any:
-    """The run file's content with absolute paths, and with the files that it names in their places. folder: what
-    relative paths are relative to."""
+    """Copy the run file's content with absolute paths, and with the files that it names in their places.
+
+    folder: of relative paths.
+    """
     raw = from_folder(raw, RunConfig.paths, folder)
     if not isinstance(raw, dict):
         return raw
@@ -360,24 +358,18 @@ def _put(raw: Any, change: str) -> None:
 
 
 def config_digest(run: RunConfig) -> str:
-    """Hex digest of what all processes of a run must agree on: the model, the data and the outer loop.
+    """Digest what all processes of a run must agree on, in hex: the model, the data and the outer loop.
 
-    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring,
-    where things lie. Which data it is, its sha256 says.
+    Other settings may differ between workers, or change at a resume: parallel layouts, DeepSpeed's settings,
+    monitoring, where things lie. The data's sha256 is compared by itself.
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
-    for key in ("recompute", "init_from", "weights"):  # memory; names and shapes are in the layout's digest
+    for key in ("recompute", "init_from", "weights"):  # memory; names and shapes are in the parameter map's digest
         shared["model"].pop(key)
     del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
     shared["data"]["train"] = [each.weight for each in run.data.train]
     for key in ("sha256", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256 is compared by itself
         shared["data"].pop(key)
-    if run.data.samples_per_step is None:  # digests of older runs know no such key
-        shared["data"].pop("samples_per_step")
-    if not run.outer.differing("server_state"):
-        shared["outer"].pop("server_state")
-    if not run.outer.fragments.differing("chunk_elements"):
-        shared["outer"]["fragments"].pop("chunk_elements")
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))

@@ -12,7 +12,7 @@ import torch
 
 from geotrain.commands.dry_run import needs
 from geotrain.config import AccoConfig, ClusterConfig, ConfigError, ParallelConfig, RunConfig, parse
-from geotrain.inner.acco.flat_space import RotatingBuffers
+from geotrain.inner.acco.flat_buffer import RotatingBuffers
 from geotrain.parallelism.acco_forms import first_part, flat_bytes
 from geotrain.parallelism.whole_matrices import ShardSize
 from tests.support.checkpoints import load, save
@@ -53,7 +53,6 @@ def two_replicas(folder: str) -> dict[str, Any]:
     return {
         "checkpoint": {form: canonical_checkpoint(f"{folder}/{form}", form) for form in SAVED},
         "other layouts": through_other_layouts(folder),
-        "deepspeed": deepspeed_checkpoint(f"{folder}/deepspeed"),
         "overwritten": {form: overwritten(form) for form in SAVED},
         "bf16": {form: train_bf16(form) for form in (None, *FORMS)},
         "large": {form: large(form) for form in ("stale", "local")},
@@ -151,49 +150,6 @@ def through_other_layouts(folder: str) -> dict[str, Any]:
         }
         stop(engine)
     return seen
-
-
-def deepspeed_checkpoint(folder: str) -> dict[str, Any]:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    seen: dict[str, Any] = {}
-    engine = engine_for("exact")
-    train(engine, FIRST)
-    engine.save_checkpoint(folder, tag="five")
-    with engine.optimizer.committed():
-        committed = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    predicted = dict(engine.module.named_parameters())
-    seen["predicts"] = not all(torch.equal(p, committed[name]) for name, p in predicted.items())
-    seen["curve"] = train(engine, THEN)
-    stop(engine)
-
-    module = torch.load(f"{folder}/five/mp_rank_00_model_states.pt", weights_only=False)["module"]
-    seen["module"] = all(torch.equal(module[name], w) for name, w in committed.items())
-    whole = get_fp32_state_dict_from_zero_checkpoint(folder, "five")
-    seen["whole"] = all(torch.equal(whole[name], w) for name, w in committed.items())
-
-    engine = engine_for("exact")
-    engine.load_checkpoint(folder, tag="five")
-    seen["again"] = train(engine, THEN)
-    stop(engine)
-
-    engine = engine_for("exact")
-    train(engine, FIRST)
-    for fails, call in (
-        ("_save_zero_checkpoint", engine.save_checkpoint),
-        ("_load_checkpoint", engine.load_checkpoint),
-    ):
-        setattr(engine, fails, full_disk)
-        with pytest.raises(OSError, match="full"):
-            call(folder, tag="five")
-        delattr(engine, fails)
-    seen["after failures"] = train(engine, THEN)
-    stop(engine)
-    return seen
-
-
-def full_disk(*_: Any, **__: Any) -> None:
-    raise OSError("the disk is full")
 
 
 def overwritten(form: str) -> dict[str, Any]:
@@ -343,14 +299,6 @@ def test_predicted_weights_go_to_other_layouts(ranks: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.slow
-def test_deepspeed_s_checkpoint_files(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        seen = rank["deepspeed"]
-        assert seen["predicts"], "else the test could not tell predicted from committed weights"
-        assert seen["module"] and seen["whole"]
-        assert seen["curve"] == seen["again"] == seen["after failures"] == rank["checkpoint"]["exact"]["curve"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", SAVED)
 def test_overwritten_masters_restart_the_prediction(ranks: list[dict[str, Any]], form: str) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels import reference as codec
-from geotrain.kernels.payload_format import Spec
+from geotrain.kernels.payload_format import PayloadFormat
 
 Weights = dict[str, Tensor]
 Gradient = Callable[[Weights, Tensor], tuple[float, Weights]]  # (weights, samples) → (mean loss, its gradient)
-INT4 = Spec("int4", block=128, scale="bf16")
+INT4 = PayloadFormat("int4", block=128, scale="bf16")
 
 
 @dataclass(frozen=True)

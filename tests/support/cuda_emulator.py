@@ -35,7 +35,7 @@ from geotrain.kernels import dispatch
 Clock = dict[str, int]  # timeline → how many of its operations are known to be done
 # What the kernels, which torch does not see, write: positions of their arguments. All other tensors are read.
 WRITES = {"quantize": {1, 4}, "dequantize": {1, 4}, "add_decoded": {2}, "adam": {0, 1, 2, 4}, "merge": {0, 1}}
-WRITES |= {"rotate": {1}, "outer_update": {0, 2, 3}, "payload_ok": set(), "orthogonalize": set()}
+WRITES |= {"rotate": {1}, "outer_update": {0, 2, 3}, "payload_ok": set()}
 NO_ACCESS = ("aten::empty", "aten::resize", "aten::detach", "aten::lift", "aten::set_", "aten::new_empty")
 
 
@@ -223,7 +223,7 @@ class Cuda:
             (Future, "result", learned(result)),
             (Future, "exception", learned(exception)),
             (torch.Tensor, "record_stream", record_stream),
-            (dispatch, "_pick", lambda tensor, pick=dispatch._pick: _WatchedKernels(cuda, pick(tensor))),
+            (dispatch, "_pick", lambda *args, pick=dispatch._pick, **how: _WatchedKernels(cuda, pick(*args, **how))),
         )
         with self.in_place(), contextlib.ExitStack() as stack:
             for owner, name, stand_in in watched:
