@@ -22,7 +22,7 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients, products: torch.
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
-    return (x.mT if flip else x).to(matrices.dtype).contiguous()
+    return torch.empty_like(matrices).copy_(x.mT if flip else x)
 
 
 def _normalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a wrong run file is told: the key, its value, the rule, and what to write instead."""
+"""Errors of a wrong run file: the key, its value, the rule, and what to write instead."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ KERNELS = {
 
 
 def sample() -> list[tuple[triton_aot.Launch, str]]:
-    """Of what `benchmarks.aot` compiles: of each kernel three, each for another target; the largest blocks first."""
+    """Sample what `benchmarks.aot` compiles: of each kernel three, each for another target; the largest blocks
+    first."""
     found, targets = [], list(triton_aot.TARGETS)
     kept: dict[str, int] = dict.fromkeys(KERNELS, 0)
     for op in kernel_space.factors():

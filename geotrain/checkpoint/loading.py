@@ -25,7 +25,7 @@ from geotrain.checkpoint.folders import (
     rank_file,
     size_and_checksum,
 )
-from geotrain.checkpoint.state import has_usable_prediction, kind_of, layout_of_ranks, state_of
+from geotrain.checkpoint.state import kind_of, layout_of_ranks, state_of
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
 from geotrain.optimizers.inner_optimizer import set_step_count
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 def load(engine: GeoEngine, ranks: RanksOfWorker, folder: Path, tag: str | None) -> dict[str, Any] | None:
     """Restore the optimizer's state from the newest whole checkpoint, or the one called `tag`; return its `extra`.
 
-    Every rank of the worker must call it. Masters are read if they were saved and stay as they are otherwise. Random
-    states belong to ranks, so they are restored only in the parallel layout that was saved. Damaged checkpoints are
-    passed over with a warning. Returns None if there is no checkpoint and no tag was given. Raises CheckpointError on
-    every rank if any rank failed, and where a checkpoint needs files that only other hosts have.
+    Every rank of the worker must call it. Masters stay as they are: at a restart they come from the outer loop.
+    Random states belong to ranks, so they are restored only in the parallel layout that was saved. Damaged
+    checkpoints are passed over with a warning. Returns None if there is no checkpoint and no tag was given. Raises
+    CheckpointError on every rank if any rank failed, and where a checkpoint needs files that only other hosts have.
     """
     engine.settle()  # a step that is still under way would write the masters after this
     ranks.together(lambda: bring_back(folder), folder)
@@ -70,7 +70,7 @@ def load(engine: GeoEngine, ranks: RanksOfWorker, folder: Path, tag: str | None)
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
     for counter, value in manifest["counters"].items():
         setattr(engine, counter, value)
-    engine.refresh(predicted=has_usable_prediction(engine, manifest))
+    engine.refresh()  # ACCO begins anew at the masters
     return manifest["extra"]
 
 
@@ -141,8 +141,7 @@ def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> Non
                     offset += run.numel
         for own in engine.shards():
             spans = list(_locate(own.runs, saved))
-            state = state_of(engine, own, manifest["with_masters"], has_usable_prediction(engine, manifest))
-            for name, view in state.items():
+            for name, view in state_of(engine, own).items():
                 read = torch.empty(own.numel, dtype=view.dtype)  # on the host, so that a GPU gets it in one copy
                 for file, shard, into, outof, length in spans:
                     # Only the range of the wanted elements is read from the file, not the whole tensor.

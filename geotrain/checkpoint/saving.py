@@ -39,10 +39,9 @@ class Checkpoints:
 
     Every rank of the worker makes it, and makes the same calls; they contain collectives.
 
-    keep: how many stay. with_masters: also save the fp32 weights; they can be left out where the weights come from
-    the outer loop at a restart. no_room: called on every rank, on the writing thread, with the error of a checkpoint
-    for which a disk had no room; None: it is raised as any other. Memory: a copy of what is saved on the host, which
-    is allocated once, pinned where there is a GPU.
+    keep: how many stay. no_room: called on every rank, on the writing thread, with the error of a checkpoint for
+    which a disk had no room; None: it is raised as any other. Memory: a copy of what is saved on the host, which is
+    allocated once, pinned where there is a GPU.
     """
 
     def __init__(
@@ -50,11 +49,9 @@ class Checkpoints:
         engine: GeoEngine,
         folder: str | Path,
         keep: int,
-        with_masters: bool = False,
         no_room: Callable[[CheckpointError], None] | None = None,
     ) -> None:
-        self._engine, self._folder, self._keep, self._with_masters = engine, Path(folder), keep, with_masters
-        self._no_room = no_room
+        self._engine, self._folder, self._keep, self._no_room = engine, Path(folder), keep, no_room
         self._ranks = RanksOfWorker()
         streams = torch.cuda if platform.HAS_CUDA else NoStreams()
         self._staging = CudaStaging(engine.device, streams, "checkpoints")
@@ -78,7 +75,7 @@ class Checkpoints:
             if platform.HAS_CUDA:
                 random["rng.cuda"] = torch.cuda.get_rng_state()
             manifest = {"format": FORMAT, "tag": tag, "shared": shared.whole}
-            manifest |= described(engine, extra, self._with_masters)
+            manifest |= described(engine, extra)
 
             def write(copies: Sequence[Tensor]) -> None:
                 with self._telling(tag):
@@ -131,8 +128,8 @@ class Checkpoints:
         engine, tensors, places = self._engine, dict[str, Tensor](), list[Any]()
         for shard in engine.shards():
             if shard.pushes or every_shard:
-                state = state_of(engine, shard, self._with_masters, engine.has_prediction)
-                tensors |= {f"{len(places)}.{name}": view.detach() for name, view in state.items()}
+                state = state_of(engine, shard)
+                tensors |= {f"{len(places)}.{name}": view for name, view in state.items()}
                 runs = [[r.parameter, r.start, r.length, r.stride, r.count] for r in shard.runs]
                 places.append([shard.pushes, runs])
         return tensors, places

@@ -15,32 +15,19 @@ from geotrain.parameters.parameter_map import canonical_parameters, digest
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def state_of(engine: GeoEngine, shard: OwnedShard, with_masters: bool, predicted: bool) -> dict[str, Tensor]:
-    """Collect 1-D views of what is saved of a shard: its moments, its master, and the weights that ACCO predicted."""
-    state = {
+def state_of(engine: GeoEngine, shard: OwnedShard) -> dict[str, Tensor]:
+    """Collect 1-D views of what is saved of a shard: its moments. Weights come from the outer loop at a restart."""
+    return {
         name: moment.view(-1)[shard.offset : shard.offset + shard.numel]
         for name, moment in moments(engine.basic_optimizer, shard.owner).items()
     }
-    if with_masters:
-        state["master"] = shard.master
-    if with_masters and predicted:
-        state.update(engine.predicted_weights(shard))
-    return state
 
 
-def has_usable_prediction(engine: GeoEngine, manifest: dict[str, Any]) -> bool:
-    """Whether the checkpoint has weights that ACCO predicted, in the form in which this engine predicts."""
-    form = manifest["predicted"]
-    return manifest["with_masters"] and form is not None and form == engine.prediction_form
-
-
-def described(engine: GeoEngine, extra: dict[str, Any], with_masters: bool) -> dict[str, Any]:
+def described(engine: GeoEngine, extra: dict[str, Any]) -> dict[str, Any]:
     """Describe the engine as it is now, for the manifest. extra: anything JSON can hold."""
     return {
         "model": digest(canonical_parameters(engine.architecture)),
         "layout": layout_of_ranks(engine),
-        "with_masters": with_masters,
-        "predicted": engine.prediction_form if engine.has_prediction else None,
         "optimizer": kind_of(engine),
         "optimizer_steps": step_count(engine.basic_optimizer),
         "counters": {counter: getattr(engine, counter) for counter in COUNTERS},

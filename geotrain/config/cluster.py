@@ -53,7 +53,7 @@ class DeviceConfig(Block):
 class HostConfig(Block):
     host: HostName
     slots: PositiveInt = Field(description="Accelerators (or CPU ranks) used on this host.")
-    device: str | None = Field(None, description="Its kind of accelerator: a key of the cluster's `devices`.")
+    device: str | None = Field(None, description="Kind of accelerator: a key of the cluster's `devices`.")
     region: Name | None = Field(
         None, description="The region it stands in, where that is not its worker's: a worker may span regions."
     )
@@ -76,7 +76,7 @@ class WorkerConfig(Block):
     env: dict[EnvironmentKey, str] = Field({}, description="Environment of this worker's processes.")
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None,
-        description="Where its ranks meet, unless all are on the machine that starts them. null: 29500 + the "
+        description="Port at which its ranks meet, unless all are on the machine that starts them. null: 29500 + the "
         "worker's number in this file. Of two runs on the same hosts, one must set it.",
     )
     min_step_s: Annotated[float, Field(ge=0)] = Field(
@@ -94,14 +94,14 @@ class RegionConfig(Block):
     ssh: SshHost | None = Field(None, description="Host that runs this region's server and launches its workers.")
     folder: AbsolutePath | None = Field(
         None,
-        description="On that host, what the launch's working directory is here: the run's paths below that are below "
+        description="Folder there in place of the launch's working directory: the run's paths below that are below "
         "this there, all others the same. null: all are the same.",
     )
     shards: tuple[Address, ...] = Field(
-        (), description="Where this server's shards listen, each a process; without any they are in the server's own."
+        (), description="Addresses of this server's shards, each a process; none: they are in the server's own."
     )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
-    hosts: tuple[HostConfig, ...] = Field((), description="What `geotrain plan` may use here.")
+    hosts: tuple[HostConfig, ...] = Field((), description="Hosts that `geotrain plan` may use here.")
 
     @model_validator(mode="after")
     def _has_something(self) -> RegionConfig:
@@ -152,9 +152,9 @@ class ClusterConfig(Block):
 
     name: Name
     global_server: Address = Address()
-    global_shards: tuple[Address, ...] = Field((), description="As a region's `shards`, of the global server.")
+    global_shards: tuple[Address, ...] = Field((), description="The same as a region's `shards`.")
     global_ssh: SshHost | None = Field(None, description="Host that runs the global server; None: this machine.")
-    global_folder: AbsolutePath | None = Field(None, description="As a region's `folder`, on that host.")
+    global_folder: AbsolutePath | None = Field(None, description="A region's `folder`, for the global server's host.")
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
     links: tuple[LinkConfig, ...] = ()
     devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")

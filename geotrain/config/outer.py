@@ -83,7 +83,7 @@ class _LossyConfig(Block):
     """A codec that leaves out a part of a delta, which is always kept, and added to the next one."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    error_decay: Fraction = Field(1.0, description="What part of the old residual is kept. Not for `outer.down`.")
+    error_decay: Fraction = Field(1.0, description="Share of the old residual that is kept. Not for `outer.down`.")
 
 
 class Bf16Config(_LossyConfig):
@@ -167,7 +167,7 @@ class LimitsConfig(Block):
         8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
     )
     norm_free_updates: PositiveInt = Field(16, description="Updates a member from which the usual is learned.")
-    strikes: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
+    strikes: PositiveInt = Field(3, description="Refused updates among its last ones that quarantine a member.")
     strike_window: PositiveInt = Field(64, description="A member's last ones: so many.")
     quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")
 
@@ -198,7 +198,7 @@ class OuterConfig(Block):
     limits: LimitsConfig = LimitsConfig()
     state_device: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="Where ranks keep anchors and residuals, 8 to 16 bytes for each parameter they own: on the GPU, "
+        description="Place of ranks' anchors and residuals, 8 to 16 bytes for each parameter they own: on the GPU, "
         "or on the host, to which masters cross for each delta while training waits. auto: where the masters are.",
     )
 
@@ -206,7 +206,7 @@ class OuterConfig(Block):
         "fp32", description="Momenta and residuals of servers between updates; bf16: half their memory."
     )
     mirrors: Literal["memory", "disk"] = Field(
-        "memory", description="Where servers keep mirrors of what was sent as changes, 4 bytes a parameter each."
+        "memory", description="Place of servers' mirrors of what was sent as changes, 4 bytes a parameter each."
     )
 
     @property

@@ -69,20 +69,20 @@ class ParallelConfig(Block):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     context: PositiveInt = Field(
-        1, description="So many ranks share each sequence: a part of its tokens each, of its heads in attention."
+        1, description="Ranks that share each sequence: a part of its tokens each, of its heads in attention."
     )
     context_exchange: Literal["heads", "ring"] = Field(
         "heads",
-        description="How context ranks compute attention: heads for tokens, at most as many ranks as key-value heads "
+        description="Exchange of context ranks: heads for tokens, at most as many ranks as key-value heads "
         "or keys and values passed round by Transformer Engine, on GPUs.",
     )
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
     expert: PositiveInt = Field(
-        1, description="So many neighbouring data-parallel ranks divide a layer's experts among them."
+        1, description="Neighbouring data-parallel ranks that divide a layer's experts among them."
     )
     dispatcher: Literal["alltoall", "allgather"] = Field(
         "alltoall",
-        description="How tokens reach the ranks of their experts: each to those only, or all tokens to all ranks.",
+        description="Way of tokens to the ranks of their experts: each to those only, or all tokens to all ranks.",
     )
 
     @property
@@ -107,7 +107,7 @@ class PrecisionConfig(Block):
         "Weights stay bf16, masters fp32.",
     )
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
-        "delayed", description="Where FP8's scales come from: mxfp8 needs Blackwell, blockwise Hopper, the rest Ada."
+        "delayed", description="Source of FP8's scales: mxfp8 needs Blackwell, blockwise Hopper, the rest Ada."
     )
     deterministic_mode: bool = Field(
         False, description="The same inputs on the same layout and devices give the same bits, more slowly."
@@ -127,7 +127,7 @@ class AccoConfig(Block):
     synchronous_steps: Annotated[int, Field(ge=0)] = Field(
         200, description="Steps that hide nothing: at the start, and after a restart without the optimizer's state."
     )
-    timeout_s: PositiveFloat = Field(600.0, description="How long a rank waits for the others in each collective.")
+    timeout_s: PositiveFloat = Field(600.0, description="Longest wait of a rank for the others in each collective.")
     predicted_share: Fraction | None = Field(None, description="Share of a batch computed at the prediction.")
     balance: bool = Field(
         False, description="Replicas take micro-batches of a batch as they get to them: slow ones fewer."
@@ -137,7 +137,7 @@ class AccoConfig(Block):
 class CheckpointConfig(Block):
     folder: str | None = Field(
         None,
-        description="Where workers save, each in a folder of its name; default: checkpoints in the run's folder.",
+        description="Workers' checkpoints, each in a folder of its name; default: checkpoints in the run's folder.",
     )
     every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
     every_minutes: PositiveFloat = Field(15.0, description="Servers that took updates snapshot this often.")
@@ -173,8 +173,8 @@ class MonitorConfig(Block):
     )
     enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
     sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
-    host: str = Field("127.0.0.1", description="Where page and metrics listen; beyond loopback needs token_file.")
-    page_port: Port | None = Field(0, description="Of the global server's status page; 0: a free one; null: no page.")
+    host: str = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
+    page_port: Port | None = Field(0, description="Port of the global server's page; 0: a free one; null: no page.")
     metrics_port: Port | None = Field(
         None,
         description="Prometheus: the global server's; +1: the launcher's; +2, +3, …: the region servers', in the "
@@ -183,10 +183,7 @@ class MonitorConfig(Block):
     token_file: str | None = Field(
         None, description="File whose first line lets in those who show it; on each machine that serves."
     )
-    tensorboard: str | None = Field(
-        None,
-        description="Folder for TensorBoard files that the global server writes.",
-    )
+    tensorboard: str | None = Field(None, description="Folder for TensorBoard files that the global server writes.")
     wandb: WandbConfig | None = None
 
     @model_validator(mode="after")
@@ -211,7 +208,7 @@ class RunConfig(Block):
 
     name: Name
     folder: str | None = Field(
-        None, description="Where the run writes; default: runs/<name> in the working directory of the launch."
+        None, description="Folder of the run; default: runs/<name> in the working directory of the launch."
     )
     seed: Annotated[int, Field(ge=0)] = 1234
     model: ModelConfig

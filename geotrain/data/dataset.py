@@ -149,8 +149,8 @@ class JoinedTokens:
 
     def __getitem__(self, part: slice) -> npt.NDArray[Any]:
         start, stop, _ = part.indices(len(self))
-        pieces = [tokens[first:last] for tokens, first, last in self._within(start, stop)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self._parts[0][:0]])
+        slices = [tokens[first:last] for tokens, first, last in self._within(start, stop)]
+        return slices[0] if len(slices) == 1 else np.concatenate(slices or [self._parts[0][:0]])
 
     def fetch_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Begin to fetch tokens start ≤ i < stop of remote parts. Does not wait; errors show when reading."""

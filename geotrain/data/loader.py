@@ -8,37 +8,29 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 from math import floor
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from geotrain.config import DataConfig, RunConfig
-from geotrain.data.dataset import Tokens, open_dataset
+from geotrain.data.dataset import JoinedTokens, Tokens, open_dataset
 from geotrain.data.mixture import Mixture
 from geotrain.data.order import SampleOrder
-from geotrain.data.remote import BlockCache, default_cache_folder, is_remote, open_cache
+from geotrain.data.remote import BlockCache, RemoteTokens, default_cache_folder, is_remote, open_cache
 from geotrain.data.tokens import DataError
 
 STEPS_AHEAD = 1  # read while the caller trains
 STEPS_FETCHED_AHEAD = 8  # that are brought to this machine, where the data are remote
 READ_DEADLINE_S = 300.0  # a batch takes milliseconds, but a network file system may hang without an error
-
-
-@runtime_checkable
-class Fetched(Protocol):
-    """Remote tokens, which should be fetched before they are wanted."""
-
-    def fetch_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begin to fetch tokens start ≤ i < stop. Does not wait."""
 
 
 class SampleSource:
@@ -85,28 +77,15 @@ class SampleSource:
 
     def fetch_ahead(self, samples: npt.NDArray[Any]) -> None:
         """Begin to fetch samples that will be read soon, if they are remote. Does not wait."""
-        if isinstance(self._tokens, Fetched):
-            self._fetch(self._places(samples))
+        self._fetch(self._places(samples))
 
     def _places(self, samples: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         return samples % self.samples_per_epoch if self._order is None else self._order.positions(samples)
 
     def _fetch(self, places: npt.NDArray[np.int64]) -> None:
-        if isinstance(self._tokens, Fetched):
+        if isinstance(self._tokens, RemoteTokens | JoinedTokens):
             length = self.sequence_length
             self._tokens.fetch_ahead([(place * length, place * length + length + 1) for place in places.tolist()])
-
-
-class Source(Protocol):
-    """A loader's source of samples. name: for errors."""
-
-    name: str
-
-    def fetch_ahead(self, samples: npt.NDArray[Any]) -> None:
-        """Begin to fetch samples that will be read soon, if they are remote. Does not wait."""
-
-    def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
-        """Read samples by their numbers in the run (int64 [n]); returns int64 [n, sequence_length + 1]."""
 
 
 class MixedSource:
@@ -207,7 +186,9 @@ class LeasedLoader:
     micro-batches of `micro_batch` samples. Raises DataError: the sizes do not divide.
     """
 
-    def __init__(self, source: Source, samples_per_step: int, micro_batch: int, dp_rank: int, dp_size: int) -> None:
+    def __init__(
+        self, source: SampleSource | MixedSource, samples_per_step: int, micro_batch: int, dp_rank: int, dp_size: int
+    ) -> None:
         if samples_per_step % (micro_batch * dp_size):
             raise DataError(
                 f"{samples_per_step} samples (train_batch_size or validation_samples) do not divide into "

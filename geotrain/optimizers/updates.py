@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,25 +37,6 @@ class Step:
     look_ahead: bool = False
 
 
-class GroupUpdate(Protocol):
-    """Steps a part of one parameter group."""
-
-    def __call__(
-        self,
-        weights: Tensor,
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        step: Step,
-        out: Tensor | None = None,
-        begin: int = 0,
-    ) -> None:
-        """Step weights and state in place. All tensors are 1-D, contiguous and of one length.
-
-        weights and state: fp32. gradient and out: fp32 or bf16; `out` may be `gradient`, and gets the new weights, or
-        those one step ahead (`Step`). begin: where in the optimizer's tensor these elements lie.
-        """
-
-
 class AdamWUpdate:
     """Steps elements by AdamW, with the settings that a group of the optimizer holds now."""
 
@@ -71,15 +52,17 @@ class AdamWUpdate:
         out: Tensor | None = None,
         begin: int = 0,
     ) -> None:
-        this, following = (self._step(step, step.number + later) for later in (0, 1))
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        ahead = following if step.look_ahead else None
-        kernels.adam_step(weights, mean, square, gradient, this, out=out, look_ahead=ahead, commit=step.commit)
+        """Step weights and state in place. All tensors are 1-D, contiguous and of one length.
 
-    def _step(self, step: Step, number: int) -> AdamStep:
+        weights and state: fp32. gradient and out: fp32 or bf16; `out` may be `gradient`, and gets the new weights, or
+        those one step ahead (`Step`). begin: where in the optimizer's tensor these elements lie.
+        """
         group = self._group
         beta1, beta2 = group["betas"]
-        return AdamStep(step.rate, beta1, beta2, group["eps"], group["weight_decay"], number, step.scale)
+        this = AdamStep(step.rate, beta1, beta2, group["eps"], group["weight_decay"], step.number, step.scale)
+        ahead = replace(this, step=step.number + 1) if step.look_ahead else None
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        kernels.adam_step(weights, mean, square, gradient, this, out=out, look_ahead=ahead, commit=step.commit)
 
 
 @dataclass(frozen=True)
@@ -143,7 +126,7 @@ class MatrixUpdate:
         out: Tensor | None = None,
         begin: int = 0,
     ) -> None:
-        """Step the matrices that lie in these elements, none of which may be cut; the rest stays as it is."""
+        """Step the matrices in these elements, none of which may be cut. Arguments are those of `AdamWUpdate`."""
         momentum = state[MOMENTUM]
         for batch in self._batches(begin, begin + weights.numel()):
             g = _gather(gradient, batch, begin).mul_(step.scale)
@@ -192,6 +175,9 @@ class MatrixUpdate:
         along = 1 if place.split == "rows" else 2
         whole = kernels.orthogonalize(torch.cat(parts, along), self._coefficients)
         return whole.chunk(ranks.size, along)[ranks.rank], max(whole.shape[1:])
+
+
+GroupUpdate = AdamWUpdate | MatrixUpdate
 
 
 def _gather(flat: Tensor, matrices: Sequence[OwnedMatrix], begin: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many kernels ACCO launches to predict the weights of a large model, counted without a GPU."""
+"""Kernels that ACCO launches to predict the weights of a large model, counted without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AtOnce:
 
 
 def windows(*forms: str) -> list[tuple[int, Counter[str], Counter[str]]]:
-    """Of each form: elements of a rank's flat space, launches of a prediction and of a commit, but for
+    """Count, for each form, elements of a rank's flat buffer, launches of a prediction and of a commit, but for
     collectives."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

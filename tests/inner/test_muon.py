@@ -161,7 +161,7 @@ def try_layouts(layouts: list[Variant]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What one process does, without any parallelism."""
+    """Train in one process, without any parallelism."""
     (results,) = run_world(1, try_layouts, [(name, 1, 1, False, 0, "duplicated", None) for name in MODELS])
     return dict(zip(MODELS, results, strict=True))
 

@@ -54,7 +54,7 @@ def run(cuda: Cuda, form: str | None, folder: Path | None = None) -> None:
             engine.train_step(given[step], step)
         if folder is not None:
             stack.enter_context(mock.patch.object(saving, "save_file", save_copies))
-            checkpoints = saving.Checkpoints(engine, folder, keep=1, with_masters=True)
+            checkpoints = saving.Checkpoints(engine, folder, keep=1)
             for turn in range(2):  # the second into the buffer of the first
                 checkpoints.save(f"job-{turn}", {})
                 engine.train_step(given[turn], 3 + turn)

@@ -169,7 +169,7 @@ class Reference:
         return decoded
 
     def _of_owner(self, replicas: Sequence[Weights]) -> Weights:
-        """Of each element, the value of the replica that owns it."""
+        """Take each element from the replica that owns it."""
 
         def pick(given: list[Tensor], flats: Flat) -> Tensor:
             return torch.cat([g.chunk(flats.owners)[owner] for owner, g in enumerate(given)])

@@ -83,8 +83,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """Of one rank. parts: its replica's micro-batches before and after the last commit arrived. now: the flat weights
-    that the next step starts on. masters: what this rank pushes; None where the run was not held up to read them."""
+    """A step of one rank. parts: its replica's micro-batches before and after the last commit arrived. now: the flat
+    weights that the next step starts on. masters: what this rank pushes; None where the run was not held up to read
+    them."""
 
     loss: float
     grad_norm: float

@@ -240,7 +240,7 @@ class Cuda:
     # ---------------------------------------------------------------------------------------------- memory
 
     def memory(self, tensor: Tensor, on_host: bool = False, is_new: bool = False) -> Memory:
-        """What is known of the tensor's storage. on_host, is_new: of one that was not seen before."""
+        """Look up the tensor's storage. on_host, is_new: of one that was not seen before."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()
         key = storage._cdata
@@ -356,7 +356,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What only the Python call shows: an explicit device, and tensors that are read without an operator."""
+    """Watches what only the Python call shows: an explicit device, and tensors that are read without an operator."""
 
     def __init__(self, cuda: Cuda) -> None:
         super().__init__()

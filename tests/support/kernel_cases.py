@@ -108,7 +108,7 @@ def check_add_decoded(ops: ModuleType, payload: Tensor, numel: int, fmt: Payload
         reference.dequantize(payload.cpu(), wanted, fmt, -0.7)
         there = base.to(device, copy=True)
         for out in (torch.zeros(numel, dtype=torch.bfloat16, device=device), there):
-            ops.add_decoded(payload, there, out, fmt, -0.7)
+            getattr(ops, "add_decoded", kernels.add_decoded)(payload, there, out, fmt, -0.7)  # of hosts by dispatch
             assert_same_bits(out, wanted.to(out.dtype))
 
 
@@ -142,7 +142,8 @@ def check_merge(ops: ModuleType, numel: int) -> None:
 
 
 def check_rotate(ops: ModuleType, shape: tuple[int, int, int, int], device: str = "cpu") -> None:
-    """Of a view into something wider, as queries are of fused queries, keys and values; and of a transposed one."""
+    """Rotate a view into something wider, as queries are of fused queries, keys and values; and of a transposed
+    one."""
     length, batch, heads, size = shape
     for dtype in (torch.float32, torch.bfloat16):
         wide = torch.randn(length, batch, heads, size + 6).to(dtype)

@@ -1,4 +1,4 @@
-"""What every implementation of `orthogonalize` must do, within bounds that are derived here."""
+"""Checks of `orthogonalize`, within bounds that are derived here."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from geotrain.inner.acco.optimizer import AccoOptimizer, CommitResult
 from geotrain.inner.engine.engine import GeoEngine, StepReader, StepResult
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import group_of
-from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.optimizers.inner_optimizer import InnerOptimizer
 from geotrain.parallelism.acco_forms import FORMS, first_part
 from geotrain.parallelism.mesh import RankMesh
@@ -129,22 +128,8 @@ class AccoEngine(GeoEngine):
         """Do nothing: `evaluate` gathers the masters by itself; predicted weights must stay for the next window."""
 
     @torch.no_grad()
-    def refresh(self, changed: Collection[str] | None = None, predicted: bool = False) -> None:
-        if predicted:
-            self.optimizer.resume_from_prediction()
-        else:
-            self.optimizer.update_lp_params(self._holders(changed))
-
-    @property
-    def prediction_form(self) -> str | None:
-        return self.optimizer.form.name
-
-    @property
-    def has_prediction(self) -> bool:
-        return self.optimizer.has_prediction
-
-    def predicted_weights(self, shard: OwnedShard) -> dict[str, Tensor]:
-        return self.optimizer.predicted_slice(shard.owner, shard.offset, shard.numel)
+    def refresh(self, changed: Collection[str] | None = None) -> None:
+        self.optimizer.update_lp_params(self._holders(changed))
 
 
 class MicroBatchQueue:

@@ -108,7 +108,7 @@ class AccoOptimizer(ZeROOptimizer):
         self._commit: CommunicationJob[CommitResult] | None = None  # under way, as is the next
         self._predicting: CommunicationJob[None] | None = None
         # Whether the buffer in flight holds weights that arrived and that compute has not yet changed to. Of a
-        # settled optimizer: whether the next window starts on `predicted_weights` instead of the masters.
+        # settled optimizer: whether the next window starts on predicted weights instead of the masters.
         self.has_prediction = False
         self._micro_batches, self._loss = 0, torch.zeros((), device=device)  # of this replica, in this window
         self._global_grad_norm = 0.0  # of the last commit that arrived; DeepSpeed reads it
@@ -345,26 +345,6 @@ class AccoOptimizer(ZeROOptimizer):
 
         what = f"gathering of weights after step {self._steps_begun}"
         self._wait_for(self.communication.start(job), what)
-
-    def predicted_weights(self) -> tuple[Tensor, Tensor]:
-        """This rank's parts of the two buffers of weights, in the order in which the next window computes at them.
-
-        The first holds the weights at which its first part is computed; the second the weights for what follows.
-        """
-        return self.communication.own(self._buffers.weights), self.communication.own(self._buffers.in_flight)
-
-    def predicted_slice(self, owner: Tensor, offset: int, numel: int) -> dict[str, Tensor]:
-        """Views of the predicted weights of `numel` elements, from `offset` on, of the masters `owner` of a group."""
-        ((begin, _),) = (o for o, g in zip(self._owned, self.param_groups, strict=True) if g["params"][0] is owner)
-        part = slice(begin + offset, begin + offset + numel)
-        return {name: flat[part] for name, flat in zip(("now", "next"), self.predicted_weights(), strict=True)}
-
-    def resume_from_prediction(self) -> None:
-        """Go on from masters, moments and `predicted_weights` that were all overwritten, as by a checkpoint."""
-        self._steps_committed = self._steps_begun = step_count(self.optimizer)
-        for flat in (self._buffers.weights, self._buffers.in_flight):
-            self._gather(flat, self.communication.own(flat))
-        self.has_prediction = True
 
     # ------------------------------------------------------------------------- what DeepSpeed asks of an optimizer
 

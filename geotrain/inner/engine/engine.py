@@ -437,11 +437,10 @@ class GeoEngine(DeepSpeedEngine):
         return self._shards
 
     @torch.no_grad()
-    def refresh(self, changed: Collection[str] | None = None, predicted: bool = False) -> None:
+    def refresh(self, changed: Collection[str] | None = None) -> None:
         """Make the next forward use masters that were overwritten in place. Every rank must call it.
 
         changed: the canonical names of the parameters whose masters were, on any rank: no others travel; None: all.
-        predicted: the tensors that `predicted_weights` gives were overwritten too, and the next forward uses those.
         """
         if isinstance(self.optimizer, OverlappedZero1):
             self.optimizer.update_lp_params(self._holders(changed))
@@ -451,20 +450,6 @@ class GeoEngine(DeepSpeedEngine):
     def _holders(self, names: Collection[str] | None) -> list[nn.Parameter]:
         """Find the local parameters that hold something of these canonical ones; all, if None."""
         return [p for p, place in self._placed if names is None or any(run.parameter in names for run in place.runs)]
-
-    @property
-    def prediction_form(self) -> str | None:
-        """The name of the form in which ACCO predicts the weights of the next step; None without ACCO."""
-        return None
-
-    @property
-    def has_prediction(self) -> bool:
-        """Whether the next step begins on predicted weights instead of the masters. Ask only a settled engine."""
-        return False
-
-    def predicted_weights(self, shard: OwnedShard) -> dict[str, Tensor]:
-        """Views of the shard's predicted low-precision weights, 1-D in the shard's order, by name in a checkpoint."""
-        return {}
 
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""
