@@ -110,8 +110,7 @@ def main() -> int:
     from benchmarks import kernel_space
 
     ops = tuple(kernel_space.factors())
-    small = ["merge", "outer_update"]
-    parser = command_line(__doc__, quick={"only": small})
+    parser = command_line(__doc__, quick={"only": ["add_decoded"]})
     parser.add_argument("--whole", action="store_true", help="every combination, not each two settings: hours")
     parser.add_argument("--part", default="1/1", help="of what is compiled, such as 3/8")
     parser.add_argument("--only", nargs="+", choices=ops, default=ops, help="ops")

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks import triton_aot
-from geotrain.kernels import AdamStep, OuterStep, payload_format, triton_ops
+from geotrain.kernels import AdamStep, payload_format, triton_ops
 from geotrain.kernels.dispatch import LOW_PRECISION
-from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_BYTES, Spec
-from geotrain.kernels.steps import QUINTIC
+from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_BYTES, PayloadFormat
 
 SMALL, LARGE = 1 << 16, 1 << 35  # elements; the larger ones would take 128 GiB in fp32
 TAIL = 19  # elements of a shorter last block
@@ -51,17 +50,14 @@ def factors() -> dict[str, Settings]:
     # A power of two for each number of low bits that a position can have, and one that is none.
     densities = (*(2.0**-bits for bits in range(payload_format.MAX_BLOCK.bit_length())), 0.1)
     sparse = {"density": densities, "block": tuple(blocks), "scale": tuple(SCALE_BYTES), **sizes}
-    sides = (16, 32, 64, 128, 512, 1408)
     return {
         "quantize": {"name": dense, **coded, **given, **sizes},
         "quantize_plain": {"name": plain, "block": tuple(blocks), **given, **sizes},
         "quantize_topk": {**sparse, **given},
         "dequantize": {"name": dense, **coded, "accumulate": FLAG, **sizes},
-        "dequantize_plain": {"name": plain, "accumulate": FLAG, "measured": FLAG, **sizes},
+        "dequantize_plain": {"name": plain, "accumulate": FLAG, **sizes},
         "dequantize_topk": {**sparse, "accumulate": FLAG},
         "add_decoded": {"name": dense, **coded, "base": LOW_PRECISION, "out": LOW_PRECISION, **sizes},
-        "outer_update": {"moves": FLAG, "momentum": FLAG, "accumulates": FLAG, **sizes},
-        "merge": {"ledger": FLAG, **sizes},
         "adam": {"grad": LOW_PRECISION, "out": (None, *LOW_PRECISION), "ahead": FLAG, "commit": FLAG, **sizes},
         "rotate": {
             "states": LOW_PRECISION,
@@ -70,7 +66,6 @@ def factors() -> dict[str, Settings]:
             "inverse": FLAG,
             "length": (64, 1 << 24),
         },
-        "orthogonalize": {"matrices": LOW_PRECISION, "rows": sides, "columns": sides, "batch": (2, 1 << 16)},
     }
 
 
@@ -128,30 +123,20 @@ def _meta(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="meta")
 
 
-def _quantize(spec: Spec, values: torch.dtype, anchor: bool, residual: bool, numel: int) -> None:
-    payload = _meta(spec.encoded_bytes(numel), torch.uint8)
+def _quantize(fmt: PayloadFormat, values: torch.dtype, anchor: bool, residual: bool, numel: int) -> None:
+    payload = _meta(fmt.encoded_bytes(numel), torch.uint8)
     others = (_meta(numel) if given else None for given in (anchor, residual))
-    triton_ops.quantize(_meta(numel, values), payload, spec, *others, 2**40)
+    triton_ops.quantize(_meta(numel, values), payload, fmt, *others, 2**40)
 
 
-def _dequantize(spec: Spec, accumulate: bool, measured: bool, numel: int) -> None:
-    squares = _meta(-(-numel // payload_format.SQUARES_BLOCK), torch.float64) if measured else None
-    triton_ops.dequantize(
-        _meta(spec.encoded_bytes(numel), torch.uint8), _meta(numel), spec, 0.5 if accumulate else None, squares
-    )
+def _dequantize(fmt: PayloadFormat, accumulate: bool, numel: int) -> None:
+    payload, weight = _meta(fmt.encoded_bytes(numel), torch.uint8), 0.5 if accumulate else None
+    triton_ops.dequantize(payload, _meta(numel), fmt, weight)
 
 
-def _add_decoded(spec: Spec, base: torch.dtype, out: torch.dtype, numel: int) -> None:
-    payload = _meta(spec.encoded_bytes(numel), torch.uint8)
-    triton_ops.add_decoded(payload, _meta(numel, base), _meta(numel, out), spec, 0.5)
-
-
-def _outer_update(moves: bool, momentum: bool, accumulates: bool, numel: int) -> None:
-    if (moves and not momentum) or (momentum and not moves and not accumulates) or (accumulates and not momentum):
-        return  # `dispatch` refuses it, or no step has it
-    step = OuterStep(keep=0.9, gain=0.1, from_momentum=2.0, from_delta=0.2, moves_momentum=moves)
-    others = (_meta(numel) if given else None for given in (momentum, accumulates))
-    triton_ops.outer_update(_meta(numel), _meta(numel), *others, step)
+def _add_decoded(fmt: PayloadFormat, base: torch.dtype, out: torch.dtype, numel: int) -> None:
+    payload = _meta(fmt.encoded_bytes(numel), torch.uint8)
+    triton_ops.add_decoded(payload, _meta(numel, base), _meta(numel, out), fmt, 0.5)
 
 
 def _adam(grad: torch.dtype, out: torch.dtype | None, ahead: bool, commit: bool, numel: int) -> None:
@@ -168,42 +153,32 @@ def _rotate(states: torch.dtype, heads: int, size: int, inverse: bool, length: i
     triton_ops.rotate(given, torch.empty_like(given), angles, angles, inverse)
 
 
-def _orthogonalize(matrices: torch.dtype, rows: int, columns: int, batch: int) -> None:
-    given = torch.empty(batch, rows, columns, dtype=matrices, device="meta")
-    triton_ops.orthogonalize(given, QUINTIC[:2])
-
-
-def _spec(name: str, block: int = 128, scale: str = "bf16", stochastic: bool = False, density: float = 0.1) -> Spec:
-    return Spec(name, block, scale, stochastic, density=density)
+def _format(
+    name: str, block: int = 128, scale: str = "bf16", stochastic: bool = False, density: float = 0.1
+) -> PayloadFormat:
+    return PayloadFormat(name, block, scale, stochastic, density=density)
 
 
 _CALLS: dict[str, Any] = {
     "quantize": lambda name, block, scale, stochastic, values, anchor, residual, numel, tail: _quantize(
-        _spec(name, block, scale, stochastic), values, anchor, residual, numel + tail
+        _format(name, block, scale, stochastic), values, anchor, residual, numel + tail
     ),
     "quantize_plain": lambda name, block, stochastic, values, anchor, residual, numel, tail: _quantize(
-        _spec(name, block, stochastic=stochastic), values, anchor, residual, numel + tail
+        _format(name, block, stochastic=stochastic), values, anchor, residual, numel + tail
     ),
     "quantize_topk": lambda block, scale, stochastic, density, values, anchor, residual, numel, tail: _quantize(
-        _spec("topk2", block, scale, stochastic, density), values, anchor, residual, numel + tail
+        _format("topk2", block, scale, stochastic, density), values, anchor, residual, numel + tail
     ),
     "dequantize": lambda name, block, scale, accumulate, numel, tail: _dequantize(
-        _spec(name, block, scale), accumulate, False, numel + tail
+        _format(name, block, scale), accumulate, numel + tail
     ),
-    "dequantize_plain": lambda name, accumulate, measured, numel, tail: _dequantize(
-        _spec(name), accumulate, measured, numel + tail
-    ),
+    "dequantize_plain": lambda name, accumulate, numel, tail: _dequantize(_format(name), accumulate, numel + tail),
     "dequantize_topk": lambda block, scale, density, accumulate, numel, tail: _dequantize(
-        _spec("topk2", block, scale, density=density), accumulate, False, numel + tail
+        _format("topk2", block, scale, density=density), accumulate, numel + tail
     ),
     "add_decoded": lambda name, block, scale, base, out, numel, tail: _add_decoded(
-        _spec(name, block, scale), base, out, numel + tail
+        _format(name, block, scale), base, out, numel + tail
     ),
-    "outer_update": lambda moves, momentum, accumulates, numel, tail: _outer_update(
-        moves, momentum, accumulates, numel + tail
-    ),
-    "merge": lambda ledger, numel, tail: triton_ops.merge(*(_meta(numel + tail) for _ in range(3)), ledger, 0.25),
     "adam": lambda grad, out, ahead, commit, numel, tail: _adam(grad, out, ahead, commit, numel + tail),
     "rotate": _rotate,
-    "orthogonalize": _orthogonalize,
 }

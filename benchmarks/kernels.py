@@ -23,6 +23,7 @@ ADAM = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10)
 NEXT = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=11)
 
 # name: (bytes touched for each element, call(ops, four fp32 tensors, gradients in bf16, weights in bf16))
+ON_HOSTS = ("outer_update", "average", "merge")  # of servers, whose vectors are in host memory
 OPS: dict[str, tuple[int, Callable]] = {
     "outer_update": (28, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], t[2], t[3], OUTER)),
     "average": (12, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], None, None, AVERAGE)),
@@ -60,9 +61,9 @@ def main() -> None:
     results: dict[str, dict] = {}
     for name in OPS:
         results[name] = speed(name, options.numel, options.rounds, "cpu")
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and name not in ON_HOSTS:
             results[name] |= speed(name, options.numel * 8, options.rounds, "cuda")
-        if options.targets != 0:
+        if options.targets != 0 and name not in ON_HOSTS:
             small, call = tensors(1 << 14, "cpu"), OPS[name][1]
             results[name]["triton"] = triton_resources(partial(call, triton_ops, *small), options.targets)
         print(f"{name:21}", *(f"{k} {v:.3g}" for k, v in results[name].items() if k != "triton"), flush=True)

@@ -8,7 +8,7 @@ muon_over_adamw     the time of Muon's step over that of AdamW's
 extra_ms            the difference, of an optimizer step
 orthogonalize_share the part of Muon's step that is `orthogonalize`
 vs_bmm              speed of `orthogonalize` over torch.bmm of the same products and nothing else: 1 is that matmul
-                    rate. bmm computes symmetric products in whole, Triton's kernels half of them: they may exceed 1
+                    rate
 tflop_s             products counted in whole over the time of `orthogonalize`
 flops               of Newton–Schulz in a step of the whole model: 4·m²·n + 2·m³ an iteration of m × n, m ≤ n
 flops_symmetric     the same, where of symmetric products one half is computed: 3·m²·n + m³

@@ -1,10 +1,11 @@
 """The arithmetic under codecs, servers and optimizers: Triton for GPUs, C for CPUs, plain torch as the truth.
 
-layout, steps    what the ops take: payload layouts, coefficients (no tensors)
-dispatch         the ops, and which implementation runs them
-reference*       torch, or Python: the truth that the others reproduce bit for bit; `orthogonalize` alone has bounds
-triton_*         Triton; triton_ops lists the ops
-cpu, csrc/       C with OpenMP, and the calls into it; matrix products go to torch's BLAS
+payload_format, steps   what the ops take: payload formats, coefficients (no tensors)
+dispatch                the ops, and which implementation runs them
+reference*              torch: the truth that the others reproduce bit for bit
+triton_*                Triton; triton_ops lists the ops
+cpu, csrc/              C with OpenMP, and the calls into it
+newton_schulz           matrix products, by torch's BLAS on any device; within bounds of the reference
 """
 
 from geotrain.kernels.dispatch import (

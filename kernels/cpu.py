@@ -1,7 +1,7 @@
-"""The CPU kernels: C with OpenMP in `csrc/`, compiled at installation, called through ctypes.
+"""Calls the CPU kernels: C with OpenMP in `csrc/`, compiled at installation, through ctypes.
 
-The functions are those of `reference`, with the same bits, in one pass over memory. `orthogonalize` is the exception:
-it is all matrix products, which torch's BLAS makes near the processor's peak, as C of our own would not.
+Each function takes the arguments of the function of its name in `reference` and gives the same bits, in one pass over
+memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_SHIFT, Spec
+from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_SHIFT, PayloadFormat
 from geotrain.kernels.steps import (
     LUCK,
     AdamStep,
     Annealing,
     Beginnings,
-    Coefficients,
     Endings,
     OuterStep,
     Pairs,
@@ -40,7 +39,7 @@ _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 def _struct(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
-    """The C struct of that name: fields in its order, those of one type together."""
+    """Declare the C struct of that name: fields in its order, those of one type together."""
     members = [(field, kind) for kind, names in fields for field in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
@@ -124,7 +123,7 @@ _FUNCTIONS = {  # name: (job, result)
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None with a warning that says how to get them."""
+    """Load the compiled kernels; None, with a warning that says how to get them, if they cannot be."""
     folder = Path(__file__).parent
     path = folder / f"_fast{get_config_var('EXT_SUFFIX')}"
     try:
@@ -154,57 +153,52 @@ def _warn(reason: str) -> None:
 
 
 def quantize(
-    values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
+    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int
 ) -> Tensor:
-    """As `reference.quantize`."""
+    """Encode v = (anchor −) values + decay · residual."""
     finite = _run(
         "quantize",
         **_tensors(anchor=anchor, values=values, residual=residual, payload=payload),
-        **_layout(spec, values.numel()),
+        **_fields_of(fmt, values.numel()),
         seed=seed & (2**64 - 1),
-        decay=spec.error_decay,
-        inverse_level=1.0 / GRIDS[spec.format].max_level if spec.format in GRIDS else 0.0,
+        decay=fmt.error_decay,
+        inverse_level=1.0 / GRIDS[fmt.name].max_level if fmt.name in GRIDS else 0.0,
         values_are_bf16=values.dtype == torch.bfloat16,
-        stochastic=spec.stochastic,
+        stochastic=fmt.stochastic,
     )
     return torch.tensor(finite == 1)
 
 
-def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, squares: Tensor | None = None) -> None:
-    """As `reference.dequantize`."""
+def dequantize(
+    payload: Tensor, out: Tensor, fmt: PayloadFormat, weight: float | None, squares: Tensor | None = None
+) -> None:
+    """Decode into `out`, or onto it with a weight; `squares` gets the sums of squares."""
     payload = _aligned(payload)
     _run(
         "dequantize",
         **_tensors(payload=payload, out=out, squares=squares),
-        **_layout(spec, out.numel()),
+        **_fields_of(fmt, out.numel()),
         weight=weight or 0.0,
         accumulate=weight is not None,
     )
 
 
-def add_decoded(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, weight: float) -> None:
-    """As `reference.add_decoded`."""
-    wide = base.to(torch.float32, copy=True)
-    dequantize(payload, wide, spec, weight)
-    out.copy_(wide)
-
-
-def payload_ok(payload: Tensor, numel: int, spec: Spec) -> bool:
-    """As `reference.payload_ok`."""
+def payload_ok(payload: Tensor, numel: int, fmt: PayloadFormat) -> bool:
+    """Check that all decoded values are finite, and all positions exist."""
     payload = _aligned(payload)
-    return _run("payload_ok", **_tensors(payload=payload), **_layout(spec, numel)) == 1
+    return _run("payload_ok", **_tensors(payload=payload), **_fields_of(fmt, numel)) == 1
 
 
 def outer_update(
     weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep
 ) -> None:
-    """As `reference.outer_update`."""
+    """Apply one server update, in place."""
     vectors = _tensors(weights=weights, momentum=momentum, accumulator=accumulator, delta=delta)
     _run("outer_update", **vectors, numel=weights.numel(), **vars(step))
 
 
 def merge(weights: Tensor, base: Tensor, incoming: Tensor, ledger: bool, alpha: float) -> None:
-    """As `reference.merge`."""
+    """Merge global weights into a region's, in place."""
     vectors = _tensors(weights=weights, base=base, incoming=incoming)
     _run("merge", **vectors, numel=weights.numel(), keep=1 - alpha, alpha=alpha, ledger=ledger)
 
@@ -219,7 +213,7 @@ def adam(
     look_ahead: AdamStep | None,
     commit: bool,
 ) -> None:
-    """As `reference.adam`."""
+    """Step weights and moments by AdamW."""
     _run(
         "adam",
         **_tensors(weights=weights, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, out=out),
@@ -234,33 +228,12 @@ def adam(
 
 
 def rotate(x: Tensor, out: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> None:
-    """As `reference.rotate`."""
+    """Apply the rotary embedding."""
     names = ("sequence", "batch", "heads", "half"), ("by_token", "by_sample", "by_head")
     shape = dict(zip(names[0], (*x.shape[:3], x.shape[3] // 2), strict=True))
     strides = dict(zip(names[1], x.stride()[:3], strict=True))
     where = _tensors(input=x, output=out, cosine=cosine, sine=sine)
     _run("rotate", **where, **shape, **strides, inverse=inverse, is_bf16=x.dtype == torch.bfloat16)
-
-
-def orthogonalize(matrices: Tensor, coefficients: Coefficients) -> Tensor:
-    """As `reference.orthogonalize`, in fp32."""
-    flip = matrices.shape[1] > matrices.shape[2]
-    given = matrices.float()
-    # First by the largest magnitude, so that no square over- or underflows; infinity becomes NaN here, and spreads.
-    largest = torch.linalg.vector_norm(given, torch.inf, (1, 2), keepdim=True)
-    x = given / torch.where(largest == 0, 1.0, largest)
-    rows = torch.linalg.vector_norm(x, dim=2, keepdim=True)  # rows first: shorter sums round less
-    x /= torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1.0)  # below 1 only where all is zero
-    x = x.mT if flip else x  # BLAS reads either order: nothing is copied
-    after = torch.empty_like(x)
-    gram = x.new_empty(len(x), x.shape[1], x.shape[1])
-    polynomial = torch.empty_like(gram)
-    for a, b, c in coefficients:
-        torch.bmm(x, x.mT, out=gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.baddbmm(x, polynomial, x, beta=a, out=after)
-        x, after = after, x
-    return (x.mT if flip else x).to(matrices.dtype)
 
 
 def anneal(
@@ -341,6 +314,7 @@ def _addresses(**arrays: NDArray[Any]) -> dict[str, int]:
 
 
 def _run(name: str, **fields: Any) -> Any:
+    """Call the C function with a job of these fields."""
     loaded = library()
     if loaded is None:
         raise RuntimeError("geotrain.kernels: the CPU kernels are not built")
@@ -351,27 +325,28 @@ def _run(name: str, **fields: Any) -> Any:
 
 
 def _tensors(**tensors: Tensor | None) -> dict[str, int | None]:
-    """Addresses. The caller keeps the tensors alive until the kernel is done."""
+    """Take the tensors' addresses. The caller keeps the tensors alive until the kernel is done."""
     return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def _layout(spec: Spec, numel: int) -> dict[str, Any]:
+def _fields_of(fmt: PayloadFormat, numel: int) -> dict[str, Any]:
+    """Fill in a codec job's fields for a payload of `numel` elements."""
     records = [_Record(), _Record()]
-    if spec.format == "topk2" and numel:
-        for i, length in enumerate((spec.block, numel % spec.block or spec.block)):
-            records[i] = _Record(**vars(spec.record(length)))
+    if fmt.name == "topk2" and numel:
+        for i, length in enumerate((fmt.block, numel % fmt.block or fmt.block)):
+            records[i] = _Record(**vars(fmt.record(length)))
     return {
         "numel": numel,
-        "codes_offset": spec.codes_offset(numel) if spec.format in GRIDS else 0,
-        "format": FORMATS.index(spec.format),
-        "block": spec.block,
-        "scale_shift": SCALE_SHIFT[spec.scale],
-        "scale_bytes": spec.scale_bytes,
-        "max_scale_bits": spec.max_scale_bits,
+        "codes_offset": fmt.codes_offset(numel) if fmt.name in GRIDS else 0,
+        "format": FORMATS.index(fmt.name),
+        "block": fmt.block,
+        "scale_shift": SCALE_SHIFT[fmt.scale],
+        "scale_bytes": fmt.scale_bytes,
+        "max_scale_bits": fmt.max_scale_bits,
         "record": (_Record * 2)(*records),
     }
 
 
 def _aligned(payload: Tensor) -> Tensor:
-    """A payload may be a slice of a received buffer; C reads its fp32 and bf16 values in place."""
+    """Copy a payload that is an unaligned slice of a received buffer: C reads its fp32 and bf16 values in place."""
     return payload if payload.data_ptr() % 4 == 0 else payload.clone()

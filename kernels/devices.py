@@ -15,8 +15,8 @@ HIDING = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that show no
 
 
 def cuda_devices() -> int:
-    """How many CUDA devices this process uses: 0 where there are none, or where DS_ACCELERATOR=cpu or
-    CUDA_VISIBLE_DEVICES hides them.
+    """Count the CUDA devices that this process uses: 0 without any, or if DS_ACCELERATOR=cpu or CUDA_VISIBLE_DEVICES
+    hides them.
 
     Raises ConfigError if there are devices that cannot be used, as when the driver is older than torch's runtime
     needs: ranks that went on with the CPU would be very slow, and nobody would know why.
@@ -42,8 +42,10 @@ def cuda_devices() -> int:
 
 
 def processor_has_bf16() -> bool:
-    """Whether the processor multiplies bf16 itself. Where that is emulated, fp32 takes a third of the time; a sixth
-    where there is no AVX-512 either."""
+    """Whether the processor multiplies bf16 itself.
+
+    Where that is emulated, fp32 takes a third of the time; a sixth where there is no AVX-512 either.
+    """
     known = torch.cpu.get_capabilities()
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 

@@ -1,6 +1,8 @@
-"""The one place that picks an implementation: Triton for CUDA tensors, C for CPU tensors, else the reference.
+"""Ops on tensors, and the one place that picks an implementation: Triton for CUDA tensors, C for CPU tensors, else
+the reference. Every op gives the same bits from each of them.
 
-Every op gives the same bits from each of them, but `orthogonalize`: matrix products round in the order of their sums.
+What only servers do has no implementation for GPUs: their vectors are in host memory. `orthogonalize` has bounds
+instead of equal bits, since matrix products round in the order of their sums.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geotrain.kernels import cpu, reference, reference_anneal, reference_transport
-from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, Spec
+from geotrain.kernels import cpu, newton_schulz, reference, reference_anneal, reference_transport
+from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, PayloadFormat
 from geotrain.kernels.steps import (
     MOST_HEAT,
     QUINTIC,
@@ -35,14 +37,14 @@ LOW_PRECISION = (torch.float32, torch.bfloat16)
 
 def quantize(
     values: Tensor,
-    spec: Spec,
+    fmt: PayloadFormat,
     *,
     anchor: Tensor | None = None,
     residual: Tensor | None = None,
     seed: int = 0,
     payload: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Code v = (anchor −) values + decay · residual in one pass; residual becomes v − decoded, in place.
+    """Encode v = (anchor −) values + decay · residual in one pass; residual becomes v − decoded, in place.
 
     values: fp32 or bf16; anchor and residual: fp32, of the same size. Returns (payload: uint8, 1-D; whether all was
     finite, 0-d bool). A block that is not finite gets a NaN scale and keeps its residual.
@@ -51,47 +53,56 @@ def quantize(
     values = values.detach()
     _check("quantize", values, {"values": (values, LOW_PRECISION), "anchor": anchor, "residual": residual})
     if payload is None:
-        payload = values.new_empty(spec.encoded_bytes(values.numel()), dtype=torch.uint8)
-    _check_payload("quantize", payload, values, spec)
+        payload = values.new_empty(fmt.encoded_bytes(values.numel()), dtype=torch.uint8)
+    _check_payload("quantize", payload, values, fmt)
     flat_anchor, flat_residual = (None if t is None else t.view(-1) for t in (anchor, residual))
-    return payload, _pick(values).quantize(values.view(-1), payload, spec, flat_anchor, flat_residual, seed)
+    return payload, _pick(values).quantize(values.view(-1), payload, fmt, flat_anchor, flat_residual, seed)
 
 
 def dequantize(
-    payload: Tensor, out: Tensor, spec: Spec, *, weight: float | None = None, squares: Tensor | None = None
+    payload: Tensor, out: Tensor, fmt: PayloadFormat, *, weight: float | None = None, squares: Tensor | None = None
 ) -> None:
-    """out = decoded, or with a weight: out += weight · decoded. `out`: fp32, contiguous; may be a slice.
+    """Decode a payload: out = decoded, or with a weight out += weight · decoded. `out`: fp32, contiguous, or a slice.
 
-    squares: fp64; gets the sum of squares of each SQUARES_BLOCK elements that `out` then has, the last block being
-    shorter. They are finite exactly when these elements are. Bits depend on neither threads nor vector width.
+    squares: fp64, on hosts only; gets the sum of squares of each SQUARES_BLOCK elements that `out` then has, the last
+    block being shorter. They are finite exactly when these elements are. Bits depend on neither threads nor vector
+    width.
     """
     _check("dequantize", out, {"out": out})
-    _check_payload("dequantize", payload, out, spec)
+    _check_payload("dequantize", payload, out, fmt)
     if squares is not None:
         like = out.view(-1)[::SQUARES_BLOCK]  # one for each of them
         _check("dequantize", like, {"squares": (squares, (torch.float64,))})
-    _pick(out).dequantize(payload, out.view(-1), spec, weight, squares)
+    measured = () if squares is None else (squares,)
+    _pick(out, on_gpu=squares is None).dequantize(payload, out.view(-1), fmt, weight, *measured)
 
 
-def add_decoded(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, weight: float) -> None:
-    """out = base + weight · decoded, summed in fp32. base, out: fp32 or bf16, contiguous, apart or the same.
+def add_decoded(payload: Tensor, base: Tensor, out: Tensor, fmt: PayloadFormat, weight: float) -> None:
+    """Decode int8 or a 4-bit format onto a base: out = base + weight · decoded, summed in fp32.
 
-    Of int8 and the 4-bit formats. On a GPU it is one pass, where `dequantize` takes fp32 only.
+    base, out: fp32 or bf16, contiguous, apart or the same. On a GPU it is one pass, where `dequantize` takes fp32
+    only.
     """
     _check("add_decoded", out, {"base": (base, LOW_PRECISION), "out": (out, LOW_PRECISION)})
-    _check_payload("add_decoded", payload, out, spec)
-    if spec.format not in GRIDS:
-        raise ValueError(f"add_decoded: format {spec.format!r} is not one of {', '.join(GRIDS)}")
-    _pick(out).add_decoded(payload, base.view(-1), out.view(-1), spec, weight)
+    _check_payload("add_decoded", payload, out, fmt)
+    if fmt.name not in GRIDS:
+        raise ValueError(f"add_decoded: format {fmt.name!r} is not one of {', '.join(GRIDS)}")
+    ops = _pick(out)
+    if out.device.type == "cpu":
+        wide = base.view(-1).to(torch.float32, copy=True)
+        ops.dequantize(payload, wide, fmt, weight)
+        out.view(-1).copy_(wide)
+    else:
+        ops.add_decoded(payload, base.view(-1), out.view(-1), fmt, weight)
 
 
-def payload_ok(payload: Tensor, numel: int, spec: Spec) -> bool:
-    """Whether every value that a payload (of the right size) decodes to is finite, and every position exists.
+def payload_ok(payload: Tensor, numel: int, fmt: PayloadFormat) -> bool:
+    """Check that every value that a payload (of the right size) decodes to is finite, and every position exists.
 
     Payloads are checked in host memory, where they arrive; one on a GPU is copied there.
     """
     payload = payload.cpu()
-    return bool(_pick(payload).payload_ok(payload, numel, spec))
+    return bool(_pick(payload).payload_ok(payload, numel, fmt))
 
 
 def outer_update(
@@ -101,7 +112,7 @@ def outer_update(
     step: OuterStep,
     accumulator: Tensor | None = None,
 ) -> None:
-    """One server update (see `OuterStep`) in place and in one pass; all fp32 and of one size.
+    """Apply one server update (`OuterStep`) in place and in one pass, on hosts; all fp32 and of one size.
 
     momentum: None for steps that know none. accumulator: needed by a step that has a momentum and does not move it;
     without one, a step's own delta moves it.
@@ -117,16 +128,20 @@ def outer_update(
         raise ValueError("outer_update: a step that moves the momentum needs one")
     if momentum is not None and accumulator is None and not step.moves_momentum:
         raise ValueError("outer_update: a step that does not move the momentum needs an accumulator")
-    _pick(weights).outer_update(weights, delta, momentum, accumulator, step)
+    _pick(weights, on_gpu=False).outer_update(weights, delta, momentum, accumulator, step)
 
 
 def merge(weights: Tensor, base: Tensor, incoming: Tensor, alpha: float, ledger: bool) -> None:
-    """base = (1−α)·s + α·incoming ; weights = base − (s − weights); all fp32. s: what `base` holds before; without
-    the ledger, the weights."""
+    """Merge global weights into a region's, in place, on hosts; all fp32 and of one size:
+
+    base = (1−α)·s + α·incoming ;  weights = base − (s − weights)
+
+    s: what `base` holds before; without the ledger, the weights.
+    """
     if not weights.numel():
         return
     _check("merge", weights, {"weights": weights, "base": base, "incoming": incoming})
-    _pick(weights).merge(weights, base, incoming, ledger, alpha)
+    _pick(weights, on_gpu=False).merge(weights, base, incoming, ledger, alpha)
 
 
 def adam_step(
@@ -140,7 +155,7 @@ def adam_step(
     look_ahead: AdamStep | None = None,
     commit: bool = True,
 ) -> None:
-    """AdamW on fp32 weights and moments, in one pass; `grad` and `out` fp32 or bf16. `out` may be `grad`.
+    """Step fp32 weights and moments by AdamW, in one pass; `grad` and `out` fp32 or bf16. `out` may be `grad`.
 
     `out` gets the new weights, or with `look_ahead` what one more step with the same gradient would make of them.
     commit: whether weights and moments change; without it only `out` does.
@@ -154,8 +169,8 @@ def adam_step(
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = False) -> Tensor:
-    """The rotary embedding (Su et al., arXiv 2104.09864), each pair a half of a head apart, as Llama has it: in fp32,
-    rounded once.
+    """Apply the rotary embedding (Su et al., arXiv 2104.09864), each pair a half of a head apart, as Llama has it: in
+    fp32, rounded once.
 
     x: fp32 or bf16 [sequence, batch, heads, size], of any strides but 1 in the last dimension. cosine, sine: fp32
     [sequence, size / 2]. inverse: by the negative angles, which is also the way of gradients. Returns a new tensor
@@ -175,7 +190,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = False) ->
 
 
 def orthogonalize(matrices: Tensor, coefficients: Coefficients = QUINTIC) -> Tensor:
-    """The nearly orthogonal factor of each matrix: its singular vectors, with all singular values near 1.
+    """Compute the nearly orthogonal factor of each matrix: its singular vectors, with all singular values near 1.
 
     matrices: fp32 or bf16 [batch, rows, columns], contiguous; returns a new tensor like it. For each matrix G by
     itself, X = G / ‖G‖ (Frobenius), then for each (a, b, c) of the coefficients X ← aX + (bA + cA²)X with A = XXᵀ; a
@@ -196,7 +211,8 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients = QUINTIC) -> Ten
         raise ValueError(f"orthogonalize: coefficients must be finite triples, one a step, at least one; are {steps}")
     if not matrices.numel():
         return torch.empty_like(matrices)
-    return _pick(matrices).orthogonalize(matrices, steps)
+    products = torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
+    return newton_schulz.orthogonalize(matrices, steps, products)
 
 
 def anneal(
@@ -284,18 +300,19 @@ def possible(
     return _transport().possible(vectors, sizes, used, last, spare, what)
 
 
-def _pick(tensor: Tensor) -> ModuleType:
-    if tensor.device.type == "cuda":
+def _pick(tensor: Tensor, on_gpu: bool = True) -> ModuleType:
+    """The implementation for the tensor's device. on_gpu: whether the op has one for GPUs."""
+    if tensor.device.type == "cuda" and on_gpu:
         from geotrain.kernels import triton_ops  # imports triton, which not every machine has
 
         return triton_ops
     if tensor.device.type != "cpu":
-        raise ValueError(f"geotrain.kernels: no kernels for device {tensor.device}; use cuda or cpu")
+        raise ValueError(f"geotrain.kernels: no kernel of this op for device {tensor.device}")
     return reference if cpu.library() is None else cpu
 
 
 def _check(op: str, like: Tensor, tensors: dict[str, Tensor | tuple[Tensor, tuple[torch.dtype, ...]] | None]) -> None:
-    """The kernels work on raw memory: refuse what does not fit."""
+    """Refuse tensors that do not fit: the kernels work on raw memory."""
     for name, entry in tensors.items():
         if entry is None:
             continue
@@ -307,8 +324,8 @@ def _check(op: str, like: Tensor, tensors: dict[str, Tensor | tuple[Tensor, tupl
             raise ValueError(f"{op}: {name} must have {like.numel()} elements on {like.device}, is {_tell(tensor)}")
 
 
-def _check_payload(op: str, payload: Tensor, like: Tensor, spec: Spec) -> None:
-    wanted = spec.encoded_bytes(like.numel())
+def _check_payload(op: str, payload: Tensor, like: Tensor, fmt: PayloadFormat) -> None:
+    wanted = fmt.encoded_bytes(like.numel())
     if payload.dtype != torch.uint8 or payload.shape != (wanted,) or payload.device != like.device:
         raise ValueError(f"{op}: payload must be {wanted} bytes (uint8) on {like.device}, is {_tell(payload)}")
 

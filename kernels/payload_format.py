@@ -1,4 +1,4 @@
-"""Payload layouts: where scales and codes of every format lie, in bytes. Integers only, no tensor is touched.
+"""Payload formats: where scales and codes of each lie, in bytes. Integers only, no tensor is touched.
 
 A tensor of `numel` elements is cut into blocks of `block` elements (the last may be shorter). Little endian.
 
@@ -46,14 +46,14 @@ FORMATS = ("fp32", "bf16", *GRIDS, "topk2")
 
 
 @dataclass(frozen=True)
-class Spec:
-    """How values become bytes. Raises ValueError for what the kernels do not take.
+class PayloadFormat:
+    """A format of payload bytes. Raises ValueError for one that the kernels do not take.
 
-    block: elements that share a scale; a power of two. scale: fp32, bf16 or e8m0 (powers of two).
+    name: of FORMATS. block: elements that share a scale; a power of two. scale: fp32, bf16 or e8m0 (powers of two).
     error_decay: part of the old residual that is added to the values. density: topk2, share of elements sent.
     """
 
-    format: str
+    name: str
     block: int = 128
     scale: str = "bf16"
     stochastic: bool = False
@@ -61,8 +61,8 @@ class Spec:
     density: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"codec: format {self.format!r} is unknown; known: {', '.join(FORMATS)}")
+        if self.name not in FORMATS:
+            raise ValueError(f"codec: format {self.name!r} is unknown; known: {', '.join(FORMATS)}")
         if self.scale not in SCALE_BYTES:
             raise ValueError(f"codec: scale {self.scale!r} is unknown; known: {', '.join(SCALE_BYTES)}")
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
@@ -74,12 +74,12 @@ class Spec:
 
     @property
     def max_scale_bits(self) -> int:
-        """fp32 bits of the largest scale at which every code decodes to a finite value.
+        """Bits, in fp32, of the largest scale at which every code decodes to a finite value.
 
-        Of int8 that includes −128, which no encoder writes, but a payload may hold.
+        The codes of int8 include −128, which no encoder writes, but a payload may hold.
         """
-        level = GRIDS[self.format].max_level if self.format in GRIDS else 1
-        level += self.format == "int8"
+        level = GRIDS[self.name].max_level if self.name in GRIDS else 1
+        level += self.name == "int8"
         largest = struct.unpack("<f", struct.pack("<I", MAX_FP32_BITS))[0]
         below = struct.unpack("<I", struct.pack("<f", largest / level))[0]
         if struct.unpack("<f", struct.pack("<I", below))[0] * level > largest:  # the quotient was rounded up
@@ -90,29 +90,29 @@ class Spec:
         return -(-numel // self.block)
 
     def groups(self, numel: int) -> list[tuple[int, int, int]]:
-        """(first block, blocks, elements of each): the whole blocks, then a shorter last one. None is empty."""
+        """Group the blocks: the whole ones, then a shorter last one; (first block, blocks, elements of each)."""
         full, tail = divmod(numel, self.block)
         both = (0, full, self.block), (full, 1, tail)
         return [(first, blocks, length) for first, blocks, length in both if blocks and length]
 
     def codes_offset(self, numel: int) -> int:
-        """First byte of the codes: scales stand before them, padded so that wide loads stay aligned."""
+        """Offset of the codes, in bytes: scales stand before them, padded so that wide loads stay aligned."""
         return -(-self.blocks(numel) * self.scale_bytes // 16) * 16
 
     def encoded_bytes(self, numel: int) -> int:
-        """Exact payload size."""
+        """Size of a payload, exactly."""
         if numel < 0:
             raise ValueError(f"codec: {numel} elements")
-        if self.format in ("fp32", "bf16"):
-            return numel * (4 if self.format == "fp32" else 2)
+        if self.name in ("fp32", "bf16"):
+            return numel * (4 if self.name == "fp32" else 2)
         full, tail = divmod(numel, self.block)
-        if self.format == "topk2":
+        if self.name == "topk2":
             return full * self.record(self.block).bytes + (self.record(tail).bytes if tail else 0)
-        bits = GRIDS[self.format].bits
+        bits = GRIDS[self.name].bits
         return self.codes_offset(numel) + full * self.block * bits // 8 + (tail * bits + 7) // 8
 
     def record(self, length: int) -> TopkRecord:
-        """ParameterMap of one block of topk2 with `length` ≥ 1 elements."""
+        """Lay out one block of topk2 with `length` ≥ 1 elements."""
         kept = min(length, max(1, ceil(self.density * length)))
         low_bits = (length // kept).bit_length() - 1
         lows_at = 2 * self.scale_bytes * 8

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels import reference_topk
-from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, SQUARES_LANES, TINY_BITS, Spec
+from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, SQUARES_LANES, TINY_BITS, PayloadFormat
 from geotrain.kernels.reference_math import (
     NAN_BITS,
     as_float,
@@ -29,45 +29,47 @@ TO_INTEGER = 8388608.0  # 2^23: adding it rounds a small fp32 to an integer, hal
 
 
 def quantize(
-    values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
+    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int
 ) -> Tensor:
-    """v = (anchor −) values + decay · residual, coded into `payload`; residual becomes v − decoded, in place.
+    """Encode v = (anchor −) values + decay · residual into `payload`; residual becomes v − decoded, in place.
 
-    All 1-D: values fp32 or bf16, anchor and residual fp32, payload uint8 of `spec.encoded_bytes`. Returns whether all
+    All 1-D: values fp32 or bf16, anchor and residual fp32, payload uint8 of `fmt.encoded_bytes`. Returns whether all
     v are finite (0-d bool). A block that is not finite is coded as zeros with a NaN scale and keeps its residual; of
     fp32 and bf16 a single element that is not finite keeps its own.
     """
     v = values.float() if anchor is None else anchor - values.float()
     if residual is not None:
-        v = v + torch.tensor(spec.error_decay, dtype=torch.float32) * residual
-    if spec.format in ("fp32", "bf16"):
+        v = v + torch.tensor(fmt.error_decay, dtype=torch.float32) * residual
+    if fmt.name in ("fp32", "bf16"):
         good = torch.isfinite(v)
-        decoded = _write_plain(v, payload, spec, seed)
+        decoded = _write_plain(v, payload, fmt, seed)
     else:
-        rows = torch.zeros(spec.blocks(v.numel()), spec.block)
+        rows = torch.zeros(fmt.blocks(v.numel()), fmt.block)
         rows.view(-1)[: v.numel()] = v
         finite = torch.isfinite(rows).all(1, keepdim=True)
         good = finite.expand_as(rows).reshape(-1)[: v.numel()]
-        code = reference_topk.encode if spec.format == "topk2" else _encode_dense
-        decoded = code(torch.where(finite, rows, 0.0), finite, v.numel(), payload, spec, seed)
+        code = reference_topk.encode if fmt.name == "topk2" else _encode_dense
+        decoded = code(torch.where(finite, rows, 0.0), finite, v.numel(), payload, fmt, seed)
     if residual is not None:
         residual.copy_(torch.where(good, v - decoded, residual))
     return good.all()
 
 
-def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, squares: Tensor | None = None) -> None:
-    """out = decoded, or with a weight: out += weight · decoded. `out`: fp32, 1-D; may be a slice.
+def dequantize(
+    payload: Tensor, out: Tensor, fmt: PayloadFormat, weight: float | None, squares: Tensor | None = None
+) -> None:
+    """Decode a payload: out = decoded, or with a weight out += weight · decoded. `out`: fp32, 1-D; may be a slice.
 
     squares: gets `sum_of_squares` of `out`.
     """
-    if spec.format == "fp32":
+    if fmt.name == "fp32":
         decoded = _aligned(payload).view(torch.float32)
-    elif spec.format == "bf16":
+    elif fmt.name == "bf16":
         decoded = as_float(_aligned(payload).view(torch.int16).to(torch.int32) << 16)
-    elif spec.format == "topk2":
-        decoded = reference_topk.decode(payload, out.numel(), spec)
+    elif fmt.name == "topk2":
+        decoded = reference_topk.decode(payload, out.numel(), fmt)
     else:
-        decoded = _decode_dense(payload, out.numel(), spec)
+        decoded = _decode_dense(payload, out.numel(), fmt)
     if weight is None:
         out.copy_(decoded)
     else:
@@ -76,15 +78,8 @@ def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, s
         squares.copy_(sum_of_squares(out))
 
 
-def add_decoded(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, weight: float) -> None:
-    """out = base + weight · decoded, summed in fp32. All 1-D: base and out fp32 or bf16, `out` may be `base`."""
-    wide = base.to(torch.float32, copy=True)
-    dequantize(payload, wide, spec, weight)
-    out.copy_(wide)
-
-
 def sum_of_squares(x: Tensor) -> Tensor:
-    """fp64: the sum of squares of each SQUARES_BLOCK elements of `x` (fp32, 1-D), the last block being shorter.
+    """Sum the squares of each SQUARES_BLOCK elements of `x` (fp32, 1-D), in fp64; the last block may be shorter.
 
     The square of an fp32 number is exact in fp64. Element i of a block is added to lane i mod SQUARES_LANES, then the
     upper half of the lanes to the lower half until one is left: an order that vectors of any width can follow.
@@ -101,27 +96,27 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return lanes.view(-1)
 
 
-def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
-    """0-d bool: every value that this payload (of the right size) decodes to is finite, every position exists."""
-    if spec.format == "fp32":
+def payload_ok(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
+    """Check, as a 0-d bool, that all values of a payload of the right size are finite, and all positions exist."""
+    if fmt.name == "fp32":
         return torch.isfinite(_aligned(payload).view(torch.float32)).all()
-    if spec.format == "bf16":
+    if fmt.name == "bf16":
         return torch.isfinite(_aligned(payload).view(torch.bfloat16)).all()
-    if spec.format == "topk2":
-        return reference_topk.payload_ok(payload, numel, spec)
-    stored = _aligned(payload[: spec.blocks(numel) * spec.scale_bytes])
-    bits = widen_scale(stored.view(spec.blocks(numel), spec.scale_bytes), spec.scale)
-    return ((bits >= 0) & (bits <= spec.max_scale_bits)).all()
+    if fmt.name == "topk2":
+        return reference_topk.payload_ok(payload, numel, fmt)
+    stored = _aligned(payload[: fmt.blocks(numel) * fmt.scale_bytes])
+    bits = widen_scale(stored.view(fmt.blocks(numel), fmt.scale_bytes), fmt.scale)
+    return ((bits >= 0) & (bits <= fmt.max_scale_bits)).all()
 
 
-def _write_plain(v: Tensor, payload: Tensor, spec: Spec, seed: int) -> Tensor:
-    """fp32 and bf16. Rounding to bf16 stops at the largest finite value: the rest stays in the residual."""
-    if spec.format == "fp32":
+def _write_plain(v: Tensor, payload: Tensor, fmt: PayloadFormat, seed: int) -> Tensor:
+    """Encode fp32 or bf16. Rounding to bf16 stops at the largest finite value: the rest stays in the residual."""
+    if fmt.name == "fp32":
         payload.copy_(v.view(torch.uint8))
         return v
     bits = as_int(v)
-    if spec.stochastic:
-        increment = random_words(-(-v.numel() // spec.block), spec.block, seed).view(-1)[: v.numel()] >> 16
+    if fmt.stochastic:
+        increment = random_words(-(-v.numel() // fmt.block), fmt.block, seed).view(-1)[: v.numel()] >> 16
     else:
         increment = 0x7FFF + ((bits >> 16) & 1)
     magnitude = ((bits & 0x7FFFFFFF) + increment) >> 16
@@ -131,38 +126,38 @@ def _write_plain(v: Tensor, payload: Tensor, spec: Spec, seed: int) -> Tensor:
     return as_float(code << 16)
 
 
-def _encode_dense(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, spec: Spec, seed: int) -> Tensor:
-    """int8 and the 4-bit formats. rows [blocks, block] fp32, zeros after the end. Returns the decoded values."""
-    grid = GRIDS[spec.format]
-    places = _places(numel, spec)
+def _encode_dense(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt: PayloadFormat, seed: int) -> Tensor:
+    """Encode int8 or a 4-bit format. rows [blocks, block] fp32, zeros after the end. Returns the decoded values."""
+    grid = GRIDS[fmt.name]
+    places = _places(numel, fmt)
     rows = torch.zeros_like(rows).view(-1).scatter_(0, places, rows.view(-1)[:numel]).view_as(rows)
     amax = magnitude_bits(rows).amax(1, keepdim=True)
-    bits = round_scale_up(as_int(as_float(amax) * torch.tensor(1.0 / grid.max_level)), spec.scale)
-    bits = torch.where(amax < TINY_BITS, 0, bits.clamp(max=spec.max_scale_bits))
+    bits = round_scale_up(as_int(as_float(amax) * torch.tensor(1.0 / grid.max_level)), fmt.scale)
+    bits = torch.where(amax < TINY_BITS, 0, bits.clamp(max=fmt.max_scale_bits))
     scale = as_float(bits)
     inverse = torch.where(bits == 0, 0.0, 1.0 / scale)
-    random = random_words(len(rows), spec.block, seed) if spec.stochastic else None
+    random = random_words(len(rows), fmt.block, seed) if fmt.stochastic else None
     code = to_code(rows.abs() * inverse, grid.mantissa, grid.max_code, random)
     decoded = torch.copysign(to_level(code, grid.mantissa) * scale, rows)
     negative = as_int(rows) < 0
-    stored = narrow_scale(torch.where(finite, bits, NAN_BITS), spec.scale).reshape(-1)
+    stored = narrow_scale(torch.where(finite, bits, NAN_BITS), fmt.scale).reshape(-1)
     payload.zero_()
     payload[: stored.numel()] = stored
     if grid.bits == 8:
         packed = torch.where(negative, -code, code).to(torch.int8).view(torch.uint8)
     else:
         nibble = (code | (negative.to(torch.int32) << 3)).to(torch.uint8)
-        packed = nibble[:, : spec.block // 2] | (nibble[:, spec.block // 2 :] << 4)
-    codes = payload[spec.codes_offset(numel) :]
+        packed = nibble[:, : fmt.block // 2] | (nibble[:, fmt.block // 2 :] << 4)
+    codes = payload[fmt.codes_offset(numel) :]
     codes.copy_(packed.reshape(-1)[: codes.numel()])
     return decoded.view(-1)[places]
 
 
-def _decode_dense(payload: Tensor, numel: int, spec: Spec) -> Tensor:
-    grid, blocks = GRIDS[spec.format], spec.blocks(numel)
-    scale = as_float(widen_scale(payload[: blocks * spec.scale_bytes].view(blocks, spec.scale_bytes), spec.scale))
-    codes = payload[spec.codes_offset(numel) :]
-    padded = torch.zeros(blocks, spec.block * grid.bits // 8, dtype=torch.uint8)
+def _decode_dense(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
+    grid, blocks = GRIDS[fmt.name], fmt.blocks(numel)
+    scale = as_float(widen_scale(payload[: blocks * fmt.scale_bytes].view(blocks, fmt.scale_bytes), fmt.scale))
+    codes = payload[fmt.codes_offset(numel) :]
+    padded = torch.zeros(blocks, fmt.block * grid.bits // 8, dtype=torch.uint8)
     padded.view(-1)[: codes.numel()] = codes
     packed = padded.to(torch.int32)
     if grid.bits == 8:
@@ -172,11 +167,11 @@ def _decode_dense(payload: Tensor, numel: int, spec: Spec) -> Tensor:
         nibble = torch.cat([packed & 15, packed >> 4], 1)
         code, negative = nibble & 7, nibble >= 8
     value = to_level(code, grid.mantissa) * scale
-    return torch.where(negative, -value, value).view(-1)[_places(numel, spec)]
+    return torch.where(negative, -value, value).view(-1)[_places(numel, fmt)]
 
 
 def to_code(x: Tensor, mantissa: int, max_code: int, random: Tensor | None) -> Tensor:
-    """Index (int32) of the grid's magnitude nearest to x ≥ 0, ties to the even index.
+    """Find the index (int32) of the grid's magnitude nearest to x ≥ 0, ties to the even index.
 
     With `random` (32-bit words as int64): one of the two neighbours, so that the expected magnitude is x.
     """
@@ -195,23 +190,26 @@ def to_code(x: Tensor, mantissa: int, max_code: int, random: Tensor | None) -> T
 
 
 def to_level(code: Tensor, mantissa: int) -> Tensor:
-    """The grid's magnitude (fp32, exact) with that index."""
+    """Look up the grid's magnitude (fp32, exact) with that index."""
     large = as_float((code << (23 - mantissa)) + ((126 + mantissa) << 23))
     return torch.where(code < (1 << mantissa), code.to(torch.float32), large)
 
 
-def _places(numel: int, spec: Spec) -> Tensor:
-    """Where each element lies in the padded rows of blocks. Nibbles pair the two halves of a block: at 4 bits the
-    second half of a shorter last block begins where that of a whole one does."""
-    places, tail = torch.arange(numel), numel % spec.block
-    if GRIDS[spec.format].bits == 4 and tail:
+def _places(numel: int, fmt: PayloadFormat) -> Tensor:
+    """Find the place of each element in the padded rows of blocks.
+
+    Nibbles pair the two halves of a block: at 4 bits the second half of a shorter last block begins where that of a
+    whole one does.
+    """
+    places, tail = torch.arange(numel), numel % fmt.block
+    if GRIDS[fmt.name].bits == 4 and tail:
         low = (tail + 1) // 2
-        places[numel - tail + low :] += spec.block // 2 - low
+        places[numel - tail + low :] += fmt.block // 2 - low
     return places
 
 
 def _aligned(payload: Tensor) -> Tensor:
-    """Payloads may be slices of received buffers: a wider view needs its own alignment."""
+    """Copy a payload that is an unaligned slice of a received buffer: a wider view needs its own alignment."""
     return payload if payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0 else payload.clone()
 
 
@@ -221,7 +219,7 @@ def _aligned(payload: Tensor) -> Tensor:
 def outer_update(
     weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep
 ) -> None:
-    """`OuterStep` on fp32 tensors of one size, in place. Without an accumulator acc is Δ itself."""
+    """Apply an `OuterStep` to fp32 tensors of one size, in place. Without an accumulator acc is Δ itself."""
     total = delta if accumulator is None else accumulator + delta
     change = _f(step.from_delta) * delta
     if step.moves_momentum:
@@ -234,7 +232,7 @@ def outer_update(
 
 
 def merge(weights: Tensor, base: Tensor, incoming: Tensor, ledger: bool, alpha: float) -> None:
-    """A region adopts global weights, in place on fp32 `weights` x and `base` (docs/algorithms.md, the ledger).
+    """Merge global weights into a region's, in place on fp32 `weights` x and `base` (docs/algorithms.md, the ledger).
 
     base = (1−α)·s + α·incoming ;  x = base − (s − x), where s is what `base` holds before: the weights when the last
     update left, so that what was committed since stays. Without the ledger, s = x: the published rule.
@@ -246,7 +244,7 @@ def merge(weights: Tensor, base: Tensor, incoming: Tensor, ledger: bool, alpha: 
 
 
 def rotate(x: Tensor, out: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> None:
-    """See `dispatch.rotate`."""
+    """Apply the rotary embedding, in fp32, rounded once."""
     a, b = x.float().chunk(2, dim=-1)
     c, s = cosine[:, None, None], (-sine if inverse else sine)[:, None, None]
     out.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
@@ -262,7 +260,7 @@ def adam(
     look_ahead: AdamStep | None,
     commit: bool,
 ) -> None:
-    """AdamW on fp32 weights and moments, in place if `commit`; `grad` fp32 or bf16.
+    """Step fp32 weights and moments by AdamW, in place if `commit`; `grad` fp32 or bf16.
 
     `out` (fp32 or bf16) gets the new weights; with `look_ahead` those after one more step with the same gradient.
     """
@@ -275,9 +273,9 @@ def adam(
 
 
 def orthogonalize(matrices: Tensor, coefficients: Coefficients) -> Tensor:
-    """[batch, rows, columns] in fp32 or bf16, computed in fp64: X = G / ‖G‖, then X ← aX + (bA + cA²)X, A = XXᵀ.
+    """Orthogonalize [batch, rows, columns], in fp64: X = G / ‖G‖, then X ← aX + (bA + cA²)X with A = XXᵀ.
 
-    This is what the others come near to, within bounds that the tests state: they sum in other orders.
+    `newton_schulz` comes near to it, within bounds that the tests state: it sums in other orders.
     """
     flip = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if flip else matrices).double()
@@ -300,5 +298,5 @@ def _adamw(x: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: AdamStep) -> tup
 
 
 def _f(x: float) -> Tensor:
-    """An fp32 scalar: a Python number would be applied in double precision."""
+    """Make an fp32 scalar: a Python number would be applied in double precision."""
     return torch.tensor(x, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Small pieces of the reference: bit views, scale types, random words."""
+"""Helpers of the reference: bit views, scale types, random words."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def as_float(bits: Tensor) -> Tensor:
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """fp32 magnitudes as int32, in the same order; infinities and NaN are the largest."""
+    """View fp32 magnitudes as int32, in the same order; infinities and NaN are the largest."""
     return as_int(x) & 0x7FFFFFFF
 
 
 def round_scale_up(bits: Tensor, scale: str) -> Tensor:
-    """fp32 bits of the smallest scale of that type that is not less."""
+    """Round fp32 bits up to a scale of that type."""
     mask = (1 << SCALE_SHIFT[scale]) - 1
     return (bits + mask) & ~mask
 
 
 def round_scale_nearest(bits: Tensor, scale: str) -> Tensor:
-    """fp32 bits of the nearest scale of that type, ties to even."""
+    """Round fp32 bits to the nearest scale of that type, ties to even."""
     shift = SCALE_SHIFT[scale]
     if shift == 0:
         return bits
@@ -39,13 +39,13 @@ def round_scale_nearest(bits: Tensor, scale: str) -> Tensor:
 
 
 def narrow_scale(bits: Tensor, scale: str) -> Tensor:
-    """fp32 bits [..., 1] → stored bytes [..., scale_bytes]."""
+    """Convert fp32 bits [..., 1] to stored bytes [..., scale_bytes]."""
     shifts = [SCALE_SHIFT[scale] + 8 * i for i in range(SCALE_BYTES[scale])]
     return torch.cat([(bits >> shift) & 0xFF for shift in shifts], -1).to(torch.uint8)
 
 
 def widen_scale(stored: Tensor, scale: str) -> Tensor:
-    """Stored bytes [..., scale_bytes] → fp32 bits [..., 1]; a set sign bit makes them negative."""
+    """Convert stored bytes [..., scale_bytes] to fp32 bits [..., 1]; a set sign bit makes them negative."""
     bits = torch.zeros_like(stored[..., :1], dtype=torch.int32)
     for i in range(SCALE_BYTES[scale]):
         bits |= stored[..., i : i + 1].to(torch.int32) << (SCALE_SHIFT[scale] + 8 * i)
@@ -53,7 +53,7 @@ def widen_scale(stored: Tensor, scale: str) -> Tensor:
 
 
 def random_words(blocks: int, block: int, seed: int) -> Tensor:
-    """32 random bits (as int64) for each element, [blocks, block], from Philox-4x32-10 keyed with `seed`.
+    """Draw 32 random bits (as int64) for each element, [blocks, block], from Philox-4x32-10 keyed with `seed`.
 
     Position p of block b takes word p // quarter of counter b · quarter + p mod quarter, quarter = block / 4.
     """
@@ -63,7 +63,7 @@ def random_words(blocks: int, block: int, seed: int) -> Tensor:
 
 
 def philox(low: Tensor, high: Tensor, seed: int) -> list[Tensor]:
-    """Philox-4x32-10 of counter (low, high, 0, 0): Salmon et al., "Parallel random numbers", SC 2011.
+    """Compute Philox-4x32-10 of counter (low, high, 0, 0): Salmon et al., "Parallel random numbers", SC 2011.
 
     Arguments and the four words of the answer are 32-bit numbers in int64.
     """

@@ -1,4 +1,4 @@
-"""The torch truth of topk2: the largest elements of each block, each as a sign and one of two magnitudes."""
+"""The reference of topk2: the largest elements of each block, each as a sign and one of two magnitudes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from geotrain.kernels.payload_format import TINY_BITS, Spec, TopkRecord
+from geotrain.kernels.payload_format import TINY_BITS, PayloadFormat, TopkRecord
 from geotrain.kernels.reference_math import (
     NAN_BITS,
     as_float,
@@ -20,38 +20,38 @@ from geotrain.kernels.reference_math import (
 )
 
 
-def encode(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, spec: Spec, seed: int) -> Tensor:
-    """rows [blocks, block] fp32, zeros after the end. Fills `payload`, returns the decoded values [numel].
+def encode(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt: PayloadFormat, seed: int) -> Tensor:
+    """Encode rows [blocks, block] of fp32, zeros after the end, into `payload`; returns the decoded values [numel].
 
     Kept are the `kept` largest magnitudes; among equals, the earlier. The two magnitudes are the means of the kept
     elements above and not above their common mean, found in 16-bit fixed point: integer sums have no order.
     """
     decoded = torch.zeros_like(rows)
-    random = random_words(len(rows), spec.block, seed) if spec.stochastic else None
-    size = spec.record(spec.block).bytes
-    for first, count, length in spec.groups(numel):
-        record, group = spec.record(length), slice(first, first + count)
+    random = random_words(len(rows), fmt.block, seed) if fmt.stochastic else None
+    size = fmt.record(fmt.block).bytes
+    for first, count, length in fmt.groups(numel):
+        record, group = fmt.record(length), slice(first, first + count)
         words = None if random is None else random[group, :length]
-        records, decoded[group, :length] = _encode_rows(rows[group, :length], finite[group], record, spec, words)
+        records, decoded[group, :length] = _encode_rows(rows[group, :length], finite[group], record, fmt, words)
         payload[first * size : first * size + records.numel()] = records.view(-1)
     return decoded.view(-1)[:numel]
 
 
-def decode(payload: Tensor, numel: int, spec: Spec) -> Tensor:
-    out = torch.zeros(spec.blocks(numel), spec.block)
-    for first, records, record in _records(payload, numel, spec):
-        low, high = (as_float(bits) for bits in _scales(records, spec))
+def decode(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
+    out = torch.zeros(fmt.blocks(numel), fmt.block)
+    for first, records, record in _records(payload, numel, fmt):
+        low, high = (as_float(bits) for bits in _scales(records, fmt))
         position, which, negative = _positions(records, record)
         level = torch.where(which, high, low)
         out[first : first + len(records)].scatter_(1, position, torch.where(negative, -level, level))
     return out.view(-1)[:numel]
 
 
-def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
+def payload_ok(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
     ok = torch.tensor(True)
-    for _, records, record in _records(payload, numel, spec):
-        for bits in _scales(records, spec):
-            ok = ok & ((bits >= 0) & (bits <= spec.max_scale_bits)).all()
+    for _, records, record in _records(payload, numel, fmt):
+        for bits in _scales(records, fmt):
+            ok = ok & ((bits >= 0) & (bits <= fmt.max_scale_bits)).all()
         if record.kept == record.length:
             continue
         ok = ok & (_high_bits(records, record).sum(1) == record.kept).all()
@@ -60,21 +60,22 @@ def payload_ok(payload: Tensor, numel: int, spec: Spec) -> Tensor:
     return ok
 
 
-def _records(payload: Tensor, numel: int, spec: Spec) -> Iterator[tuple[int, Tensor, TopkRecord]]:
-    """(first block, records [blocks, bytes], their layout) for each group of blocks of one length."""
-    for first, count, length in spec.groups(numel):
-        record, begin = spec.record(length), first * spec.record(spec.block).bytes
+def _records(payload: Tensor, numel: int, fmt: PayloadFormat) -> Iterator[tuple[int, Tensor, TopkRecord]]:
+    """Split a payload into groups of blocks of one length; yields (first block, records [blocks, bytes], their
+    form)."""
+    for first, count, length in fmt.groups(numel):
+        record, begin = fmt.record(length), first * fmt.record(fmt.block).bytes
         yield first, payload[begin : begin + count * record.bytes].view(count, record.bytes), record
 
 
 def _encode_rows(
-    rows: Tensor, finite: Tensor, record: TopkRecord, spec: Spec, random: Tensor | None
+    rows: Tensor, finite: Tensor, record: TopkRecord, fmt: PayloadFormat, random: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     order = torch.sort(magnitude_bits(rows), dim=1, descending=True, stable=True).indices
     position = torch.sort(order[:, : record.kept], dim=1).values
     kept = torch.gather(rows, 1, position)
     magnitude = kept.abs()
-    low, high = _two_magnitudes(magnitude, record.kept, spec)
+    low, high = _two_magnitudes(magnitude, record.kept, fmt)
     if random is None:
         which = magnitude > as_float(low) * 0.5 + as_float(high) * 0.5
     else:
@@ -88,7 +89,7 @@ def _encode_rows(
         high_bits.scatter_(1, (position >> record.low_bits) + torch.arange(record.kept), 1)
     low_bits = (position[:, :, None] >> torch.arange(record.low_bits)) & 1
     value_bits = torch.stack([which, as_int(kept) < 0], 2)
-    scales = [narrow_scale(torch.where(finite, bits, NAN_BITS), spec.scale) for bits in (low, high)]
+    scales = [narrow_scale(torch.where(finite, bits, NAN_BITS), fmt.scale) for bits in (low, high)]
     strings = [_unpack(torch.cat(scales, 1)), *(b.reshape(len(rows), -1) for b in (low_bits, high_bits, value_bits))]
     bits = torch.zeros(len(rows), record.bytes * 8, dtype=torch.int32)  # zeros after the end
     string = torch.cat(strings, 1)
@@ -96,8 +97,8 @@ def _encode_rows(
     return (bits.view(len(rows), record.bytes, 8) << torch.arange(8)).sum(2).to(torch.uint8), decoded
 
 
-def _two_magnitudes(magnitude: Tensor, kept: int, spec: Spec) -> tuple[Tensor, Tensor]:
-    """fp32 bits [rows, 1] of the low and the high magnitude, rounded to the scale's type."""
+def _two_magnitudes(magnitude: Tensor, kept: int, fmt: PayloadFormat) -> tuple[Tensor, Tensor]:
+    """Compute the low and the high magnitude, fp32 bits [rows, 1], rounded to the scale's type."""
     amax = magnitude_bits(magnitude).amax(1, keepdim=True)
     exponent = (amax >> 23).clamp(min=TINY_BITS >> 23)
     fixed = (magnitude * as_float((269 - exponent) << 23)).to(torch.int32)  # the largest lies in [2^15, 2^16)
@@ -108,13 +109,13 @@ def _two_magnitudes(magnitude: Tensor, kept: int, spec: Spec) -> tuple[Tensor, T
     unit = as_float((exponent - 15) << 23)
     low = sum_low.float() / (kept - count_high).float() * unit
     high = torch.where(count_high > 0, sum_high.float() / count_high.clamp(min=1).float() * unit, low)
-    rounded = [round_scale_nearest(as_int(x), spec.scale).clamp(max=spec.max_scale_bits) for x in (low, high)]
+    rounded = [round_scale_nearest(as_int(x), fmt.scale).clamp(max=fmt.max_scale_bits) for x in (low, high)]
     return torch.where(amax < TINY_BITS, 0, rounded[0]), torch.where(amax < TINY_BITS, 0, rounded[1])
 
 
-def _scales(records: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    size = spec.scale_bytes
-    return widen_scale(records[:, :size], spec.scale), widen_scale(records[:, size : 2 * size], spec.scale)
+def _scales(records: Tensor, fmt: PayloadFormat) -> tuple[Tensor, Tensor]:
+    size = fmt.scale_bytes
+    return widen_scale(records[:, :size], fmt.scale), widen_scale(records[:, size : 2 * size], fmt.scale)
 
 
 def _high_bits(records: Tensor, record: TopkRecord) -> Tensor:
@@ -122,7 +123,7 @@ def _high_bits(records: Tensor, record: TopkRecord) -> Tensor:
 
 
 def _positions(records: Tensor, record: TopkRecord) -> tuple[Tensor, Tensor, Tensor]:
-    """(position, whether the high magnitude, whether negative) of each kept element, all [rows, kept]."""
+    """Read (position, whether the high magnitude, whether negative) of each kept element, all [rows, kept]."""
     rows, bits = len(records), _unpack(records)
     values = bits[:, record.values_at : record.values_at + 2 * record.kept].reshape(rows, record.kept, 2)
     if record.kept == record.length:
@@ -136,6 +137,6 @@ def _positions(records: Tensor, record: TopkRecord) -> tuple[Tensor, Tensor, Ten
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """[rows, bytes] → [rows, 8 · bytes] of 0 and 1, least significant bit first."""
+    """Unpack [rows, bytes] to [rows, 8 · bytes] of 0 and 1, least significant bit first."""
     bits = (packed[:, :, None].to(torch.int64) >> torch.arange(8)) & 1
     return bits.reshape(len(packed), packed.shape[1] * 8)

@@ -58,8 +58,10 @@ class AdamStep:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """grad_scale, β1, 1−β1, β2, 1−β2, scale of √v, ε, rate of the direction, rate of the decay: as the kernels
-        take them, in this order."""
+        """Coefficients as the kernels take them, in this order.
+
+        grad_scale, β1, 1−β1, β2, 1−β2, scale of √v, ε, rate of the direction, rate of the decay.
+        """
         rate, root_scale = self.lr / (1 - self.beta1**self.step), (1 - self.beta2**self.step) ** -0.5
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
         return tuple(map(float, (self.grad_scale, *betas, root_scale, self.eps, rate, self.lr * self.weight_decay)))

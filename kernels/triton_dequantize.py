@@ -1,4 +1,4 @@
-"""dequantize, plain and accumulating with a weight, into fp32: one pass, each program takes ROWS blocks."""
+"""Decoding, plain and accumulating with a weight: one pass, each program takes ROWS blocks."""
 
 # mypy: allow-untyped-defs
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels import triton_topk
-from geotrain.kernels.payload_format import GRIDS, SCALE_SHIFT, SQUARES_BLOCK, SQUARES_LANES, Spec
+from geotrain.kernels.payload_format import GRIDS, SCALE_SHIFT, PayloadFormat
 from geotrain.kernels.triton_math import aligned_parts, as_float, as_int, put, to_level
 
 ELEMENTS = 4096  # of one program
@@ -21,7 +21,7 @@ STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @triton.jit
 def signed_value(code, scale, MANTISSA: tl.constexpr):
-    """Value of a 4-bit code."""
+    """Decode a 4-bit code."""
     return as_float(as_int(to_level(code & 7, MANTISSA) * scale) ^ ((code & 8) << 28))
 
 
@@ -31,7 +31,7 @@ def dequantize_dense(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, SCALE_SHIFT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, BASE_BF16: tl.constexpr, OUT_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, first + rows)."""
+    """Decode blocks [first, first + rows)."""
     WIDTH: tl.constexpr = BLOCK // 2 if PACKED else BLOCK
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (first + row).to(tl.int64)
@@ -60,7 +60,7 @@ def dequantize_dense(
 
 @triton.jit
 def dequantize_plain(codes, out, numel, weight, ELEMENTS: tl.constexpr, WIDE: tl.constexpr, ACCUMULATE: tl.constexpr):
-    """fp32 (WIDE, given as int32) and bf16 (given as int16)."""
+    """Decode fp32 (WIDE, given as int32) or bf16 (given as int16)."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     code = tl.load(codes + at, mask=at < numel, other=0).to(tl.int32)
     if WIDE:
@@ -70,26 +70,14 @@ def dequantize_plain(codes, out, numel, weight, ELEMENTS: tl.constexpr, WIDE: tl
     put(out, out, at, at < numel, value, weight, ACCUMULATE)
 
 
-@triton.jit
-def sum_of_squares(x, numel, squares, BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """Program b: the lanes' sums of block b; as `reference.sum_of_squares` before it adds the lanes."""
-    start, lane = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, LANES)
-    total = tl.zeros((LANES,), tl.float64)
-    for row in range(0, BLOCK, LANES):
-        at = start + row + lane
-        wide = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float64)
-        total += wide * wide
-    tl.store(squares + tl.program_id(0).to(tl.int64) * LANES + lane, total)
-
-
-def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, squares: Tensor | None = None) -> None:
-    """As `reference.dequantize`, on the current stream, without waiting for the device."""
+def dequantize(payload: Tensor, out: Tensor, fmt: PayloadFormat, weight: float | None) -> None:
+    """Decode into `out`, or onto it with a weight, on the current stream, without waiting for the device."""
     payload = payload if payload.data_ptr() % 16 == 0 else payload.clone()  # a slice of a received buffer
     numel, common = out.numel(), _common(weight)
-    if spec.format == "topk2":
-        triton_topk.launch_dequantize(payload, out, spec, common)
-    elif spec.format in ("fp32", "bf16"):
-        wide = spec.format == "fp32"
+    if fmt.name == "topk2":
+        triton_topk.launch_dequantize(payload, out, fmt, common)
+    elif fmt.name in ("fp32", "bf16"):
+        wide = fmt.name == "fp32"
         codes = payload.view(torch.int32 if wide else torch.int16)
         for part in aligned_parts(numel):
             count = part.stop - part.start
@@ -97,39 +85,30 @@ def dequantize(payload: Tensor, out: Tensor, spec: Spec, weight: float | None, s
                 codes[part], out[part], count, ELEMENTS=ELEMENTS, WIDE=wide, **common
             )
     else:
-        _launch_dense(payload, out, out, spec, common)
-    if squares is not None and numel:
-        lanes = torch.empty(squares.numel(), SQUARES_LANES, dtype=torch.float64, device=out.device)
-        sum_of_squares[(squares.numel(),)](
-            out, numel, lanes, BLOCK=SQUARES_BLOCK, LANES=SQUARES_LANES, enable_fp_fusion=False, num_warps=1
-        )
-        while lanes.shape[1] > 1:
-            low, high = lanes.chunk(2, dim=1)
-            lanes = low + high
-        squares.copy_(lanes.view(-1))
+        _launch_dense(payload, out, out, fmt, common)
 
 
-def add_decoded(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, weight: float) -> None:
-    """As `reference.add_decoded`, on the current stream, without waiting for the device."""
+def add_decoded(payload: Tensor, base: Tensor, out: Tensor, fmt: PayloadFormat, weight: float) -> None:
+    """Decode onto a base, on the current stream, without waiting for the device."""
     payload = payload if payload.data_ptr() % 16 == 0 else payload.clone()
-    _launch_dense(payload, base, out, spec, _common(weight))
+    _launch_dense(payload, base, out, fmt, _common(weight))
 
 
 def _common(weight: float | None) -> dict[str, Any]:
     return {"weight": weight or 0.0, "ACCUMULATE": weight is not None, "enable_fp_fusion": False}
 
 
-def _launch_dense(payload: Tensor, base: Tensor, out: Tensor, spec: Spec, common: dict[str, Any]) -> None:
-    """int8 and the 4-bit formats."""
-    grid, numel = GRIDS[spec.format], out.numel()
-    scales = payload[: spec.blocks(numel) * spec.scale_bytes].view(STORED[spec.scale_bytes])
-    codes = payload[spec.codes_offset(numel) :]
+def _launch_dense(payload: Tensor, base: Tensor, out: Tensor, fmt: PayloadFormat, common: dict[str, Any]) -> None:
+    """Launch the decoding of int8 or a 4-bit format."""
+    grid, numel = GRIDS[fmt.name], out.numel()
+    scales = payload[: fmt.blocks(numel) * fmt.scale_bytes].view(STORED[fmt.scale_bytes])
+    codes = payload[fmt.codes_offset(numel) :]
     base_bf16, out_bf16 = base.dtype == torch.bfloat16, out.dtype == torch.bfloat16
     base, out = base.view(torch.int16) if base_bf16 else base, out.view(torch.int16) if out_bf16 else out
-    for first, rows, length in spec.groups(numel):
-        rows_of = max(ELEMENTS // spec.block, 1) if length == spec.block else 1
+    for first, rows, length in fmt.groups(numel):
+        rows_of = max(ELEMENTS // fmt.block, 1) if length == fmt.block else 1
         dequantize_dense[(triton.cdiv(rows, rows_of),)](
-            scales, codes, base, out, first, rows, numel, BLOCK=spec.block, ROWS=rows_of, TAIL=length < spec.block,
-            MANTISSA=grid.mantissa, SCALE_SHIFT=SCALE_SHIFT[spec.scale], PACKED=grid.bits == 4,
+            scales, codes, base, out, first, rows, numel, BLOCK=fmt.block, ROWS=rows_of, TAIL=length < fmt.block,
+            MANTISSA=grid.mantissa, SCALE_SHIFT=SCALE_SHIFT[fmt.scale], PACKED=grid.bits == 4,
             BASE_BF16=base_bf16, OUT_BF16=out_bf16, **common,
         )  # fmt: skip

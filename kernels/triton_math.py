@@ -20,13 +20,15 @@ SIGN = tl.constexpr(-0x80000000)
 
 
 def num_warps(threads: int) -> int:
-    """So many threads, in the units that the device has: AMD's warps have 64."""
+    """Count the warps of so many threads: AMD's have 64."""
     return max(threads // (64 if torch.version.hip else 32), 1)
 
 
 def aligned_parts(numel: int) -> list[slice]:
-    """What wide accesses reach, and the last few elements, if any: with a limit that is no multiple of ALIGNED, every
-    element of a tensor would be accessed by itself."""
+    """Split a tensor into what wide accesses reach, and the last few elements, if any.
+
+    With a limit that is no multiple of ALIGNED, every element would be accessed by itself.
+    """
     whole = numel - numel % ALIGNED
     return [part for part in (slice(0, whole), slice(whole, numel)) if part.start < part.stop]
 
@@ -43,13 +45,13 @@ def as_float(bits):
 
 @triton.jit
 def copy_sign(magnitude, x):
-    """magnitude ≥ 0 with the sign of x."""
+    """Give a magnitude ≥ 0 the sign of x."""
     return as_float(as_int(magnitude) | (as_int(x) & SIGN))
 
 
 @triton.jit
 def read_float(pointer, offset, mask, IS_BF16: tl.constexpr):
-    """fp32 values; a bf16 tensor is given as int16, so that every target widens it exactly."""
+    """Load values as fp32; a bf16 tensor is given as int16, so that every target widens it exactly."""
     if IS_BF16:
         value = as_float(tl.load(pointer + offset, mask=mask, other=0).to(tl.int32) << 16)
     else:
@@ -61,7 +63,7 @@ def read_float(pointer, offset, mask, IS_BF16: tl.constexpr):
 def read_meant(
     values, anchor, residual, at, mask, decay, VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr
 ):
-    """What is to be coded: v = (anchor −) values + decay · residual."""
+    """Load the values to encode: v = (anchor −) values + decay · residual."""
     v = read_float(values, at, mask, VALUES_BF16)
     if ANCHOR:
         v = tl.load(anchor + at, mask=mask, other=0.0) - v
@@ -72,7 +74,7 @@ def read_meant(
 
 @triton.jit
 def to_bf16(x):
-    """int16 bits of x rounded to bf16, half to even; NaN stays NaN."""
+    """Round x to bf16, half to even, as int16 bits; NaN stays NaN."""
     bits = as_int(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & MAGNITUDE) > INFINITY_BITS, 0x7FC0, rounded).to(tl.int16)
@@ -83,7 +85,7 @@ def put(
     base, out, at, mask, value, weight,
     ACCUMULATE: tl.constexpr, BASE_BF16: tl.constexpr = False, OUT_BF16: tl.constexpr = False,
 ):  # fmt: skip
-    """out = value, or out = base + weight · value; `base` may be `out`."""
+    """Store out = value, or out = base + weight · value; `base` may be `out`."""
     if ACCUMULATE:
         value = read_float(base, at, mask, BASE_BF16) + weight * value
     if OUT_BF16:
@@ -101,20 +103,20 @@ def note_bad(finite, is_bad):
 
 @triton.jit
 def uniform(words):
-    """24 random bits of each 32-bit word as fp32 in [0, 1)."""
+    """Convert 24 bits of each random 32-bit word to fp32 in [0, 1)."""
     return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def random_words(seed, counter):
-    """Four words of Philox-4x32-10 for each int64 counter; as `reference_math.random_words`."""
+    """Draw four words of Philox-4x32-10 for each int64 counter (`reference_math.random_words`)."""
     zero = tl.zeros_like(counter).to(tl.uint32)
     return tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
 
 
 @triton.jit
 def to_code(x, words, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Index of the nearest magnitude of the grid, ties to the even index; or stochastically one of the neighbours."""
+    """Find the grid's nearest magnitude, ties to the even index, or stochastically a neighbour; returns its index."""
     if STOCHASTIC:
         whole = x.to(tl.int32)
         code = whole + (uniform(words) < x - whole.to(tl.float32)).to(tl.int32)
@@ -134,7 +136,7 @@ def to_code(x, words, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr, STOCHASTIC
 
 @triton.jit
 def to_level(code, MANTISSA: tl.constexpr):
-    """The grid's magnitude (exact) with that index."""
+    """Look up the grid's magnitude (exact) with that index."""
     level = code.to(tl.float32)
     if MANTISSA < 3:
         large = as_float((code << (23 - MANTISSA)) + ((126 + MANTISSA) << 23))

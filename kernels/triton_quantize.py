@@ -1,4 +1,4 @@
-"""quantize for fp32, bf16, int8 and the 4-bit formats: one pass, each program takes ROWS blocks.
+"""Encoding of fp32, bf16, int8 and the 4-bit formats: one pass, each program takes ROWS blocks.
 
 A block is four streams of a quarter each: that is how the random words fall, and nibbles pair stream 0 with 2 and
 1 with 3. The shorter last block gets a launch of its own, so that the common one keeps aligned wide accesses.
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels import triton_topk
-from geotrain.kernels.payload_format import GRIDS, SCALE_SHIFT, Spec
+from geotrain.kernels.payload_format import GRIDS, SCALE_SHIFT, PayloadFormat
 from geotrain.kernels.triton_math import (
     INFINITY_BITS,
     MAGNITUDE,
@@ -37,7 +37,7 @@ STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @triton.jit
 def stream_at(start, j, length, S: tl.constexpr, QUARTER: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):
-    """(element offsets, mask) of stream S of the rows; FOLD: in a shorter block the halves are of equal length."""
+    """Find (element offsets, mask) of stream S of the rows; FOLD: halves of a shorter block are of equal length."""
     if FOLD and TAIL:
         half = (length + 1) // 2
         if S < 2:
@@ -55,7 +55,7 @@ def stream_at(start, j, length, S: tl.constexpr, QUARTER: tl.constexpr, FOLD: tl
 
 @triton.jit
 def code_stream(v, inverse, scale, words, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """(code without sign, what is left of v)."""
+    """Encode; returns (code without sign, what is left of v)."""
     code = to_code(tl.abs(v) * inverse, words, MANTISSA, MAX_CODE, STOCHASTIC)
     return code, v - copy_sign(to_level(code, MANTISSA) * scale, v)
 
@@ -73,7 +73,7 @@ def quantize_dense(
     SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES_BF16: tl.constexpr,
     ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [first, first + rows). all_finite: cleared where a block was not finite."""
+    """Encode blocks [first, first + rows). all_finite: cleared where a block was not finite."""
     QUARTER: tl.constexpr = BLOCK // 4
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (first + row).to(tl.int64)
@@ -136,7 +136,8 @@ def quantize_dense(
 
 @triton.jit
 def code_plain(v, words, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """(code, what is left of v) for fp32 (WIDE) and bf16; the largest finite bf16 instead of infinity."""
+    """Encode fp32 (WIDE) or bf16, whose largest finite value stands for infinity; returns (code, what is left of
+    v)."""
     bits = as_int(v)
     if WIDE:
         code = bits
@@ -159,7 +160,7 @@ def quantize_plain(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """fp32 and bf16: blocks [first, first + rows). all_finite: cleared where an element was not finite."""
+    """Encode blocks [first, first + rows) of fp32 or bf16. all_finite: cleared where an element was not finite."""
     QUARTER: tl.constexpr = BLOCK // 4
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (first + row).to(tl.int64)
@@ -186,44 +187,44 @@ def quantize_plain(
 
 
 def warps(block: int, length: int) -> int:
-    """For at most 16 elements a thread; a shorter block, which has masks for each, 8: with 16, sm_120 spills."""
+    """Choose warps for at most 16 elements a thread; for 8 of a shorter block, whose masks would spill on sm_120."""
     return num_warps(max(THREADS, block // (16 if length == block else 8)))
 
 
 def quantize(
-    values: Tensor, payload: Tensor, spec: Spec, anchor: Tensor | None, residual: Tensor | None, seed: int
+    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int
 ) -> Tensor:
-    """As `reference.quantize`, on the current stream, without waiting for the device."""
-    numel, bf16, blocks = values.numel(), values.dtype == torch.bfloat16, spec.blocks(values.numel())
+    """Encode into `payload`, on the current stream, without waiting for the device."""
+    numel, bf16, blocks = values.numel(), values.dtype == torch.bfloat16, fmt.blocks(values.numel())
     inputs = values.view(torch.int16) if bf16 else values, anchor, residual
     all_finite = torch.ones(1, dtype=torch.int32, device=values.device)
     common = {
-        "decay": spec.error_decay, "seed": seed & (2**64 - 1), "BLOCK": spec.block, "STOCHASTIC": spec.stochastic,
+        "decay": fmt.error_decay, "seed": seed & (2**64 - 1), "BLOCK": fmt.block, "STOCHASTIC": fmt.stochastic,
         "VALUES_BF16": bf16, "ANCHOR": anchor is not None, "RESIDUAL": residual is not None,
         "enable_fp_fusion": False,
     }  # fmt: skip
-    rows_each = max(ELEMENTS // spec.block, 1)
-    if spec.format == "topk2":
-        triton_topk.launch_quantize(inputs, payload, all_finite, numel, spec, common)
-    elif spec.format in ("fp32", "bf16"):
-        wide = spec.format == "fp32"
+    rows_each = max(ELEMENTS // fmt.block, 1)
+    if fmt.name == "topk2":
+        triton_topk.launch_quantize(inputs, payload, all_finite, numel, fmt, common)
+    elif fmt.name in ("fp32", "bf16"):
+        wide = fmt.name == "fp32"
         codes = payload.view(torch.int32 if wide else torch.int16)
-        for first, rows, length in spec.groups(numel):
-            rows_of = rows_each if length == spec.block else 1
+        for first, rows, length in fmt.groups(numel):
+            rows_of = rows_each if length == fmt.block else 1
             quantize_plain[(triton.cdiv(rows, rows_of),)](
                 *inputs, codes, all_finite, first, rows, numel,
-                ROWS=rows_of, TAIL=length < spec.block, WIDE=wide, num_warps=warps(spec.block, length), **common,
+                ROWS=rows_of, TAIL=length < fmt.block, WIDE=wide, num_warps=warps(fmt.block, length), **common,
             )  # fmt: skip
     else:
-        grid, offset, scale_bytes = GRIDS[spec.format], spec.codes_offset(numel), blocks * spec.scale_bytes
-        scales, codes = payload[:scale_bytes].view(STORED[spec.scale_bytes]), payload[offset:]
-        for first, rows, length in spec.groups(numel):
-            rows_of = rows_each if length == spec.block else 1
+        grid, offset, scale_bytes = GRIDS[fmt.name], fmt.codes_offset(numel), blocks * fmt.scale_bytes
+        scales, codes = payload[:scale_bytes].view(STORED[fmt.scale_bytes]), payload[offset:]
+        for first, rows, length in fmt.groups(numel):
+            rows_of = rows_each if length == fmt.block else 1
             quantize_dense[(triton.cdiv(rows, rows_of),)](
                 *inputs, scales, codes, all_finite, first, rows, numel, offset - scale_bytes,
-                inverse_level=1.0 / grid.max_level, ROWS=rows_of, TAIL=length < spec.block,
-                MANTISSA=grid.mantissa, MAX_CODE=grid.max_code, SCALE_SHIFT=SCALE_SHIFT[spec.scale],
-                MAX_SCALE_BITS=spec.max_scale_bits, PACKED=grid.bits == 4,
-                num_warps=warps(spec.block, length), **common,
+                inverse_level=1.0 / grid.max_level, ROWS=rows_of, TAIL=length < fmt.block,
+                MANTISSA=grid.mantissa, MAX_CODE=grid.max_code, SCALE_SHIFT=SCALE_SHIFT[fmt.scale],
+                MAX_SCALE_BITS=fmt.max_scale_bits, PACKED=grid.bits == 4,
+                num_warps=warps(fmt.block, length), **common,
             )  # fmt: skip
     return all_finite.view(torch.bool)[0]  # its lowest byte: a comparison would be a launch of its own

@@ -1,4 +1,4 @@
-"""The rotary embedding, in one pass."""
+"""The rotary embedding in one pass."""
 
 # mypy: allow-untyped-defs
 
@@ -19,7 +19,7 @@ def rotate_kernel(
     x, out, cosine, sine, batch, heads, half, by_token, by_sample, by_head,
     HEADS: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """A program takes some heads of one token. HALF: `half`, up to the next power of two."""
+    """Rotate some heads of one token. HALF: `half`, up to the next power of two."""
     row = tl.program_id(0).to(tl.int64)
     token, sample = row // batch, row % batch
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -40,7 +40,7 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, out: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> None:
-    """As `reference.rotate`."""
+    """Apply the rotary embedding, on the current stream, without waiting for the device."""
     length, batch, heads, size = x.shape
     bf16 = x.dtype == torch.bfloat16
     padded = triton.next_power_of_2(size // 2)

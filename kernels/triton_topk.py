@@ -1,4 +1,4 @@
-"""topk2: quantize and dequantize, one program a block. Bits as in `reference_topk`."""
+"""Encoding and decoding of topk2, one program a block. Bits as in `reference_topk`."""
 
 # mypy: allow-untyped-defs
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geotrain.kernels.payload_format import SCALE_SHIFT, Spec, TopkRecord
+from geotrain.kernels.payload_format import SCALE_SHIFT, PayloadFormat, TopkRecord
 from geotrain.kernels.triton_math import (
     INFINITY_BITS,
     MAGNITUDE,
@@ -40,7 +40,7 @@ def put_bits(words, first, value, mask):
 
 @triton.jit
 def get_bits(words, first, mask, COUNT: tl.constexpr):
-    """COUNT ≤ 16 bits of the bit string at `first`, as int32."""
+    """Read COUNT ≤ 16 bits of the bit string at `first`, as int32."""
     low = tl.load(words + first // 32, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
     crosses = mask & (first % 32 + COUNT > 32)
     high = tl.load(words + first // 32 + 1, mask=crosses, other=0).to(tl.int64)
@@ -49,7 +49,7 @@ def get_bits(words, first, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def round_scale(x, SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
-    """fp32 bits of x ≥ 0 rounded to the scale's type, half to even."""
+    """Round x ≥ 0 to the scale's type, half to even; returns fp32 bits."""
     bits = as_int(x)
     if SCALE_SHIFT > 0:
         bits = ((bits + ((1 << (SCALE_SHIFT - 1)) - 1) + ((bits >> SCALE_SHIFT) & 1)) >> SCALE_SHIFT) << SCALE_SHIFT
@@ -64,7 +64,8 @@ def quantize_topk(
     SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Block first + program. `words`: the payload as int32, zeros. all_finite: cleared where a block was not."""
+    """Encode block first + program. `words`: the payload as int32, zeros. all_finite: cleared where a block was
+    not."""
     block = (first + tl.program_id(0)).to(tl.int64)
     inside = tl.arange(0, BLOCK)
     mask = inside < LENGTH
@@ -147,8 +148,10 @@ def dequantize_topk(
     HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
     SCALE_SHIFT: tl.constexpr, HIGH_BITS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Adds (or writes) the kept elements of block first + program. HIGH_BITS: power of two ≥ the number of highs, or
-    of elements where all are kept."""
+    """Add (or write) the kept elements of block first + program.
+
+    HIGH_BITS: power of two ≥ the number of highs, or of elements where all are kept.
+    """
     block = (first + tl.program_id(0)).to(tl.int64)
     words += block * FULL_WORDS
     SCALE_BITS: tl.constexpr = 32 - SCALE_SHIFT if SCALE_SHIFT < 23 else 8
@@ -183,40 +186,43 @@ def launch_quantize(
     payload: Tensor,
     all_finite: Tensor,
     numel: int,
-    spec: Spec,
+    fmt: PayloadFormat,
     common: dict[str, Any],
 ) -> None:
-    """The launches of `triton_quantize.quantize` for topk2."""
+    """Launch the encoding of a payload."""
     payload.zero_()  # the kernel ors bits in
-    for first, rows, length in spec.groups(numel):
+    for first, rows, length in fmt.groups(numel):
         quantize_topk[(rows,)](
-            *inputs, payload.view(torch.int32), all_finite, first, MAX_SCALE_BITS=spec.max_scale_bits,
-            num_warps=num_warps(threads(spec.block)), **_constants(spec.record(length), spec), **common,
+            *inputs, payload.view(torch.int32), all_finite, first, MAX_SCALE_BITS=fmt.max_scale_bits,
+            num_warps=num_warps(threads(fmt.block)), **_constants(fmt.record(length), fmt), **common,
         )  # fmt: skip
 
 
 def threads(block: int) -> int:
-    """For one block: four elements each. With more than eight, the bisection's values no longer fit into registers;
-    with fewer, its 31 sums wait for more warps than they have work for."""
+    """Choose threads for one block: four elements each.
+
+    With more than eight, the bisection's values no longer fit into registers; with fewer, its 31 sums wait for more
+    warps than they have work for.
+    """
     return min(max(block // 4, 32), 1024)
 
 
-def launch_dequantize(payload: Tensor, out: Tensor, spec: Spec, common: dict[str, Any]) -> None:
-    """The launches of `triton_dequantize.dequantize` for topk2."""
+def launch_dequantize(payload: Tensor, out: Tensor, fmt: PayloadFormat, common: dict[str, Any]) -> None:
+    """Launch the decoding of a payload."""
     if not common["ACCUMULATE"]:
         out.zero_()
-    for first, rows, length in spec.groups(out.numel()):
-        record = spec.record(length)
+    for first, rows, length in fmt.groups(out.numel()):
+        record = fmt.record(length)
         high_bits = triton.next_power_of_2(max(record.values_at - record.highs_at, length))
         dequantize_topk[(rows,)](
-            payload.view(torch.int32), out, first, BLOCK=spec.block, HIGH_BITS=high_bits,
-            **_constants(record, spec), **common,
+            payload.view(torch.int32), out, first, BLOCK=fmt.block, HIGH_BITS=high_bits,
+            **_constants(record, fmt), **common,
         )  # fmt: skip
 
 
-def _constants(record: TopkRecord, spec: Spec) -> dict[str, int]:
+def _constants(record: TopkRecord, fmt: PayloadFormat) -> dict[str, int]:
     return {
         "LENGTH": record.length, "KEPT": record.kept, "LOW_BITS": record.low_bits, "LOWS_AT": record.lows_at,
         "HIGHS_AT": record.highs_at, "VALUES_AT": record.values_at,
-        "FULL_WORDS": spec.record(spec.block).bytes // 4, "SCALE_SHIFT": SCALE_SHIFT[spec.scale],
+        "FULL_WORDS": fmt.record(fmt.block).bytes // 4, "SCALE_SHIFT": SCALE_SHIFT[fmt.scale],
     }  # fmt: skip

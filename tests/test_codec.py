@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from geotrain.config import CodecConfig, ConfigError, codec_config, parse
 from geotrain.kernels import reference
-from geotrain.kernels.payload_format import FORMATS, Spec
+from geotrain.kernels.payload_format import FORMATS, PayloadFormat
 from geotrain.outer.codec import CodecError, NonFiniteError, make_codec
 
 LEVELS = {
@@ -265,7 +265,7 @@ def test_a_hostile_payload_is_refused_or_decodes_to_finite_values(name, numel, n
     assert torch.isfinite(fenced).all()
     assert (fenced[:32] == 5.0).all() and (fenced[-32:] == 5.0).all()
     wanted = torch.zeros(numel)
-    reference.dequantize(payload, wanted, Spec(name, block=64), None, None)
+    reference.dequantize(payload, wanted, PayloadFormat(name, block=64), None, None)
     assert torch.equal(fenced[32 : 32 + numel], wanted)
 
 
@@ -302,4 +302,4 @@ def test_a_block_that_the_kernels_do_not_take_is_a_config_error():
     with pytest.raises(ConfigError, match="block = 100"):
         parse(CodecConfig, {"name": "int4", "block": 100}, "run.json")
     with pytest.raises(ValueError, match="block = 100 must be a power of two from 32 to 4096"):
-        Spec("int4", block=100)
+        PayloadFormat("int4", block=100)

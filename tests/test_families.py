@@ -1,4 +1,4 @@
-"""What every model family keeps: its names and shapes for ever, and one way to say them."""
+"""Promises of every model family: its names and shapes for ever, and one way to say them."""
 
 from __future__ import annotations
 

@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from geotrain import kernels
-from geotrain.kernels import QUINTIC, Coefficients, cpu, reference
+from geotrain.kernels import QUINTIC, Coefficients, reference
 from tests.support.orthogonal_cases import (
     FP32_BOUND,
     LARGE_SHAPES,
     SHAPES,
     UNEQUAL,
     check_awkward_values,
+    check_bf16_products,
+    in_bf16,
+    in_fp32,
     relative_error,
 )
 
@@ -101,8 +104,25 @@ def test_invariances(rows, columns, exponent, seed):
 
 
 def test_awkward_values():
-    check_awkward_values(cpu)
-    check_awkward_values(reference)
+    check_awkward_values(in_fp32)
+    check_awkward_values(in_bf16)
+    check_awkward_values(reference.orthogonalize)
+
+
+def test_products_in_bf16_are_near_the_reference() -> None:
+    for shape in SHAPES:
+        check_bf16_products(shape)
+    for shape in LARGE_SHAPES:  # not with a step whose c is 0: torch's baddbmm in bf16 forgets beta on CPUs
+        check_bf16_products(shape, coefficients=UNEQUAL[::2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_the_gpu() -> None:
+    for shape in (*SHAPES[1:], *LARGE_SHAPES, (3, 640, 1920), (3, 1921, 641)):
+        check_bf16_products(shape, "cuda")
+    check_bf16_products((2, 300, 500), "cuda", UNEQUAL)
+    check_awkward_values(in_bf16, "cuda")
 
 
 @pytest.mark.parametrize("shape", [(3, 0, 4), (3, 4, 0), (0, 0, 0)])

@@ -13,23 +13,19 @@ import triton.language as tl
 
 from benchmarks import aot, compiled_code, kernel_space, triton_aot
 from geotrain.config import codec_config
-from geotrain.inner.acco.prediction import _SPEC
+from geotrain.inner.acco.prediction import FORMAT
 from geotrain.kernels import triton_ops
 from geotrain.kernels.payload_format import FORMATS
-from geotrain.kernels.steps import QUINTIC, AdamStep
+from geotrain.kernels.steps import AdamStep
 from geotrain.outer.codec import make_codec
 from tests.support.kernel_cases import (
-    OUTER_STEPS,
+    PAYLOAD_FORMATS,
     SIZES,
-    SPECS,
     check_adam,
-    check_merge,
-    check_outer_update,
     check_quantize,
     check_rotate,
-    spec_id,
+    format_id,
 )
-from tests.support.orthogonal_cases import LARGE_SHAPES, SHAPES, UNEQUAL, check_awkward_values, check_bf16_kernels
 
 HERE = Path(__file__).parent
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
@@ -51,18 +47,18 @@ def test_under_the_interpreter():
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=HERE.parent)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(SPECS) + len(OUTER_STEPS) + 7} passed" in done.stdout
+    assert f"{len(PAYLOAD_FORMATS) + 2} passed" in done.stdout
 
 
 KERNELS = {
     *("quantize_dense", "quantize_plain", "quantize_topk", "dequantize_dense", "dequantize_plain"),
-    *("dequantize_topk", "outer_update_kernel", "merge_kernel", "adam_kernel", "sum_of_squares", "rotate_kernel"),
-    *("squares_kernel", "normalize_kernel", "symmetric_kernel", "product_kernel"),
+    *("dequantize_topk", "adam_kernel", "rotate_kernel"),
 }
 
 
 def sample() -> list[tuple[triton_aot.Launch, str]]:
-    """Of what `benchmarks.aot` compiles: of each kernel three, each for another target; the largest blocks first."""
+    """Sample what `benchmarks.aot` compiles: of each kernel three, each for another target; the largest blocks
+    first."""
     found, targets = [], list(triton_aot.TARGETS)
     kept: dict[str, int] = dict.fromkeys(KERNELS, 0)
     for op in kernel_space.factors():
@@ -102,28 +98,18 @@ def test_what_is_launched_lies_in_the_space():
             seen.add(launch.kernel.__name__)
             assert kernel_space.key(launch) in inside, launch
 
-    specs = [*SPECS, *(make_codec(codec_config(name)).spec for name in FORMATS), _SPEC]
-    for spec in specs:
-        for numel in (1, 333, spec.block * 3, spec.block * 5 + 77):
+    specs = [*PAYLOAD_FORMATS, *(make_codec(codec_config(name)).spec for name in FORMATS), FORMAT]
+    for fmt in specs:
+        for numel in (1, 333, fmt.block * 3, fmt.block * 5 + 77):
             values, anchor, out = (torch.zeros(numel) for _ in range(3))
-            payload = torch.zeros(spec.encoded_bytes(numel), dtype=torch.uint8)
-            squares = torch.zeros(-(-numel // 4096), dtype=torch.float64)
-            launched(lambda v=values, p=payload, s=spec, a=anchor, o=out: triton_ops.quantize(v, p, s, a, o, 2**40))
-            launched(lambda v=values, p=payload, s=spec: triton_ops.quantize(v.bfloat16(), p, s, None, None, 1))
-            launched(lambda p=payload, s=spec, o=out, q=squares: triton_ops.dequantize(p, o, s, 0.5, q))
-            launched(lambda p=payload, s=spec, o=out: triton_ops.dequantize(p, o, s, None))
+            payload = torch.zeros(fmt.encoded_bytes(numel), dtype=torch.uint8)
+            launched(lambda v=values, p=payload, s=fmt, a=anchor, o=out: triton_ops.quantize(v, p, s, a, o, 2**40))
+            launched(lambda v=values, p=payload, s=fmt: triton_ops.quantize(v.bfloat16(), p, s, None, None, 1))
+            launched(lambda p=payload, s=fmt, o=out: triton_ops.dequantize(p, o, s, 0.5))
+            launched(lambda p=payload, s=fmt, o=out: triton_ops.dequantize(p, o, s, None))
     x = torch.zeros(40)
-    for step in OUTER_STEPS:
-        momentum = x if step.moves_momentum or step.from_momentum else None
-        launched(lambda s=step, m=momentum: triton_ops.outer_update(x, x, m, x if m is not None else None, s))
-    for shape in (*SHAPES, *LARGE_SHAPES, (2, 300, 500), (3, 1921, 641), (1, 4096, 14336)):
-        for dtype in (torch.float32, torch.bfloat16):
-            matrices = torch.empty(shape, dtype=dtype, device="meta")
-            if matrices.numel():
-                launched(lambda m=matrices: triton_ops.orthogonalize(m, QUINTIC[:2]))
     for look_ahead, commit, out in ((STEP, True, torch.zeros(40)), (None, False, torch.zeros(40).bfloat16())):
         launched(lambda a=look_ahead, c=commit, o=out: triton_ops.adam(x, x, x, o, o, STEP, a, c))
-    launched(lambda: triton_ops.merge(x, x, x, False, 0.25))
     for heads, size in ((1, 64), (9, 128)):
         for dtype in (torch.float32, torch.bfloat16):
             states, angles = torch.zeros(4, 2, heads, size, dtype=dtype), torch.zeros(4, size // 2)
@@ -169,27 +155,15 @@ def test_each_two_settings_meet():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_quantize_and_dequantize_on_the_gpu(spec):
+@pytest.mark.parametrize("fmt", PAYLOAD_FORMATS, ids=format_id)
+def test_quantize_and_dequantize_on_the_gpu(fmt):
     for numel in (*SIZES, 70_001):
-        check_quantize(triton_ops, spec, numel, "cuda")
+        check_quantize(triton_ops, fmt, numel, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_updates_on_the_gpu():
     for numel in (0, 1, 70_001):
-        check_merge(triton_ops, numel, "cuda")
         check_adam(triton_ops, numel, "cuda")
         check_rotate(triton_ops, (numel % 100 + 1, 2, 9, 128), "cuda")
-        for step in OUTER_STEPS:
-            check_outer_update(triton_ops, step, numel, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_orthogonalize_on_the_gpu():
-    for shape in (*SHAPES[1:], *LARGE_SHAPES, (3, 640, 1920), (3, 1921, 641)):
-        check_bf16_kernels(triton_ops, shape, "cuda")
-    check_bf16_kernels(triton_ops, (2, 300, 500), "cuda", UNEQUAL)
-    check_awkward_values(triton_ops, "cuda")

@@ -9,7 +9,7 @@ import torch
 
 from geotrain import kernels
 from geotrain.kernels import AdamStep, OuterStep, cpu, dispatch, reference
-from geotrain.kernels.payload_format import Spec
+from geotrain.kernels.payload_format import PayloadFormat
 from geotrain.outer.rules.halos import delayed_nesterov
 from geotrain.outer.rules.region_momentum import momentum_average
 from geotrain.outer.rules.rule import average
@@ -111,13 +111,13 @@ def test_adam_is_torchs_and_an_estimate_is_the_step_that_follows(weight_decay):
 
 
 def test_without_a_compiled_library_torch_does_the_work_and_says_so(monkeypatch):
-    with_library = kernels.quantize(torch.ones(100), Spec("int4"))[0]
+    with_library = kernels.quantize(torch.ones(100), PayloadFormat("int4"))[0]
     monkeypatch.setattr(cpu, "get_config_var", lambda name: ".missing.so")
     with pytest.warns(RuntimeWarning, match="Install a C compiler"):
         assert cpu.library.__wrapped__() is None
     monkeypatch.setattr(cpu, "library", lambda: None)
     assert dispatch._pick(torch.zeros(1)) is reference
-    assert torch.equal(kernels.quantize(torch.ones(100), Spec("int4"))[0], with_library)
+    assert torch.equal(kernels.quantize(torch.ones(100), PayloadFormat("int4"))[0], with_library)
 
 
 def test_a_stale_build_is_not_used(monkeypatch, tmp_path):
@@ -144,11 +144,11 @@ def test_what_would_corrupt_memory_is_refused():
         kernels.adam_step(x, x, x, x, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0, 1), commit=False)
     with pytest.raises(ValueError, match="squares must have 2 elements"):
         kernels.dequantize(
-            torch.zeros(20_000, dtype=torch.uint8), torch.zeros(5000), Spec("fp32"),
+            torch.zeros(20_000, dtype=torch.uint8), torch.zeros(5000), PayloadFormat("fp32"),
             squares=torch.zeros(1, dtype=torch.float64),
         )  # fmt: skip
     with pytest.raises(ValueError, match="payload must be 24 bytes"):
-        kernels.dequantize(torch.zeros(5, dtype=torch.uint8), torch.zeros(16), Spec("int4"))
+        kernels.dequantize(torch.zeros(5, dtype=torch.uint8), torch.zeros(16), PayloadFormat("int4"))
 
 
 @pytest.mark.slow
@@ -176,8 +176,8 @@ def test_every_instruction_set_gives_the_same_bits(architecture, tmp_path, monke
     forced = cpu.library.__wrapped__()
     assert forced is not None
     monkeypatch.setattr(cpu, "library", lambda: forced)
-    from tests.support.kernel_cases import SPECS, check_adam, check_quantize
+    from tests.support.kernel_cases import PAYLOAD_FORMATS, check_adam, check_quantize
 
-    for spec in SPECS:
-        check_quantize(cpu, spec, 645)
+    for fmt in PAYLOAD_FORMATS:
+        check_quantize(cpu, fmt, 645)
     check_adam(cpu, 1000)

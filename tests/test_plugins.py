@@ -55,7 +55,7 @@ from pydantic import Field
 
 from geotrain.config import PluggedCodec, PluggedRule
 from geotrain.families.qwen2 import Qwen2
-from geotrain.kernels.payload_format import Spec
+from geotrain.kernels.payload_format import PayloadFormat
 from geotrain.outer.codec import Codec, CodecError, EncodedDelta
 from geotrain.outer.rules import AsyncRegion, AveragingGlobal, average
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer

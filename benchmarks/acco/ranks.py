@@ -137,12 +137,13 @@ class Rank:
         synchronous: steps of ACCO's synchronous start; None: a sixth of the steps, 200 at most."""
         from geotrain.config import AccoConfig, ParallelConfig, architecture_from_hf
         from geotrain.inner.acco.engine import AccoEngine
-        from geotrain.inner.build import build_adamw, complete_block
+        from geotrain.inner.build import complete_block
         from geotrain.inner.engine.engine import GeoEngine
         from geotrain.inner.model.model import build_model, placements
         from geotrain.inner.runtime import platform
         from geotrain.inner.runtime.parallel import EXPERTS
         from geotrain.optimizers.groups import parameter_groups
+        from geotrain.optimizers.inner_optimizer import InnerOptimizer
         from geotrain.parallelism.acco_forms import FORMS
         from geotrain.parallelism.checks import reduction_bucket
         from geotrain.parallelism.optimizer_settings import AdamWSettings
@@ -157,9 +158,9 @@ class Rank:
                 for parameter, place in placed:
                     parameter.data.normal_(0, 0.02) if place.decays else parameter.data.fill_(1)
                 groups = parameter_groups(placed, settings, EXPERTS)
-                return Overlapping(self, model, build_adamw(groups, settings, False), block)
+                return Overlapping(self, model, InnerOptimizer(groups, settings), block)
             bucket = None if variant in FORMS else reduction_bucket(block, parameter_count(a))
-            optimizer = build_adamw(parameter_groups(placed, settings, EXPERTS, bucket), settings, False)
+            optimizer = InnerOptimizer(parameter_groups(placed, settings, EXPERTS, bucket), settings)
             config = complete_block(block, parameter_count(a))
             parts = (model, optimizer, config, self.mesh, placed, a, self.job.size.sequence)
             if variant in FORMS:

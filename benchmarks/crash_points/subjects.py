@@ -32,11 +32,13 @@ from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.net.storage.journal import JournalFull
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.optimizers.inner_optimizer import InnerOptimizer
 from geotrain.outer.messages import Refused, UpdatePart
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
+from geotrain.parallelism.optimizer_settings import AdamWSettings
 from geotrain.parameters.hf_checkpoint import read_checkpoint, write_checkpoint
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters
 
@@ -179,9 +181,10 @@ class Engine:
     """What a checkpoint needs of an engine: one tensor and AdamW, on one rank."""
 
     def __init__(self) -> None:
-        self.rank, self.has_prediction, self.prediction_form = 0, False, None
+        self.rank = 0
         self.weights = torch.nn.Parameter(torch.zeros(NUMEL))
-        self.basic_optimizer = torch.optim.AdamW([self.weights], lr=0.1)
+        group = {"params": [self.weights], "is_matrices": False, "moments": AdamWSettings.moments}
+        self.basic_optimizer = InnerOptimizer([{**group, "lr": 0.1, "weight_decay": 0.01}], AdamWSettings())
         self.architecture = architecture_from_hf(MODEL)
         self.mesh = SimpleNamespace(tp_size=1, pp_size=1, replicas=1, cp_size=1, ep_size=1)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -192,7 +195,7 @@ class Engine:
 
     def read_until(self, wait: Callable[[], None]) -> None: ...
 
-    def refresh(self, predicted: bool = False) -> None: ...
+    def refresh(self) -> None: ...
 
     def shards(self) -> tuple[OwnedShard, ...]:
         run = StridedSlice(0, NUMEL, 0, 1, parameter="p")

@@ -33,11 +33,9 @@ ALLOCATES += (
 PICKS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index", "aten::masked_select", "aten::slice")
 FILLS = ("aten::zero_", "aten::fill_", "aten::copy_", "aten::_foreach_zero_", "aten::_foreach_copy_")
 # The kernels' arguments: those that are only written, and those that are changed in place.
-ONLY_WRITTEN = {"out", "codes", "scales", "words", "sums", "all_finite"}
+ONLY_WRITTEN = {"out", "codes", "scales", "words", "all_finite"}
 CHANGED = {
     "adam_kernel": ("weights", "exp_avg", "exp_avg_sq"),
-    "outer_update_kernel": ("weights", "momentum", "accumulator"),
-    "merge_kernel": ("weights", "base"),
     **dict.fromkeys(("quantize_dense", "quantize_plain", "quantize_topk"), ("residual",)),
 }
 
@@ -131,7 +129,8 @@ class Recorder(TorchDispatchMode):
         changed = written(func, args, kwargs)
         fresh = [t for t in results if all(storage(t) != storage(g) for g in given)]
         shapes_only = name.endswith("_like") or name.startswith("aten::new_")
-        reads = [t for t in given if not (shapes_only or (name in FILLS and any(t is c for c in changed)))]
+        overwritten = changed if name in FILLS else tensors(kwargs.get("out"))
+        reads = [t for t in given if not (shapes_only or any(t is other for other in overwritten))]
         if self._inside is not None:
             self._inside.note(reads, changed)
         elif name.startswith("c10d::"):
@@ -235,16 +234,14 @@ def recorded(recorder: Recorder | None = None) -> Iterator[Recorder]:
     def launch(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
         named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         name = kernel.__name__
-        if named.get("ADDS") is False:
-            del named["added"]
         given = {key: size(value) for key, value in named.items() if torch.is_tensor(value)}
         read = sum(moved for key, moved in given.items() if key not in ONLY_WRITTEN)
         wrote = sum(moved for key, moved in given.items() if key in ONLY_WRITTEN or key in CHANGED.get(name, ()))
-        recorder.tallies[recorder.phase, name] += Tally(1, read, wrote, kernel_flops(name, named))
+        recorder.tallies[recorder.phase, name] += Tally(1, read, wrote)
 
     with (
         mock.patch.object(JITFunction, "run", launch),
-        mock.patch.object(dispatch, "_pick", lambda tensor: triton_ops),
+        mock.patch.object(dispatch, "_pick", lambda tensor, on_gpu=True: triton_ops),
         recorder,
     ):
         _recorders.append(recorder)
@@ -302,15 +299,4 @@ def flops(name: str, given: list[Tensor]) -> int:
         # Backward: scores again, and gradients of values, of scores, of queries, of keys.
         products = 3 * q.shape[3] + 2 * v.shape[3] if backward else q.shape[3] + v.shape[3]
         return int(2 * pairs * products)
-    return 0
-
-
-def kernel_flops(name: str, arguments: dict[str, Any]) -> int:
-    """Of the products of `geotrain.kernels.triton_orthogonalize`; of a symmetric one, of the blocks it computes."""
-    if name == "product_kernel":
-        return 2 * arguments["left"].shape[0] * prod(arguments[side] for side in ("rows", "columns", "inner"))
-    if name == "symmetric_kernel":
-        block = arguments["BLOCK"]
-        blocks = -(-arguments["rows"] // block)
-        return arguments["x"].shape[0] * blocks * (blocks + 1) * block**2 * arguments["columns"]
     return 0

@@ -1,4 +1,4 @@
-"""A worker's optimizer state on disk. It is stored by canonical address, so it can be loaded on any other layout.
+"""A worker's optimizer state on disk, by canonical address, so that it can be loaded in any other parallel layout.
 
 `<folder>/<tag>/` holds one safetensors file for each rank, with the moments of the shards that the rank pushes and
 their addresses in the file's metadata, and a `manifest.json` with the length and the checksum of every file. All is
@@ -10,6 +10,6 @@ needs no file but its own: such a checkpoint can be loaded where every rank has 
 that it had. Of the ranks that see the same folder, the lowest leads: it makes folders and renames them. Whether two
 ranks see the same folder is tried out, with a file.
 
-`state.py` says what is saved, `folders.py` how a checkpoint comes to a disk whole, `saving.py` copies the one and
+`state.py` collects what is saved, `folders.py` writes a checkpoint's folder whole, `saving.py` copies the one and
 does the other in the background, `loading.py` finds the newest whole one and reads it.
 """

@@ -1,4 +1,4 @@
-"""How a checkpoint comes to a disk: by all ranks together, whole or not at all."""
+"""Writes a checkpoint's folder: by all ranks together, whole or not at all."""
 
 from __future__ import annotations
 
@@ -41,20 +41,25 @@ class CheckpointError(OSError):
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """The ranks that see the same folder as this one. whole: these are all ranks of the worker."""
+    """The ranks that see the same folder as this one.
+
+    leads: whether this rank makes and renames folders for them. whole: these are all ranks of the worker.
+    """
 
     leads: bool
     whole: bool
 
 
 class RanksOfWorker:
-    """The worker's ranks, in a process group of their own: a checkpoint is written by a thread of its own, while
-    others' collectives go on. Every rank must make it."""
+    """The worker's ranks, in a process group of their own. Every rank must make it.
+
+    A checkpoint is written by a thread of its own, while others' collectives go on.
+    """
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_TIMEOUT_S))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._folders: dict[Path, SharedFolder] = {}  # whether hosts share one does not change within a incarnation
+        self._folders: dict[Path, SharedFolder] = {}  # whether hosts share one never changes while they run
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
@@ -85,7 +90,7 @@ class RanksOfWorker:
         return [result for result, _, _ in outcomes]
 
     def sharing(self, folder: Path) -> SharedFolder:
-        """Find out who sees the same folder, by a file of each rank there."""
+        """Find out which ranks see the same folder, by a file of each rank there."""
         if folder in self._folders:
             return self._folders[folder]
         rank, token = self.rank, uuid.uuid4().hex
@@ -122,7 +127,7 @@ def prepare(temporary: Path) -> int:
 
 
 def size_and_checksum(path: Path) -> list[int]:
-    """(length in bytes, crc32) of a file. Raises OSError."""
+    """Compute (length in bytes, crc32) of a file. Raises OSError."""
     size = checksum = 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -131,6 +136,7 @@ def size_and_checksum(path: Path) -> list[int]:
 
 
 def finish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, make all durable, and give the folder its name."""
     path = temporary / _MANIFEST
     path.write_text(sealed(manifest))
     # First the files' contents and then their names go to disk, and only then the name that makes them a checkpoint:
@@ -154,7 +160,7 @@ def drop(folder: Path, keep: int) -> None:
 
 
 def sealed(manifest: dict[str, Any]) -> str:
-    """The text of a manifest, with a checksum of all that it says."""
+    """Write a manifest as text, with a checksum of all that it says."""
     return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
 
 
@@ -173,7 +179,7 @@ def bring_back(folder: Path) -> None:
 
 
 def manifests(folder: Path) -> list[tuple[dict[str, Any], Path]]:
-    """(manifest, folder) of each checkpoint whose manifest is what was written, newest first.
+    """Find the checkpoints whose manifest is what was written; returns (manifest, folder), newest first.
 
     The newest has the highest number. Neither the clock nor the count of steps would do: the one may be set back, and
     the other begins anew when a worker begins without its checkpoint.

@@ -1,4 +1,4 @@
-"""Reads the newest whole checkpoint, on whatever layout."""
+"""Reads the newest whole checkpoint, in whatever parallel layout."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from geotrain.checkpoint.folders import (
     rank_file,
     size_and_checksum,
 )
-from geotrain.checkpoint.state import has_usable_prediction, kind_of, layout_of_ranks, state_of
+from geotrain.checkpoint.state import kind_of, layout_of_ranks, state_of
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
-from geotrain.optimizers.updates import set_step_count
+from geotrain.optimizers.inner_optimizer import set_step_count
 from geotrain.parameters.parameter_map import StridedSlice, canonical_parameters, digest
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 def load(engine: GeoEngine, ranks: RanksOfWorker, folder: Path, tag: str | None) -> dict[str, Any] | None:
     """Restore the optimizer's state from the newest whole checkpoint, or the one called `tag`; return its `extra`.
 
-    Every rank of the worker must call it. Masters are read if they were saved and stay as they are otherwise. Random
-    states belong to ranks, so they are restored only if the layout is the one that was saved. Damaged checkpoints are
-    passed over with a warning. Returns None if there is no checkpoint and no tag was given. Raises CheckpointError on
-    every rank if any rank failed, and where a checkpoint needs files that only other hosts have.
+    Every rank of the worker must call it. Masters stay as they are: at a restart they come from the outer loop.
+    Random states belong to ranks, so they are restored only in the parallel layout that was saved. Damaged
+    checkpoints are passed over with a warning. Returns None if there is no checkpoint and no tag was given. Raises
+    CheckpointError on every rank if any rank failed, and where a checkpoint needs files that only other hosts have.
     """
     engine.settle()  # a step that is still under way would write the masters after this
     ranks.together(lambda: bring_back(folder), folder)
@@ -70,18 +70,17 @@ def load(engine: GeoEngine, ranks: RanksOfWorker, folder: Path, tag: str | None)
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
     for counter, value in manifest["counters"].items():
         setattr(engine, counter, value)
-    engine.refresh(predicted=has_usable_prediction(engine, manifest))
+    engine.refresh()  # ACCO begins anew at the masters
     return manifest["extra"]
 
 
 def _found(engine: GeoEngine, folder: Path, tag: str | None) -> dict[tuple[int, int], dict[str, Any]]:
-    """The manifests of the checkpoints that this rank sees, by their number and checksum. Raises CheckpointError."""
+    """Find the manifests of the checkpoints that this rank sees, by number and checksum. Raises CheckpointError."""
     found = [manifest for manifest, path in manifests(folder) if tag in (None, path.name)]
     wanted = digest(canonical_parameters(engine.architecture))
     if found and found[0]["model"] != wanted:
         raise CheckpointError(f"{found[0]['tag']!r} is of another model ({found[0]['model']}, not {wanted})")
-    kind = found[0].get("optimizer", "AdamW") if found else kind_of(engine)
-    if kind != kind_of(engine):
+    if found and (kind := found[0]["optimizer"]) != kind_of(engine):
         raise CheckpointError(
             f"{found[0]['tag']!r} holds the state of {kind}, but deepspeed.optimizer.type is {kind_of(engine)}, "
             "which keeps other moments; set the type back, or begin a new run from the exported weights "
@@ -91,12 +90,12 @@ def _found(engine: GeoEngine, folder: Path, tag: str | None) -> dict[tuple[int, 
 
 
 def _needed(rank: int, manifest: dict[str, Any]) -> list[str]:
-    """The files that this rank reads: all, or where hosts shared no file system, its own."""
+    """List the files that this rank reads: all, or where hosts shared no file system, its own."""
     return list(manifest["files"]) if manifest["shared"] else [rank_file(rank)]
 
 
 def _lacks(engine: GeoEngine, manifest: dict[str, Any], folder: Path) -> str | None:
-    """Why this rank cannot read the checkpoint, if it is none of damage; otherwise None."""
+    """Say why this rank cannot read the checkpoint, other than damage; None: it can."""
     tag = manifest["tag"]
     if not manifest["shared"] and manifest["layout"] != layout_of_ranks(engine):
         return (
@@ -113,7 +112,8 @@ def _lacks(engine: GeoEngine, manifest: dict[str, Any], folder: Path) -> str | N
 
 
 def _damage(ranks: RanksOfWorker, manifest: dict[str, Any], folder: Path) -> str | None:
-    """What is wrong with those files that this rank checks. Of files that all ranks see, each rank checks a part."""
+    """Say what is wrong with the files that this rank checks; None: nothing. Each rank checks a part of shared
+    files."""
     names = _needed(ranks.rank, manifest)
     for name in names[ranks.rank :: ranks.size] if manifest["shared"] else names:
         try:
@@ -140,12 +140,11 @@ def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> Non
                     saved[parameter].append((file, shard, offset, run))
                     offset += run.numel
         for own in engine.shards():
-            pieces = list(_locate(own.runs, saved))
-            state = state_of(engine, own, manifest["with_masters"], has_usable_prediction(engine, manifest))
-            for name, view in state.items():
+            spans = list(_locate(own.runs, saved))
+            for name, view in state_of(engine, own).items():
                 read = torch.empty(own.numel, dtype=view.dtype)  # on the host, so that a GPU gets it in one copy
-                for file, shard, into, outof, length in pieces:
-                    # Only the range that the wanted pieces span is read from the file, not the whole tensor.
+                for file, shard, into, outof, length in spans:
+                    # Only the range of the wanted elements is read from the file, not the whole tensor.
                     low, high = int(outof.min()), int((outof + length).max())
                     _copy(read, file.get_slice(f"{shard}.{name}")[low:high], into, outof - low, length)
                 view.copy_(read)
@@ -159,7 +158,7 @@ def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> Non
 def _locate(
     wanted: Iterable[StridedSlice], saved: Mapping[str, list[tuple[Any, int, int, StridedSlice]]]
 ) -> Iterator[tuple[Any, int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (file, shard, into, outof, length) for each saved run that holds some of the wanted elements.
+    """Find the saved runs that hold some of the wanted elements; yields (file, shard, into, outof, length).
 
     into, outof, length: int64 arrays. For each i, the shard's length[i] elements from outof[i] on are the wanted
     elements from into[i] on. Raises ValueError if some wanted elements were not saved.
@@ -180,17 +179,17 @@ def _locate(
 
 
 def overlap(wanted: StridedSlice, saved: StridedSlice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where two runs of one parameter overlap: offsets into the first, offsets into the second, lengths (int64).
+    """Intersect two runs of one parameter: offsets into the first, offsets into the second, lengths (int64).
 
-    A run is `count` pieces of `length` elements, `stride` apart. Both runs' pieces are sorted, so the pieces of the
-    second that a piece of the first meets are neighbours, and two binary searches find the first and the last.
+    A run is `count` rows of `length` elements, `stride` apart. Both runs' rows are sorted, so the rows of the second
+    that a row of the first meets are neighbours, and two binary searches find the first and the last.
     """
-    # Where each piece begins, as an offset in the parameter.
+    # Where each row begins, as an offset in the parameter.
     a = wanted.start + np.arange(wanted.count, dtype=np.int64) * wanted.stride
     b = saved.start + np.arange(saved.count, dtype=np.int64) * saved.stride
     first = np.searchsorted(b + saved.length, a, side="right")
     meets = np.maximum(np.searchsorted(b, a + wanted.length, side="left") - first, 0)
-    # One entry for each pair of pieces that meet: i counts pieces of the first run, j of the second.
+    # One entry for each pair of rows that meet: i counts rows of the first run, j of the second.
     i = np.repeat(np.arange(wanted.count), meets)
     j = np.arange(meets.sum()) - np.repeat(np.cumsum(meets) - meets, meets) + np.repeat(first, meets)
     begin = np.maximum(a[i], b[j])
@@ -199,6 +198,7 @@ def overlap(wanted: StridedSlice, saved: StridedSlice) -> tuple[np.ndarray, np.n
 
 
 def _copy(out: Tensor, source: Tensor, into: np.ndarray, outof: np.ndarray, length: np.ndarray) -> None:
+    """Copy length[i] elements of `source` from outof[i] on to `out` from into[i] on, for each i."""
     steps = [np.unique(np.diff(x)) for x in (into, outof)]
     if np.unique(length).size == 1 and all(s.size <= 1 for s in steps):
         # Rows of a matrix, as tensor parallelism cuts it: one strided copy instead of one for each row.

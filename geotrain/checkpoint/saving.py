@@ -31,18 +31,17 @@ from geotrain.checkpoint.state import described, state_of
 from geotrain.common.files import sync
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
-from geotrain.optimizers.updates import step_counts
 from geotrain.staging.cuda import CudaStaging, NoStreams
 
 
 class Checkpoints:
-    """The checkpoints of a worker in one folder, of which one at most is under way. Every rank of the worker makes
-    it, and makes the same calls; they contain collectives.
+    """The checkpoints of a worker in one folder, of which one at most is under way.
 
-    keep: how many stay. with_masters: also save the fp32 weights; they can be left out where the weights come from
-    the outer loop at a restart. no_room: called on every rank, on the writing thread, with the error of a checkpoint
-    for which a disk had no room; None: it is raised as any other. Memory: a copy of what is saved on the host, which
-    is allocated once, pinned where there is a GPU.
+    Every rank of the worker makes it, and makes the same calls; they contain collectives.
+
+    keep: how many stay. no_room: called on every rank, on the writing thread, with the error of a checkpoint for
+    which a disk had no room; None: it is raised as any other. Memory: a copy of what is saved on the host, which is
+    allocated once, pinned where there is a GPU.
     """
 
     def __init__(
@@ -50,11 +49,9 @@ class Checkpoints:
         engine: GeoEngine,
         folder: str | Path,
         keep: int,
-        with_masters: bool = False,
         no_room: Callable[[CheckpointError], None] | None = None,
     ) -> None:
-        self._engine, self._folder, self._keep, self._with_masters = engine, Path(folder), keep, with_masters
-        self._no_room = no_room
+        self._engine, self._folder, self._keep, self._no_room = engine, Path(folder), keep, no_room
         self._ranks = RanksOfWorker()
         streams = torch.cuda if platform.HAS_CUDA else NoStreams()
         self._staging = CudaStaging(engine.device, streams, "checkpoints")
@@ -78,19 +75,15 @@ class Checkpoints:
             if platform.HAS_CUDA:
                 random["rng.cuda"] = torch.cuda.get_rng_state()
             manifest = {"format": FORMAT, "tag": tag, "shared": shared.whole}
-            manifest |= described(engine, extra, self._with_masters)
-            counts = step_counts(engine.basic_optimizer)
-            on_device = [count for count in counts if isinstance(count, Tensor)]
+            manifest |= described(engine, extra)
 
             def write(copies: Sequence[Tensor]) -> None:
-                named = dict(zip(tensors, copies, strict=False))
-                counted = [int(count) for count in counts if not isinstance(count, Tensor)]
-                steps = max([*counted, *(int(count) for count in copies[len(tensors) :])], default=0)
                 with self._telling(tag):
-                    self._write({**random, **named}, places, {**manifest, "optimizer_steps": steps}, shared)
+                    named = dict(zip(tensors, copies, strict=True))
+                    self._write({**random, **named}, places, manifest, shared)
 
             with self._staging.beside():
-                self._under_way = self._staging.keep(0, (*tensors.values(), *on_device), write)
+                self._under_way = self._staging.keep(0, tuple(tensors.values()), write)
                 engine.read_until(partial(self._staging.wait, self._staging.mark()))
 
     def wait(self) -> None:
@@ -100,7 +93,7 @@ class Checkpoints:
             under_way.result()
 
     def load(self, tag: str | None = None) -> dict[str, Any] | None:
-        """Restore the newest whole checkpoint, or the one called `tag`, as `loading.load` does."""
+        """Restore the newest whole checkpoint, or the one called `tag` (`loading.load`)."""
         self.wait()
         return loading.load(self._engine, self._ranks, self._folder, tag)
 
@@ -114,8 +107,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _telling(self, tag: str | None = None) -> Iterator[None]:
-        """Inside it a checkpoint may fail: what it has written goes, and a full disk is told. tag: of the one that is
-        written."""
+        """Clean up after a checkpoint that fails inside this context, and report a full disk.
+
+        tag: of the one that is written.
+        """
         try:
             yield
         except CheckpointError as error:
@@ -126,13 +121,15 @@ class Checkpoints:
             self._no_room(error)
 
     def _saved(self, every_shard: bool) -> tuple[dict[str, Tensor], list[Any]]:
-        """Views of what this rank saves, by name in its file, and the shards to which they belong: for each whether
-        the rank pushes it, and its runs. every_shard: also those that another rank pushes."""
+        """Collect views of what this rank saves, by name in its file, and the places of their shards.
+
+        A place is whether the rank pushes the shard, and its runs. every_shard: also shards that another rank pushes.
+        """
         engine, tensors, places = self._engine, dict[str, Tensor](), list[Any]()
         for shard in engine.shards():
             if shard.pushes or every_shard:
-                state = state_of(engine, shard, self._with_masters, engine.has_prediction)
-                tensors |= {f"{len(places)}.{name}": view.detach() for name, view in state.items()}
+                state = state_of(engine, shard)
+                tensors |= {f"{len(places)}.{name}": view for name, view in state.items()}
                 runs = [[r.parameter, r.start, r.length, r.stride, r.count] for r in shard.runs]
                 places.append([shard.pushes, runs])
         return tensors, places
@@ -140,9 +137,11 @@ class Checkpoints:
     def _write(
         self, tensors: dict[str, Tensor], places: list[Any], manifest: dict[str, Any], shared: SharedFolder
     ) -> None:
-        """On each rank's writing thread. Each `together` is also a barrier: no rank writes before its folder is
-        there, the folders are renamed only when every rank's file is on disk, and older checkpoints go only when the
-        new one is whole on every host."""
+        """Write a checkpoint, on each rank's writing thread.
+
+        Each `together` is also a barrier: no rank writes before its folder is there, the folders are renamed only
+        when every rank's file is on disk, and older checkpoints go only when the new one is whole on every host.
+        """
         final = self._folder / manifest["tag"]
         temporary = final.with_name(f"{final.name}.tmp")
         together = self._ranks.together

@@ -73,17 +73,17 @@ EXIT_FOR_GOOD = 2  # exit code of an error that a person must mend: the launcher
 class Block(BaseModel):
     """A JSON object of a configuration file: unknown keys are errors, types are not converted, values never change.
 
-    moved: keys of older versions → what to write instead; `%s` stands for the key's value.
+    elsewhere: keys that other packages have → what to write instead; `%s` stands for the key's value.
     paths: keys, as "data.train", of files and folders; in a file, relative ones are meant from the file's folder.
     """
 
-    moved: ClassVar[Mapping[str, str]] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
     paths: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     def differing(self, *keys: str) -> list[str]:
-        """Which of these keys exist in this block and do not hold their default."""
+        """Select those of the keys that exist in this block and do not hold their default."""
         fields = type(self).model_fields
         return [key for key in keys if key in fields and getattr(self, key) != fields[key].default]
 
@@ -92,7 +92,7 @@ Config = TypeVar("Config", bound=Block)
 
 
 def read_json(path: Path) -> Any:
-    """The parsed content of a JSON file. Raises ConfigError."""
+    """Read and parse a JSON file. Raises ConfigError."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -102,8 +102,10 @@ def read_json(path: Path) -> Any:
 
 
 def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> Any:
-    """Parsed JSON with `change` applied to the strings at these keys, as far as they are there. A key is as
-    "data.train", or "data.train.*.prefix" for all items of a list. `raw` itself stays as it is."""
+    """Copy parsed JSON with `change` applied to the strings at these keys, as far as they are there.
+
+    A key is as "data.train", or "data.train.*.prefix" for all items of a list.
+    """
 
     def at(place: Any, parts: Sequence[str]) -> Any:
         if not parts:
@@ -119,8 +121,7 @@ def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> A
 
 
 def from_folder(raw: Any, keys: Iterable[str], folder: Path) -> Any:
-    """A copy of parsed JSON whose paths at these keys are absolute, but for URLs. folder: what relative ones are
-    relative to."""
+    """Copy parsed JSON with absolute paths at these keys, but for URLs. folder: of relative ones."""
 
     def absolute(path: str) -> str:
         return path if "://" in path else os.path.normpath(Path.cwd() / folder / path)
@@ -129,7 +130,7 @@ def from_folder(raw: Any, keys: Iterable[str], folder: Path) -> Any:
 
 
 def shipped_configs() -> Path:
-    """The folder of the run, model and cluster files that come with GeoTrain: in a checkout, or as installed."""
+    """Find the folder of the run, model and cluster files that come with GeoTrain: in a checkout, or as installed."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.with_name("configs")
@@ -156,13 +157,13 @@ def parse(kind: type[Config], raw: Any, where: str) -> Config:
 
 
 def relocated(config: Config, change: Callable[[str], str]) -> Config:
-    """The same configuration with `change` applied to its paths, as for a machine where they lie elsewhere."""
+    """Copy a configuration with `change` applied to its paths, as for a machine where they lie elsewhere."""
     raw = config.model_dump(by_alias=True, mode="json")
     return parse(type(config), with_paths(raw, config.paths, change), type(config).__name__)
 
 
 def json_schema(kind: type[Block]) -> dict[str, Any]:
-    """The JSON Schema that editors use to check and complete a config file."""
+    """Build the JSON Schema that editors use to check and complete a config file."""
     schema = kind.model_json_schema(by_alias=True)
     schema["properties"][SCHEMA] = {"type": "string", "description": "Of this file, for editors; not looked at."}
     return {SCHEMA: "https://json-schema.org/draft/2020-12/schema", **schema}
@@ -178,8 +179,8 @@ def explain(kind: Any, fault: Any) -> str:
     match fault["type"]:
         case "missing":
             return f"{key}: this key is required"
-        case "extra_forbidden" if where[-1] in models[0].moved:
-            return f"{key}: {models[0].moved[where[-1]].replace('%s', whole)}"
+        case "extra_forbidden" if where[-1] in models[0].elsewhere:
+            return f"{key}: {models[0].elsewhere[where[-1]].replace('%s', whole)}"
         case "extra_forbidden":
             # Perhaps a setting of another member of the union (of another rule or codec).
             others = [json.dumps(name) for model in union if where[-1] in _keys(model) for name in _names(model)]
@@ -203,7 +204,7 @@ def explain(kind: Any, fault: Any) -> str:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Advice for a word that is none of those known. otherwise: what to say when none is like it; by default, all."""
+    """Advise on a word that is none of those known. otherwise: what to say when none is like it; by default, all."""
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else otherwise or f"known: {', '.join(names)}"
@@ -232,18 +233,18 @@ def _follow(kind: Any, location: tuple[str | int, ...]) -> tuple[list[str], list
 
 
 def _keys(model: type[Block]) -> dict[str, Any]:
-    """The block's fields, by the names that a file uses: `global` is a Python keyword, so some have an alias."""
+    """List the block's fields by the names that a file uses: `global` is a Python keyword, so some have an alias."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _names(model: type[Block]) -> tuple[str, ...]:
-    """The values of `name` by which a union recognizes this block; empty for a block that is not of a union."""
+    """List the values of `name` by which a union recognizes this block; empty for a block that is not of a union."""
     field = model.model_fields.get("name")
     return tuple(n for n in get_args(field.annotation) if isinstance(n, str)) if field else ()
 
 
 def _models_in(annotation: Any) -> Iterator[type[Block]]:
-    """All blocks in a type annotation, also inside unions, tuples and dictionaries."""
+    """Find all blocks in a type annotation, also inside unions, tuples and dictionaries."""
     if isinstance(annotation, type) and issubclass(annotation, Block):
         yield annotation
     else:

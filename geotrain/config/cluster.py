@@ -1,4 +1,4 @@
-"""The cluster file: where a run trains."""
+"""The cluster file: the regions, hosts, links and servers of a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DeviceConfig(Block):
 class HostConfig(Block):
     host: HostName
     slots: PositiveInt = Field(description="Accelerators (or CPU ranks) used on this host.")
-    device: str | None = Field(None, description="Its kind of accelerator: a key of the cluster's `devices`.")
+    device: str | None = Field(None, description="Kind of accelerator: a key of the cluster's `devices`.")
     region: Name | None = Field(
         None, description="The region it stands in, where that is not its worker's: a worker may span regions."
     )
@@ -79,7 +79,7 @@ class WorkerConfig(Block):
     env: dict[EnvironmentKey, str] = Field({}, description="Environment of this worker's processes.")
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None,
-        description="Where its ranks meet, unless all are on the machine that starts them. null: 29500 + the "
+        description="Port at which its ranks meet, unless all are on the machine that starts them. null: 29500 + the "
         "worker's number in this file. Of two runs on the same hosts, one must set it.",
     )
     min_step_s: Annotated[float, Field(ge=0)] = Field(
@@ -97,14 +97,14 @@ class RegionConfig(Block):
     ssh: SshHost | None = Field(None, description="Host that runs this region's server and launches its workers.")
     folder: AbsolutePath | None = Field(
         None,
-        description="On that host, what the launch's working directory is here: the run's paths below that are below "
+        description="Folder there in place of the launch's working directory: the run's paths below that are below "
         "this there, all others the same. null: all are the same.",
     )
     shards: tuple[Address, ...] = Field(
-        (), description="Where this server's shards listen, each a process; without any they are in the server's own."
+        (), description="Addresses of this server's shards, each a process; none: they are in the server's own."
     )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
-    hosts: tuple[HostConfig, ...] = Field((), description="What `geotrain plan` may use here.")
+    hosts: tuple[HostConfig, ...] = Field((), description="Hosts that `geotrain plan` may use here.")
 
     @model_validator(mode="after")
     def _has_something(self) -> RegionConfig:
@@ -126,14 +126,17 @@ class LinkConfig(Block):
 
 
 class SecurityConfig(Block):
-    """Where the run's certificates lie. Without this block, links are plaintext and must be loopback."""
+    """The run's certificates. Without this block, links are plaintext and must be loopback."""
 
     folder: str
 
 
 class RestartConfig(Block):
-    """When the launcher starts a process again that died: at once if it ran for longer than `longest_s`, otherwise
-    after a pause that doubles with each death in a row. A configuration error is never tried again."""
+    """Restarts of processes that died.
+
+    The launcher starts one again at once if it ran for longer than `longest_s`, otherwise after a pause that
+    doubles with each death in a row. A configuration error is never tried again.
+    """
 
     limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0
@@ -142,16 +145,19 @@ class RestartConfig(Block):
 
 
 class ClusterConfig(Block):
-    """The cluster file. A relative path in it is meant from its folder, but those of `folder` and `global_folder`,
-    which lie on other machines, are absolute."""
+    """The cluster file.
+
+    A relative path in it is meant from its folder, but `folder` and `global_folder`, which lie on other machines, are
+    absolute.
+    """
 
     paths: ClassVar[tuple[str, ...]] = ("security.folder",)
 
     name: Name
     global_server: Address = Address()
-    global_shards: tuple[Address, ...] = Field((), description="As a region's `shards`, of the global server.")
+    global_shards: tuple[Address, ...] = Field((), description="The same as a region's `shards`.")
     global_ssh: SshHost | None = Field(None, description="Host that runs the global server; None: this machine.")
-    global_folder: AbsolutePath | None = Field(None, description="As a region's `folder`, on that host.")
+    global_folder: AbsolutePath | None = Field(None, description="A region's `folder`, for the global server's host.")
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
     links: tuple[LinkConfig, ...] = ()
     devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
@@ -217,12 +223,12 @@ class ClusterConfig(Block):
 
 
 def shards_of(cluster: ClusterConfig, server: str) -> tuple[Address, ...]:
-    """Where that server's shards listen; none: they are in its own process. Raises ConfigError."""
+    """Addresses of a server's shards; none: they are in its own process. Raises ConfigError."""
     return cluster.global_shards if server == GLOBAL else cluster.region(server).shards
 
 
 def shard_name(server: str, shard: int) -> str:
-    """Of a shard's process, and of its folder beside its server's."""
+    """Name of a shard's process and folder."""
     return f"{server}.shard-{shard}"
 
 

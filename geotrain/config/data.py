@@ -18,7 +18,7 @@ class DataSet(Block):
 
     prefix: str = Field(description="Prefix of its .bin/.idx pair: a path or a URL (s3://…, any of fsspec's).")
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Its part of the samples, relative to the others'; null: 1. Not with data.curriculum."
+        None, description="Share of the samples, relative to the others'; null: 1. Not with data.curriculum."
     )
 
 
@@ -27,7 +27,7 @@ class Phase(Block):
 
     until: Annotated[float, Field(gt=0, le=1)] = Field(description="Share of data.train_samples at which it ends.")
     weights: Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
-        description="Of the data sets, in the order of data.train; 0: none of it in this phase."
+        description="Weights of the data sets, in the order of data.train; 0: none of it in this phase."
     )
 
 
@@ -70,14 +70,14 @@ class DataConfig(Block):
     validation_samples: PositiveInt = 64
     cache_folder: str | None = Field(
         None,
-        description="Where blocks of remote data sets are kept on each machine; default: ~/.cache/geotrain.",
+        description="Folder for blocks of remote data sets on each machine; default: ~/.cache/geotrain.",
     )
     cache_gb: PositiveFloat = Field(
         10.0, description="Size of that cache, in 10⁹ bytes: best above that of the data, which is then fetched once."
     )
     attention: Literal["sample", "document"] = Field(
         "sample",
-        description="How far back a token looks: to the beginning of its sample, into which documents are packed, or "
+        description="Reach of attention: back to the beginning of its sample, into which documents are packed, or "
         "of its document.",
     )
 
@@ -106,7 +106,7 @@ class DataConfig(Block):
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Of all that is read: the training sets, and the validation set where there is one."""
+        """Prefixes of all that is read: the training sets, and the validation set where there is one."""
         return (*(each.prefix for each in self.train), *((self.validation,) if self.validation else ()))
 
     @property

@@ -1,4 +1,4 @@
-"""The `deepspeed` block: which keys it may have, what `"auto"` stands for in it, and what a run is told of it.
+"""The `deepspeed` block: which keys it may have, and what `"auto"` stands for in it.
 
 DeepSpeed passes over keys that it does not know, and with `gradient_cliping` trains without clipping. Here they are
 errors. The names are those that DeepSpeed itself reads, as tests/test_config_deepspeed.py makes sure.
@@ -110,9 +110,11 @@ _READ: dict[str, tuple[frozenset[str], Callable[[Any], bool]]] = {  # what its v
 
 
 def check_block(block: dict[str, Any]) -> dict[str, Any]:
-    """The block as it is. Raises ValueError, a line for each value of the wrong kind among those that GeoTrain itself
-    reads, for each key that DeepSpeed would pass over, and for each "auto" that stands where nothing follows from the
-    run."""
+    """Return the block as it is.
+
+    Raises ValueError, a line for each value of the wrong kind among those that GeoTrain itself reads, for each key
+    that DeepSpeed would pass over, and for each "auto" that stands where nothing follows from the run.
+    """
     if faults := [*_misshapen(block), *_no_auto(block)] or [*_unknown(block)]:
         raise ValueError("; ".join(faults))
     return block
@@ -154,7 +156,7 @@ def _no_auto(block: dict[str, Any], place: str = "") -> Iterator[str]:
 
 
 def completed(block: dict[str, Any], total_steps: int) -> dict[str, Any]:
-    """The block without "auto". total_steps: inner steps of the whole run, over all workers.
+    """Replace each "auto" in the block. total_steps: inner steps of the whole run, over all workers.
 
     total_num_steps: total_steps. warmup_num_steps: a tenth of the schedule, at most 2,000 steps. warmup_min_lr: 0.
     warmup_max_lr: the optimizer's lr. cos_min_ratio: 0.1, a tenth of the rate at the end. What else may be "auto" is

@@ -6,7 +6,6 @@ setting without effect is an error and not a surprise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter, WrapSerializer, WrapValidator, model_validator
@@ -70,28 +69,21 @@ _RULES = TypeAdapter[RuleConfig](RuleConfig)
 
 
 def rule_config(name: str, **settings: Any) -> RuleConfig:
-    """The rule of that name. Raises pydantic's ValidationError."""
+    """Make the settings of the rule of that name. Raises pydantic's ValidationError."""
     return _RULES.validate_python({"name": name, **settings})
 
 
-class _AnyCodecConfig(Block):
-    moved: ClassVar[Mapping[str, str]] = {
-        "error_feedback": "this key did nothing and is gone: what coding leaves out is always kept and sent later; "
-        "delete it",
-    }
-
-
-class Fp32Config(_AnyCodecConfig):
-    """Every bit travels."""
+class Fp32Config(Block):
+    """Codec of plain 32-bit floats: every bit travels."""
 
     name: Literal["fp32"]
 
 
-class _LossyConfig(_AnyCodecConfig):
-    """What a lossy codec leaves out of a delta is always kept, and added to the next one."""
+class _LossyConfig(Block):
+    """A codec that leaves out a part of a delta, which is always kept, and added to the next one."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    error_decay: Fraction = Field(1.0, description="What part of the old residual is kept. Not for `outer.down`.")
+    error_decay: Fraction = Field(1.0, description="Share of the old residual that is kept. Not for `outer.down`.")
 
 
 class Bf16Config(_LossyConfig):
@@ -129,12 +121,12 @@ _CODECS = TypeAdapter[CodecConfig](CodecConfig)  # made once: that takes longer 
 
 
 def codec_config(name: str, **settings: Any) -> CodecConfig:
-    """The codec of that name. Raises pydantic's ValidationError."""
+    """Make the settings of the codec of that name. Raises pydantic's ValidationError."""
     return _CODECS.validate_python({"name": name, **settings})
 
 
 class FragmentConfig(Block):
-    """How layers are grouped for streaming (arXiv 2501.18512). One fragment means everything at once."""
+    """Groups of layers for streaming (arXiv 2501.18512). One fragment means everything at once."""
 
     layers_per_fragment: PositiveInt | None = Field(None, description="None: the whole model is one fragment.")
     chunk_elements: Annotated[int, Field(ge=4096, le=1 << 27, multiple_of=4096)] = Field(
@@ -143,7 +135,7 @@ class FragmentConfig(Block):
 
 
 class OverlapConfig(Block):
-    """Whether training goes on while an answer travels, and how it is then adopted."""
+    """Training while an answer travels, and how the answer is then adopted."""
 
     steps: Annotated[int, Field(ge=0)] = Field(0, description="τ: inner steps until adoption; 0 waits at once.")
     late: Literal["wait", "continue"] = Field(
@@ -169,37 +161,19 @@ class OverlapConfig(Block):
 
 
 class LimitsConfig(Block):
-    """What a server refuses, and when it refuses whoever sends it."""
+    """Limits of what a server accepts, and of refusals before it quarantines a member."""
 
     norm_deviations: PositiveFloat | None = Field(
         8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
     )
     norm_free_updates: PositiveInt = Field(16, description="Updates a member from which the usual is learned.")
-    strikes: PositiveInt = Field(3, description="So many refused updates among its last ones quarantine a member.")
+    strikes: PositiveInt = Field(3, description="Refused updates among its last ones that quarantine a member.")
     strike_window: PositiveInt = Field(64, description="A member's last ones: so many.")
     quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")
 
 
-_MOVED = {  # key of older versions → the rules that have it now, and its name there
-    "sync_lr": ('"sync"', "lr"),
-    "sync_momentum": ('"sync"', "momentum"),
-    "momentum_gain": ('"region_momentum"', "gain"),
-    "updates_per_send": ('"halos" or "region_momentum"', "updates_per_send"),
-    "merge_alpha": ('"halos" or "region_momentum"', "merge_alpha"),
-    **{key: ('"halos"', key) for key in ("ledger", "region", "global")},
-}
-
-
 class OuterConfig(Block):
     """The outer loop. Each baseline is a setting of this block."""
-
-    moved: ClassVar[Mapping[str, str]] = {
-        key: f'this key has moved into the rule: write "rule": {{"name": {rules}, "{setting}": %s}}'
-        for key, (rules, setting) in _MOVED.items()
-    } | {
-        "momentum_decay": "this key is gone: the decay is computed for each run. Say the share of the run that the "
-        'momentum averages over: "rule": {"name": "region_momentum", "momentum_share": 0.1}',
-    }
 
     rule: RuleConfig = Field(RegionMomentumConfig(name="region_momentum"), description="docs/algorithms.md")
     levels: Literal[1, 2] = Field(2, description="2: workers → region server → global server; 1: workers → global.")
@@ -224,7 +198,7 @@ class OuterConfig(Block):
     limits: LimitsConfig = LimitsConfig()
     state_device: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="Where ranks keep anchors and residuals, 8 to 16 bytes for each parameter they own: on the GPU, "
+        description="Place of ranks' anchors and residuals, 8 to 16 bytes for each parameter they own: on the GPU, "
         "or on the host, to which masters cross for each delta while training waits. auto: where the masters are.",
     )
 
@@ -232,7 +206,7 @@ class OuterConfig(Block):
         "fp32", description="Momenta and residuals of servers between updates; bf16: half their memory."
     )
     mirrors: Literal["memory", "disk"] = Field(
-        "memory", description="Where servers keep mirrors of what was sent as changes, 4 bytes a parameter each."
+        "memory", description="Place of servers' mirrors of what was sent as changes, 4 bytes a parameter each."
     )
 
     @property
@@ -248,10 +222,12 @@ class OuterConfig(Block):
 
     @model_validator(mode="after")
     def _every_setting_does_something(self) -> OuterConfig:
-        """Refuse settings that have no effect beside others. Defaults pass, since the file that a run writes into its
-        folder states every setting."""
+        """Refuse settings that have no effect beside others.
+
+        Defaults pass, since the file that a run writes into its folder states every setting.
+        """
         rule, idle = self.rule, list[str]()
-        reserve = self.differing("lease_reserve") if self.lease_reserve else []  # 0 was the default once
+        reserve = self.differing("lease_reserve")
         if self.flat:
             of_regions = ("updates_per_send", "merge_alpha", "ledger", "region", "gain", "momentum_share")
             idle = [
@@ -274,5 +250,5 @@ class OuterConfig(Block):
         return self
 
     def with_rule(self, **changes: Any) -> OuterConfig:
-        """A copy with other settings of the same rule. The changes are not validated."""
+        """Copy the block with other settings of the same rule. The changes are not validated."""
         return self.model_copy(update={"rule": self.rule.model_copy(update=changes)})

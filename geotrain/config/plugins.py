@@ -19,7 +19,7 @@ from geotrain.config.block import Block, Fraction, PositiveInt
 
 
 class AsyncConfig(Block):
-    """What asynchronous rules share. Without a level of regions (`levels` = 1), neither has a meaning."""
+    """Settings that asynchronous rules share. Without a level of regions (`levels` = 1), neither has a meaning."""
 
     synchronous: ClassVar[bool] = False
 
@@ -34,12 +34,14 @@ class PluggedRule(AsyncConfig):
 
     @abstractmethod
     def region_rule(self, members: tuple[str, ...], updates: float) -> Any:
-        """A `geotrain.outer.rules.RegionRule`. members: the region's workers. updates: that it will apply in the
-        whole run."""
+        """Make a `geotrain.outer.rules.RegionRule`.
+
+        members: the region's workers. updates: that it will apply in the whole run.
+        """
 
     @abstractmethod
     def global_rule(self, members: tuple[str, ...]) -> Any:
-        """A `geotrain.outer.rules.Rule`. members: the regions or, in a flat run, all workers."""
+        """Make a `geotrain.outer.rules.Rule`. members: the regions or, in a flat run, all workers."""
 
 
 class PluggedCodec(Block):
@@ -49,16 +51,16 @@ class PluggedCodec(Block):
 
     @abstractmethod
     def codec(self) -> Any:
-        """A `geotrain.outer.codec.Codec`."""
+        """Make a `geotrain.outer.codec.Codec`."""
 
 
 Plugged = PluggedRule | PluggedCodec
 
 
 def or_plugged(group: str, kind: type[Plugged]) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
-    """A validator beside a union of built-in blocks: what a package registered under the name, otherwise the union's.
+    """Make a validator beside a union of built-in blocks: takes what a package registered under a name first.
 
-    kind: of which it must be a subclass.
+    kind: the class that a registered block must be a subclass of.
     """
 
     def validate(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
@@ -72,7 +74,7 @@ def or_plugged(group: str, kind: type[Plugged]) -> Callable[[Any, ValidatorFunct
 
 
 def serialize(value: Any, built_in: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-    """The counterpart of `or_plugged`."""
+    """Write a block that `or_plugged` read, whichever package it is of."""
     if isinstance(value, PluggedRule | PluggedCodec):
         return value.model_dump(mode=info.mode, by_alias=info.by_alias, exclude_defaults=info.exclude_defaults)
     return built_in(value)

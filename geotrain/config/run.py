@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -37,7 +37,7 @@ DeepSpeedBlock = Annotated[
 
 
 class ModelConfig(Block):
-    """What is trained."""
+    """The model that is trained."""
 
     config: Annotated[
         dict[str, Any],
@@ -64,25 +64,25 @@ class ModelConfig(Block):
 
 
 class ParallelConfig(Block):
-    """How a worker's ranks share the model. Data parallelism is what remains of the worker's ranks."""
+    """The parallel layout: how a worker's ranks share the model. Data parallelism is what remains of them."""
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     context: PositiveInt = Field(
-        1, description="So many ranks share each sequence: a part of its tokens each, of its heads in attention."
+        1, description="Ranks that share each sequence: a part of its tokens each, of its heads in attention."
     )
     context_exchange: Literal["heads", "ring"] = Field(
         "heads",
-        description="How context ranks compute attention: heads for tokens, at most as many ranks as key-value heads "
+        description="Exchange of context ranks: heads for tokens, at most as many ranks as key-value heads "
         "or keys and values passed round by Transformer Engine, on GPUs.",
     )
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
     expert: PositiveInt = Field(
-        1, description="So many neighbouring data-parallel ranks divide a layer's experts among them."
+        1, description="Neighbouring data-parallel ranks that divide a layer's experts among them."
     )
     dispatcher: Literal["alltoall", "allgather"] = Field(
         "alltoall",
-        description="How tokens reach the ranks of their experts: each to those only, or all tokens to all ranks.",
+        description="Way of tokens to the ranks of their experts: each to those only, or all tokens to all ranks.",
     )
 
     @property
@@ -91,7 +91,7 @@ class ParallelConfig(Block):
         return self.tensor * self.pipeline * self.context
 
     def text(self, ranks: int) -> str:
-        """What people call this layout of so many ranks."""
+        """Name this parallel layout of so many ranks, as people do."""
         context = f" × CP {self.context}" if self.context > 1 else ""
         expert = f" (EP {self.expert})" if self.expert > 1 else ""
         tensor = f"TP {self.tensor}{' + sequence' if self.sequence else ''}"
@@ -99,7 +99,7 @@ class ParallelConfig(Block):
 
 
 class PrecisionConfig(Block):
-    """Number formats, and equal bits; names and values are Megatron-core's."""
+    """Number formats and determinism; names and values are Megatron-core's."""
 
     fp8: Literal["e4m3", "hybrid"] | None = Field(
         None,
@@ -107,7 +107,7 @@ class PrecisionConfig(Block):
         "Weights stay bf16, masters fp32.",
     )
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
-        "delayed", description="Where FP8's scales come from: mxfp8 needs Blackwell, blockwise Hopper, the rest Ada."
+        "delayed", description="Source of FP8's scales: mxfp8 needs Blackwell, blockwise Hopper, the rest Ada."
     )
     deterministic_mode: bool = Field(
         False, description="The same inputs on the same layout and devices give the same bits, more slowly."
@@ -127,7 +127,7 @@ class AccoConfig(Block):
     synchronous_steps: Annotated[int, Field(ge=0)] = Field(
         200, description="Steps that hide nothing: at the start, and after a restart without the optimizer's state."
     )
-    timeout_s: PositiveFloat = Field(600.0, description="How long a rank waits for the others in each collective.")
+    timeout_s: PositiveFloat = Field(600.0, description="Longest wait of a rank for the others in each collective.")
     predicted_share: Fraction | None = Field(None, description="Share of a batch computed at the prediction.")
     balance: bool = Field(
         False, description="Replicas take micro-batches of a batch as they get to them: slow ones fewer."
@@ -135,14 +135,9 @@ class AccoConfig(Block):
 
 
 class CheckpointConfig(Block):
-    moved: ClassVar[Mapping[str, str]] = {
-        "every_updates": "this key is gone: it counted fragments, so that its time depended on the model. Say how "
-        'often in minutes: "every_minutes": 15'
-    }
-
     folder: str | None = Field(
         None,
-        description="Where workers save, each in a folder of its name; default: checkpoints in the run's folder.",
+        description="Workers' checkpoints, each in a folder of its name; default: checkpoints in the run's folder.",
     )
     every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
     every_minutes: PositiveFloat = Field(15.0, description="Servers that took updates snapshot this often.")
@@ -168,7 +163,7 @@ class WandbConfig(Block):
 
 
 class MonitorConfig(Block):
-    """What shows how the run goes: events, the status page, metrics for Prometheus, TensorBoard."""
+    """Monitoring of the run: events, the status page, metrics for Prometheus, TensorBoard."""
 
     every_s: PositiveFloat = Field(2.0, description="Seconds between progress lines.")
     validate_every_samples: PositiveInt | None = Field(
@@ -178,8 +173,8 @@ class MonitorConfig(Block):
     )
     enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
     sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
-    host: str = Field("127.0.0.1", description="Where page and metrics listen; beyond loopback needs token_file.")
-    page_port: Port | None = Field(0, description="Of the global server's status page; 0: a free one; null: no page.")
+    host: str = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
+    page_port: Port | None = Field(0, description="Port of the global server's page; 0: a free one; null: no page.")
     metrics_port: Port | None = Field(
         None,
         description="Prometheus: the global server's; +1: the launcher's; +2, +3, …: the region servers', in the "
@@ -188,10 +183,7 @@ class MonitorConfig(Block):
     token_file: str | None = Field(
         None, description="File whose first line lets in those who show it; on each machine that serves."
     )
-    tensorboard: str | None = Field(
-        None,
-        description="Folder for TensorBoard files that the global server writes.",
-    )
+    tensorboard: str | None = Field(None, description="Folder for TensorBoard files that the global server writes.")
     wandb: WandbConfig | None = None
 
     @model_validator(mode="after")
@@ -216,7 +208,7 @@ class RunConfig(Block):
 
     name: Name
     folder: str | None = Field(
-        None, description="Where the run writes; default: runs/<name> in the working directory of the launch."
+        None, description="Folder of the run; default: runs/<name> in the working directory of the launch."
     )
     seed: Annotated[int, Field(ge=0)] = 1234
     model: ModelConfig
@@ -249,8 +241,7 @@ class RunConfig(Block):
         return self
 
     def check_for_trainer(self) -> None:
-        """Raises ConfigError where something is missing that GeoTrain's own trainer needs, and a loop of the user's
-        own does not."""
+        """Raise ConfigError if something is missing that GeoTrain's own trainer needs, and a user's loop does not."""
         data = self.data.model_fields_set
         present = {
             "model.config": bool(self.model.config),
@@ -278,7 +269,7 @@ class RunConfig(Block):
 
     @property
     def architecture(self) -> Architecture:
-        """The shape of the run's model. Raises UnsupportedModelError."""
+        """Shape of the run's model. Raises UnsupportedModelError."""
         if self.model.weights is not None:
             raise UnsupportedModelError(
                 "model.weights: such a model is trained by a loop of your own only (docs/own_loop.md); this needs "
@@ -288,18 +279,20 @@ class RunConfig(Block):
 
     @property
     def run_folder(self) -> Path:
-        """Where the run writes."""
+        """Folder into which the run writes."""
         return Path(self.folder or f"runs/{self.name}")
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Where workers save."""
+        """Folder in which workers save."""
         return Path(self.checkpoint.folder) if self.checkpoint.folder else self.run_folder / "checkpoints"
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one worker trains in one inner step: DeepSpeed's train_batch_size. The same for all workers,
-        so that a lease is a whole number of steps for whoever takes it."""
+        """Samples that one worker trains in one inner step: DeepSpeed's train_batch_size.
+
+        The same for all workers, so that a lease is a whole number of steps for whoever takes it.
+        """
         return self.data.samples_per_step or int(self.deepspeed["train_batch_size"])
 
     @property
@@ -323,8 +316,10 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
 
 
 def _resolved(raw: Any, folder: Path) -> Any:
-    """The run file's content with absolute paths, and with the files that it names in their places. folder: what
-    relative paths are relative to."""
+    """Copy the run file's content with absolute paths, and with the files that it names in their places.
+
+    folder: of relative paths.
+    """
     raw = from_folder(raw, RunConfig.paths, folder)
     if not isinstance(raw, dict):
         return raw
@@ -360,24 +355,18 @@ def _put(raw: Any, change: str) -> None:
 
 
 def config_digest(run: RunConfig) -> str:
-    """Hex digest of what all processes of a run must agree on: the model, the data and the outer loop.
+    """Digest what all processes of a run must agree on, in hex: the model, the data and the outer loop.
 
-    What is not in it may differ between workers, or change at a resume: layouts, DeepSpeed's settings, monitoring,
-    where things lie. Which data it is, its sha256 says.
+    Other settings may differ between workers, or change at a resume: parallel layouts, DeepSpeed's settings,
+    monitoring, where things lie. The data's sha256 is compared by itself.
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
-    for key in ("recompute", "init_from", "weights"):  # memory; names and shapes are in the layout's digest
+    for key in ("recompute", "init_from", "weights"):  # memory; names and shapes are in the parameter map's digest
         shared["model"].pop(key)
     del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
     shared["data"]["train"] = [each.weight for each in run.data.train]
     for key in ("sha256", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256 is compared by itself
         shared["data"].pop(key)
-    if run.data.samples_per_step is None:  # digests of older runs know no such key
-        shared["data"].pop("samples_per_step")
-    if not run.outer.differing("server_state"):
-        shared["outer"].pop("server_state")
-    if not run.outer.fragments.differing("chunk_elements"):
-        shared["outer"]["fragments"].pop("chunk_elements")
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     text = json.dumps(shared, sort_keys=True, separators=(",", ":"))

@@ -33,8 +33,10 @@ class WorkerSetup:
 
 
 class Topology:
-    """With two levels, workers speak to their region's server, and region servers to the global server. With one
-    level (a flat run) workers speak to the global server, and there are no region servers.
+    """The members of a run, their servers and their settings.
+
+    With two levels, workers speak to their region's server, and region servers to the global server. With one level
+    (a flat run) workers speak to the global server, and there are no region servers.
 
     regions: region with workers → names of its workers. home: worker → its region. members: member of the global
     server → the workers that it speaks for. servers: name of each server → its address, the global one first.
@@ -55,7 +57,7 @@ class Topology:
         return {w.name: WorkerSetup.of(self.run, w) for region in self.cluster.serving for w in region.workers}
 
     def region_of(self, member: str) -> str:
-        """The region of a worker; of a region, itself. Raises ConfigError."""
+        """Region of a worker; of a region, itself. Raises ConfigError."""
         if member not in self.home and member not in self.regions:
             names = ", ".join(name for region, workers in self.regions.items() for name in (region, *workers))
             raise ConfigError(f"{member!r} is no worker or region of this run; there are {names}")

@@ -23,7 +23,7 @@ _SKIPPED = frozenset(  # tests, installed packages, and tables rather than text
 
 
 def documents(limit_bytes: int) -> Iterator[str]:
-    """The language's documentation topics, then the library's files, in the order of their names.
+    """Yield the language's documentation topics, then the library's files, in the order of their names.
 
     Stops before the first document with which all texts together would exceed `limit_bytes` (UTF-8).
     """
@@ -52,7 +52,7 @@ def write_jsonl(path: Path, limit_bytes: int) -> int:
 
 
 def _texts(folder: Path) -> Iterator[str]:
-    """Text files below the folder; sorted, since file systems list in no order."""
+    """Yield the texts of files below the folder; sorted, since file systems list in no order."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name not in _SKIPPED:
             yield from _texts(path)

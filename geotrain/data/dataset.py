@@ -32,7 +32,7 @@ _HASHED_TOKENS = 1 << 24  # tokens read at a time when a file is verified
 
 
 class Shard(Block):
-    """One of the pairs that make a data set. prefix: relative to the folder of the set's manifest."""
+    """One of the .bin/.idx pairs of a sharded data set. prefix: relative to the folder of the set's manifest."""
 
     prefix: str
     tokens: PositiveInt
@@ -40,7 +40,7 @@ class Shard(Block):
 
 
 class Manifest(Block):
-    """`<prefix>.json`: describes a .bin/.idx pair.
+    """Describes a .bin/.idx pair; lies at `<prefix>.json`.
 
     text_bytes: UTF-8 size of the text from which the tokens were made. end_of_document: id after each document; None:
     they do not all end with the same. dtype: of the ids, as NumPy names it. sha256: digest of the .bin file.
@@ -62,12 +62,12 @@ class Manifest(Block):
 
 
 def manifest_path(prefix: Path) -> Path:
-    """Where the manifest of a .bin/.idx pair lies."""
+    """Path of the manifest of a .bin/.idx pair."""
     return prefix.with_name(prefix.name + ".json")
 
 
 def read_manifest(prefix: str | Path) -> Manifest:
-    """The manifest of a prepared data set. Raises DataError."""
+    """Read the manifest of a prepared data set. Raises DataError."""
     where = f"{prefix}.json"
     try:
         content = read_whole(where) if is_remote(prefix) else Path(where).read_bytes()
@@ -149,18 +149,18 @@ class JoinedTokens:
 
     def __getitem__(self, part: slice) -> npt.NDArray[Any]:
         start, stop, _ = part.indices(len(self))
-        pieces = [tokens[first:last] for tokens, first, last in self._within(start, stop)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self._parts[0][:0]])
+        slices = [tokens[first:last] for tokens, first, last in self._within(start, stop)]
+        return slices[0] if len(slices) == 1 else np.concatenate(slices or [self._parts[0][:0]])
 
     def fetch_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """As `RemoteTokens.fetch_ahead`, of those parts that lie far away."""
+        """Begin to fetch tokens start ≤ i < stop of remote parts. Does not wait; errors show when reading."""
         for start, stop in ranges:
             for tokens, first, last in self._within(start, stop):
                 if isinstance(tokens, RemoteTokens):
                     tokens.fetch_ahead([(first, last)])
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
-        """The parts in which these tokens lie, each with its own numbers of them."""
+        """Find the parts in which these tokens lie, each with its own numbers of them."""
         number = bisect_right(self._begins, start) - 1
         while start < stop:
             begin, end = self._begins[number], min(self._begins[number + 1], stop)
@@ -169,6 +169,7 @@ class JoinedTokens:
 
 
 def _verify(file: TokenFile, manifest: Manifest) -> None:
+    """Read a whole pair and compare it with its manifest. Raises DataError."""
     for _ in file.all_document_ends():
         pass
     digest = hashlib.sha256()
@@ -181,16 +182,19 @@ def _verify(file: TokenFile, manifest: Manifest) -> None:
 
 
 def training_digest(data: DataConfig) -> str:
-    """Digest of a run's training data: of one set, that in its manifest; of several, the digest of theirs, in order.
+    """Digest a run's training data: of one set, that in its manifest; of several, the digest of theirs, in order.
 
-    Raises DataError."""
+    Raises DataError.
+    """
     digests = [read_manifest(each.prefix).sha256 for each in data.train]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def local_files(prefix: str) -> list[str]:
-    """The files of a data set that must be on a machine that reads it: none of one at a URL. Of a prefix whose
-    manifest is not here, those of a single pair."""
+    """List the files of a data set that must be on a machine that reads it: none of one at a URL.
+
+    If the manifest is not here, the files of a single pair.
+    """
     if is_remote(prefix):
         return []
     pairs = [prefix]
@@ -200,12 +204,12 @@ def local_files(prefix: str) -> list[str]:
 
 
 def end_of_document(data: DataConfig) -> int | None:
-    """The id behind which a run's attention begins anew; None: it does not. Raises DataError: the data do not say."""
+    """Find the id behind which a run's attention begins anew; None: it does not. Raises DataError: no such id."""
     return None if data.attention == "sample" or not data.train else end_of_documents(data.prefixes)
 
 
 def end_of_documents(prefixes: Sequence[str]) -> int:
-    """The id with which all documents of these data sets end. Raises DataError: there is no such id."""
+    """Find the id with which all documents of these data sets end. Raises DataError: there is no such id."""
     found = {prefix: read_manifest(prefix).end_of_document for prefix in prefixes}
     first = found[prefixes[0]]
     for prefix, end in found.items():

@@ -12,12 +12,12 @@ _SAVED = ("state.json", "dataset_dict.json")  # in a folder of `save_to_disk`: o
 
 
 def is_hf_dataset(pattern: str) -> bool:
-    """Whether it is for `arrow_files`."""
+    """Whether a pattern names a Hugging Face data set, for `arrow_files`."""
     return pattern.startswith(PREFIX) or any((Path(pattern) / name).is_file() for name in _SAVED)
 
 
 def arrow_files(pattern: str) -> list[Path]:
-    """The files of a data set's split, in its order.
+    """Find the files of a data set's split, in its order.
 
     pattern: "hf:NAME[,CONFIG][:SPLIT]" of what `datasets.load_dataset` finds, with HF_DATASETS_OFFLINE=1 in its cache
     only; or a folder that `save_to_disk` wrote, of several splits the split's own. Without a word it is the split

@@ -8,37 +8,29 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 from math import floor
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from geotrain.config import DataConfig, RunConfig
-from geotrain.data.dataset import Tokens, open_dataset
+from geotrain.data.dataset import JoinedTokens, Tokens, open_dataset
 from geotrain.data.mixture import Mixture
 from geotrain.data.order import SampleOrder
-from geotrain.data.remote import BlockCache, default_cache_folder, is_remote, open_cache
+from geotrain.data.remote import BlockCache, RemoteTokens, default_cache_folder, is_remote, open_cache
 from geotrain.data.tokens import DataError
 
 STEPS_AHEAD = 1  # read while the caller trains
-STEPS_FETCHED_AHEAD = 8  # that are brought to this machine, where the data lie far away
+STEPS_FETCHED_AHEAD = 8  # that are brought to this machine, where the data are remote
 READ_DEADLINE_S = 300.0  # a batch takes milliseconds, but a network file system may hang without an error
-
-
-@runtime_checkable
-class Fetched(Protocol):
-    """Tokens that lie far away, so that reading them should begin before they are wanted."""
-
-    def fetch_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Begin to fetch tokens start ≤ i < stop. Does not wait."""
 
 
 class SampleSource:
@@ -64,7 +56,7 @@ class SampleSource:
         self._order = None if seed is None else SampleOrder(self.samples_per_epoch, seed)
 
     def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
-        """Read samples by their numbers in the run (int64 [n]) → int64 tensor [n, sequence_length + 1].
+        """Read samples by their numbers in the run (int64 [n]); returns int64 [n, sequence_length + 1].
 
         Raises DataError: the file holds an id outside the model's vocabulary (it is damaged).
         """
@@ -84,46 +76,33 @@ class SampleSource:
         return torch.from_numpy(rows)
 
     def fetch_ahead(self, samples: npt.NDArray[Any]) -> None:
-        """As `Source.fetch_ahead`."""
-        if isinstance(self._tokens, Fetched):
-            self._fetch(self._places(samples))
+        """Begin to fetch samples that will be read soon, if they are remote. Does not wait."""
+        self._fetch(self._places(samples))
 
     def _places(self, samples: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         return samples % self.samples_per_epoch if self._order is None else self._order.positions(samples)
 
     def _fetch(self, places: npt.NDArray[np.int64]) -> None:
-        if isinstance(self._tokens, Fetched):
+        if isinstance(self._tokens, RemoteTokens | JoinedTokens):
             length = self.sequence_length
             self._tokens.fetch_ahead([(place * length, place * length + length + 1) for place in places.tolist()])
 
 
-class Source(Protocol):
-    """What a loader reads samples from. name: for errors."""
-
-    name: str
-
-    def fetch_ahead(self, samples: npt.NDArray[Any]) -> None:
-        """Begin to fetch samples that will be read soon, if they lie far away. Does not wait."""
-
-    def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
-        """Samples by their numbers in the run (int64 [n]) → int64 tensor [n, sequence_length + 1]."""
-
-
 class MixedSource:
-    """Several data sets, read in the shares and the order of a mixture (see `Mixture`). Raises what they raise."""
+    """Several data sets, read in the shares and the order of a mixture. Raises what they raise."""
 
     def __init__(self, sources: Sequence[SampleSource], mixture: Mixture) -> None:
         self.name = ", ".join(source.name for source in sources)
         self._sources, self._mixture = sources, mixture
 
     def fetch_ahead(self, samples: npt.NDArray[Any]) -> None:
-        """As `Source.fetch_ahead`."""
+        """Begin to fetch samples that will be read soon, if they are remote. Does not wait."""
         sets, numbers = self._mixture.places(samples)
         for which in np.unique(sets).tolist():
             self._sources[which].fetch_ahead(numbers[sets == which])
 
     def batch(self, samples: npt.NDArray[Any]) -> torch.Tensor:
-        """As `SampleSource.batch`."""
+        """Read samples by their numbers in the run (int64 [n]); returns int64 [n, sequence_length + 1]."""
         sets, numbers = self._mixture.places(samples)
         rows = torch.empty((len(samples), self._sources[0].sequence_length + 1), dtype=torch.int64)
         for which in np.unique(sets).tolist():
@@ -153,7 +132,7 @@ def open_training(data: DataConfig, model_vocab_size: int, seed: int) -> MixedSo
 
 
 def cache_of(data: DataConfig) -> BlockCache | None:
-    """The cache of what a run reads from afar; None: it reads nothing from there. Raises DataError."""
+    """Open the cache of a run's remote data; None: all of them are local. Raises DataError."""
     if not any(map(is_remote, data.prefixes)):
         return None
     folder = Path(data.cache_folder) if data.cache_folder else default_cache_folder()
@@ -161,10 +140,9 @@ def cache_of(data: DataConfig) -> BlockCache | None:
 
 
 class RunSamples:
-    """The run's training data as torch's loaders take one: map-style, for a loop of the user's own.
+    """The run's training data as a map-style data set of torch's, for a loop of the user's own.
 
-    Sample i is the i-th of the run, int64 [sequence_length + 1]: which place of which data set that is, has been
-    decided. Raises DataError.
+    Sample i is the i-th of the run, int64 [sequence_length + 1], in the run's own order. Raises DataError.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -181,7 +159,7 @@ class RunSamples:
 
 
 def _seed_of(seed: int, number: int) -> int:
-    """Of the order of the number-th set: equally long sets shall not be visited in step."""
+    """Derive the seed for the order of the number-th set: equally long sets shall not be visited in step."""
     if number == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"data set {seed} {number}".encode(), digest_size=8).digest(), "little")
@@ -201,14 +179,16 @@ class StepBatch:
 
 
 class LeasedLoader:
-    """One rank's batches of the samples that its worker was lent.
+    """Reads one rank's batches of the samples that its worker leased.
 
     A lease is a range of the run's samples. In its s-th inner step the worker trains the s-th `samples_per_step` of
     them, whatever its layout is; data-parallel rank r of dp_size takes the r-th equal part of those, cut into
     micro-batches of `micro_batch` samples. Raises DataError: the sizes do not divide.
     """
 
-    def __init__(self, source: Source, samples_per_step: int, micro_batch: int, dp_rank: int, dp_size: int) -> None:
+    def __init__(
+        self, source: SampleSource | MixedSource, samples_per_step: int, micro_batch: int, dp_rank: int, dp_size: int
+    ) -> None:
         if samples_per_step % (micro_batch * dp_size):
             raise DataError(
                 f"{samples_per_step} samples (train_batch_size or validation_samples) do not divide into "
@@ -220,7 +200,7 @@ class LeasedLoader:
         self._offset = dp_rank * self._own
 
     def steps(self, lease_start: int, lease_samples: int) -> Iterator[StepBatch]:
-        """The batch of each inner step of a lease. The next one is read while the caller trains.
+        """Yield the batch of each inner step of a lease. The next one is read while the caller trains.
 
         Raises DataError: the lease is no whole number of steps.
         """
@@ -237,7 +217,7 @@ class LeasedLoader:
         return self._read_ahead(starts)
 
     def expect(self, lease_start: int, lease_samples: int) -> None:
-        """A lease that will be trained next: begin to fetch its first steps, if they lie far away. Does not wait."""
+        """Begin to fetch the first steps of a lease that will be trained next, if they are remote. Does not wait."""
         steps = min(STEPS_FETCHED_AHEAD, lease_samples // self._samples_per_step)
         for step in range(steps):
             self._fetch(lease_start + step * self._samples_per_step)
@@ -277,7 +257,7 @@ class LeasedLoader:
 def validation_batches(
     source: SampleSource, samples: int, micro_batch: int, dp_rank: int, dp_size: int
 ) -> list[torch.Tensor]:
-    """This rank's micro-batches of the first `samples` samples of a source opened without a seed.
+    """Read this rank's micro-batches of the first `samples` samples of a source opened without a seed.
 
     Raises DataError: the file has fewer, or the number does not divide.
     """

@@ -1,4 +1,4 @@
-"""Which data set each sample of a run comes from: the weights' shares, exact to within one sample at every moment.
+"""A mixture of data sets: chooses one for each sample of a run, in shares exact to within one sample at every moment.
 
 Weights become whole parts n_1 + … + n_k = D. The choice of a set repeats every D samples and is, within a period, the
 schedule of k tasks of which each is to get n_j of D time slots as evenly as possible: the m-th turn of set j falls
@@ -27,7 +27,7 @@ _Ints = npt.NDArray[np.int64]
 
 
 def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest whole numbers in the ratio of these weights, taken as decimals: (0.7, 0.3) → (7, 3).
+    """Find the smallest whole numbers in the ratio of these weights, taken as decimals: (0.7, 0.3) → (7, 3).
 
     Where their sum would exceed MOST_PARTS they are rounded to it, every weight above 0 to at least one part.
     """
@@ -52,8 +52,11 @@ def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Period:
-    """One period of a mixture. sets: int64 [D], the set of each sample. turns: int64 [D], how many samples of it come
-    before that one in the period. parts: int64 [k], samples of each set."""
+    """One period of a mixture.
+
+    sets: int64 [D], the set of each sample. turns: int64 [D], how many samples of that set come before it in the
+    period. parts: int64 [k], samples of each set.
+    """
 
     sets: _Ints
     turns: _Ints
@@ -61,7 +64,7 @@ class Period:
 
 
 def period_of(parts: Sequence[int]) -> Period:
-    """The schedule of these parts, by earliest deadline; equal deadlines go to the earlier set."""
+    """Schedule these parts by earliest deadline; equal deadlines go to the earlier set."""
     length = sum(parts)
     sets, turns = np.empty(length, np.int64), np.empty(length, np.int64)
     # Each set has one turn at a time in one of the heaps: (begin of its window, set, turn), or (end, set, turn).
@@ -97,7 +100,7 @@ class Mixture:
             self._before.append(before)
 
     def places(self, samples: npt.NDArray[Any]) -> tuple[_Ints, _Ints]:
-        """(set, number in the set) of samples of the run: int64, ≥ 0, of the shape of `samples`."""
+        """Find (set, number in the set) of samples of the run: int64, ≥ 0, of the shape of `samples`."""
         samples = np.asarray(samples, np.int64)
         sets, numbers = np.empty_like(samples), np.empty_like(samples)
         phases = np.searchsorted(self._starts, samples, side="right") - 1
@@ -111,6 +114,6 @@ class Mixture:
 
 
 def _counts(period: Period, samples: int) -> _Ints:
-    """How many of the phase's first samples each set has."""
+    """Count how many of the phase's first samples each set has."""
     rounds, rest = divmod(samples, len(period.sets))
     return rounds * period.parts + np.bincount(period.sets[:rest], minlength=len(period.parts))

@@ -26,13 +26,17 @@ _UInt64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """samples_per_epoch: n, at least 1. The same (n, seed) gives the same order on every machine, for ever."""
+    """The order of a data set's samples. samples_per_epoch: n, at least 1.
+
+    The same (n, seed) gives the same order on every machine, for ever.
+    """
 
     samples_per_epoch: int
     seed: int
 
     def positions(self, samples: npt.NDArray[Any]) -> _Int64:
-        """Places in [0, n) of samples of the run (int64, ≥ 0, any shape). Each epoch visits every place once."""
+        """Find the places in [0, n) of samples of the run (int64, ≥ 0, any shape). Each epoch visits each place
+        once."""
         samples = np.asarray(samples, np.int64)
         epochs, indices = np.divmod(samples, self.samples_per_epoch)
         positions = np.empty_like(samples)
@@ -58,7 +62,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 
 
 def _feistel(values: _UInt64, half_bits: int, keys: tuple[np.uint64, ...]) -> _UInt64:
-    """A permutation of [0, 4^half_bits), for any keys: each round can be undone from its own output."""
+    """Permute [0, 4^half_bits), with any keys: each round can be undone from its own output."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -67,7 +71,8 @@ def _feistel(values: _UInt64, half_bits: int, keys: tuple[np.uint64, ...]) -> _U
 
 
 def _mix(z: _UInt64) -> _UInt64:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
+    """Mix bits by the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
+    2014)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Turns text files into token files: what `geotrain prepare` does.
+"""Turns text files into token files, for `geotrain prepare`.
 
 One process reads the files as raw blocks, several parse and tokenize these, and the first writes the results in the
 order of the input, so that the output has the same bits whatever the number of processes. The output folder
@@ -43,8 +43,11 @@ BPE_TEXT_BYTES = 1 << 30  # text a BPE is trained on; more changes little and co
 
 @dataclass(frozen=True)
 class Progress:
-    """How far `prepare` is. done_bytes, total_bytes: of the input files on disk, compressed as they are. documents,
-    tokens: written so far. broken: lines of JSON passed over so far; first_broken: what is wrong with the first."""
+    """Progress of `prepare`.
+
+    done_bytes, total_bytes: of the input files on disk, compressed as they are. documents, tokens: written so far.
+    broken: lines of JSON passed over so far; first_broken: what is wrong with the first.
+    """
 
     done_bytes: int
     total_bytes: int
@@ -79,7 +82,8 @@ class EncodedBlock:
 class Encoder:
     """Turns blocks into tokens. Plain data, so that it can be sent to a process, once, when that starts.
 
-    skip_broken: pass over lines that are no JSON object with a text, instead of raising."""
+    skip_broken: pass over lines that are no JSON object with a text, instead of raising.
+    """
 
     tokenizer: Tokenizer
     text_key: str
@@ -87,7 +91,7 @@ class Encoder:
     skip_broken: bool = False
 
     def load(self) -> tokenizers.Tokenizer:
-        """The tokenizer in this process, set so that a document's tokens depend on its text alone."""
+        """Load the tokenizer in this process, set so that a document's tokens depend on its text alone."""
         tokenizer = tokenizers.Tokenizer.from_str(self.tokenizer.json)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -106,8 +110,11 @@ class Encoder:
 
 
 def is_validation(text: str, fraction: float) -> bool:
-    """Whether a document is held out for validation. A hash of its text decides, so that equal documents always fall
-    on the same side, and the decision depends neither on order nor on the other documents."""
+    """Whether a document is held out for validation.
+
+    A hash of its text decides, so that equal documents always fall on the same side, and the decision depends neither
+    on order nor on the other documents.
+    """
     value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return value < fraction * 2.0**64
 
@@ -124,12 +131,12 @@ def prepare(
     shard: tuple[int, int] = (1, 1),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, Manifest]:
-    """Tokenize files (see `find_inputs`) into the folder `output`. Returns the manifest of each split.
+    """Tokenize files (`find_inputs`) into the folder `output`. Returns the manifest of each split.
 
     text_key: of the text in JSON and parquet. validation_fraction: share of the documents that is held out.
     processes: that tokenize. skip_broken: pass over broken lines of JSON, and count them, unless most are.
-    shard: which part of the files, of how many (see `geotrain.data.shards`); one of several goes into a folder of its
-    own in `output`, and may lack a split. progress: called after each block.
+    shard: which part of the files, of how many (`geotrain.data.shards`); one of several goes into a folder of its own
+    in `output`, and may lack a split. progress: called after each block.
     Raises DataError (input, writing) and OutputError (output folder); then nothing is left behind.
     """
     if not 0 <= validation_fraction < 1:
@@ -196,8 +203,10 @@ def prepare(
 def training_texts(
     files: Sequence[Path], text_key: str, limit_bytes: int = BPE_TEXT_BYTES, skip_broken: bool = False
 ) -> Iterator[str]:
-    """Texts to train a tokenizer on: about `limit_bytes` in all, an equal share from every file that is large
-    enough. skip_broken: as for `prepare`, which counts them."""
+    """Yield texts to train a tokenizer on: about `limit_bytes` in all, an equal share from every file large enough.
+
+    skip_broken: pass over broken lines of JSON, which `prepare` counts.
+    """
     # Smallest first: what a small file lacks of its share is shared among the larger ones that follow.
     by_size = sorted(files, key=lambda path: (path.stat().st_size, path))
     for index, path in enumerate(by_size):
@@ -226,7 +235,7 @@ def _start_process(encoder: Encoder) -> None:
     assert parent is not None
 
     def end_with_parent() -> None:
-        """A process of a pool would wait for work for ever if its parent were killed, so each watches its parent."""
+        """End this process when its parent is killed: a process of a pool would wait for work for ever."""
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
@@ -243,8 +252,10 @@ def _encode(block: TextBlock) -> EncodedBlock:
 def _encode_all(
     blocks: Iterator[TextBlock], encoder: Encoder, processes: int
 ) -> Generator[tuple[TextBlock, EncodedBlock], None, None]:
-    """Encode blocks in a pool of processes; give the results in the order of the blocks. The number of blocks in
-    flight is bounded, and with it the memory."""
+    """Encode blocks in a pool of processes; yield the results in the order of the blocks.
+
+    The number of blocks in flight is bounded, and with it the memory.
+    """
     context = multiprocessing.get_context("spawn")  # a fork would copy the tokenizers' threads half alive
     pool = ProcessPoolExecutor(processes, context, _start_process, (encoder,))
     waiting: deque[tuple[TextBlock, Future[EncodedBlock]]] = deque()

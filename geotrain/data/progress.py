@@ -1,4 +1,4 @@
-"""How `prepare` shows how far it is: a bar on a terminal, plain lines elsewhere."""
+"""The progress display of `prepare`: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE_EVERY_S = 5.0
 
 @contextmanager
 def progress_display(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """A context that gives the callback to pass as `progress` to `prepare`."""
+    """Give the callback to pass as `progress` to `prepare`, inside a context."""
 
     def counts(progress: Progress) -> str:
         return f"{progress.documents:,} documents, {progress.tokens:,} tokens"

@@ -33,7 +33,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class TextBlock:
-    """A piece of one input file, not yet parsed.
+    """A part of one input file, not yet parsed.
 
     kind: what the items are. "text": one item, a document. "jsonl": lines, a JSON object each. "rows": documents.
     first: number of the first line or row, from 1, for errors.
@@ -48,11 +48,11 @@ class TextBlock:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """The input files that files, folders, glob patterns and Hugging Face data sets (see `arrow_files`) name: in
-    the order of the patterns, sorted within each, and each file once. Sorted, so that the output does not depend on
-    the file system's order; those of a data set have an order of their own.
+    """Find the input files that files, folders, glob patterns and Hugging Face data sets (`arrow_files`) name.
 
-    Raises DataError: nothing found, or a file of an unsupported kind was named.
+    In the order of the patterns, sorted within each, and each file once. Sorted, so that the output does not depend
+    on the file system's order; those of a data set have an order of their own. Raises DataError: nothing found, or a
+    file of an unsupported kind was named.
     """
     found: list[Path] = []
     for pattern in patterns:
@@ -78,7 +78,9 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
 
 def read_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
     """Stream a file. Memory is bounded by a block and a line of JSON. text_key: the column in parquet and Arrow.
-    Raises DataError, which says where reading stopped."""
+
+    Raises DataError, which says where reading stopped.
+    """
     if path.name.endswith((".parquet", ".arrow")):
         yield from _row_blocks(path, text_key)
     elif path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
@@ -88,7 +90,7 @@ def read_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
 
 
 def parse_block(block: TextBlock, text_key: str, broken: list[str] | None = None) -> Iterator[str]:
-    """The documents of a block; empty ones are left out. text_key: of the text in a JSON object.
+    """Parse a block into documents; empty ones are left out. text_key: of the text in a JSON object.
 
     broken: a list to which faults of single lines of JSON are appended, each naming file and line; such lines are
     passed over. None: they raise DataError, as the faults of other kinds of files always do.
@@ -117,7 +119,7 @@ def parse_block(block: TextBlock, text_key: str, broken: list[str] | None = None
 
 
 def _json_text(line: bytes, text_key: str) -> str:
-    """The text of a line of JSON; "" for an empty line. Raises ValueError saying what is wrong with the line."""
+    """Parse a line of JSON and return its text; "" for an empty line. Raises ValueError saying what is wrong."""
     if not line.strip():
         return ""
     try:
@@ -176,8 +178,10 @@ def _text_blocks(path: Path) -> Iterator[TextBlock]:
 
 
 def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Chunks of the file's content, each with the position in the file on disk up to which was read. Failures of
-    reading and decompressing become DataError here."""
+    """Read a file's content in chunks, each with the position in the file on disk up to which was read.
+
+    Failures of reading and decompressing become DataError here.
+    """
     lines = 0  # so far, for errors
     try:
         with path.open("rb") as file:
@@ -230,7 +234,7 @@ def _row_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[tuple[Any, int]]:
-    """The column, BLOCK_ROWS of it at a time, each with the position in the file up to which it goes."""
+    """Read a column of parquet, BLOCK_ROWS at a time, each with the position in the file up to which it goes."""
     size_bytes, row = path.stat().st_size, 0
     with pyarrow.parquet.ParquetFile(path) as file:
         _check_column(path, file.schema_arrow, text_key)
@@ -241,7 +245,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[tuple[Any, int]]:
 
 
 def _arrow(path: Path, text_key: str) -> Iterator[tuple[Any, int]]:
-    """As `_parquet`, of an Arrow stream. It is mapped into memory, so only its text is read."""
+    """Read a column of an Arrow stream likewise. It is mapped into memory, so only its text is read."""
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
         _check_column(path, stream.schema, text_key)
         for batch in stream:

@@ -66,12 +66,12 @@ class BlockCache:
         self.pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch")
 
     def reserve(self, blocks: int) -> int:
-        """The first of so many slots in a row. Whoever opens the same files in the same order gets the same."""
+        """Reserve so many slots in a row; returns the first. The same files in the same order get the same ones."""
         first, self._reserved = self._reserved, self._reserved + blocks
         return first
 
     def get(self, slot: int, key: bytes) -> bytes | None:
-        """The block with this key, if the slot holds it whole."""
+        """Read the block with this key, if the slot holds it whole."""
         with suppress(OSError):
             found, length, checksum = _HEADER.unpack(os.pread(self._file, _HEADER.size, slot * _HEADER.size))
             if found == key and length <= BLOCK_BYTES:
@@ -92,8 +92,11 @@ class BlockCache:
 
     @contextmanager
     def fetching(self, slot: int, until_s: float) -> Iterator[None]:
-        """Keep other processes from fetching into this slot meanwhile. The kernel lets go of it for a killed one;
-        past the deadline (`time.monotonic`) both fetch, since that is only a waste."""
+        """Keep other processes from fetching into this slot meanwhile.
+
+        The kernel releases the lock of a killed one; past the deadline (`time.monotonic`) both fetch, which is only a
+        waste.
+        """
         locked = False
         while not locked and time.monotonic() < until_s:
             try:
@@ -110,7 +113,7 @@ class BlockCache:
 
 @lru_cache(maxsize=8)
 def open_cache(folder: Path, size_bytes: int) -> BlockCache:
-    """This process's only cache in a folder: closing another one's file would give up the locks of the first."""
+    """Open this process's only cache in a folder: closing another one's file would give up the locks of the first."""
     return BlockCache(folder, size_bytes)
 
 
@@ -200,7 +203,7 @@ class RemoteTokens:
 
 
 def read_whole(url: str) -> bytes:
-    """A small file's content. Raises DataError."""
+    """Read a small file. Raises DataError."""
     files, path = _file_system(url)
     return bytes(_patiently(url, lambda: files.cat_file(path)))
 
@@ -218,7 +221,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _patiently(url: str, work: Callable[[], T]) -> T:
-    """Do this until it works or the deadline is over. Raises DataError."""
+    """Repeat the work until it succeeds or the deadline is over. Raises DataError."""
     until_s, backoff = time.monotonic() + FETCH_DEADLINE_S, RetryBackoff(FIRST_PAUSE_S, LAST_PAUSE_S)
     while True:
         try:

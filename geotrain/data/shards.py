@@ -1,4 +1,4 @@
-"""A data set that several hosts wrote, each a shard: what is whose, and the manifest that makes one set of them.
+"""A data set that several hosts wrote, each a shard: divides the input, and merges the shards by a manifest.
 
     <out>/shard-0001-of-0008/train.bin …      one folder a host, by `geotrain prepare … --shard 1/8`
     <out>/train.json, <out>/tokenizer         by `geotrain merge <out>`, which moves no token
@@ -23,7 +23,7 @@ INPUTS = "inputs.txt"  # in a shard's folder: what all shards must have in commo
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """(number from 1, shards in all) of "3/8". Raises DataError."""
+    """Parse "3/8" into (number from 1, shards in all). Raises DataError."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise DataError(f"--shard {text}: write which of how many, as 3/8, counted from 1")
@@ -35,9 +35,9 @@ def shard_folder(out: Path, number: int, shards: int) -> Path:
 
 
 def files_of_shard(files: Sequence[Path], number: int, shards: int) -> list[Path]:
-    """The files of one shard: those whose middle lies in its part of all bytes. Every host must find the same files.
+    """Select the files of one shard: those whose middle lies in its part of all bytes.
 
-    Raises DataError: there are none.
+    Every host must find the same files. Raises DataError: there are none.
     """
     sizes = [path.stat().st_size for path in files]
     total, before, mine = max(sum(sizes), 1), 0, []
@@ -54,7 +54,7 @@ def files_of_shard(files: Sequence[Path], number: int, shards: int) -> list[Path
 
 
 def describe_inputs(files: Sequence[Path], tokenizer_json: str, validation_fraction: float) -> str:
-    """What must be the same for all shards, as text."""
+    """Describe, as text, what must be the same for all shards."""
     names = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
     return (
         f"{len(files)} input files: {hashlib.sha256(names.encode()).hexdigest()}\n"
@@ -64,8 +64,10 @@ def describe_inputs(files: Sequence[Path], tokenizer_json: str, validation_fract
 
 
 def merge(out: Path) -> dict[str, Manifest]:
-    """Write the manifests that make one data set of the shards in a folder. Returns them by split. Raises DataError
-    naming the shards that are missing or do not belong together; then nothing is written."""
+    """Write the manifests that make one data set of the shards in a folder. Returns them by split.
+
+    Raises DataError naming the shards that are missing or do not belong together; then nothing is written.
+    """
     found = {path: match for path in sorted(out.glob("shard-*")) if (match := _FOLDER.fullmatch(path.name))}
     totals = {int(match[2]) for match in found.values()}
     if len(totals) != 1:

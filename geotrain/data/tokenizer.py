@@ -29,7 +29,7 @@ _FILES = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What `prepare` needs of a tokenizer.
+    """A tokenizer as `prepare` needs it.
 
     json: content of tokenizer.json. vocab_size: largest id + 1. end_of_document: id that is put after each document.
     files: name → content of the files in its folder.
@@ -57,8 +57,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def finish_export(folder: Path, max_positions: int) -> dict[str, int | None]:
-    """Complete the tokenizer of an exported model; give the ids of its bos, eos and pad tokens under the keys of a
-    Hugging Face config.
+    """Complete the tokenizer of an exported model; returns the ids of its bos, eos and pad tokens, by config key.
 
     Its `tokenizer_config.json` then says how many tokens the model takes (`model_max_length`, of max_positions) and,
     where it was silent, that batches are padded with the eos token, and on the left, as generation needs. Raises
@@ -79,7 +78,7 @@ def finish_export(folder: Path, max_positions: int) -> dict[str, int | None]:
 
 
 def vocabulary_size(folder: Path) -> int:
-    """Largest id + 1 of the tokenizer in a folder. Raises DataError."""
+    """Compute the largest id + 1 of the tokenizer in a folder. Raises DataError."""
     return max(_load(folder).get_vocab().values()) + 1
 
 
@@ -105,7 +104,7 @@ def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenize
 
 
 def _load(folder: Path) -> Any:
-    """A Hugging Face tokenizer, from the folder only: nothing is fetched from the network."""
+    """Load a Hugging Face tokenizer, from the folder only: nothing is fetched from the network."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such tokenizer folder")
     from transformers import AutoTokenizer  # slow to import, and not needed for bytes or a BPE
@@ -118,7 +117,8 @@ def _load(folder: Path) -> Any:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0..255 are the bytes of the UTF-8 text, 256 ends a document, 257..263 are spare."""
+    """Make the tokenizer of bytes: ids 0..255 are those of the UTF-8 text, 256 ends a document, 257..263 are
+    spare."""
     # The character that stands for each byte in a byte-level vocabulary (GPT-2's table): printable Latin-1 bytes
     # stand for themselves; the others take the characters from U+0100 on, in order.
     printable, spare = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(0x100, 0x200))

@@ -36,17 +36,17 @@ class DataError(ValueError):
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Type of the ids in a .bin file. Megatron's limit, so that its tools would choose the same type."""
+    """Choose the type of the ids in a .bin file, by Megatron's limit, so that its tools would choose the same."""
     return _DTYPES[8] if vocab_size < 65500 else _DTYPES[4]
 
 
 def _pair(prefix: str | Path) -> tuple[Path, Path]:
-    """(.bin, .idx). The ending is appended, since `with_suffix` would cut a prefix that has a dot in it."""
+    """Paths of .bin and .idx. The ending is appended, since `with_suffix` would cut a prefix that has a dot in it."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 class BlockChecksums:
-    """CRC-32 of each BLOCK_BYTES of what is passed to `update`; the last block may be shorter."""
+    """Computes the CRC-32 of each BLOCK_BYTES of what is passed to `update`; the last block may be shorter."""
 
     def __init__(self) -> None:
         self._whole, self._checksum, self._filled = bytearray(), 0, 0
@@ -62,7 +62,7 @@ class BlockChecksums:
             rest = rest[len(part) :]
 
     def content(self) -> bytes:
-        """What `<prefix>.crc` holds: 4 bytes a block, little-endian."""
+        """Return the content of `<prefix>.crc`: 4 bytes a block, little-endian."""
         return bytes(self._whole) + (_CHECKSUM.pack(self._checksum) if self._filled else b"")
 
 
@@ -75,7 +75,7 @@ class TokenWriter:
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        """vocab_size: all ids must be below it. Raises DataError if the folder cannot be written."""
+        """Open temporary files. vocab_size: all ids must be below it. Raises DataError if they cannot be written."""
         self.prefix, self.vocab_size, self.dtype = prefix, vocab_size, token_dtype(vocab_size)
         self.documents = self.tokens = 0
         self.digest, self.checksums = hashlib.sha256(), BlockChecksums()
@@ -182,8 +182,11 @@ class TokenFile:
     _bounds: npt.NDArray[np.int64]  # numbers of the sequences with which documents begin, and of sequences in all
 
     def document_ends(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Where the documents `first` ≤ i < `last` end: token numbers, int64 [last − first]. Document i is
-        tokens[end of i − 1 : end of i]. Reads nothing else of the index. Raises DataError: it is damaged."""
+        """Read where the documents `first` ≤ i < `last` end: token numbers, int64 [last − first].
+
+        Document i is tokens[end of i − 1 : end of i]. Reads nothing else of the index. Raises DataError: it is
+        damaged.
+        """
         bounds = self._bounds[first : last + 1]
         if bounds[0] < 0 or bounds[-1] > len(self._begins) or (bounds[1:] < bounds[:-1]).any():
             raise DataError(f"{self.prefix}.idx: its documents are not in order: it is damaged; copy it again")
@@ -195,7 +198,7 @@ class TokenFile:
         return ends
 
     def all_document_ends(self) -> Iterator[npt.NDArray[np.int64]]:
-        """`document_ends` of all documents, a part at a time. Raises DataError."""
+        """Read where all documents end, a part at a time. Raises DataError."""
         last = 0
         for first in range(0, self.documents, _AT_ONCE):
             ends = self.document_ends(first, min(first + _AT_ONCE, self.documents))

@@ -1,5 +1,7 @@
-"""Model families, a file each: what its config.json says, its weights' names, shapes and cuts, and what its layers
-ask of Megatron-core. docs/extending.md says how to add one. No torch here: launching and planning ask them, too."""
+"""Model families, a file each: its config.json, its weights' names, shapes and cuts, its settings of Megatron-core.
+
+docs/extending.md says how to add one. No torch here: launching and planning ask them, too.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _GROUP = "geotrain.families"
 
 
 def family_of(model_type: Any) -> Family:
-    """The family of this name, which may be another package's. Raises UnsupportedModelError."""
+    """Find the family of this name, which may be another package's. Raises UnsupportedModelError."""
     known = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if known is not None:
         return known
@@ -48,6 +50,8 @@ def family_of(model_type: Any) -> Family:
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
-    """Read a Hugging Face `config.json` (already parsed). Raises UnsupportedModelError naming the key, its value and
-    what is supported."""
+    """Read a parsed Hugging Face `config.json`.
+
+    Raises UnsupportedModelError naming the key, its value and what is supported.
+    """
     return family_of(reading.need(config, "model_type")).architecture(config)

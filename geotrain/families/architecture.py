@@ -1,4 +1,4 @@
-"""A model's shape in numbers: what the planner, memory, layouts and servers ask of any family."""
+"""A model's shape in numbers, the same for any family; planner, memory estimates, layouts and servers ask for it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class Architecture:
 
     @property
     def residual_std(self) -> float:
-        """Of the initial weights of a layer's two projections that write to the residual stream (GPT-2's)."""
+        """Standard deviation of initial weights that write to the residual stream (GPT-2's): two matrices of a
+        layer."""
         return self.init_std / (2 * self.layers) ** 0.5
 
     @property
@@ -97,10 +98,12 @@ class Architecture:
         return self.latent.value_dim if self.latent else self.head_dim
 
     def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of one MLP."""
         return self.experts is not None and layer >= self.experts.dense_layers
 
     def active_ffn_size(self, sparse: bool) -> int:
-        """Elements between the matrices of all MLPs that a token passes in a layer. sparse: one that has experts."""
+        """Count the elements between the matrices of all MLPs that a token passes in a layer. sparse: with
+        experts."""
         if self.experts is None:
             return self.ffn_size
         if not sparse:

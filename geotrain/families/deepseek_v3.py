@@ -14,8 +14,11 @@ from geotrain.families.weights import Weight, expert_settings, gated_mlp, matrix
 
 
 class DeepseekV3(Family):
-    """Of config.json are also read: `aux_loss_alpha`, coefficient of each sequence's balancing loss (equation 17);
-    `router_bias_update_rate`, by which a step moves the bias of each expert (γ of section 2.1.2)."""
+    """DeepSeek-V3, with two keys of config.json that transformers does not know.
+
+    aux_loss_alpha: coefficient of each sequence's balancing loss (equation 17). router_bias_update_rate: by which a
+    step moves the bias of each expert (γ of section 2.1.2).
+    """
 
     model_type = "deepseek_v3"
     transformers_class = "DeepseekV3ForCausalLM"
@@ -76,8 +79,11 @@ class DeepseekV3(Family):
         }
 
     def attention(self, a: Architecture, layer: int) -> Iterator[Weight]:
-        """The projections to latents are whole on every tensor rank, as Megatron-core has them with Transformer
-        Engine: each rank then has the rotated part of the keys, which all heads share."""
+        """List the weights of latent attention.
+
+        The projections to latents are whole on every tensor rank, as Megatron-core has them with Transformer Engine:
+        each rank then has the rotated part of the keys, which all heads share.
+        """
         latent, h, std = a.latent, a.hidden_size, a.init_std
         assert latent is not None
         here, there, queries = "self_attn", "self_attention", a.heads * a.query_dim

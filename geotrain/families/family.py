@@ -1,4 +1,4 @@
-"""What a model family states. Each has a file of its own beside this one, which says what differs from Llama."""
+"""The interface of a model family. Each family is a file beside this one, which says what differs from Llama."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ class Family:
         )
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
-        """What an exported config.json states beside the keys that all families have: transformers' defaults may
-        differ from what was trained."""
+        """State the keys of an exported config.json beside those that all families have.
+
+        transformers' defaults may differ from what was trained.
+        """
         return {}
 
     # ------------------------------------------------------------------------------------------------- weights
@@ -86,14 +88,14 @@ class Family:
         return gated_mlp(a, a.ffn_size)
 
     def layer(self, a: Architecture, layer: int) -> Iterator[Weight]:
-        """A layer's weights in Hugging Face's order."""
+        """List a layer's weights, in Hugging Face's order."""
         yield norm("input_layernorm.weight", a.hidden_size, "input_layernorm.weight")
         yield from self.attention(a, layer)
         yield norm("post_attention_layernorm.weight", a.hidden_size, "pre_mlp_layernorm.weight")
         yield from self.mlp(a, layer)
 
     def weights(self, a: Architecture) -> Iterator[tuple[int | None, Weight]]:
-        """Every weight of the model once, in Hugging Face's order, with the number of its layer."""
+        """List every weight of the model once, in Hugging Face's order, with the number of its layer."""
         yield None, self.embedding(a)
         for i in range(a.layers):
             yield from ((i, weight.of_layer(i, i)) for weight in self.layer(a, i))
@@ -109,13 +111,13 @@ class Family:
         return norm("model.norm.weight", a.hidden_size, "decoder.final_layernorm.weight")
 
     def head(self, a: Architecture) -> Weight:
-        """Not asked for where it is the embedding."""
+        """Describe the head; not asked for where it is the embedding."""
         return matrix("lm_head.weight", a.vocab_size, a.hidden_size, "output_layer.weight", a.init_std)
 
     # ------------------------------------------------------------------------------------------------ Megatron
 
     def divided(self, a: Architecture) -> dict[str, int]:
-        """Keys of config.json with their values, each of which tensor parallelism must divide."""
+        """List the keys of config.json, with their values, that tensor parallelism must divide."""
         return {
             "num_attention_heads": a.heads,
             "num_key_value_heads": a.kv_heads,
@@ -124,6 +126,8 @@ class Family:
         }
 
     def megatron(self, a: Architecture) -> dict[str, Any]:
-        """Fields of Megatron-core's TransformerConfig, beside those that follow from any Architecture
-        (`geotrain.inner.model.model`). The layer specification follows from them, too."""
+        """Set fields of Megatron-core's TransformerConfig, beside those that follow from any Architecture.
+
+        `geotrain.inner.model.model` has the others; the layer specification follows from them, too.
+        """
         return {}

@@ -1,5 +1,5 @@
-"""Reading a Hugging Face `config.json`, parsed: values of the right kind, or an UnsupportedModelError that names the
-key, its value and what is supported."""
+"""Reads a parsed Hugging Face `config.json`: gives values of the right kind, or raises an UnsupportedModelError that
+names the key, its value and what is supported."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ def number(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def must_be(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Where one of these keys is there, it must have this value, which is also what its absence means."""
+    """Refuse a key that is there with another value than this one, which is also what its absence means."""
     for key, value in wanted.items():
         if config.get(key, value) != value:
             raise UnsupportedModelError(f"model config: {key} = {config[key]!r} is not supported; only {value!r}")
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; older files have `rope_scaling`, and `rope_theta` beside it."""
+    """Read the rotary embedding's parameters.
+
+    transformers 5 writes `rope_parameters`; older files have `rope_scaling`, and `rope_theta` beside it.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UnsupportedModelError(f"model config: the rope parameters {rope!r} must be an object")
@@ -60,7 +63,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_scaling(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What `Architecture.rope_scaling` holds."""
+    """Read the scaling of the rotary embedding, for `Architecture.rope_scaling`."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type", rope.get("type")) or "default"
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
@@ -92,7 +95,7 @@ def sliding_window(config: Mapping[str, Any], default: int | None) -> int | None
 
 
 def experts(config: Mapping[str, Any], count_key: str, per_token: int, normalized: bool) -> Experts:
-    """count_key: where the number of experts stands. per_token, normalized: what holds where the config is silent."""
+    """Read the experts. count_key: of their number. per_token, normalized: what holds where the config is silent."""
     count = whole(config, count_key, most=MOST_EXPERTS)
     chosen = whole(config, "num_experts_per_tok", per_token)
     if count < 2 or chosen > count:

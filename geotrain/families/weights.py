@@ -1,4 +1,4 @@
-"""What a family states of each of its parameters, and the parts that families share. Plain data, no tensors."""
+"""Weights as a family states them, and the parts of models that families share. Plain data, no tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Weight:
     within: Megatron-core's name of the parameter that holds it (local layer specification). Several weights within
         one lie in it in their order. Of experts, `{expert}` stands for the number among those of the rank.
     cut: what tensor parallelism deals out: rows, columns, or nothing, so that every tensor rank has a copy.
-    pieces: its rows are dealt out in so many equal pieces, in turn with those of the others within the same
+    interleaved: its rows are dealt out in so many equal parts, in turn with those of the others within the same
         parameter; None: in as many as there are tensor ranks.
     summed: when each tensor rank computes only a part of its gradient: under sequence parallelism, since each then
         sees a part of the tokens only, or always.
@@ -38,7 +38,7 @@ class Weight:
     cut: Cut
     init_std: float = 0.0
     decays: bool = True
-    pieces: int | None = None
+    interleaved: int | None = None
     summed: Literal["never", "sequence", "always"] = "never"
     expert: int | None = None
     untrained: bool = False
@@ -48,32 +48,37 @@ class Weight:
         return prod(self.shape)
 
     def of_layer(self, canonical: int, local: int) -> Weight:
-        """With the prefixes of its layer: its number in the model, and on its pipeline stage."""
+        """Prefix both names by those of a layer: its number in the model, and on its pipeline stage."""
         name, within = f"model.layers.{canonical}.{self.name}", f"decoder.layers.{local}.{self.within}"
         return replace(self, name=name, within=within)
 
 
 def norm(name: str, size: int, within: str, per_head: bool = False) -> Weight:
-    """per_head: of queries or keys, of which a tensor rank sees its own heads only."""
+    """Describe a norm. per_head: of queries or keys, of which a tensor rank sees its own heads only."""
     return Weight(name, (size,), within, "ones", "whole", decays=False, summed="always" if per_head else "sequence")
 
 
 def matrix(
-    name: str, rows: int, columns: int, within: str, std: float, cut: Cut = "rows", pieces: int | None = None
+    name: str, rows: int, columns: int, within: str, std: float, cut: Cut = "rows", interleaved: int | None = None
 ) -> Weight:
-    return Weight(name, (rows, columns), within, "normal", cut, init_std=std, pieces=pieces)
+    return Weight(name, (rows, columns), within, "normal", cut, init_std=std, interleaved=interleaved)
 
 
 def grouped_attention(a: Architecture) -> Iterator[Weight]:
-    """Attention with grouped queries (arXiv 2305.13245). Megatron-core's `linear_qkv` has, for each key-value head in
-    turn, the query heads that share it, itself, and its values."""
+    """List the weights of attention with grouped queries (arXiv 2305.13245).
+
+    Megatron-core's `linear_qkv` has, for each key-value head in turn, the query heads that share it, itself, and its
+    values.
+    """
     h, q, kv = a.hidden_size, a.heads * a.head_dim, a.kv_heads * a.head_dim
     qkv = "self_attention.linear_qkv"
     for kind, rows in (("q", q), ("k", kv), ("v", kv)):
         name = f"self_attn.{kind}_proj"
-        yield matrix(f"{name}.weight", rows, h, f"{qkv}.weight", a.init_std, pieces=a.kv_heads)
+        yield matrix(f"{name}.weight", rows, h, f"{qkv}.weight", a.init_std, interleaved=a.kv_heads)
         if a.qkv_bias:
-            yield Weight(f"{name}.bias", (rows,), f"{qkv}.bias", "zeros", "rows", decays=False, pieces=a.kv_heads)
+            yield Weight(
+                f"{name}.bias", (rows,), f"{qkv}.bias", "zeros", "rows", decays=False, interleaved=a.kv_heads
+            )
     yield matrix("self_attn.o_proj.weight", h, q, "self_attention.linear_proj.weight", a.residual_std, "columns")
     if a.qk_norm:
         for kind in "qk":
@@ -87,8 +92,10 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def gated_mlp(
     a: Architecture, size: int, name: str = "mlp", within: str = "mlp", names: tuple[str, str, str] = PROJECTIONS
 ) -> Iterator[Weight]:
-    """SwiGLU (arXiv 2002.05202) of `size` elements between; Megatron-core's `linear_fc1` has gate and then up. names:
-    of gate, up and down."""
+    """List the weights of SwiGLU (arXiv 2002.05202) of `size` elements between. names: of gate, up and down.
+
+    Megatron-core's `linear_fc1` has gate and then up.
+    """
     h, (gate, up, down) = a.hidden_size, names
     yield matrix(f"{name}.{gate}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
     yield matrix(f"{name}.{up}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
@@ -96,7 +103,7 @@ def gated_mlp(
 
 
 def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, str] = PROJECTIONS) -> Iterator[Weight]:
-    """A router, and the experts' MLPs one after the other."""
+    """List the weights of a router, and of the experts' MLPs one after the other."""
     assert a.experts is not None
     router = matrix(f"{name}.gate.weight", a.experts.count, a.hidden_size, "mlp.router.weight", a.init_std, "whole")
     yield replace(router, summed="sequence")
@@ -107,7 +114,7 @@ def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, st
 
 
 def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:
-    """An MLP that every token passes, and where it has a gate, the vector by which a token weighs it."""
+    """List the weights of an MLP that every token passes, and of its gate, if it has one."""
     assert a.experts is not None
     yield from gated_mlp(a, a.experts.shared_ffn_size, name, "mlp.shared_experts")
     if a.experts.shared_gate:
@@ -116,7 +123,8 @@ def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:
 
 
 def expert_settings(a: Architecture) -> dict[str, object]:
-    """Fields of Megatron-core's TransformerConfig for `routed_experts` behind a softmax, and `shared_expert`."""
+    """Set the fields of Megatron-core's TransformerConfig for `routed_experts` behind a softmax and
+    `shared_expert`."""
     assert a.experts is not None
     return {
         "num_moe_experts": a.experts.count,

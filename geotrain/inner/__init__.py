@@ -1,1 +1,1 @@
-"""What happens inside one worker: DeepSpeed trains a Megatron-core model. Nothing here knows of regions."""
+"""One worker: DeepSpeed trains a Megatron-core model. Nothing here knows of regions."""

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 
 from geotrain.config import ParallelConfig, PrecisionConfig, RunConfig
 from geotrain.config.deepspeed import completed
 from geotrain.inner.acco.engine import AccoEngine
-from geotrain.inner.acco.flat_space import FlatBuffer
+from geotrain.inner.acco.flat_buffer import FlatBuffer
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.model.context_parallel import Parts
 from geotrain.inner.model.model import HAS_TRANSFORMER_ENGINE, build_model, placements
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import EXPERTS, group_like, initialize, join
 from geotrain.optimizers.groups import parameter_groups
-from geotrain.optimizers.muon import Muon, owned_matrices, with_gaps
+from geotrain.optimizers.inner_optimizer import InnerOptimizer
+from geotrain.optimizers.muon import owned_matrices, with_gaps
 from geotrain.optimizers.updates import TensorRanks
 from geotrain.parallelism import checks
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.local_parameters import tied_copies
 from geotrain.parallelism.mesh import RankMesh
-from geotrain.parallelism.optimizer_settings import (
-    AdamWSettings,
-    MuonSettings,
-    PluggedOptimizer,
-    optimizer_settings,
-)
+from geotrain.parallelism.optimizer_settings import MuonSettings, PluggedOptimizer, optimizer_settings
 from geotrain.parallelism.transformer_engine import check_device, check_transformer_engine
 from geotrain.parallelism.whole_matrices import ALIGNED, pack
 
@@ -48,10 +41,9 @@ def build_engine(
     """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
 
     deepspeed_block: the run's `deepspeed` block, overridden by the worker's own keys; it may say "auto". precision:
-    None: the run's.
-    timeout_s: the longest that a collective may wait. ACCO's collectives use `acco.timeout_s` instead.
+    None: the run's. timeout_s: the longest that a collective may wait; ACCO's use `acco.timeout_s` instead.
     end_of_document: the id that ends documents, to keep attention inside them; None: it is causal over a sample.
-    Raises ConfigError if the layout or the DeepSpeed block cannot work for this model.
+    Raises ConfigError if the parallel layout or the DeepSpeed block cannot work for this model.
     """
     architecture, deepspeed_block = run.architecture, completed(deepspeed_block, run.total_steps)
     sequence_length, bf16 = run.data.sequence_length, checks.trains_in_bf16(deepspeed_block)
@@ -66,7 +58,6 @@ def build_engine(
     check_device(precision, parallel, HAS_TRANSFORMER_ENGINE, platform.capability())
     platform.use_deterministic_algorithms(precision.deterministic_mode)
     mesh, settings = initialize(parallel, timeout_s), optimizer_settings(deepspeed_block)
-    offloaded = "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
     with platform.quiet_construction():
         shape = architecture, parallel, mesh, sequence_length, bf16, run.model.recompute, run.seed
         model = build_model(*shape, packed=end_of_document is not None, precision=precision)
@@ -77,33 +68,31 @@ def build_engine(
             late = tied_copies(architecture, mesh.pp_size)
             buckets = {"bucket": checks.reduction_bucket(deepspeed_block, numel), "late": late}
         groups = parameter_groups(placed, settings, EXPERTS, **buckets)
-        if isinstance(settings, MuonSettings):
-            if checks.zero_stage(deepspeed_block):
-                keep_matrices_whole(groups, mesh, run.acco is not None, model)
-            optimizer: torch.optim.Optimizer = Muon(groups, settings)
-        elif isinstance(settings, PluggedOptimizer):
-            optimizer = settings.optimizer([{**group, "moments": settings.moments} for group in groups])
+        if isinstance(settings, MuonSettings) and checks.zero_stage(deepspeed_block):
+            keep_matrices_whole(groups, mesh, run.acco is not None, model)
+        if isinstance(settings, PluggedOptimizer):
+            optimizer = settings.optimizer(groups)
         else:
-            optimizer = build_adamw(groups, settings, offloaded)
+            optimizer = InnerOptimizer(groups, settings)
         config = complete_block(deepspeed_block, numel)
         parts = (model, optimizer, config, mesh, placed, architecture, sequence_length)
         engine = GeoEngine(*parts) if run.acco is None else AccoEngine(*parts, acco=run.acco)
         engine.end_of_document = end_of_document
         engine.parts = Parts(mesh.cp_rank, mesh.cp_size, parallel.context_exchange)
-    if isinstance(optimizer, Muon):
+    if isinstance(settings, MuonSettings):
         owned = owned_matrices(placed, architecture, engine.optimizer, bool(checks.zero_stage(deepspeed_block)))
-        optimizer.bind(owned, tensor_ranks(mesh, optimizer.settings, timeout_s))
+        optimizer.bind(owned, tensor_ranks(mesh, settings, timeout_s))
     return engine
 
 
 def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str, Any]:
-    """The user's DeepSpeed block with what the engine needs added.
+    """Add to the user's DeepSpeed block what the engine needs.
 
-    Settings that the engine cannot work without replace the user's; for all others the user's win.
-    parameters: how many elements this rank holds.
+    Settings that the engine cannot work without replace the user's; for all others the user's win. parameters:
+    elements that this rank holds.
     """
     config = copy.deepcopy(deepspeed_block)
-    # The engine brings its own AdamW (see `build_adamw`), which DeepSpeed would otherwise refuse under ZeRO, and
+    # The engine brings its own optimizer (`InnerOptimizer`), which DeepSpeed would otherwise refuse under ZeRO, and
     # would want replaced by its CPU optimizer where the masters are offloaded.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
@@ -138,23 +127,8 @@ def keep_matrices_whole(groups: list[dict[str, Any]], mesh: RankMesh, acco: bool
 
 
 def tensor_ranks(mesh: RankMesh, settings: MuonSettings, timeout_s: float) -> TensorRanks | None:
-    """Makes a process group where matrices are to be gathered: every rank of the worker must call it."""
+    """Make the process group that gathers matrices, if they are to be: every rank of the worker must call it."""
     if mesh.tp_size == 1 or settings.tp_mode == "blockwise":
         return None
     group = group_like(mesh.tp_group, platform.backend(), timedelta(seconds=timeout_s))
     return TensorRanks(group, mesh.tp_rank, mesh.tp_size)
-
-
-def build_adamw(groups: list[dict[str, Any]], settings: AdamWSettings, on_cpu: bool) -> torch.optim.Optimizer:
-    """An AdamW that updates all tensors in a few kernels: NVIDIA apex's, else DeepSpeed's, else torch's.
-
-    on_cpu: the masters are offloaded to host memory, where of the three only torch's works.
-    """
-    common: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    for module in ("apex.optimizers", "deepspeed.ops.adam") if platform.HAS_CUDA and not on_cpu else ():
-        # Not installed, PyPI's unrelated `apex`, one without its extensions, a kernel that does not compile: each
-        # fails in its own way, and may have written its defaults into the groups before.
-        with contextlib.suppress(Exception):
-            fused = importlib.import_module(module).FusedAdam
-            return cast(torch.optim.Optimizer, fused([{**group} for group in groups], adam_w_mode=True, **common))
-    return torch.optim.AdamW(groups, fused=True, **common)

@@ -1,1 +1,1 @@
-"""What steps the weights inside a worker: AdamW, and Muon for hidden matrices."""
+"""The inner optimizer, which steps the weights inside a worker: AdamW, and Muon for hidden matrices."""

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer steps alike, and which of them are reduced together."""
+"""Parameter groups: parameters that the optimizer steps alike, cut into buckets that are reduced together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from geotrain.optimizers.updates import MOMENTUM
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.optimizer_settings import MuonSettings, OptimizerSettings
 
@@ -18,11 +19,12 @@ def parameter_groups(
     bucket: int | None = None,
     late: Container[str] = (),
 ) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, none of them empty.
+    """Divide this rank's parameters into the optimizer's groups, none of them empty.
 
-    Apart are: norms, which do not decay; what is marked `sums_over_tp`, since each tensor rank sees only a part of
-    the tokens or heads, so that gradients must be summed; experts that data-parallel ranks divide, marked `moe` and
-    with the name of the ranks that have the same; with Muon, at the end, hidden matrices (`is_matrices`).
+    Each group has its `lr`, `weight_decay` and the names of its `moments`. Apart are: norms, which do not decay; what
+    is marked `sums_over_tp`, since each tensor rank sees only a part of the tokens or heads, so that gradients must
+    be summed; experts that data-parallel ranks divide, marked `moe` and with the name of the ranks that have the
+    same; with Muon, at the end, hidden matrices (`is_matrices`).
 
     experts: DeepSpeed's name of those ranks. bucket: elements of a group that is reduced as one, the matrices'
     apart; None: groups are not cut. late: names of parameters whose gradients other ranks of the replica complete, as
@@ -38,6 +40,7 @@ def parameter_groups(
         key = (matrix, place.expert, not place.decays, place.sums_over_tp, waits)
         lr, decay = settings.lr if matrix else settings.rate_of_the_rest, settings.weight_decay * place.decays
         marks: dict[str, Any] = {"sums_over_tp": place.sums_over_tp, "is_matrices": matrix, "late": waits}
+        marks["moments"] = (MOMENTUM,) if matrix else settings.moments
         if place.expert:
             marks |= {"moe": True, "name": experts}
         of_kind = groups.setdefault(key, [])

@@ -1,11 +1,11 @@
-"""One optimizer step of a flat tensor, with one signature: AdamW element by element, Muon matrix by matrix."""
+"""Steps a flat tensor, with one signature: AdamW element by element, Muon matrix by matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,17 @@ from geotrain.parallelism.optimizer_settings import MuonSettings
 from geotrain.parallelism.whole_matrices import LocalMatrix
 
 AT_ONCE = 1 << 26  # elements of matrices that are orthogonalized together: bounds the scratch, unless one is larger
+MOMENTUM = "momentum_buffer"  # name of Muon's state of an element
 _RMS = 0.2  # of an update at a rate of 1, as AdamW's has in practice (Moonlight, arXiv 2502.16982, section 2.2)
 
 
 @dataclass(frozen=True)
 class Step:
-    """rate: the learning rate. number: counted from 1. scale: what the gradient is multiplied by. commit: whether
-    weights and state change; otherwise only the output does. look_ahead: whether the output gets what one more step
-    with the same gradient would make of the weights, instead of the weights.
+    """Scalars of one optimizer step.
+
+    rate: the learning rate. number: counted from 1. scale: factor of the gradient. commit: whether weights and state
+    change; otherwise only the output does. look_ahead: whether the output gets what one more step with the same
+    gradient would make of the weights, instead of the weights.
     """
 
     rate: float
@@ -34,33 +37,8 @@ class Step:
     look_ahead: bool = False
 
 
-class GroupUpdate(Protocol):
-    """The step of one parameter group."""
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the state that it keeps for each element, fp32."""
-
-    def __call__(
-        self,
-        weights: Tensor,
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        step: Step,
-        out: Tensor | None = None,
-        begin: int = 0,
-    ) -> None:
-        """Weights and state change in place. All tensors are 1-D, contiguous and of one length: weights and state
-        fp32, gradient and out fp32 or bf16; `out` may be `gradient`.
-
-        out: gets the new weights, see `Step`. begin: where in the optimizer's tensor these elements lie.
-        """
-
-
 class AdamWUpdate:
-    """AdamW, with the settings that a group of the optimizer holds now."""
-
-    moments = ("exp_avg", "exp_avg_sq")
+    """Steps elements by AdamW, with the settings that a group of the optimizer holds now."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._group = group
@@ -74,20 +52,22 @@ class AdamWUpdate:
         out: Tensor | None = None,
         begin: int = 0,
     ) -> None:
-        this, following = (self._step(step, step.number + later) for later in (0, 1))
-        mean, square = (state[name] for name in self.moments)
-        ahead = following if step.look_ahead else None
-        kernels.adam_step(weights, mean, square, gradient, this, out=out, look_ahead=ahead, commit=step.commit)
+        """Step weights and state in place. All tensors are 1-D, contiguous and of one length.
 
-    def _step(self, step: Step, number: int) -> AdamStep:
+        weights and state: fp32. gradient and out: fp32 or bf16; `out` may be `gradient`, and gets the new weights, or
+        those one step ahead (`Step`). begin: where in the optimizer's tensor these elements lie.
+        """
         group = self._group
         beta1, beta2 = group["betas"]
-        return AdamStep(step.rate, beta1, beta2, group["eps"], group["weight_decay"], number, step.scale)
+        this = AdamStep(step.rate, beta1, beta2, group["eps"], group["weight_decay"], step.number, step.scale)
+        ahead = replace(this, step=step.number + 1) if step.look_ahead else None
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        kernels.adam_step(weights, mean, square, gradient, this, out=out, look_ahead=ahead, commit=step.commit)
 
 
 @dataclass(frozen=True)
 class OwnedMatrix:
-    """A matrix in one of the optimizer's tensors. offset: of its local parameter there."""
+    """A matrix in one of the optimizer's tensors. offset: where its local parameter begins there."""
 
     place: LocalMatrix
     offset: int
@@ -104,8 +84,11 @@ class OwnedMatrix:
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The ranks that hold the other parts of this one's matrices. group: for Muon alone: with ACCO another thread
-    uses it than the one that computes, and two threads must not meet in one group."""
+    """The tensor ranks, each of which holds a part of the same matrices.
+
+    group: for Muon alone: with ACCO another thread uses it than the one that computes, and two threads must not meet
+    in one group.
+    """
 
     group: dist.ProcessGroup
     rank: int
@@ -113,15 +96,14 @@ class TensorRanks:
 
 
 class MatrixUpdate:
-    """Muon, of the matrices in one of the optimizer's tensors. With gradient G, momentum M, and r × c the shape of
-    what is orthogonalized:
+    """Steps the matrices in one of the optimizer's tensors by Muon.
+
+    With gradient G, momentum M, and r × c the shape of what is orthogonalized:
 
     M = μ·M + (1 − μ)·G ;  U = (1 − μ)·G + μ·M, or M without Nesterov ;  W −= rate·(decay·W + 0.2·√max(r, c)·O(U))
 
     where O is the Newton–Schulz iteration of `kernels.orthogonalize`.
     """
-
-    moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -130,7 +112,7 @@ class MatrixUpdate:
         matrices: Iterable[OwnedMatrix],
         ranks: TensorRanks | None,
     ) -> None:
-        """ranks: None where each rank's part of a matrix counts as one, or is all of it."""
+        """Bind the matrices. ranks: None where each rank's part of a matrix counts as one, or is all of it."""
         self._group, self._settings, self._ranks = group, settings, ranks
         self._coefficients = (settings.ns_coefficients,) * settings.ns_steps
         self._matrices = sorted(matrices, key=lambda matrix: matrix.begin)
@@ -144,8 +126,8 @@ class MatrixUpdate:
         out: Tensor | None = None,
         begin: int = 0,
     ) -> None:
-        """No matrix may be cut. Where none lies, all stays as it is."""
-        momentum = state[self.moments[0]]
+        """Step the matrices in these elements, none of which may be cut. Arguments are those of `AdamWUpdate`."""
+        momentum = state[MOMENTUM]
         for batch in self._batches(begin, begin + weights.numel()):
             g = _gather(gradient, batch, begin).mul_(step.scale)
             m, w = _gather(momentum, batch, begin), _gather(weights, batch, begin)
@@ -159,8 +141,10 @@ class MatrixUpdate:
                 _scatter(w, out, batch, begin)
 
     def _batches(self, begin: int, end: int) -> Iterator[list[OwnedMatrix]]:
-        """The matrices in [begin, end), those of one shape together. Tensor ranks make the same batches in the same
-        order, since their parts have the same sizes."""
+        """Batch the matrices in [begin, end), those of one shape together.
+
+        Tensor ranks make the same batches in the same order, since their parts have the same sizes.
+        """
         by_shape: dict[tuple[int, int, str | None], list[OwnedMatrix]] = {}
         for matrix in self._matrices:
             if begin <= matrix.begin < end:
@@ -172,7 +156,7 @@ class MatrixUpdate:
                 yield alike[first : first + width]
 
     def _advance(self, w: Tensor, m: Tensor, g: Tensor, rate: float, place: LocalMatrix) -> None:
-        """One step, in place on weights and momentum; all fp32 [batch, rows, columns]."""
+        """Make one step, in place on weights and momentum; all fp32 [batch, rows, columns]."""
         decay = self._settings.momentum
         m.lerp_(g, 1 - decay)
         update = g.lerp(m, decay) if self._settings.nesterov else m
@@ -181,7 +165,8 @@ class MatrixUpdate:
         w.add_(direction, alpha=-rate * _RMS * sqrt(longest))
 
     def _orthogonalized(self, update: Tensor, place: LocalMatrix) -> tuple[Tensor, int]:
-        """This rank's part of the directions, and the longer side of the matrices that were orthogonalized."""
+        """Compute this rank's part of the directions, and the longer side of the matrices that were
+        orthogonalized."""
         ranks = self._ranks
         if ranks is None or place.split is None:
             return kernels.orthogonalize(update, self._coefficients), max(place.rows, place.columns)
@@ -192,69 +177,19 @@ class MatrixUpdate:
         return whole.chunk(ranks.size, along)[ranks.rank], max(whole.shape[1:])
 
 
+GroupUpdate = AdamWUpdate | MatrixUpdate
+
+
 def _gather(flat: Tensor, matrices: Sequence[OwnedMatrix], begin: int) -> Tensor:
-    """A copy in fp32, [batch, rows, columns]. begin: of `flat` in the optimizer's tensor."""
+    """Copy matrices out of `flat`, in fp32 [batch, rows, columns]. begin: of `flat` in the optimizer's tensor."""
     parts = [flat[low - begin : high - begin] for matrix in matrices for low, high in matrix.segments]
     place = matrices[0].place
     return torch.cat(parts).float().view(len(matrices), place.rows, place.columns)
 
 
 def _scatter(values: Tensor, flat: Tensor, matrices: Sequence[OwnedMatrix], begin: int) -> None:
-    """The reverse, into `flat`, whatever its type."""
+    """Copy matrices [batch, rows, columns] back into `flat`, whatever its type."""
     spans = [span for matrix in matrices for span in matrix.segments]
     parts = values.reshape(-1).split([high - low for low, high in spans])
     for (low, high), part in zip(spans, parts, strict=True):
         flat[low - begin : high - begin] = part
-
-
-def moments(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
-    """The moments of one of the tensors that the optimizer steps, by name.
-
-    Optimizers make them at their first step. Before it, this puts zeros in place, which is what they would begin
-    with.
-    """
-    state, names = optimizer.state[master], moment_names(optimizer, master)
-    for name in names:
-        if name not in state:
-            state[name] = torch.zeros_like(master)
-    return {name: state[name] for name in names}
-
-
-def moment_names(optimizer: torch.optim.Optimizer, master: Tensor) -> tuple[str, ...]:
-    """AdamW's two, the momentum of a group of Muon's matrices, or what another package's optimizer keeps."""
-    for group in optimizer.param_groups:
-        if "moments" in group:  # in all of its groups
-            names: tuple[str, ...] = group["moments"]
-            return names
-        if group.get("is_matrices") and any(tensor is master for tensor in group["params"]):
-            return MatrixUpdate.moments
-    return AdamWUpdate.moments
-
-
-def step_counts(optimizer: torch.optim.Optimizer) -> list[int | Tensor]:
-    """How many steps the optimizer took, as often as it counts them: the largest is the right one.
-
-    torch's AdamW counts at each tensor (a fused one on the device, so that reading it waits), DeepSpeed's only at the
-    last tensor of a group, apex's at the group. Counts that an implementation does not advance stay behind.
-    """
-    counts = [group.get("step", 0) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        counts += [optimizer.state.get(tensor, {}).get("step", 0) for tensor in group["params"]]
-    return counts
-
-
-def step_count(optimizer: torch.optim.Optimizer) -> int:
-    """How many steps the optimizer took."""
-    return max(map(int, step_counts(optimizer)), default=0)
-
-
-def set_step_count(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step count of AdamW's bias correction wherever the implementation reads it (see `step_counts`)."""
-    for group in optimizer.param_groups:
-        fused = not isinstance(optimizer, torch.optim.AdamW)
-        if fused:
-            group["step"] = steps
-        for tensor in group["params"]:
-            moments(optimizer, tensor)  # an optimizer that finds a step count expects the moments beside it
-            count = torch.full((), float(steps), device=tensor.device)  # filled, not copied: that would wait
-            optimizer.state[tensor]["step"] = steps if fused else count

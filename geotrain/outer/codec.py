@@ -16,7 +16,7 @@ from torch import Tensor
 
 from geotrain import kernels
 from geotrain.config import CodecConfig, PluggedCodec
-from geotrain.kernels.payload_format import SQUARES_BLOCK, Spec
+from geotrain.kernels.payload_format import SQUARES_BLOCK, PayloadFormat
 
 
 class CodecError(ValueError):
@@ -66,8 +66,8 @@ class Codec:
     contiguous, on the same device.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        self.name = spec.format
+    def __init__(self, spec: PayloadFormat) -> None:
+        self.name = spec.name
         self.spec = spec
 
     @property
@@ -174,10 +174,10 @@ def make_codec(config: CodecConfig) -> Codec:
     """The codec that a run's configuration names."""
     if isinstance(config, PluggedCodec):
         return cast(Codec, config.codec())
-    # Each codec's block has only the settings that mean something to it; their names are those of Spec's fields.
+    # Each codec's block has only the settings that mean something to it; they are named as the format's fields.
     settings = config.model_dump(exclude={"name", "rounding"})
     stochastic = getattr(config, "rounding", "nearest") == "stochastic"
-    return Codec(Spec(config.name, stochastic=stochastic, **settings))
+    return Codec(PayloadFormat(config.name, stochastic=stochastic, **settings))
 
 
 def rounding_seed(*stream: str | int) -> int:

@@ -1,1 +1,2 @@
-"""How the ranks of a worker share the model: what is allowed, which rank holds what, what it needs. Plain data."""
+"""The parallel layout of a worker, as plain data: what is allowed, which rank holds what, how much memory it
+needs."""

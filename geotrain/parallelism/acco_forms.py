@@ -10,22 +10,22 @@ from typing import Any, Literal
 
 from geotrain.config import AccoConfig, Architecture, ConfigError, ParallelConfig
 from geotrain.families import family_of
-from geotrain.parallelism.checks import zero_stage
+from geotrain.parallelism.checks import offloads_masters, zero_stage
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer, optimizer_settings
 from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
 
 Traffic = Literal["nothing", "codes", "full"]
-# Elements that share a scale. Shards and groups of the flat space begin at multiples of it, so that no block of codes
-# mixes two of them.
+# Elements that share a scale. Shards and groups of the flat buffer begin at multiples of it, so that no block of
+# codes mixes two of them.
 CODE_BLOCK = ALIGNED
 CODE_BITS = 4 + 16 / CODE_BLOCK  # int4 with a bf16 scale
-# Elements of a shard that are coded at once; a multiple of CODE_BLOCK. Each piece costs some launches, and scratch.
+# Elements of a chunk of a shard; a multiple of CODE_BLOCK. Each chunk costs some launches, and scratch.
 CODED_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
 class Form:
-    """What an optimizer step of ACCO (arXiv 2406.02613) sends, besides its commit, to predict the next weights.
+    """A form of ACCO (arXiv 2406.02613): what a step sends, besides its commit, to predict the next weights.
 
     A window is one optimizer step and has up to two parts. While the first part is computed, at predicted weights,
     the last window's commit travels. While the second is computed, at committed weights, the prediction travels.
@@ -48,8 +48,10 @@ class Form:
         return self.gathers != "nothing"
 
     def prediction_traffic(self, weight_bytes: int = 2) -> float:
-        """s, the prediction's traffic over the commit's. weight_bytes: what the commit reduces, and what it gathers,
-        for each parameter."""
+        """Compute s, the prediction's traffic over the commit's.
+
+        weight_bytes: what the commit reduces, and what it gathers, for each parameter.
+        """
         full = {"nothing": 0.0, "codes": CODE_BITS / (8 * weight_bytes), "full": 1.0}
         return (full[self.reduces] + full[self.gathers]) / 2
 
@@ -70,9 +72,9 @@ FORMS = {
 
 
 def first_part(acco: AccoConfig, micro_batches: int) -> int:
-    """How many of a replica's micro-batches form the window's first part. Raises ConfigError if they cannot be split.
+    """Split a replica's micro-batches of one window; returns how many form the first part.
 
-    micro_batches: of the replica in one window.
+    Raises ConfigError if they cannot be split.
     """
     form = FORMS[acco.prediction]
     share = form.first_share if acco.predicted_share is None else acco.predicted_share
@@ -104,7 +106,7 @@ def check_acco(
     deepspeed_block: dict[str, Any],
     micro_batches: int,
 ) -> None:
-    """Raises ConfigError if a worker with this `deepspeed` block, which `check_layout` allows, cannot use ACCO.
+    """Raise ConfigError if a worker with this `deepspeed` block, which `check_layout` allows, cannot use ACCO.
 
     micro_batches: of one replica in one step (`gradient_accumulation_steps`).
     """
@@ -131,7 +133,7 @@ def check_acco(
             f"acco does not go with deepspeed.optimizer.type = {block['optimizer']['type']!r}: it predicts the steps "
             "of AdamW and Muon; leave out one of the two"
         )
-    if "offload_optimizer" in block.get("zero_optimization", {}):
+    if offloads_masters(block):
         raise ConfigError(
             "acco does not go with deepspeed.zero_optimization.offload_optimizer; take out one of the two"
         )
@@ -139,18 +141,24 @@ def check_acco(
 
 
 def flat_bytes(prediction: str, shard: ShardSize, weight_bytes: int, gradient_bytes: int) -> int:
-    """Bytes that ACCO keeps on a rank beside its optimizer's shard: weights and one buffer for what travels, of
-    `weight_bytes` an element each, and gradients; with codes, those of all ranks."""
+    """Count the bytes that ACCO keeps on a rank beside its optimizer's shard.
+
+    They are weights and one buffer for what travels, of `weight_bytes` an element each, and gradients; with codes,
+    those of all ranks.
+    """
     codes = CODE_BITS / 8 if FORMS[prediction].gathers == "codes" else 0.0
     return round(shard.total * (2 * weight_bytes + gradient_bytes + codes))
 
 
 def scratch_bytes(prediction: str, shard: ShardSize, weight_bytes: int, at_once: int = CODED_AT_ONCE) -> int:
-    """Bytes that a prediction takes on top while it travels: of one coded piece, in fp32, the weights before (where
-    they are not in fp32 already), the predicted ones and, where gradients come as codes, their sum. at_once: elements
-    of a piece; one that would cut a matrix goes on to its end."""
+    """Count the bytes that a prediction takes on top while it travels.
+
+    They are, of one coded chunk, in fp32, the weights before (where they are not in fp32 already), the predicted ones
+    and, where gradients come as codes, their sum. at_once: elements of a chunk; one that would cut a matrix goes on
+    to its end.
+    """
     form = FORMS[prediction]
     if form.gathers != "codes":
         return 0
-    pieces = 1 + (weight_bytes < 4) + (form.reduces == "codes")
-    return 4 * pieces * min(shard.adamw + shard.matrices, at_once + shard.largest_matrix)
+    chunks = 1 + (weight_bytes < 4) + (form.reduces == "codes")
+    return 4 * chunks * min(shard.adamw + shard.matrices, at_once + shard.largest_matrix)

@@ -1,5 +1,5 @@
-"""Which layouts and `deepspeed` blocks a worker can run. Asked before anything is started: some combinations would
-train wrongly without an error (docs/footguns.md), others would fail only after minutes."""
+"""Checks of parallel layouts and `deepspeed` blocks, before anything is started: some combinations would train
+wrongly without an error (docs/footguns.md), others would fail only after minutes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUCKETS_IN_FLIGHT = 3  # so many are reduced, or gathered, at once: it bounds th
 
 
 def zero_stage(deepspeed_block: dict[str, Any]) -> int:
-    """The ZeRO stage that a `deepspeed` block asks for."""
+    """Read the ZeRO stage from a `deepspeed` block."""
     return int(deepspeed_block.get("zero_optimization", {}).get("stage", 0))
 
 
@@ -36,19 +36,21 @@ def accumulates_in_fp32(deepspeed_block: dict[str, Any]) -> bool:
 
 
 def gradient_wire_bytes(deepspeed_block: dict[str, Any]) -> int:
-    """Of each gradient as data-parallel ranks reduce it: DeepSpeed's `communication_data_type`, or the weights'."""
+    """Bytes of a gradient as data-parallel ranks reduce it: of `communication_data_type`, or of the weights' type."""
     stated = deepspeed_block.get("communication_data_type")
     return 2 if stated in ("fp16", "bf16") or (stated is None and trains_in_bf16(deepspeed_block)) else 4
 
 
 def overlaps_reduction(deepspeed_block: dict[str, Any]) -> bool:
-    """Whether gradients are reduced during the last backward and weights gathered during the next forward
-    (`geotrain.zero`): with ZeRO-1, unless the optimizer is offloaded, which is left to DeepSpeed."""
-    return zero_stage(deepspeed_block) == 1 and "offload_optimizer" not in deepspeed_block["zero_optimization"]
+    """Whether gradients are reduced during the last backward and weights gathered during the next forward.
+
+    So does `geotrain.inner.zero`: with ZeRO-1, unless the optimizer is offloaded, which is left to DeepSpeed.
+    """
+    return zero_stage(deepspeed_block) == 1 and not offloads_masters(deepspeed_block)
 
 
 def reduction_bucket(deepspeed_block: dict[str, Any], parameters: int) -> int:
-    """Elements of the bucket in which ZeRO reduces gradients, on a rank that holds `parameters`.
+    """Size of the bucket in which ZeRO reduces gradients, in elements, on a rank that holds `parameters`.
 
     DeepSpeed allocates the bucket whole, and its default is larger than many models: ours is at most the rank's part.
     """
@@ -66,7 +68,7 @@ def offloads_masters(deepspeed_block: dict[str, Any]) -> bool:
 
 
 def check_state_device(state_device: str, deepspeed_block: dict[str, Any]) -> None:
-    """Of `outer.state_device`. Raises ConfigError."""
+    """Check `outer.state_device` against the masters' place. Raises ConfigError."""
     if state_device == "device" and offloads_masters(deepspeed_block):
         raise ConfigError(
             "outer.state_device = 'device' does not go with deepspeed.zero_optimization.offload_optimizer: deltas "
@@ -75,7 +77,7 @@ def check_state_device(state_device: str, deepspeed_block: dict[str, Any]) -> No
 
 
 def check_deterministic(precision: PrecisionConfig, acco: AccoConfig | None) -> None:
-    """Of `precision.deterministic_mode`. Raises ConfigError."""
+    """Check `precision.deterministic_mode` against ACCO's settings. Raises ConfigError."""
     if precision.deterministic_mode and acco is not None and acco.balance:
         raise ConfigError(
             "precision.deterministic_mode does not go with acco.balance, where the speed of replicas decides which "
@@ -90,8 +92,9 @@ def check_layout(
     deepspeed_block: dict[str, Any],
     sequence_length: int,
 ) -> int:
-    """Check that a worker of `ranks` ranks can run this model in this layout; return its data-parallel size, which
-    does not count context ranks: they have the same samples.
+    """Check that a worker of `ranks` ranks can run this model in this parallel layout; return its data-parallel size.
+
+    That does not count context ranks: they have the same samples.
 
     Raises ConfigError, which says what does not fit, where it stands and what to do.
     """
@@ -138,7 +141,7 @@ def check_layout(
 
 
 def _check_context(architecture: Architecture, parallel: ParallelConfig, sequence_length: int) -> None:
-    """Of context parallelism, which divides tokens and, where it exchanges them, heads. Raises ConfigError."""
+    """Check context parallelism, which divides tokens and, where it exchanges them, heads. Raises ConfigError."""
     tp, cp, groups = parallel.tensor, parallel.context, architecture.kv_heads
     ring = parallel.context_exchange == "ring"
     if ring and cp == 1:
@@ -165,7 +168,7 @@ def _check_context(architecture: Architecture, parallel: ParallelConfig, sequenc
 
 
 def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: dict[str, Any], dp: int) -> None:
-    """Of a model with experts, and of expert parallelism. Raises ConfigError."""
+    """Check a model with experts, and expert parallelism. Raises ConfigError."""
     ep, experts = parallel.expert, architecture.experts
     if experts is None:
         if ep > 1:
@@ -186,7 +189,6 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
             f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true: otherwise each tensor "
             "rank would send every token to the experts"
         )
-    zero = block.get("zero_optimization", {})
     if ep == 1:
         return
     if experts.dense_layers >= architecture.layers // parallel.pipeline and not (
@@ -199,14 +201,14 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
             "parallel.pipeline"
         )
     for key in ("reduce_scatter", "contiguous_gradients"):
-        if not zero.get(key, True):
+        if not block.get("zero_optimization", {}).get(key, True):
             raise ConfigError(
                 f"deepspeed.zero_optimization.{key} = false does not go with parallel.expert; leave it out"
             )
 
 
 def _check_shards_are_filled(architecture: Architecture, parallel: ParallelConfig, dp: int) -> None:
-    """Whole matrices do not divide evenly: with too many ranks most of a shard, and of what travels, is nothing."""
+    """Refuse so many ranks that whole matrices leave most of a shard, and of what travels, empty."""
     for stage in range(parallel.pipeline):
         held = stage_parameters(architecture, parallel, stage)
         total = shard_size(architecture, parallel, stage, dp, muon=True, together=False).total
@@ -230,7 +232,7 @@ def _check_deepspeed(block: dict[str, Any], tp: int, pp: int) -> None:
             f"deepspeed.zero_optimization.stage = 2 does not go with parallel.pipeline = {pp}: a pipeline keeps the "
             "gradients of all micro-batches until its end; use stage 1"
         )
-    if stage == 2 and tp > 1 and "offload_optimizer" in block["zero_optimization"]:
+    if stage == 2 and tp > 1 and offloads_masters(block):
         raise ConfigError(
             f"deepspeed.zero_optimization: stage 2 with offload_optimizer does not go with parallel.tensor = {tp}: "
             "gradients leave the device before tensor ranks can sum them; use stage 1"
@@ -264,7 +266,7 @@ def _check_muon(block: dict[str, Any], stage: int) -> None:
             "slices during backward, and a matrix's update needs all of its gradient; use stage 1, whose shards keep "
             "matrices whole"
         )
-    if "offload_optimizer" in block.get("zero_optimization", {}):
+    if offloads_masters(block):
         raise ConfigError(
             "deepspeed.zero_optimization.offload_optimizer does not go with the optimizer Muon: its matrix products "
             "would run on the host; leave it out (Muon keeps one moment, not two), or use AdamW"
@@ -272,7 +274,7 @@ def _check_muon(block: dict[str, Any], stage: int) -> None:
 
 
 def accumulation_steps(deepspeed_block: dict[str, Any], dp: int) -> int:
-    """Micro-batches of one data-parallel replica in one optimizer step. Raises ConfigError."""
+    """Compute the micro-batches of one data-parallel replica in one optimizer step. Raises ConfigError."""
     batch = deepspeed_block["train_batch_size"]
     micro = deepspeed_block["train_micro_batch_size_per_gpu"]
     steps, rest = divmod(batch, micro * dp)

@@ -1,4 +1,4 @@
-"""Which parts of the canonical parameters a rank holds, under Megatron-core's names. Plain data, no tensors.
+"""The parts of the canonical parameters that a rank holds, under Megatron-core's names. Plain data, no tensors.
 
 Megatron-core fuses parameters that Hugging Face keeps apart, and splits what Hugging Face keeps whole; how, each
 family says (`geotrain.families`). A matrix that is split by rows is a run, or several where it alternates with
@@ -52,7 +52,7 @@ class LocalParameter:
 def local_parameters(
     a: Architecture, parallel: ParallelConfig, tp_rank: int, pp_rank: int, ep_rank: int = 0
 ) -> list[LocalParameter]:
-    """Every parameter of the rank at (tp_rank, pp_rank, ep_rank), in canonical order."""
+    """List the parameters of the rank at (tp_rank, pp_rank, ep_rank), in canonical order."""
     family, layers = family_of(a.model_type), a.layers // parallel.pipeline
     first, last = pp_rank == 0, pp_rank == parallel.pipeline - 1
 
@@ -79,7 +79,7 @@ def local_parameters(
 
 
 def _of_expert_rank(weights: Iterable[Weight], a: Architecture, expert_ranks: int, ep_rank: int) -> Iterator[Weight]:
-    """All but the experts of other ranks; its own are counted from 0."""
+    """Leave out the experts of other ranks; its own are counted from 0."""
     count = a.experts.count // expert_ranks if a.experts else 0
     for weight in weights:
         if weight.expert is None:
@@ -89,7 +89,7 @@ def _of_expert_rank(weights: Iterable[Weight], a: Architecture, expert_ranks: in
 
 
 def _local(name: str, parts: Sequence[Weight], parallel: ParallelConfig, tp_rank: int) -> LocalParameter:
-    """A tensor rank's part of the Megatron-core parameter in which these weights lie; they are cut alike."""
+    """Describe a tensor rank's part of the Megatron-core parameter in which these weights lie; they are cut alike."""
     tp, one = parallel.tensor, parts[0]
     copied = one.cut == "whole"
     return LocalParameter(
@@ -115,32 +115,32 @@ def _runs(parts: Sequence[Weight], tp: int, tp_rank: int) -> Iterator[StridedSli
             rows, columns = weight.shape
             yield StridedSlice(tp_rank * (columns // tp), columns // tp, columns, rows, weight.name)
     else:
-        pieces = one.pieces or tp
-        for piece in range(tp_rank * pieces // tp, (tp_rank + 1) * pieces // tp):
+        interleaved = one.interleaved or tp
+        for part in range(tp_rank * interleaved // tp, (tp_rank + 1) * interleaved // tp):
             for weight in parts:
-                length = weight.numel // pieces
-                yield StridedSlice(piece * length, length, parameter=weight.name)
+                length = weight.numel // interleaved
+                yield StridedSlice(part * length, length, parameter=weight.name)
 
 
 @lru_cache(maxsize=64)  # the planner asks for the same stages again and again
 def any_of_stage(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple[LocalParameter, ...]:
-    """The parameters of one rank of a pipeline stage: those of its other tensor and expert ranks are as large."""
+    """List the parameters of one rank of a pipeline stage: its other tensor and expert ranks hold as many."""
     return tuple(local_parameters(a, parallel, 0, stage))
 
 
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
 def stage_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
-    """Parameters of any rank of a pipeline stage: tensor and expert ranks hold equally many."""
+    """Count the parameters of any rank of a pipeline stage: tensor and expert ranks hold equally many."""
     return sum(p.numel for p in any_of_stage(a, parallel, stage))
 
 
 @lru_cache(maxsize=1024)
 def expert_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
-    """Of these, those in experts that expert parallelism divides."""
+    """Count the parameters of such a rank in experts that expert parallelism divides."""
     return sum(p.numel for p in any_of_stage(a, parallel, stage) if p.expert)
 
 
 def tied_copies(architecture: Architecture, stages: int) -> tuple[str, ...]:
-    """The names of an embedding that first and last pipeline stage each have a copy of, if they do."""
+    """Name the copies of an embedding on the first and the last pipeline stage, if they each have one."""
     tied = stages > 1 and architecture.tied_embeddings
     return ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ()

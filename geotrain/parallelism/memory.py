@@ -1,5 +1,4 @@
-"""Estimates a rank's device memory without building anything: for the planner, and for dry runs of models that do not
-fit on the machine that asks."""
+"""Estimates a rank's device memory without building anything, for the planner and for dry runs."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from geotrain.parallelism.checks import (
     accumulates_in_fp32,
     accumulation_steps,
     check_layout,
+    offloads_masters,
     overlaps_reduction,
     reduction_bucket,
     trains_in_bf16,
@@ -61,9 +61,12 @@ def memory_per_rank(
     recompute: str = "none",
     fp8: bool = False,
 ) -> MemoryPerRank:
-    """Memory of the worker's fullest rank. Pipeline stages differ: the first has the embedding and keeps activations
-    of more micro-batches, the last has the head and the logits. fp8: Transformer Engine keeps the layers' weights
-    twice more, in FP8, as they are and transposed. Raises ConfigError as `check_layout` does."""
+    """Estimate the memory of the worker's fullest rank.
+
+    Pipeline stages differ: the first has the embedding and keeps activations of more micro-batches, the last has the
+    head and the logits. fp8: Transformer Engine keeps the layers' weights twice more, in FP8, as they are and
+    transposed. Raises ConfigError if the parallel layout cannot work.
+    """
     block = deepspeed_block
     dp = check_layout(architecture, parallel, ranks, block, sequence_length)
     copies = dp * parallel.context  # ranks that have the same parameters, and divide the optimizer's state
@@ -88,8 +91,7 @@ def memory_per_rank(
                 # Its part of the gradients is copied to fp32 for the step.
                 gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part
                 buffers = size * reduction_bucket(block, parameters)
-            offloaded = "offload_optimizer" in block["zero_optimization"]
-            optimizer = 0 if offloaded else _FP32_BYTES * part + moment_bytes(shard, block)
+            optimizer = 0 if offloads_masters(block) else _FP32_BYTES * part + moment_bytes(shard, block)
         in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)  # of a 1F1B schedule
         tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8)
@@ -100,7 +102,7 @@ def memory_per_rank(
 
 
 def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
-    """Elements of the matrices that are multiplied in FP8, on a rank of the stage."""
+    """Count the elements of matrices that are multiplied in FP8, on a rank of the stage."""
     layers = a.layers // parallel.pipeline
     return sum(
         weight.numel // (parallel.tensor * (parallel.expert if weight.expert is not None else 1))
@@ -111,7 +113,7 @@ def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
 
 
 def moment_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
-    """Of a rank's optimizer, fp32: two moments of what AdamW steps, one momentum of Muon's matrices."""
+    """Bytes of a rank's moments, in fp32: two of what AdamW steps, one of Muon's matrices."""
     return _FP32_BYTES * (len(optimizer_kind(block).moments) * shard.adamw + shard.matrices)
 
 
@@ -125,7 +127,7 @@ def activation_bytes(
     in_flight: int,
     fp8: bool = False,
 ) -> int:
-    """What autograd keeps for backward on a rank of `stage`, with CUDA's fused kernels.
+    """Estimate the bytes that autograd keeps for backward on a rank of `stage`, with CUDA's fused kernels.
 
     tokens: of a micro-batch, those of this context rank. size: bytes of an element. in_flight: micro-batches whose
     backward is still to come; a 1F1B pipeline of p stages holds p − stage. Counted as in Korthikanti et al. (arXiv
@@ -165,7 +167,7 @@ def activation_bytes(
 def _layer_elements(
     a: Architecture, parallel: ParallelConfig, sparse: bool, size: int, recompute: str, fp8: bool
 ) -> float:
-    """Of a token in one layer, as `activation_bytes` lists them. sparse: it has experts."""
+    """Activation elements kept per token in one layer (listed at `activation_bytes`). sparse: it has experts."""
     h, tp, tokens = a.hidden_size, parallel.tensor, parallel.tensor if parallel.sequence else 1
     q, kv, v = a.heads * a.query_dim, a.kv_heads * a.head_dim, a.heads * a.value_dim
     total = 4 * h / tokens + 3 * a.active_ffn_size(sparse) / tp

@@ -1,5 +1,4 @@
-"""A rank's place among the ranks of its worker. Numbers and groups only: `geotrain.inner.runtime.parallel` makes
-them."""
+"""A rank's place among the ranks of its worker: numbers and groups, which `geotrain.inner.runtime.parallel` makes."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class RankMesh:
-    """This rank's place in the worker's layout, and the process groups it belongs to.
+    """This rank's place in the worker's parallel layout, and the process groups it belongs to.
 
     dp_rank, dp_size, dp_group: among the ranks that have the same parameters, which average gradients and divide the
     optimizer's state; of data and context parallelism together, the context rank fastest. embedding_group: first and
@@ -41,7 +40,7 @@ class RankMesh:
 
     @property
     def replica(self) -> int:
-        """Which of the `replicas` this rank is part of: a replica's ranks train the same samples."""
+        """Number of this rank's replica: a replica's ranks train the same samples."""
         return self.dp_rank // self.cp_size
 
     @property

@@ -1,5 +1,5 @@
-"""The inner optimizer as `deepspeed.optimizer` states it: AdamW, or Muon for hidden matrices beside AdamW; or one of
-another package, which an entry point of the group "geotrain.optimizers" names."""
+"""Settings of the inner optimizer, as `deepspeed.optimizer` states them: AdamW, or Muon for hidden matrices and AdamW
+for the rest; or of another package's, which an entry point of the group "geotrain.optimizers" names."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(Block):
-    """`params` under DeepSpeed's and torch's names. lr: the rate, which the scheduler then changes."""
+    """The block `params`, under DeepSpeed's and torch's names. lr: the rate, which the scheduler then changes."""
 
-    moments: ClassVar[tuple[str, ...]] = (
-        "exp_avg",
-        "exp_avg_sq",
-    )  # state of an element, fp32; not of Muon's matrices
+    # Names of an element's state, fp32; not of Muon's matrices.
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     lr: NotNegative = 1e-3
     weight_decay: NotNegative = 0.0
 
     @property
     def rate_of_the_rest(self) -> float:
-        """Of all but hidden matrices."""
+        """Learning rate of all but hidden matrices."""
         return self.lr
 
 
@@ -50,7 +48,7 @@ class MuonSettings(AdamWSettings):
     without traffic.
     """
 
-    moved: ClassVar[Mapping[str, str]] = {
+    elsewhere: ClassVar[Mapping[str, str]] = {
         "muon_lr": "`lr` is the rate of hidden matrices; write lr = %s, and adam_lr for everything else",
         "ns_method": "the iteration is chosen by the matrix's shape; leave it out",
     }
@@ -68,12 +66,15 @@ class MuonSettings(AdamWSettings):
 
 
 class PluggedOptimizer(OptimizerSettings):
-    """The settings of another package's optimizer, and how it is made. It must step each element by itself, since
-    shards cut parameters anywhere. A subclass states `moments`, and its own fields."""
+    """The settings of another package's optimizer, and how it is made.
+
+    It must step each element by itself, since shards cut parameters anywhere. A subclass states `moments`, and its
+    own fields.
+    """
 
     @abstractmethod
     def optimizer(self, groups: list[dict[str, Any]]) -> Any:
-        """A torch.optim.Optimizer of parameter groups, which have their `lr` and `weight_decay`.
+        """Make a torch.optim.Optimizer of parameter groups, which have their `lr` and `weight_decay`.
 
         It keeps `moments`, and nothing else that must outlive it, in `state[tensor]`, each as large as the tensor and
         zero at first, and counts its steps in each group's `step`. Its tensors are fp32.
@@ -85,8 +86,7 @@ _GROUP = "geotrain.optimizers"
 
 
 def optimizer_kind(deepspeed_block: Mapping[str, Any]) -> type[OptimizerSettings]:
-    """What the type of `deepspeed.optimizer` says by itself; the planner asks this of every layout. Raises
-    ConfigError."""
+    """Find the class of settings that the type of `deepspeed.optimizer` names. Raises ConfigError."""
     stated = deepspeed_block.get("optimizer", {}).get("type")
     name = str(stated or "")
     try:
@@ -107,7 +107,7 @@ def uses_muon(deepspeed_block: Mapping[str, Any]) -> bool:
 
 
 def optimizer_settings(deepspeed_block: Mapping[str, Any]) -> AdamWSettings | PluggedOptimizer:
-    """What `deepspeed.optimizer` asks for; MuonSettings if its type is Muon. Raises ConfigError."""
+    """Read the settings from `deepspeed.optimizer`; MuonSettings if its type is Muon. Raises ConfigError."""
     stated, kind = deepspeed_block.get("optimizer", {}), optimizer_kind(deepspeed_block)
     try:
         settings: Any = parse(kind, stated.get("params", {}), "deepspeed.optimizer.params")

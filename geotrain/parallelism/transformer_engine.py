@@ -1,5 +1,8 @@
-"""What only NVIDIA's Transformer Engine can compute: FP8, and attention as a ring of context ranks. What a run that
-asks for it must be like is known before anything starts; what the devices must be, once they are known."""
+"""Checks of settings that only NVIDIA's Transformer Engine can compute: FP8, and attention as a ring of context
+ranks.
+
+Those of the run are made before anything starts, those of a device by its rank.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ _RING_CAPABILITY: Capability = (8, 0)  # its attention is in bf16, from Ampere o
 
 
 def asked_by(precision: PrecisionConfig, parallel: ParallelConfig) -> tuple[str, Capability] | None:
-    """The key that needs Transformer Engine, with its value, and the least capability of a device; None: no key."""
+    """Find the key that needs Transformer Engine, with its value, and the least capability of a device; None: no
+    key."""
     if precision.fp8 is not None:
         recipe = f", precision.fp8_recipe = {precision.fp8_recipe!r}"
         return f"precision.fp8 = {precision.fp8!r}{recipe}", _CAPABILITY[precision.fp8_recipe]
@@ -28,8 +32,10 @@ def asked_by(precision: PrecisionConfig, parallel: ParallelConfig) -> tuple[str,
 def check_device(
     precision: PrecisionConfig, parallel: ParallelConfig, installed: bool, capability: Capability | None
 ) -> None:
-    """Of one rank. installed: whether Transformer Engine can be used. capability: of its device; None: it computes on
-    the CPU. Raises ConfigError."""
+    """Check one rank's device. Raises ConfigError.
+
+    installed: whether Transformer Engine can be used. capability: of the device; None: it computes on the CPU.
+    """
     asked = asked_by(precision, parallel)
     if asked is None:
         return
@@ -56,8 +62,10 @@ def check_transformer_engine(
     run: RunConfig, architecture: Architecture, parallel: ParallelConfig, precision: PrecisionConfig, bf16: bool,
     tokens: int,
 ) -> None:  # fmt: skip
-    """Of a layout that `check_layout` allows. bf16: whether weights are. tokens: of a micro-batch. Raises
-    ConfigError."""
+    """Check a run whose parallel layout `check_layout` allows. Raises ConfigError.
+
+    bf16: whether weights are. tokens: of a micro-batch.
+    """
     asked = asked_by(precision, parallel)
     if asked is None:
         return
@@ -75,7 +83,7 @@ def check_transformer_engine(
 
 
 def _check_fp8(a: Architecture, parallel: ParallelConfig, precision: PrecisionConfig, tokens: int) -> None:
-    """tokens: of a micro-batch, on this rank."""
+    """Check that all sizes are multiples of what FP8 products take. tokens: of a micro-batch, on this rank."""
     multiple = 32 if precision.fp8_recipe == "mxfp8" else 16
     sizes = {"the tokens of a micro-batch on a rank": tokens // (parallel.tensor if parallel.sequence else 1)}
     for layer in range(a.layers):
@@ -92,7 +100,7 @@ def _check_fp8(a: Architecture, parallel: ParallelConfig, precision: PrecisionCo
 
 
 def _divided(weight: Weight, tp: int) -> list[tuple[str, int]]:
-    """Rows and columns that a tensor rank has of a matrix."""
+    """Compute the rows and columns that a tensor rank has of a matrix."""
     rows, columns = weight.shape
     if weight.cut == "rows":
         rows //= tp

@@ -1,4 +1,4 @@
-"""What Muon needs of a layout: which matrices a local parameter holds, and shards that cut none of them.
+"""Matrices for Muon: which of them a local parameter holds, and shards that cut none.
 
 An orthogonalized update is a function of a whole matrix, so that each matrix has one owner among the data-parallel
 ranks. Plain data; no tensor, no process group.
@@ -39,7 +39,8 @@ class LocalMatrix:
 
 
 def local_matrices(place: LocalParameter, columns_of: Mapping[str, int]) -> tuple[LocalMatrix, ...]:
-    """The matrices of a local parameter, by their first element. columns_of: canonical name → columns."""
+    """Find the matrices of a local parameter, ordered by their first element. columns_of: canonical name →
+    columns."""
     segments: dict[str, list[tuple[int, int]]] = {}
     cut_by_columns, position = False, 0
     for run in place.runs:
@@ -107,7 +108,7 @@ def pack(sizes: Sequence[int], ranks: int, head: int = 0, multiple: int = 1) -> 
 
 
 def _owners(sizes: Sequence[int], order: Sequence[int], ranks: int, head: int, shard: int) -> list[int] | None:
-    """The rank of each item; None if they do not fit into shards of that size."""
+    """Choose a rank for each item; None if they do not fit into shards of that size."""
     # A heap of (−room, rank): the first has most room and, of those, the lowest number. Experts are many.
     room = [(_part_of_head(head, rank, shard) - shard, rank) for rank in range(ranks)]
     heapify(room)
@@ -127,9 +128,11 @@ def _part_of_head(head: int, rank: int, shard: int) -> int:
 
 @dataclass(frozen=True)
 class ShardSize:
-    """Elements of the fullest data-parallel rank's shard: those that AdamW steps, and those of Muon's matrices with
-    the gaps between them. total: what the shards of one replica's parameters hold together. largest_matrix: elements
-    of the largest parameter that no shard cuts."""
+    """Sizes of the fullest data-parallel rank's shard, in elements.
+
+    adamw: that AdamW steps. matrices: of Muon's matrices, with the gaps between them. total: of all shards of one
+    replica's parameters. largest_matrix: of the largest parameter that no shard cuts.
+    """
 
     adamw: int
     matrices: int
@@ -141,8 +144,10 @@ class ShardSize:
 def shard_size(
     a: Architecture, parallel: ParallelConfig, stage: int, dp: int, muon: bool, together: bool
 ) -> ShardSize:
-    """Of a rank on that pipeline stage. together: all groups are one sequence, as ACCO has them, where DeepSpeed
-    shards each by itself."""
+    """Compute the size of a shard on a pipeline stage.
+
+    together: all groups are one sequence, as ACCO has them; DeepSpeed shards each by itself.
+    """
     places = any_of_stage(a, parallel, stage)
     if together:
         sizes, others = _matrices_and_others(places, muon)
@@ -163,13 +168,13 @@ def shard_size(
 
 
 def _matrices_and_others(places: Sequence[LocalParameter], muon: bool) -> tuple[list[int], int]:
-    """Elements of each parameter that Muon steps, and of all others together."""
+    """Count the elements of each parameter that Muon steps, and of all others together."""
     sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
     return sizes, sum(p.numel for p in places if not p.untrained) - sum(sizes)
 
 
 def merged_spans(bounds: Sequence[int], least: int) -> list[tuple[int, int]]:
-    """Neighbouring spans, given by all their bounds, merged until each has `least` elements, but for the last."""
+    """Merge neighbouring spans, given by all their bounds, until each has `least` elements, but for the last."""
     merged: list[tuple[int, int]] = []
     for begin, end in pairwise(bounds):
         if merged and merged[-1][1] - merged[-1][0] < least:

@@ -80,7 +80,7 @@ class Trainer:
         """Evaluate the global weights between two jobs; afterwards the masters are as they were, bit for bit."""
         begin = time.perf_counter()
         if self.validation and (answer := self.loop.weights_to_evaluate(number)) is not None:
-            loss = self.engine.evaluate_lent(self.loop.weights.swapped_in(answer.weights), self.validation)
+            loss = self.engine.evaluate_swapped_in(self.loop.weights.swapped_in(answer.weights), self.validation)
             self.loop.validated(number, answer, loss, time.perf_counter() - begin)
 
     def save(self, job: int) -> None:

@@ -47,7 +47,7 @@ def test_a_saved_folder_is_tokenized_like_the_same_lines_of_json(
 
 
 def cached(folder: Path) -> None:
-    """As `load_dataset("someone/tiny")` leaves it in its cache."""
+    """Leave a data set as `load_dataset("someone/tiny")` does in its cache."""
     (folder / "tiny.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
     files = {"train": str(folder / "tiny.jsonl"), "validation": str(folder / "tiny.jsonl")}
     loaded = datasets.load_dataset("json", data_files=files, cache_dir=str(folder / "hf/datasets"))

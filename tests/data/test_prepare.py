@@ -283,7 +283,7 @@ def test_the_blocks_in_flight_are_bounded() -> None:
 
 
 def test_a_dying_process_is_an_error() -> None:
-    """As when the system runs out of memory."""
+    """A tokenizing process is killed, as when the system runs out of memory."""
     blocks = iter([TextBlock("a.txt", "text", 1, (b"text",), 1)] * 1000)
     with (
         pytest.raises(DataError, match=r"a\.txt:1: a tokenizing process died here.*use fewer processes"),

@@ -42,7 +42,7 @@ def whole(texts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sharded(texts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As written by the real command line, last shard first."""
+    """Shards written by the real command line, last shard first."""
     out = tmp_path_factory.mktemp("sharded")
     for number in reversed(range(1, SHARDS + 1)):
         words = ["prepare", str(texts[0].parent), "--out", str(out), "--bytes", "--validation", "0.1"]

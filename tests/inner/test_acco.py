@@ -26,18 +26,18 @@ LOSSLESS = [
     Case("stale"),
     Case("stale", unequal=True, steps=8),
     Case("stale", "qwen", tensor=2, steps=8),
-    Case("none", steps=8, clip=0.0, pieces=True),
+    Case("none", steps=8, clip=0.0, chunks=True),
     Case("exact", "qwen", muon=True),
     Case("stale", "qwen", tensor=2, steps=8, muon=True),
 ]
 LOSSY = [
     Case("int4", steps=8, recompute="full"),
-    Case("int4", steps=8, pieces=True),
+    Case("int4", steps=8, chunks=True),
     Case("int4", tensor=2, steps=8),
     Case("int4", unequal=True, steps=8),
     Case("local", steps=8),
     Case("local", pipeline=2, steps=8),
-    Case("int4", "qwen", steps=8, pieces=True, muon=True),
+    Case("int4", "qwen", steps=8, chunks=True, muon=True),
     Case("local", steps=8, muon=True),
 ]
 FOUR = [

@@ -27,7 +27,7 @@ class Event:
 
 
 class Place:
-    """Of rank 0 of two replicas."""
+    """Place of rank 0 of two replicas."""
 
     dp_rank, dp_size, tp_rank, is_last_stage, dp_group, model_group = 0, 2, 0, True, "dp", "model"
 

@@ -32,7 +32,7 @@ def names_of_layer(engine: Any, layer: int) -> set[str]:
 
 
 def weights_of(engine: Any) -> list[torch.Tensor]:
-    """What the next forward computes with, on this rank."""
+    """Weights of the next forward, on this rank."""
     if hasattr(engine.optimizer, "wait_for_weights"):
         engine.optimizer.wait_for_weights()
     return [p.detach().clone() for n, p in engine.module.named_parameters() if "shard_gap" not in n]

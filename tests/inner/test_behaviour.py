@@ -1,4 +1,4 @@
-"""What one engine promises besides its curve: rates, refusals, DeepSpeed's own features, quiet."""
+"""Promises of one engine besides its curve: rates, refusals, DeepSpeed's own features, quiet."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ from tests.support.inner_worlds import (
 )
 
 FIRST, THEN = range(6), range(6, 12)
-ParameterMap = tuple[int, int, int]  # tensor, pipeline, ZeRO stage
+Layout = tuple[int, int, int]  # tensor, pipeline, ZeRO stage
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "weight_decay": 0.1}}}
 
 
-def engine_for(layout: ParameterMap, model: dict[str, Any] = QWEN, **more: Any) -> Any:
+def engine_for(layout: Layout, model: dict[str, Any] = QWEN, **more: Any) -> Any:
     return start(model, ParallelConfig(tensor=layout[0], pipeline=layout[1]), deepspeed_block(layout[2], **more))
 
 
@@ -69,7 +69,7 @@ def save_and_go_on(folder: str, more: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_elsewhere(folder: str, layouts: list[ParameterMap], more: dict[str, Any]) -> list[Any]:
+def load_elsewhere(folder: str, layouts: list[Layout], more: dict[str, Any]) -> list[Any]:
     curves = []
     for layout in layouts:
         engine = engine_for(layout, **more)
@@ -88,9 +88,7 @@ def load_elsewhere(folder: str, layouts: list[ParameterMap], more: dict[str, Any
     ],
     ids=["adamw", "muon"],
 )
-def test_it_continues_on_every_layout(
-    tmp_path: Path, more: dict[str, Any], layouts: list[list[ParameterMap]]
-) -> None:
+def test_it_continues_on_every_layout(tmp_path: Path, more: dict[str, Any], layouts: list[list[Layout]]) -> None:
     saved = run_world(2, save_and_go_on, str(tmp_path), more)
     for result in saved:
         assert result["again"] == result["expected"], "the same layout continues bit for bit"
@@ -106,7 +104,7 @@ def test_it_continues_on_every_layout(
 
 
 def misuse(folder: str) -> dict[str, Any]:
-    """What happens to checkpoints when things go wrong. On two ranks, TP 2."""
+    """Damage, lose and mistake checkpoints. On two ranks, TP 2."""
     import torch.distributed as dist
 
     from geotrain.checkpoint.folders import CheckpointError, sealed, size_and_checksum

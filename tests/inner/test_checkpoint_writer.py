@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from geotrain.config import ParallelConfig
-from tests.support.checkpoints import load, save
+from tests.support.checkpoints import keep_masters, load, save
 from tests.support.inner_worlds import QWEN_2, deepspeed_block, run_world, start, stop, train
 
 FIRST, THEN = range(3), range(3, 6)
@@ -43,18 +43,18 @@ def beside_training(folder: str) -> dict[str, Any]:
 
     engine = engine_for()
     train(engine, FIRST)
-    checkpoints = saving.Checkpoints(engine, folder, keep=2, with_masters=True)
+    checkpoints = saving.Checkpoints(engine, folder, keep=2)
     with (
         mock.patch.object(saving, "_write_file", held),
         mock.patch.object(saving.Checkpoints, "wait", waiting),
         closing(checkpoints),
     ):
-        checkpoints.save("three", {"steps": 3})
+        checkpoints.save("three", keep_masters(engine, folder, "three", {"steps": 3}))
         seen["expected"] = train(engine, THEN)
         seen["whole too early"] = (place / "three").exists()
         (buffer,) = checkpoints._staging._buffers.values()
         first = buffer.bytes.data_ptr(), buffer.bytes.numel()
-        checkpoints.save("six", {"steps": 6})
+        checkpoints.save("six", keep_masters(engine, folder, "six", {"steps": 6}))
         seen["whole then"] = (place / "three" / "manifest.json").exists()
         (buffer,) = checkpoints._staging._buffers.values()
         seen["one buffer"] = (buffer.bytes.data_ptr(), buffer.bytes.numel()) == first

@@ -42,7 +42,7 @@ def pieces(row: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def beside_single_documents() -> dict[str, Any]:
-    """Of each model: (losses of the packed tokens, of its documents alone; gradients of both)."""
+    """Train each model; returns (losses of the packed tokens, of its documents alone; gradients of both)."""
     from geotrain.inner.runtime import platform
 
     results = {}

@@ -29,10 +29,10 @@ STEPS = range(20)
 QWEN2 = {**LLAMA, "model_type": "qwen2"}  # with biases
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5}
 MODELS = {"llama": LLAMA, "qwen": QWEN, "qwen2": QWEN2, "mistral": MISTRAL}
-ParameterMap = tuple[str, int, int, bool, int, str]  # model, tensor, pipeline, sequence, ZeRO stage, recompute
+Layout = tuple[str, int, int, bool, int, str]  # model, tensor, pipeline, sequence, ZeRO stage, recompute
 
 
-def try_layouts(layouts: list[ParameterMap]) -> list[Any]:
+def try_layouts(layouts: list[Layout]) -> list[Any]:
     """On each rank, for each layout: (curve, evaluation, pushed at the start, pushed at the end)."""
     results = []
     for model, tensor, pipeline, sequence, stage, recompute in layouts:
@@ -47,12 +47,12 @@ def try_layouts(layouts: list[ParameterMap]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What one process does, without any parallelism."""
+    """Train in one process, without any parallelism."""
     (results,) = run_world(1, try_layouts, [(name, 1, 1, False, 0, "none") for name in MODELS])
     return dict(zip(MODELS, results, strict=True))
 
 
-TWO: list[ParameterMap] = [
+TWO: list[Layout] = [
     ("qwen", 2, 1, False, 1, "none"),
     ("qwen", 2, 1, True, 1, "full"),
     ("llama", 2, 1, True, 2, "selective"),
@@ -64,7 +64,7 @@ TWO: list[ParameterMap] = [
     ("qwen2", 2, 1, True, 1, "none"),
     ("mistral", 1, 2, False, 1, "none"),
 ]
-FOUR: list[ParameterMap] = [
+FOUR: list[Layout] = [
     ("qwen", 2, 2, True, 1, "none"),
     ("llama", 2, 2, False, 0, "none"),
     ("qwen", 2, 1, True, 2, "none"),
@@ -96,7 +96,7 @@ def test_who_has_no_replicas_reduces_no_gradients() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layouts"), [(1, [("qwen", 1, 1, False, 1, "none")]), (2, TWO), (4, FOUR)])
-def test_every_layout_trains_as_one_process(alone: dict[str, Any], ranks: int, layouts: list[ParameterMap]) -> None:
+def test_every_layout_trains_as_one_process(alone: dict[str, Any], ranks: int, layouts: list[Layout]) -> None:
     by_rank = run_world(ranks, try_layouts, layouts)
     for i, layout in enumerate(layouts):
         model = layout[0]

@@ -1,4 +1,4 @@
-"""What ranks that share a layer really send each other, counted at torch's collectives, against the planner."""
+"""Bytes that ranks of one layer really send each other, counted at torch's collectives, against the planner."""
 
 from __future__ import annotations
 

@@ -125,10 +125,10 @@ def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> Non
             assert (ours - before).abs().max() > 0.039, "two steps at least went the same way"
 
 
-ParameterMap = tuple[dict[str, Any], ParallelConfig, dict[str, Any], str]  # the last: recomputation
+Layout = tuple[dict[str, Any], ParallelConfig, dict[str, Any], str]  # the last: recomputation
 
 
-def layouts_train(layouts: list[ParameterMap]) -> list[Any]:
+def layouts_train(layouts: list[Layout]) -> list[Any]:
     """On each rank, for each layout: (curve, evaluation, pushed at the start, pushed at the end)."""
     results = []
     for model, parallel, block, recompute in layouts:

@@ -1,4 +1,4 @@
-"""What is fused: Megatron-core's cross entropy and our SwiGLU have the numbers of the unfused ones."""
+"""Fused functions: Megatron-core's cross entropy and our SwiGLU have the numbers of the unfused ones."""
 
 from __future__ import annotations
 

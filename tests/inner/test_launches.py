@@ -1,4 +1,4 @@
-"""How many kernels ACCO launches to predict the weights of a large model, counted without a GPU."""
+"""Kernels that ACCO launches to predict the weights of a large model, counted without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AtOnce:
 
 
 def windows(*forms: str) -> list[tuple[int, Counter[str], Counter[str]]]:
-    """Of each form: elements of a rank's flat space, launches of a prediction and of a commit, but for
+    """Count, for each form, elements of a rank's flat buffer, launches of a prediction and of a commit, but for
     collectives."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -57,13 +57,17 @@ def windows(*forms: str) -> list[tuple[int, Counter[str], Counter[str]]]:
 
 def window(form: str, mesh: Any) -> tuple[int, Counter[str], Counter[str]]:
     from geotrain.inner.acco.optimizer import AccoOptimizer
+    from geotrain.inner.runtime.parallel import EXPERTS
+    from geotrain.optimizers.groups import parameter_groups
+    from geotrain.optimizers.inner_optimizer import InnerOptimizer
+    from geotrain.parallelism.optimizer_settings import AdamWSettings
 
     architecture = architecture_from_hf(json.loads((ROOT / "configs/models/llama-8b.json").read_text()))
     places = local_parameters(architecture, ParallelConfig(), 0, 0)
     meta: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     placed = [(torch.nn.Parameter(torch.empty(place.numel, **meta)), place) for place in places]
-    groups = [[p for p, place in placed if place.decays == decays] for decays in (True, False)]
-    adamw = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3)
+    settings = AdamWSettings()
+    adamw = InnerOptimizer(parameter_groups(placed, settings, EXPERTS), settings)
     optimizer = AccoOptimizer(adamw, placed, mesh, FORMS[form], 1.0, torch.bfloat16, 0, 60.0, lambda outcome: None)
     optimizer.communication._thread = AtOnce()  # type: ignore[assignment]
     optimizer.count(torch.zeros((), device="meta"), 4)

@@ -118,7 +118,7 @@ def measure(cases: list[tuple[dict[str, Any], ParallelConfig, dict[str, Any]]]) 
 
 
 def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) -> float:
-    """What torch's CPU kernels keep beyond CUDA's: normalized inputs of norms, and a tensor of SwiGLU."""
+    """Bytes that torch's CPU kernels keep beyond CUDA's: normalized inputs of norms, and a tensor of SwiGLU."""
     a = architecture(model)
     whole = a.hidden_size / (parallel.tensor if parallel.sequence else 1)
     heads = (a.heads + a.kv_heads) * a.head_dim if a.qk_norm else 0

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from geotrain.config import AccoConfig, ConfigError, ParallelConfig
-from geotrain.optimizers.muon import Muon
-from geotrain.optimizers.updates import OwnedMatrix
+from geotrain.optimizers.inner_optimizer import InnerOptimizer
+from geotrain.optimizers.updates import MOMENTUM, OwnedMatrix
 from geotrain.parallelism.checks import check_layout
 from geotrain.parallelism.optimizer_settings import MuonSettings
 from geotrain.parallelism.whole_matrices import LocalMatrix, pack
@@ -36,7 +36,7 @@ STEPS = range(20)
 MODELS = {"llama": LLAMA, "qwen": QWEN}
 BF16 = {"bf16": {"enabled": True}}
 # model, tensor, pipeline, sequence, ZeRO stage, tp_mode, form of ACCO
-ParameterMap = tuple[str, int, int, bool, int, str, str | None]
+Variant = tuple[str, int, int, bool, int, str, str | None]
 
 
 def muon_block(stage: int, mode: str = "duplicated", **more: Any) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def test_the_arithmetic_is_that_of_the_definition_and_of_torch(shape: tuple[int,
     start_weights = torch.randn(shape, generator=generator)
     ours, theirs = (nn.Parameter(start_weights.clone()) for _ in range(2))
     plain, momentum = start_weights.double(), torch.zeros(shape, dtype=torch.float64)
-    groups = [{"params": [ours], "lr": 0.02, "weight_decay": 0.1, "is_matrices": True}]
-    muon = Muon(groups, MuonSettings(lr=0.02, weight_decay=0.1))
+    group = {"params": [ours], "lr": 0.02, "weight_decay": 0.1, "is_matrices": True, "moments": (MOMENTUM,)}
+    muon = InnerOptimizer([group], MuonSettings(lr=0.02, weight_decay=0.1))
     muon.bind([(ours, OwnedMatrix(LocalMatrix(((0, ours.numel()),), *shape, None), 0))], None)
     torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(5):
@@ -145,7 +145,7 @@ def test_blockwise_each_tensor_rank_takes_its_own_part_for_a_matrix() -> None:
         torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def try_layouts(layouts: list[ParameterMap]) -> list[Any]:
+def try_layouts(layouts: list[Variant]) -> list[Any]:
     """On each rank, for each layout: (curve, evaluation, pushed at the end)."""
     results = []
     for model, tensor, pipeline, sequence, stage, mode, form in layouts:
@@ -161,16 +161,16 @@ def try_layouts(layouts: list[ParameterMap]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What one process does, without any parallelism."""
+    """Train in one process, without any parallelism."""
     (results,) = run_world(1, try_layouts, [(name, 1, 1, False, 0, "duplicated", None) for name in MODELS])
     return dict(zip(MODELS, results, strict=True))
 
 
-ONE: list[ParameterMap] = [
+ONE: list[Variant] = [
     ("qwen", 1, 1, False, 1, "duplicated", None),
     ("llama", 1, 1, False, 1, "duplicated", "none"),
 ]
-TWO: list[ParameterMap] = [
+TWO: list[Variant] = [
     ("qwen", 2, 1, False, 1, "duplicated", None),
     ("llama", 2, 1, True, 0, "duplicated", None),
     ("qwen", 1, 2, False, 1, "duplicated", None),
@@ -180,7 +180,7 @@ TWO: list[ParameterMap] = [
     ("qwen", 2, 1, False, 1, "duplicated", "int4"),
     ("qwen", 1, 2, False, 1, "duplicated", "stale"),
 ]
-FOUR: list[ParameterMap] = [
+FOUR: list[Variant] = [
     ("qwen", 2, 1, True, 1, "duplicated", None),
     ("llama", 2, 2, False, 1, "duplicated", None),
     ("qwen", 1, 1, False, 1, "duplicated", None),
@@ -190,7 +190,7 @@ FOUR: list[ParameterMap] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layouts"), [(1, ONE), (2, TWO), (4, FOUR)])
-def test_every_layout_trains_as_one_process(alone: dict[str, Any], ranks: int, layouts: list[ParameterMap]) -> None:
+def test_every_layout_trains_as_one_process(alone: dict[str, Any], ranks: int, layouts: list[Variant]) -> None:
     by_rank = run_world(ranks, try_layouts, layouts)
     for i, layout in enumerate(layouts):
         curve, evaluation, after = alone[layout[0]]

@@ -1,96 +1,69 @@
-"""Which optimizer a rank takes; how many steps it took, wherever it counts them: a resumed one goes on from there."""
+"""The inner optimizer: AdamW beside torch's own; its steps are counted, and a resumed one goes on from there."""
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 
-from geotrain.inner.build import build_adamw
-from geotrain.inner.runtime import platform
-from geotrain.optimizers.updates import AdamWUpdate, set_step_count, step_count
+from geotrain.optimizers.inner_optimizer import InnerOptimizer, moments, set_step_count, step_count
 from geotrain.parallelism.optimizer_settings import AdamWSettings
 
-
-class CountsAtTheLastTensor(torch.optim.Optimizer):
-    """As DeepSpeed's FusedAdam: `group["step"]` stays, and only the tensor that comes last counts."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group.setdefault("step", 0)
-            for tensor in group["params"]:
-                state = self.state[tensor]
-                if not state:
-                    state.update(
-                        {"step": group["step"]} | {name: torch.zeros_like(tensor) for name in AdamWUpdate.moments}
-                    )
-            state["step"] += 1
+SETTINGS = AdamWSettings(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
-class CountsAtTheGroup(CountsAtTheLastTensor):
-    """As apex's FusedAdam."""
+def pair() -> tuple[InnerOptimizer, torch.optim.AdamW]:
+    """The product's and torch's optimizer over equal tensors, of two groups with settings of their own."""
+    torch.manual_seed(0)
+    values = [torch.randn(3, 5), torch.randn(1 << 16), torch.randn(1)]
+    sets = [[nn.Parameter(value.clone()) for value in values] for _ in range(2)]
+    own = {"is_matrices": False, "moments": SETTINGS.moments}
+    groups = [
+        [
+            {"params": tensors[:2], "lr": 0.1, "weight_decay": 0.1, **own},
+            {"params": tensors[2:], "lr": 0.02, "weight_decay": 0.0, **own},
+        ]
+        for tensors in sets
+    ]
+    return InnerOptimizer(groups[0], SETTINGS), torch.optim.AdamW(groups[1], betas=SETTINGS.betas, eps=SETTINGS.eps)
 
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for tensor in group["params"]:
-                self.state[tensor].update({name: torch.zeros_like(tensor) for name in AdamWUpdate.moments})
 
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, CountsAtTheLastTensor, CountsAtTheGroup])
-def test_steps_are_counted_through_a_resume(kind):
-    tensors = [nn.Parameter(torch.ones(3)) for _ in range(4)]
-    optimizer = kind([{"params": tensors[:3]}, {"params": tensors[3:]}])
-    assert step_count(optimizer) == 0
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            for tensor in tensors:
-                tensor.grad = torch.ones_like(tensor)
+def train(steps: int, *optimizers: torch.optim.Optimizer) -> None:
+    for step in range(steps):
+        for optimizer in optimizers:
+            generator = torch.Generator().manual_seed(step)
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    tensor.grad = torch.randn(tensor.shape, generator=generator)
             optimizer.step()
 
-    train(3)
+
+def test_it_steps_as_torchs_adamw() -> None:
+    ours, theirs = pair()
+    train(20, ours, theirs)
+    for group, torchs in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for tensor, other in zip(group["params"], torchs["params"], strict=True):
+            torch.testing.assert_close(tensor, other, rtol=2e-5, atol=2e-6)
+            for name, moment in moments(ours, tensor).items():
+                torch.testing.assert_close(moment, theirs.state[other][name], rtol=1e-5, atol=1e-6)
+
+
+def test_steps_are_counted_through_a_resume() -> None:
+    optimizer, _ = pair()
+    assert step_count(optimizer) == 0
+    train(3, optimizer)
     assert step_count(optimizer) == 3
     set_step_count(optimizer, 7)
     assert step_count(optimizer) == 7
-    train(2)
+    train(2, optimizer)
     assert step_count(optimizer) == 9
     set_step_count(optimizer, 0)
     assert step_count(optimizer) == 0
 
 
-class WithoutExtensions(torch.optim.Optimizer):
-    """As apex's FusedAdam where apex was installed without its CUDA extensions."""
-
-    def __init__(self, params: Any, **_: Any) -> None:
-        super().__init__(params, {"lr": 7.0, "left_behind": True})
-        raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
-
-
-class Works(torch.optim.AdamW):
-    """As DeepSpeed's."""
-
-    def __init__(self, params: Any, adam_w_mode: bool, **options: Any) -> None:
-        assert adam_w_mode
-        super().__init__(params, **options)
-
-
-@pytest.mark.parametrize(("deepspeeds", "taken"), [(Works, Works), (WithoutExtensions, torch.optim.AdamW)])
-def test_a_fused_optimizer_that_does_not_work_makes_room_for_the_next(monkeypatch, deepspeeds, taken):
-    monkeypatch.setattr(platform, "HAS_CUDA", True)
-    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
-    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=WithoutExtensions))
-    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(FusedAdam=deepspeeds))
-    settings = AdamWSettings(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    group = {"params": [nn.Parameter(torch.ones(3))], "lr": 0.1, "weight_decay": 0.0, "sums_over_tp": True}
-    made = build_adamw([group], settings, on_cpu=False)
-    assert type(made) is taken
-    assert made.param_groups[0]["lr"] == 0.1 and made.param_groups[0]["sums_over_tp"]
-    assert "left_behind" not in made.param_groups[0]
+def test_a_tensor_without_a_gradient_stays() -> None:
+    optimizer, _ = pair()
+    first, second = optimizer.param_groups[0]["params"]
+    before = first.detach().clone()
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    assert torch.equal(first, before) and step_count(optimizer) == 1

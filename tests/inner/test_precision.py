@@ -189,8 +189,8 @@ class _Gathered(torch.autograd.Function):
 
 
 class GatheredAttention(nn.Module):
-    """What a ring computes, in the plainest way: all keys and values are gathered, and a token sees those before it.
-    It takes the place of Transformer Engine's, which needs a GPU: this tests what is around it."""
+    """Attention as a ring computes it, in the plainest way: all keys and values are gathered, and a token sees those
+    before it. It takes the place of Transformer Engine's, which needs a GPU: this tests what is around it."""
 
     def __init__(self, config: Any, pg_collection: Any, **_: Any) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_a_ring_trains_as_one_rank_does() -> None:
 
 
 def refused_and_repeated() -> list[Any]:
-    """Of a rank on a CPU: what it says of FP8; and two trainings with `deterministic_mode`."""
+    """Ask a rank on a CPU for FP8; returns what it says, and two trainings with `deterministic_mode`."""
     from geotrain.inner.build import build_engine
 
     block = deepspeed_block(1, bf16={"enabled": True})

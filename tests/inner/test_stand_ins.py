@@ -1,4 +1,4 @@
-"""What stands in for CUDA on a CPU is there for all threads of a rank, while it computes."""
+"""Stand-ins for CUDA on a CPU are there for all threads of a rank, while it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of every shipped run would do on a GPU, traced on "meta": no host waits, no more launches than known,
+"""A step of every shipped run on a GPU, traced on "meta": no host waits, no more launches than known,
 and the roofline's formulas. The traced engine is the real one; see `benchmarks.trace`."""
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels import reference as codec
-from geotrain.kernels.payload_format import Spec
+from geotrain.kernels.payload_format import PayloadFormat
 
 Weights = dict[str, Tensor]
 Gradient = Callable[[Weights, Tensor], tuple[float, Weights]]  # (weights, samples) → (mean loss, its gradient)
-INT4 = Spec("int4", block=128, scale="bf16")
+INT4 = PayloadFormat("int4", block=128, scale="bf16")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Reference:
         return decoded
 
     def _of_owner(self, replicas: Sequence[Weights]) -> Weights:
-        """Of each element, the value of the replica that owns it."""
+        """Take each element from the replica that owns it."""
 
         def pick(given: list[Tensor], flats: Flat) -> Tensor:
             return torch.cat([g.chunk(flats.owners)[owner] for owner, g in enumerate(given)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.inner.acco import communication_thread
 from geotrain.inner.acco import optimizer as acco_optimizer
-from geotrain.inner.acco.flat_space import FlatBuffer
+from geotrain.inner.acco.flat_buffer import FlatBuffer
 from geotrain.parallelism.acco_forms import CODE_BLOCK, first_part
 from geotrain.parallelism.local_parameters import local_parameters
 from geotrain.parallelism.whole_matrices import pack
@@ -83,8 +83,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """Of one rank. parts: its replica's micro-batches before and after the last commit arrived. now: the flat weights
-    that the next step starts on. masters: what this rank pushes; None where the run was not held up to read them."""
+    """A step of one rank. parts: its replica's micro-batches before and after the last commit arrived. now: the flat
+    weights that the next step starts on. masters: what this rank pushes; None where the run was not held up to read
+    them."""
 
     loss: float
     grad_norm: float

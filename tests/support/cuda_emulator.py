@@ -35,7 +35,7 @@ from geotrain.kernels import dispatch
 Clock = dict[str, int]  # timeline → how many of its operations are known to be done
 # What the kernels, which torch does not see, write: positions of their arguments. All other tensors are read.
 WRITES = {"quantize": {1, 4}, "dequantize": {1, 4}, "add_decoded": {2}, "adam": {0, 1, 2, 4}, "merge": {0, 1}}
-WRITES |= {"rotate": {1}, "outer_update": {0, 2, 3}, "payload_ok": set(), "orthogonalize": set()}
+WRITES |= {"rotate": {1}, "outer_update": {0, 2, 3}, "payload_ok": set()}
 NO_ACCESS = ("aten::empty", "aten::resize", "aten::detach", "aten::lift", "aten::set_", "aten::new_empty")
 
 
@@ -223,7 +223,7 @@ class Cuda:
             (Future, "result", learned(result)),
             (Future, "exception", learned(exception)),
             (torch.Tensor, "record_stream", record_stream),
-            (dispatch, "_pick", lambda tensor, pick=dispatch._pick: _WatchedKernels(cuda, pick(tensor))),
+            (dispatch, "_pick", lambda *args, pick=dispatch._pick, **how: _WatchedKernels(cuda, pick(*args, **how))),
         )
         with self.in_place(), contextlib.ExitStack() as stack:
             for owner, name, stand_in in watched:
@@ -240,7 +240,7 @@ class Cuda:
     # ---------------------------------------------------------------------------------------------- memory
 
     def memory(self, tensor: Tensor, on_host: bool = False, is_new: bool = False) -> Memory:
-        """What is known of the tensor's storage. on_host, is_new: of one that was not seen before."""
+        """Look up the tensor's storage. on_host, is_new: of one that was not seen before."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()
         key = storage._cdata
@@ -356,7 +356,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What only the Python call shows: an explicit device, and tensors that are read without an operator."""
+    """Watches what only the Python call shows: an explicit device, and tensors that are read without an operator."""
 
     def __init__(self, cuda: Cuda) -> None:
         super().__init__()
@@ -419,11 +419,12 @@ class _WatchedKernels:
 
 
 def _where() -> str:
-    """The line of the product that is being executed."""
+    """The innermost line of the product that called a kernel or torch. Modules are told by their names, wherever the
+    tree lies; the kernels' own frames say nothing of who reads or writes."""
     frame = sys._getframe(2)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if "/geotrain/" in file and "/tests/" not in file and "site-packages" not in file:
-            return f"{file.rpartition('/geotrain/')[2]}:{frame.f_lineno} {frame.f_code.co_qualname}"
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("geotrain.") and not module.startswith("geotrain.kernels."):
+            return f"{module}:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]
     return "outside"

@@ -175,7 +175,7 @@ def write(engine: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def pushed(engine: Any) -> list[tuple[StridedSlice, torch.Tensor]]:
-    """What this rank speaks for: runs with their values."""
+    """Runs, with their values, that this rank pushes."""
     result = []
     for shard in engine.shards():
         if shard.pushes:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from geotrain import kernels
 from geotrain.kernels import reference
-from geotrain.kernels.payload_format import FORMATS, GRIDS, SQUARES_BLOCK, Spec
+from geotrain.kernels.payload_format import FORMATS, GRIDS, SQUARES_BLOCK, PayloadFormat
 from geotrain.kernels.steps import AdamStep, OuterStep
 
-SPECS = [
-    Spec(name, block=block, scale=scale, stochastic=stochastic, error_decay=decay, density=density)
+PAYLOAD_FORMATS = [
+    PayloadFormat(name, block=block, scale=scale, stochastic=stochastic, error_decay=decay, density=density)
     for name in FORMATS
     for block, scale, stochastic, decay, density in (
         (32, "bf16", False, 1.0, 0.1),
@@ -23,12 +23,15 @@ SPECS = [
         (256, "bf16", True, 1.0, 0.07),
     )
 ]
-SPECS += [Spec("topk2", 64, "fp32", stochastic=True, density=1.0), Spec("topk2", 512, "bf16", density=1.0)]
+PAYLOAD_FORMATS += [
+    PayloadFormat("topk2", 64, "fp32", stochastic=True, density=1.0),
+    PayloadFormat("topk2", 512, "bf16", density=1.0),
+]
 SIZES = (0, 1, 2, 31, 33, 127, 256, 645)
 
 
-def spec_id(spec: Spec) -> str:
-    return f"{spec.format}-{spec.block}-{spec.scale}-{'stochastic' if spec.stochastic else 'nearest'}"
+def format_id(fmt: PayloadFormat) -> str:
+    return f"{fmt.name}-{fmt.block}-{fmt.scale}-{'stochastic' if fmt.stochastic else 'nearest'}"
 
 
 def awkward(numel: int, seed: int = 0) -> Tensor:
@@ -45,7 +48,7 @@ def awkward(numel: int, seed: int = 0) -> Tensor:
     return x
 
 
-def check_quantize(ops: ModuleType, spec: Spec, numel: int, device: str = "cpu") -> None:
+def check_quantize(ops: ModuleType, fmt: PayloadFormat, numel: int, device: str = "cpu") -> None:
     """Payload, residual, finite flag, decoded values and their sums of squares equal the reference's bits."""
     for variant in range(4):
         values = awkward(numel, 1).to(torch.bfloat16 if variant & 1 else torch.float32)
@@ -54,50 +57,58 @@ def check_quantize(ops: ModuleType, spec: Spec, numel: int, device: str = "cpu")
         if variant == 3 and numel > 40:  # refused, and nothing but that block suffers
             values[numel // 2] = float("nan") if numel % 2 else float("inf")
         seed = 0x123456789ABCDEF0 + variant
-        want_payload = torch.empty(spec.encoded_bytes(numel), dtype=torch.uint8)
+        want_payload = torch.empty(fmt.encoded_bytes(numel), dtype=torch.uint8)
         want_residual = None if residual is None else residual.clone()
-        want_finite = reference.quantize(values, want_payload, spec, anchor, want_residual, seed)
-        payload = torch.full((spec.encoded_bytes(numel) + 16,), 0xA5, dtype=torch.uint8, device=device)
+        want_finite = reference.quantize(values, want_payload, fmt, anchor, want_residual, seed)
+        payload = torch.full((fmt.encoded_bytes(numel) + 16,), 0xA5, dtype=torch.uint8, device=device)
         inputs = [None if t is None else t.to(device, copy=True) for t in (values, anchor, residual)]
-        inside = payload[: spec.encoded_bytes(numel)]
-        finite = ops.quantize(inputs[0], inside, spec, inputs[1], inputs[2], seed)
+        inside = payload[: fmt.encoded_bytes(numel)]
+        finite = ops.quantize(inputs[0], inside, fmt, inputs[1], inputs[2], seed)
         assert payload.cpu()[-16:].eq(0xA5).all(), "wrote behind the payload"
-        if bool(want_finite) or spec.format not in ("fp32", "bf16"):  # a NaN's own bits are nobody's promise
+        if bool(want_finite) or fmt.name not in ("fp32", "bf16"):  # a NaN's own bits are nobody's promise
             assert torch.equal(inside.cpu(), want_payload)
         assert bool(finite) == bool(want_finite)
         if residual is not None:
             assert_same_bits(inputs[2], want_residual)
-        assert kernels.payload_ok(inside, numel, spec) == bool(want_finite)
-        assert bool(reference.payload_ok(want_payload, numel, spec)) == bool(want_finite)
+        assert kernels.payload_ok(inside, numel, fmt) == bool(want_finite)
+        assert bool(reference.payload_ok(want_payload, numel, fmt)) == bool(want_finite)
         if bool(want_finite):
-            _check_dequantize(ops, inside, numel, spec, device, measured=variant == 0)
+            _check_dequantize(ops, inside, numel, fmt, device, measured=variant == 0)
 
 
-def _check_dequantize(ops: ModuleType, payload: Tensor, numel: int, spec: Spec, device: str, measured: bool) -> None:
+def _check_dequantize(
+    ops: ModuleType, payload: Tensor, numel: int, fmt: PayloadFormat, device: str, measured: bool
+) -> None:
     for weight in (None, -0.7):
         whole = torch.full((numel + 9,), 3.0, device=device)
-        blocks = -(-numel // SQUARES_BLOCK)
-        squares, wanted_squares = (
-            torch.full((blocks,), -1.0, dtype=torch.float64, device=d) for d in (device, "cpu")
-        )
-        ops.dequantize(payload, whole[5 : 5 + numel], spec, weight, squares)  # a slice: what surrounds it stays
+        ops.dequantize(payload, whole[5 : 5 + numel], fmt, weight)  # a slice: what surrounds it stays
         wanted = torch.full((numel + 9,), 3.0)
-        reference.dequantize(payload.cpu(), wanted[5 : 5 + numel], spec, weight, wanted_squares)
+        reference.dequantize(payload.cpu(), wanted[5 : 5 + numel], fmt, weight)
         assert_same_bits(whole, wanted)
-        assert_same_bits(squares, wanted_squares)
-    if measured and spec.format in GRIDS:
-        check_add_decoded(ops, payload, numel, spec, device)
+    if measured and fmt.name in GRIDS:
+        check_add_decoded(ops, payload, numel, fmt, device)
 
 
-def check_add_decoded(ops: ModuleType, payload: Tensor, numel: int, spec: Spec, device: str = "cpu") -> None:
+def check_squares(ops: ModuleType, payload: Tensor, numel: int, fmt: PayloadFormat) -> None:
+    """Decoded values and the sums of their squares; on hosts only."""
+    for weight in (None, -0.7):
+        outs = [torch.full((numel,), 3.0) for _ in range(2)]
+        squares = [torch.full((-(-numel // SQUARES_BLOCK),), -1.0, dtype=torch.float64) for _ in range(2)]
+        for each, out, sums in zip((ops, reference), outs, squares, strict=True):
+            each.dequantize(payload, out, fmt, weight, sums)
+        assert_same_bits(*outs)
+        assert_same_bits(*squares)
+
+
+def check_add_decoded(ops: ModuleType, payload: Tensor, numel: int, fmt: PayloadFormat, device: str = "cpu") -> None:
     """The reference's bits, rounded once; also where the sum takes the place of its base."""
     for dtype in (torch.bfloat16, torch.float32):
         base = awkward(numel, 4).to(dtype)
-        wanted = torch.empty(numel)
-        reference.add_decoded(payload.cpu(), base, wanted, spec, -0.7)
+        wanted = base.to(torch.float32, copy=True)
+        reference.dequantize(payload.cpu(), wanted, fmt, -0.7)
         there = base.to(device, copy=True)
         for out in (torch.zeros(numel, dtype=torch.bfloat16, device=device), there):
-            ops.add_decoded(payload, there, out, spec, -0.7)
+            getattr(ops, "add_decoded", kernels.add_decoded)(payload, there, out, fmt, -0.7)  # of hosts by dispatch
             assert_same_bits(out, wanted.to(out.dtype))
 
 
@@ -109,29 +120,30 @@ OUTER_STEPS = [
 ]
 
 
-def check_outer_update(ops: ModuleType, step: OuterStep, numel: int, device: str = "cpu") -> None:
+def check_outer_update(ops: ModuleType, step: OuterStep, numel: int) -> None:
     weights, delta, momentum, accumulator = (torch.randn(numel) for _ in range(4))
     for acc in (accumulator, None):
         moved = momentum if acc is not None or step.moves_momentum else None
         want = [t if t is None else t.clone() for t in (weights, delta, moved, acc)]
         reference.outer_update(*want, step)
-        have = [t if t is None else t.to(device, copy=True) for t in (weights, delta, moved, acc)]
+        have = [t if t is None else t.clone() for t in (weights, delta, moved, acc)]
         ops.outer_update(*have, step)
         for a, b in zip(have, want, strict=True):
             assert (a is None and b is None) or assert_same_bits(a, b)
 
 
-def check_merge(ops: ModuleType, numel: int, device: str = "cpu") -> None:
+def check_merge(ops: ModuleType, numel: int) -> None:
     vectors = [torch.randn(numel) for _ in range(3)]
     for ledger in (False, True):
-        want, have = ([t.to(d, copy=True) for t in vectors] for d in ("cpu", device))
+        want, have = ([t.clone() for t in vectors] for _ in range(2))
         reference.merge(*want, ledger, 0.25)
         ops.merge(*have, ledger, 0.25)
         assert all(assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
 
 
 def check_rotate(ops: ModuleType, shape: tuple[int, int, int, int], device: str = "cpu") -> None:
-    """Of a view into something wider, as queries are of fused queries, keys and values; and of a transposed one."""
+    """Rotate a view into something wider, as queries are of fused queries, keys and values; and of a transposed
+    one."""
     length, batch, heads, size = shape
     for dtype in (torch.float32, torch.bfloat16):
         wide = torch.randn(length, batch, heads, size + 6).to(dtype)

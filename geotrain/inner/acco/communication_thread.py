@@ -15,7 +15,7 @@ from torch import Tensor
 
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import LostRank, group_like
-from geotrain.inner.zero.buckets import PiecesGathering
+from geotrain.inner.zero.buckets import PartGathering
 from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
@@ -54,7 +54,10 @@ class CommunicationThread:
     """
 
     def __init__(self, mesh: RankMesh, timeout_s: float) -> None:
-        """Makes process groups: every rank of the worker must call it. No collective waits longer than timeout_s."""
+        """Make the thread and its process groups: every rank of the worker must call it.
+
+        No collective waits longer than timeout_s.
+        """
         self.rank, self.ranks = mesh.dp_rank, mesh.dp_size
         # One rank of each part of a replica's tokens, one that knows the loss.
         self._speaks = mesh.is_last_stage and mesh.tp_rank == 0
@@ -103,7 +106,7 @@ class CommunicationThread:
         return flat[self.rank * size : (self.rank + 1) * size]
 
     def reduce_scatter(self, flat: Tensor) -> None:
-        """`own(flat)` becomes the sum of that part over the data-parallel ranks. The rest is left undefined."""
+        """Sum `own(flat)` over the data-parallel ranks, in place. The rest of `flat` is left undefined."""
         if self.ranks == 1:
             return
         if platform.HAS_CUDA:
@@ -137,15 +140,15 @@ class CommunicationThread:
             with self._collective():
                 ds_comm.allgather_fn(flat, self.own(flat), group=self._group)
 
-    def gather_pieces(self, pieces: Sequence[tuple[int, Tensor]]) -> None:
-        """Bring (owner, view) pieces from their owners to every rank. The same ones on all ranks."""
-        if self.ranks > 1 and pieces:
+    def gather_parts(self, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """Bring parts, (owner, view), from their owners to every rank. The same ones on all ranks."""
+        if self.ranks > 1 and parts:
             with self._collective():
-                PiecesGathering(pieces, self._group).wait()
+                PartGathering(parts, self._group).wait()
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:
-        """Surrounds each collective on the device. Raises if another rank does not come to it in time.
+        """Surround a collective on the device. Raises if another rank does not come to it in time.
 
         Afterwards this thread waits until the device has finished the collective. Otherwise kernels that depend on it
         could already stand in a hardware queue, ahead of compute that shares the queue; with tensor or pipeline
@@ -169,6 +172,6 @@ class CommunicationThread:
 
 
 def _use_own_device() -> None:
-    """CUDA's current device is chosen for each thread; a new thread begins with the machine's first one."""
+    """Choose this rank's device, since a new thread begins with the machine's first one."""
     if platform.HAS_CUDA:
         torch.cuda.set_device(platform.device())

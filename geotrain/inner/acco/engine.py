@@ -17,7 +17,7 @@ from geotrain.inner.acco.optimizer import AccoOptimizer, CommitResult
 from geotrain.inner.engine.engine import GeoEngine, StepReader, StepResult
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import group_of
-from geotrain.inner.runtime.shards import OwnedShard
+from geotrain.optimizers.inner_optimizer import InnerOptimizer
 from geotrain.parallelism.acco_forms import FORMS, first_part
 from geotrain.parallelism.mesh import RankMesh
 
@@ -25,7 +25,7 @@ _queues = count()  # numbers the queues made in this process; every rank makes t
 
 
 class AccoEngine(GeoEngine):
-    """The engine of runs with an `acco` block. A step is a whole window of ACCO, see `AccoOptimizer`.
+    """The engine of runs with an `acco` block. A step is a whole window of ACCO (`AccoOptimizer`).
 
     The step's commit, which uses every gradient that the step computed, is still under way when `train_step` returns.
     """
@@ -33,7 +33,7 @@ class AccoEngine(GeoEngine):
     optimizer: AccoOptimizer
 
     def __init__(self, *parts: Any, acco: AccoConfig) -> None:
-        """parts: as for GeoEngine."""
+        """Build the engine. parts: the arguments of GeoEngine."""
         self._acco = acco  # set before DeepSpeed's __init__, because that makes the optimizer, which reads it
         self._uncommitted: deque[StepResult] = deque()
         super().__init__(*parts)
@@ -41,6 +41,7 @@ class AccoEngine(GeoEngine):
         self._queue = MicroBatchQueue(self.mesh, acco.timeout_s) if acco.balance else None
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> AccoOptimizer:
+        assert isinstance(optimizer, InnerOptimizer), "`check_acco` refuses other packages' optimizers"
         return AccoOptimizer(
             optimizer,
             self._placed,
@@ -54,15 +55,18 @@ class AccoEngine(GeoEngine):
         )
 
     def train_step(self, batch: StepReader, schedule_step: int) -> StepResult:
-        """As GeoEngine's. With `acco.balance` a slow replica computes fewer of the worker's micro-batches than
-        others. Loss and gradient are means over all micro-batches of the worker, whoever computed them."""
+        """Begin one optimizer step on the worker's batch; arguments and errors are those of GeoEngine's.
+
+        With `acco.balance` a slow replica computes fewer of the worker's micro-batches than others. Loss and gradient
+        are means over all micro-batches of the worker, whoever computed them.
+        """
         optimizer, of_replica = self.optimizer, self.gradient_accumulation_steps()
         queue = self._queue
         own = self._checked(batch.own, of_replica) if queue is None else ()
         lr = self._begin_step(schedule_step)
 
         def part(begin: int, end: int) -> Iterable[Sequence[Tensor]]:
-            """This replica's micro-batches of one part of the window, in groups that go through the pipeline at once.
+            """Yield this replica's micro-batches of one part of the window, in groups that one schedule takes.
 
             begin, end: the part, in micro-batches of one replica, as if all replicas computed equally many.
             """
@@ -106,7 +110,7 @@ class AccoEngine(GeoEngine):
         self._finish_step(self._uncommitted.popleft(), outcome.loss, outcome.grad_norm, samples)
 
     def settle(self) -> None:
-        """As GeoEngine's. Raises AccoError if another rank was lost."""
+        """Wait until the masters hold every step. Raises AccoError if another rank was lost."""
         super().settle()
         self.optimizer.settle()
 
@@ -115,46 +119,17 @@ class AccoEngine(GeoEngine):
         if self._queue is not None:
             self._queue.close()
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's. When that fails it leaves out the optimizer's epilogue, and the parameters would remain views
-        of the buffer for gradients, where the prologue put the committed weights."""
-        try:
-            return super().save_checkpoint(*args, **kwargs)
-        finally:
-            self.optimizer.checkpoint_event_epilogue()
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, with the same care as in `save_checkpoint`."""
-        try:
-            return super().load_checkpoint(*args, **kwargs)
-        finally:
-            self.optimizer.checkpoint_event_epilogue()
-
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
-        """As GeoEngine's: at the committed weights, not at predicted ones."""
+        """Mean loss at the committed weights, not at predicted ones."""
         with self.optimizer.committed():
             return super().evaluate(micro_batches)
 
     def _use_masters(self) -> None:
-        """Nothing: `evaluate` gathers the masters by itself, and predicted weights must stay for the next window."""
+        """Do nothing: `evaluate` gathers the masters by itself; predicted weights must stay for the next window."""
 
     @torch.no_grad()
-    def refresh(self, changed: Collection[str] | None = None, predicted: bool = False) -> None:
-        if predicted:
-            self.optimizer.resume_from_prediction()
-        else:
-            self.optimizer.update_lp_params(self._holders(changed))
-
-    @property
-    def prediction_form(self) -> str | None:
-        return self.optimizer.form.name
-
-    @property
-    def has_prediction(self) -> bool:
-        return self.optimizer.has_prediction
-
-    def predicted_weights(self, shard: OwnedShard) -> dict[str, Tensor]:
-        return self.optimizer.predicted_slice(shard.owner, shard.offset, shard.numel)
+    def refresh(self, changed: Collection[str] | None = None) -> None:
+        self.optimizer.update_lp_params(self._holders(changed))
 
 
 class MicroBatchQueue:
@@ -205,8 +180,11 @@ class MicroBatchQueue:
         self._store.delete_key(str(part - 4))
 
     def _wait_for_previous(self) -> None:
-        """On CUDA the host enqueues work faster than the device does it. It may be ahead by one turn only: otherwise
-        a replica would take micro-batches that another could begin sooner."""
+        """Let the host be ahead of the device by one turn at most.
+
+        On CUDA it enqueues work faster than the device does it, and a replica would otherwise take micro-batches that
+        another could begin sooner.
+        """
         if not platform.HAS_CUDA:
             return
         last, self._computed = self._computed, torch.cuda.Event()

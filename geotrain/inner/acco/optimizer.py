@@ -13,19 +13,19 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from geotrain.inner.acco.communication_thread import AccoError, CommunicationJob, CommunicationThread
-from geotrain.inner.acco.flat_space import FlatBuffer, RotatingBuffers
+from geotrain.inner.acco.flat_buffer import FlatBuffer, RotatingBuffers
 from geotrain.inner.acco.prediction import WeightPrediction
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import first_line
-from geotrain.inner.zero.buckets import owned_pieces
-from geotrain.optimizers.muon import Muon
-from geotrain.optimizers.updates import AdamWUpdate, GroupUpdate, Step, moments, set_step_count, step_count
+from geotrain.inner.zero.buckets import joined_spans, owned_parts
+from geotrain.optimizers.inner_optimizer import InnerOptimizer, moments, set_step_count, step_count
+from geotrain.optimizers.updates import Step
 from geotrain.parallelism.acco_forms import CODED_AT_ONCE, Form
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
@@ -50,10 +50,10 @@ class CommitResult:
 
 
 class AccoOptimizer(ZeROOptimizer):
-    """The optimizer that the engine gets instead of DeepSpeed's ZeRO-1. What DeepSpeed asks of one is at the class's
-    end.
+    """ZeRO-1 whose communication overlaps the next window, in place of DeepSpeed's.
 
-    The thread that computes goes through a window so; the second line only if the form predicts separately:
+    What DeepSpeed asks of an optimizer is at the class's end. The thread that computes goes through a window so; the
+    second line only if the form predicts separately:
 
         accumulate gradients of its first part;  use_arrived_weights()
         predict();  accumulate those of its second part;  use_arrived_weights()
@@ -62,7 +62,7 @@ class AccoOptimizer(ZeROOptimizer):
 
     def __init__(
         self,
-        basic: torch.optim.Optimizer,
+        basic: InnerOptimizer,
         placed: Sequence[tuple[nn.Parameter, LocalParameter]],
         mesh: RankMesh,
         form: Form,
@@ -72,8 +72,10 @@ class AccoOptimizer(ZeROOptimizer):
         timeout_s: float,
         on_commit: Callable[[CommitResult], None],
     ) -> None:
-        """basic: an AdamW or Muon over the parameters, whose groups and state this takes over: it never steps by
-        itself. Of Muon's, the last group is that of the matrices, laid out so that no shard cuts one.
+        """Take over an optimizer's groups and state. Makes process groups: every rank must call it.
+
+        basic: over the parameters; it never steps by itself. With Muon its last group is that of the matrices, laid
+        out so that no shard cuts one.
 
         placed: the parameters with their places. form: how the next weights are predicted. clip: the largest gradient
         norm; 0 for no clipping. accumulated: the type in which a window's gradients are summed; they travel in that
@@ -87,44 +89,44 @@ class AccoOptimizer(ZeROOptimizer):
         self.param_groups, self.state, self.dp_process_group = basic.param_groups, basic.state, mesh.dp_group
         self.communication = CommunicationThread(mesh, timeout_s)
         self.bit16_groups: list[list[nn.Parameter]] = [list(group["params"]) for group in basic.param_groups]
-        self.fp16_groups = self.round_robin_bit16_groups = self.bit16_groups  # names that DeepSpeed knows them by
         numels = [[p.numel() for p in group] for group in self.bit16_groups]
         whole = [bool(group.get("is_matrices")) for group in basic.param_groups]
-        layout = FlatBuffer(numels, mesh.dp_size, whole)
-        self._layout = layout
+        flat = FlatBuffer(numels, mesh.dp_size, whole)
+        self._flat = flat
         parameters = [p for group in self.bit16_groups for p in group]
-        offsets = [o for group in layout.offsets for o in group]
+        offsets = [o for group in flat.offsets for o in group]
         device = parameters[0].device
-        self._buffers = RotatingBuffers(parameters, offsets, layout.numel, accumulated)
+        self._buffers = RotatingBuffers(parameters, offsets, flat.numel, accumulated)
         # [begin, end) of each parameter group in this rank's shard.
-        self._owned = [layout.owned(mesh.dp_rank, *group) for group in layout.groups]
+        self._owned = [flat.owned(mesh.dp_rank, *group) for group in flat.groups]
         self._masters = self._take_over(basic, device)
-        self._counted, self._trained = self._pieces_that_count(placed), len(placed)
-        pieces = [layout.pieces(rank, CODED_AT_ONCE) for rank in range(mesh.dp_size)]
-        self._prediction = WeightPrediction(form, self.communication, pieces, self._estimate)
+        self._counted, self._trained = self._counted_spans(placed), len(placed)
+        chunks = [flat.chunks(rank, CODED_AT_ONCE) for rank in range(mesh.dp_size)]
+        self._prediction = WeightPrediction(form, self.communication, chunks, self._estimate)
         self._steps_committed = 0  # the last step that the masters hold
         self._steps_begun = 0  # the last step whose commit was begun: equal, or one more
         self._commit: CommunicationJob[CommitResult] | None = None  # under way, as is the next
         self._predicting: CommunicationJob[None] | None = None
         # Whether the buffer in flight holds weights that arrived and that compute has not yet changed to. Of a
-        # settled optimizer: whether the next window starts on `predicted_weights` instead of the masters.
+        # settled optimizer: whether the next window starts on predicted weights instead of the masters.
         self.has_prediction = False
         self._micro_batches, self._loss = 0, torch.zeros((), device=device)  # of this replica, in this window
-        self._reading = contextlib.ExitStack()
         self._global_grad_norm = 0.0  # of the last commit that arrived; DeepSpeed reads it
 
-    def _take_over(self, basic: torch.optim.Optimizer, device: torch.device) -> Tensor:
-        """Make the shard's fp32 masters and each group's moments, and let them be what `basic` has as parameters and
-        state. Returns the masters, 1-D fp32 [shard_numel]."""
-        layout, rank = self._layout, self._mesh.dp_rank
-        masters = torch.zeros(layout.shard_numel, device=device)
+    def _take_over(self, basic: InnerOptimizer, device: torch.device) -> Tensor:
+        """Make the shard's fp32 masters and each group's moments the parameters and state of `basic`.
+
+        Returns the masters, 1-D fp32 [shard_numel].
+        """
+        flat, rank = self._flat, self._mesh.dp_rank
+        masters = torch.zeros(flat.shard_numel, device=device)
         masters.copy_(self.communication.own(self._buffers.weights))
         for i, (group, (begin, end)) in enumerate(zip(basic.param_groups, self._owned, strict=True)):
             master = masters[begin:end]
             group["params"] = [master]
             moments(basic, master)
-            group_begin, group_end = layout.groups[i]
-            start = layout.shard_numel * rank + begin - group_begin  # where the owned part begins in the group
+            group_begin, group_end = flat.groups[i]
+            start = flat.shard_numel * rank + begin - group_begin  # where the owned part begins in the group
             # DeepSpeed's link from each parameter to its masters, by which `owned_shards` finds them.
             link_hp_params(
                 lp_param_list=self.bit16_groups[i],
@@ -141,22 +143,18 @@ class AccoOptimizer(ZeROOptimizer):
         set_step_count(basic, 0)
         return masters
 
-    def _pieces_that_count(self, placed: Sequence[tuple[nn.Parameter, LocalParameter]]) -> list[tuple[int, int]]:
-        """The parts of the shard, as [begin, end), whose squares this rank adds to the global gradient norm.
+    def _counted_spans(self, placed: Sequence[tuple[nn.Parameter, LocalParameter]]) -> list[tuple[int, int]]:
+        """[begin, end) of the parts of the shard whose squares this rank adds to the global gradient norm.
 
-        Over all ranks they are every element of the model once. Parts that touch are merged.
+        Over all ranks they are every element of the model once.
         """
-        pushes = {id(p): place.pushes for p, place in placed}
-        merged: list[tuple[int, int]] = []
-        for group, offsets in zip(self.bit16_groups, self._layout.offsets, strict=True):
-            for parameter, offset in zip(group, offsets, strict=True):
-                begin, end = self._layout.owned(self._mesh.dp_rank, offset, offset + parameter.numel())
-                if not pushes.get(id(parameter)) or begin == end:  # the gaps between matrices are nowhere
-                    continue
-                if merged and merged[-1][1] == begin:
-                    begin, _ = merged.pop()
-                merged.append((begin, end))
-        return merged
+        pushes = {parameter for parameter, place in placed if place.pushes}  # without the gaps between matrices
+        return joined_spans(
+            self._flat.owned(self._mesh.dp_rank, offset, offset + parameter.numel())
+            for group, offsets in zip(self.bit16_groups, self._flat.offsets, strict=True)
+            for parameter, offset in zip(group, offsets, strict=True)
+            if parameter in pushes
+        )
 
     # ----------------------------------------------------------------------------------------------- a window
 
@@ -166,7 +164,7 @@ class AccoOptimizer(ZeROOptimizer):
         return self._steps_begun < self._synchronous_steps
 
     def count(self, loss: Tensor, micro_batches: int) -> None:
-        """Note that gradients of so many micro-batches were accumulated.
+        """Count micro-batches whose gradients were accumulated.
 
         loss: the sum of their mean losses; 0 on ranks that do not know it.
         """
@@ -224,7 +222,7 @@ class AccoOptimizer(ZeROOptimizer):
             self._on_commit(outcome)
 
     def _wait_for(self, job: CommunicationJob[T], what: str) -> T:
-        """The job's result. what: names the job in the AccoError that is raised if it failed."""
+        """Return the job's result. what: names the job in the AccoError that is raised if it failed."""
         try:
             # A job makes several collectives, each with its own deadline, which fires long before this one.
             return job.wait(10 * self._timeout_s)
@@ -260,16 +258,16 @@ class AccoOptimizer(ZeROOptimizer):
         for i, (begin, end) in enumerate(self._owned):
             (master,), gradient = self.param_groups[i]["params"], own[begin:end]
             this = Step(rates[i], step, factor / total, look_ahead=look_ahead)
+            update = self.optimizer.update(self.param_groups[i], master)
             # The new low-precision weights replace the gradient, in place.
-            self._update(i)(master, moments(self.optimizer, master), gradient, this, out=gradient)
+            update(master, moments(self.optimizer, master), gradient, this, out=gradient)
         # Counted before the gathering: the masters hold this step even if the gathering fails.
         self._steps_committed = step
         self.communication.all_gather(flat)
         return CommitResult(loss_sum / total, norm, int(total) // self._mesh.cp_size)
 
     def _estimate(self, gradients: Tensor, scale: float, begin: int, out: Tensor) -> None:
-        """Write to `out` what a step would make of the shard's part from `begin` on; masters and moments stay
-        unchanged.
+        """Write to `out` what a step would make of the shard from `begin` on, and change neither masters nor moments.
 
         gradients: of that part, to be multiplied by `scale`. The prediction does not clip.
         """
@@ -281,50 +279,47 @@ class AccoOptimizer(ZeROOptimizer):
                 inside = slice(low - owned[0], high - owned[0])
                 state = {name: moment[inside] for name, moment in moments(self.optimizer, master).items()}
                 this = Step(float(self.param_groups[i]["lr"]), step, scale, commit=False)
-                self._update(i)(master[inside], state, gradients[part], this, out=out[part], begin=inside.start)
-
-    def _update(self, i: int) -> GroupUpdate:
-        """How a group is stepped."""
-        group = self.param_groups[i]
-        if isinstance(self.optimizer, Muon):
-            return self.optimizer.update(group, group["params"][0])
-        return AdamWUpdate(group)
+                update = self.optimizer.update(self.param_groups[i], master)
+                update(master[inside], state, gradients[part], this, out=out[part], begin=inside.start)
 
     # ------------------------------------------------------------------------- committed weights, checkpoints
 
     def update_lp_params(self, changed: Collection[nn.Parameter] | None = None) -> None:
         """Compute at masters that were overwritten, and forget predictions. Call `settle` before overwriting them.
 
-        changed: the parameters whose masters were overwritten; None: all. Where the last commit handed out weights
-        one step ahead, no other rank has the rest of the committed ones, and all travel.
-        DeepSpeed's name for it: its optimizers update their low-precision parameters so.
+        The name is DeepSpeed's: its optimizers update their low-precision parameters so. changed: the parameters
+        whose masters were overwritten; None: all. Where the last commit handed out weights one step ahead, no other
+        rank has the rest of the committed ones, and all travel.
         """
         self._wait_for_communication()
         ahead = self.has_prediction and self.form.predicts_in_commit
         if ahead or changed is None or len(changed) == self._trained:
-            pieces = None
+            parts = None
         else:
             self.use_arrived_weights()
-            pieces = self._pieces(changed)
+            parts = self._parts(changed)
         self.has_prediction = False
         self._steps_committed = self._steps_begun = step_count(self.optimizer)
-        self._gather(self._buffers.weights, self._masters, pieces)
+        self._gather(self._buffers.weights, self._masters, parts)
 
-    def _pieces(self, parameters: Collection[nn.Parameter]) -> list[tuple[int, Tensor]]:
-        """(owner, view) of what shards hold of these parameters' weights."""
+    def _parts(self, parameters: Collection[nn.Parameter]) -> list[tuple[int, Tensor]]:
+        """(owner, view) of what each shard holds of these parameters' weights."""
         wanted, flat = set(parameters), self._buffers.weights
         begins = {
             parameter: offset
-            for group, offsets in zip(self.bit16_groups, self._layout.offsets, strict=True)
+            for group, offsets in zip(self.bit16_groups, self._flat.offsets, strict=True)
             for parameter, offset in zip(group, offsets, strict=True)
             if parameter in wanted
         }
-        shard = self._layout.shard_numel
-        return [x for p, begin in begins.items() for x in owned_pieces(flat, begin, begin + p.numel(), shard)]
+        shard = self._flat.shard_numel
+        return [x for p, begin in begins.items() for x in owned_parts(flat, begin, begin + p.numel(), shard)]
 
     @contextlib.contextmanager
     def committed(self) -> Iterator[None]:
-        """Inside it the parameters are the committed weights. All ranks must enter it, and only between windows."""
+        """Let the parameters be the committed weights inside this context.
+
+        All ranks must enter it, and only between windows.
+        """
         self.settle()
         spare = self._buffers.spare
         self._gather(spare, self._masters)
@@ -335,39 +330,21 @@ class AccoOptimizer(ZeROOptimizer):
             self._buffers.compute_at(self._buffers.weights)
             spare.zero_()
 
-    def _gather(self, flat: Tensor, own: Tensor, pieces: Sequence[tuple[int, Tensor]] | None = None) -> None:
-        """Let the rank's part of `flat` be `own`, and bring it to all ranks; pieces: (owner, view) of what travels,
-        where it is not all."""
+    def _gather(self, flat: Tensor, own: Tensor, parts: Sequence[tuple[int, Tensor]] | None = None) -> None:
+        """Write `own` into the rank's shard of `flat` and bring it to all ranks.
+
+        parts: (owner, view) of what travels; None: everything.
+        """
 
         def job() -> None:
             self.communication.own(flat).copy_(own)
-            if pieces is None:
+            if parts is None:
                 self.communication.all_gather(flat)
             else:
-                self.communication.gather_pieces(pieces)
+                self.communication.gather_parts(parts)
 
         what = f"gathering of weights after step {self._steps_begun}"
         self._wait_for(self.communication.start(job), what)
-
-    def predicted_weights(self) -> tuple[Tensor, Tensor]:
-        """This rank's parts of the two buffers of weights, in the order in which the next window computes at them.
-
-        The first holds the weights at which its first part is computed; the second the weights for what follows.
-        """
-        return self.communication.own(self._buffers.weights), self.communication.own(self._buffers.in_flight)
-
-    def predicted_slice(self, owner: Tensor, offset: int, numel: int) -> dict[str, Tensor]:
-        """`predicted_weights` of `numel` elements, from `offset` on, of the masters `owner` of one group."""
-        ((begin, _),) = (o for o, g in zip(self._owned, self.param_groups, strict=True) if g["params"][0] is owner)
-        part = slice(begin + offset, begin + offset + numel)
-        return {name: flat[part] for name, flat in zip(("now", "next"), self.predicted_weights(), strict=True)}
-
-    def resume_from_prediction(self) -> None:
-        """Go on from masters, moments and `predicted_weights` that were all overwritten, as by a checkpoint."""
-        self._steps_committed = self._steps_begun = step_count(self.optimizer)
-        for flat in (self._buffers.weights, self._buffers.in_flight):
-            self._gather(flat, self.communication.own(flat))
-        self.has_prediction = True
 
     # ------------------------------------------------------------------------- what DeepSpeed asks of an optimizer
 
@@ -376,61 +353,7 @@ class AccoOptimizer(ZeROOptimizer):
     torch_autocast_gradscaler = external_loss_scale = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: `RotatingBuffers.send_gradients` zeroes the gradients of each new window."""
-
-    def checkpoint_event_prologue(self) -> None:
-        """DeepSpeed calls it before it reads or overwrites parameters: let them be the committed weights
-        meanwhile."""
-        self._reading.enter_context(self.committed())
-
-    def checkpoint_event_epilogue(self) -> None:
-        self._reading.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state for DeepSpeed's checkpoint files. The first three keys are those of its ZeRO-1, so that
-        its
-        `zero_to_fp32.py` can read the masters."""
-        self.settle()
-        return {
-            "zero_stage": 1,
-            "partition_count": self._mesh.dp_size,
-            "single_partition_of_fp32_groups": [group["params"][0].clone() for group in self.param_groups],
-            "moments": [tensor.clone() for tensor in self._all_moments()],
-            "steps": self._steps_committed,
-            "ahead": [part.clone() for part in self.predicted_weights()] if self.has_prediction else [],
-        }
-
-    def _all_moments(self) -> list[Tensor]:
-        masters = (group["params"][0] for group in self.param_groups)
-        return [moment for master in masters for moment in moments(self.optimizer, master).values()]
-
-    def load_state_dict(
-        self, state_dict_list: list[dict[str, Any]], load_optimizer_states: bool = True, **_: Any
-    ) -> None:
-        """Load what `state_dict` gave. state_dict_list: of every data-parallel rank; as many as there are now."""
-        own = state_dict_list[self._mesh.dp_rank]
-        for group, master in zip(self.param_groups, own["single_partition_of_fp32_groups"], strict=True):
-            group["params"][0].copy_(master)
-        if load_optimizer_states:
-            for tensor, saved in zip(self._all_moments(), own["moments"], strict=True):
-                tensor.copy_(saved)
-            set_step_count(self.optimizer, own["steps"])
-        if load_optimizer_states and own["ahead"]:
-            for tensor, saved in zip(self.predicted_weights(), own["ahead"], strict=True):
-                tensor.copy_(saved)
-            self.resume_from_prediction()
-        else:
-            self.update_lp_params()
-
-    def _restore_from_bit16_weights(self) -> None:
-        """DeepSpeed loaded weights only, without this optimizer's state: make masters of them.
-
-        It loaded them into the parameters, which since `checkpoint_event_prologue` view the buffer for gradients.
-        """
-        self._masters.copy_(self.communication.own(self._buffers.spare))
-        self.update_lp_params()
-
-    refresh_fp32_params = _restore_from_bit16_weights
+        """Do nothing: `RotatingBuffers.send_gradients` zeroes the gradients of each new window."""
 
     def destroy(self) -> None:
         self._buffers.close()

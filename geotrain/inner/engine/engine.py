@@ -34,8 +34,10 @@ with platform.quiet_imports():
 
 
 class StepReader(Protocol):
-    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all ranks of
-    a replica. An engine uses either `own` or, with `acco.balance`, `micro_batch`."""
+    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all ranks of a replica.
+
+    An engine uses either `own` or, with `acco.balance`, `micro_batch`.
+    """
 
     @property
     def own(self) -> Sequence[Tensor]:
@@ -43,8 +45,10 @@ class StepReader(Protocol):
 
     @property
     def micro_batch(self) -> Callable[[int], Tensor]:
-        """A function that gives the i-th micro-batch of the worker's whole batch, 0 ≤ i < gradient_accumulation_steps
-        · dp_size. It serves replicas that divide the batch among them while they compute (`acco.balance`)."""
+        """Function that reads the i-th micro-batch of the worker's whole batch, 0 ≤ i < accumulation steps · dp_size.
+
+        It serves replicas that divide the batch among them while they compute (`acco.balance`).
+        """
 
 
 class StepResult:
@@ -58,7 +62,7 @@ class StepResult:
     """
 
     def __init__(self, lr: float, wait: Callable[[], None]) -> None:
-        """wait: returns once `arrive` has been called."""
+        """Make a result whose numbers are still to come. wait: returns once `arrive` has been called."""
         self.lr, self._wait = lr, wait
         self._numbers: tuple[float, float, int] | None = None
 
@@ -124,8 +128,10 @@ class GeoEngine(DeepSpeedEngine):
         self._readers: list[Callable[[], None]] = []  # each waits until masters and moments were copied
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        """DeepSpeed looks here for its own layers of experts. Megatron-core's are told to it by the process groups of
-        the ranks among which experts are divided, and of those that have the same ones."""
+        """Tell DeepSpeed which ranks divide Megatron-core's experts, and which have the same ones.
+
+        It would look in the model for expert layers of its own.
+        """
         if any(place.expert for _, place in self._placed):  # a pipeline stage may have none
             self.has_moe_layers = True
             groups._EXPERT_PARALLEL_GROUP[EXPERTS] = self.mesh.ep_group
@@ -140,7 +146,7 @@ class GeoEngine(DeepSpeedEngine):
         return OverlappedZero1(optimizer, self.module, self._placed, self.mesh, self.param_names, *how)
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """DeepSpeed asks for it instead where bf16 weights' gradients are accumulated in fp32."""
+        """Build the same optimizer where DeepSpeed takes this way: gradients of bf16 weights accumulated in fp32."""
         return self._configure_zero_optimizer(optimizer)
 
     # ------------------------------------------------------------------------------------ train, evaluate
@@ -191,6 +197,7 @@ class GeoEngine(DeepSpeedEngine):
         return result
 
     def allreduce_and_copy(self, bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
+        """Reduce a bucket of gradients, as DeepSpeed does, but not among one rank."""
         if max(dist.get_world_size(dp_group), dp_world_size or 1) > 1:  # else it would copy; lone experts are scaled
             super().allreduce_and_copy(bucket, dp_group, dp_world_size)
 
@@ -216,7 +223,7 @@ class GeoEngine(DeepSpeedEngine):
 
     @property
     def peak_memory_bytes(self) -> float:
-        """The most memory that this rank has held at once: on its GPU or, without one, in its process."""
+        """Peak memory of this rank: on its GPU or, without one, of its process."""
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(self.device))
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
@@ -227,8 +234,10 @@ class GeoEngine(DeepSpeedEngine):
         self._wait_for_readers()
 
     def read_until(self, wait: Callable[[], None]) -> None:
-        """What `shards` gives, and its moments, are being copied. wait: lets the device begin what comes next after
-        that; it is called before anything that writes to them."""
+        """Register a reader that is copying what `shards` gives, and its moments.
+
+        wait: lets the device begin what comes next after the copy; called before anything that writes to them.
+        """
         self._readers.append(wait)
 
     def _wait_for_readers(self) -> None:
@@ -243,23 +252,24 @@ class GeoEngine(DeepSpeedEngine):
         return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
 
     @torch.no_grad()
-    def evaluate_lent(self, weights: AbstractContextManager[None], micro_batches: Sequence[Tensor]) -> float:
-        """`evaluate` other weights, which the masters hold while inside the context `weights`.
+    def evaluate_swapped_in(self, swapped_in: AbstractContextManager[None], micro_batches: Sequence[Tensor]) -> float:
+        """Mean loss at other weights, which the masters hold while inside the context `swapped_in`.
 
         Afterwards training goes on as if nothing had happened: its bits do not differ. Every rank must call it.
         """
-        self.settle()  # a step still under way would otherwise write to the borrowed masters
-        with weights:
+        self.settle()  # a step still under way would otherwise write to the masters of the other weights
+        with swapped_in:
             self._use_masters()
             loss = self.evaluate(micro_batches)
         self._use_masters()
         return loss
 
     def _use_masters(self) -> None:
-        """The masters were overwritten for an evaluation: make the next `evaluate` use them."""
+        """Make the next `evaluate` use masters that were overwritten for it."""
         self.refresh()
 
     def _checked(self, micro_batches: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+        """Return the micro-batches. Raises ValueError if their number, shape or dtype is wrong."""
         shape = (self.train_micro_batch_size_per_gpu(), self.sequence_length + 1)
         if len(micro_batches) != count or not count:
             raise ValueError(f"a step takes {count} micro-batches on each replica, not {len(micro_batches)}")
@@ -269,8 +279,8 @@ class GeoEngine(DeepSpeedEngine):
         return micro_batches
 
     def _losses(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Losses of this rank's tokens [micro_batch, sequence_length / context] on the last pipeline stage; on others
-        the stage's output."""
+        """Run forward; returns losses [micro_batch, sequence_length / context] on the last pipeline stage, else the
+        stage's output."""
         boundaries = None
         if self.end_of_document is not None:  # found before the copy: on a device it would have to be waited for
             boundaries = cu_seqlens(tokens[:, :-1], self.end_of_document).to(self.device, non_blocking=True)
@@ -279,7 +289,7 @@ class GeoEngine(DeepSpeedEngine):
         return model(inputs, None, boundaries, labels=labels)
 
     def _run_schedule(self, micro_batches: Sequence[Tensor], forward_only: bool, summed: bool = False) -> Tensor:
-        """Forward and, unless forward_only, backward of these micro-batches, by Megatron-core's pipeline schedule.
+        """Run forward and, unless forward_only, backward of micro-batches, by Megatron-core's pipeline schedule.
 
         Returns the replica's mean loss on its last pipeline stage, 0 on the others. Gradients of the mean are added
         to the parameters' gradients. summed: both loss and gradients are sums over the micro-batches instead of
@@ -312,7 +322,7 @@ class GeoEngine(DeepSpeedEngine):
         return torch.stack(losses).mean() if losses else self._zero()
 
     def _backward_partitioned(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Forward and backward with ZeRO 2, which goes without a pipeline; returns the replica's mean loss.
+        """Run forward and backward with ZeRO 2, which goes without a pipeline; returns the replica's mean loss.
 
         Backward goes through DeepSpeed's engine, which reduces gradients as they come and keeps only this rank's
         part.
@@ -363,7 +373,7 @@ class GeoEngine(DeepSpeedEngine):
             tensor.copy_(part.view_as(tensor))
 
     def _worker_mean(self, loss: Tensor) -> Tensor:
-        """The mean over replicas of the loss, which only last pipeline stages know, on every rank of the worker."""
+        """Average over replicas the loss, which only last pipeline stages know; the result is on every rank."""
         mesh = self.mesh
         # One sum over all ranks serves as mean and as broadcast. Each tensor rank of a last stage has the same loss
         # and so contributes one tp_size-th of it.
@@ -417,7 +427,7 @@ class GeoEngine(DeepSpeedEngine):
         return box[0]
 
     def mean_loss(self, loss: float) -> float:
-        """The worker's loss of steps whose losses have this mean: `train_step` gives it on every rank already."""
+        """Return the loss: `train_step` gives its mean over the worker on every rank already."""
         return loss
 
     # --------------------------------------------------------------------------------------------- shards
@@ -427,11 +437,10 @@ class GeoEngine(DeepSpeedEngine):
         return self._shards
 
     @torch.no_grad()
-    def refresh(self, changed: Collection[str] | None = None, predicted: bool = False) -> None:
+    def refresh(self, changed: Collection[str] | None = None) -> None:
         """Make the next forward use masters that were overwritten in place. Every rank must call it.
 
         changed: the canonical names of the parameters whose masters were, on any rank: no others travel; None: all.
-        predicted: the tensors that `predicted_weights` gives were overwritten too, and the next forward uses those.
         """
         if isinstance(self.optimizer, OverlappedZero1):
             self.optimizer.update_lp_params(self._holders(changed))
@@ -439,22 +448,8 @@ class GeoEngine(DeepSpeedEngine):
             update_weights(self.optimizer, self._holders(changed))
 
     def _holders(self, names: Collection[str] | None) -> list[nn.Parameter]:
-        """The local parameters that hold something of these canonical ones; all, if None."""
+        """Find the local parameters that hold something of these canonical ones; all, if None."""
         return [p for p, place in self._placed if names is None or any(run.parameter in names for run in place.runs)]
-
-    @property
-    def prediction_form(self) -> str | None:
-        """The name of the form in which ACCO predicts the weights of the next step; None without ACCO."""
-        return None
-
-    @property
-    def has_prediction(self) -> bool:
-        """Whether the next step begins on predicted weights instead of the masters. Ask only a settled engine."""
-        return False
-
-    def predicted_weights(self, shard: OwnedShard) -> dict[str, Tensor]:
-        """Views of the shard's predicted low-precision weights, 1-D in the shard's order, by name in a checkpoint."""
-        return {}
 
     def close(self) -> None:
         """Release hooks and buffers. The process groups stay."""
@@ -468,6 +463,6 @@ class GeoEngine(DeepSpeedEngine):
 
 
 def _gradient(parameter: Any) -> Tensor:
-    """The parameter's accumulated gradient: DeepSpeed's fp32 one where it keeps one, otherwise the usual `grad`."""
+    """Return the accumulated gradient: DeepSpeed's fp32 one where it keeps one, otherwise the usual `grad`."""
     wide = getattr(parameter, "_hp_grad", None)
     return parameter.grad if wide is None else wide

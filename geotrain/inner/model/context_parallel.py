@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Parts:
-    """How the tokens of a sequence are divided among context ranks, and which are this one's.
+    """The division of a sequence's tokens among context ranks, and this rank's place in it.
 
     exchange: "heads": the rank-th of `size` equal parts. "ring": of twice as many, the rank-th from either end, since
     causal attention gives a late token more to do: so the ranks of a ring, each of which computes for its own tokens,
@@ -35,32 +35,39 @@ class Parts:
     exchange: str
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor whose dimension `dim` are a sequence's tokens, a multiple of the parts. A view
-        where the part is one piece."""
+        """Select this rank's part of a tensor whose dimension `dim` are a sequence's tokens; a view where it can be
+        one.
+
+        The tokens are a multiple of the parts.
+        """
         if self.exchange == "heads":
             return tensor.chunk(self.size, dim)[self.rank]
-        pieces = tensor.chunk(2 * self.size, dim)
-        return torch.cat((pieces[self.rank], pieces[-1 - self.rank]), dim)
+        parts = tensor.chunk(2 * self.size, dim)
+        return torch.cat((parts[self.rank], parts[-1 - self.rank]), dim)
 
     def inputs_and_labels(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Of samples [batch, length + 1]: labels are one token ahead. Both [batch, length / size]."""
+        """Split samples [batch, length + 1] into inputs and labels, one token ahead; both [batch, length / size]."""
         return self.of(samples[:, :-1], 1), self.of(samples[:, 1:], 1)
 
 
 def use_own_positions(rotary: nn.Module, parts: Parts) -> None:
-    """Let Megatron-core's rotary embedding give the positions of this rank's part. By itself it would give those of a
-    ring, whichever exchange there is."""
+    """Let Megatron-core's rotary embedding give the positions of this rank's part.
+
+    By itself it would give those of a ring, whichever exchange there is.
+    """
     rotary.cp_group = None  # type: ignore[assignment]  # it gives all positions without one
     rotary.register_forward_hook(lambda module, args, positions: parts.of(positions, 0))
 
 
 class ContextAttention(nn.Module):
-    """A core attention between two exchanges. It takes the place of Megatron-core's, whose constructor it
-    imitates."""
+    """A core attention between two exchanges, in place of Megatron-core's, whose constructor it imitates."""
 
     def __init__(self, around: type[nn.Module], config: Any, pg_collection: Any, **settings: Any) -> None:
-        """around: the class of core attention that computes the heads of this rank. config: Megatron-core's.
-        pg_collection: its process groups, of which `cp` is used. settings: what else it builds attention with."""
+        """Build the attention of this rank's share of the heads.
+
+        around: the class of core attention that computes them. config: Megatron-core's. pg_collection: its process
+        groups, of which `cp` is used. settings: what else it builds attention with.
+        """
         super().__init__()
         self.group: dist.ProcessGroup = pg_collection.cp
         config, size = copy.copy(config), config.context_parallel_size
@@ -70,7 +77,7 @@ class ContextAttention(nn.Module):
         self.inner = around(config=config, pg_collection=pg_collection, **settings)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **more: Any) -> Tensor:
-        """Returns this part's output, [sequence / ranks, batch, heads · head_dim].
+        """Attend; returns this part's output, [sequence / ranks, batch, heads · head_dim].
 
         query: [sequence / ranks, batch, heads, head_dim]. key, value: the same of `groups` heads. heads and groups
         are multiples of the number of ranks. masks, more: for the core attention; they are of the whole sequence.
@@ -80,8 +87,10 @@ class ContextAttention(nn.Module):
 
 
 def heads_for_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Of each tensor, [tokens, batch, heads, head_dim], this rank's share of the heads for all ranks' tokens,
-    [ranks · tokens, batch, heads / ranks, head_dim]. All travel in one collective."""
+    """Exchange this rank's tokens of all heads for all ranks' tokens of its share of the heads, in one collective.
+
+    tensors: each [tokens, batch, heads, head_dim]; returns [ranks · tokens, batch, heads / ranks, head_dim] of each.
+    """
     ranks = group.size()
     by_rank = [t.unflatten(2, (ranks, -1)).movedim(2, 0) for t in tensors]  # [ranks, tokens, batch, heads, head_dim]
     whole = _AllToAll.apply(torch.cat(by_rank, dim=3), group).flatten(0, 1)
@@ -89,14 +98,16 @@ def heads_for_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Seq
 
 
 def tokens_for_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: of [ranks · tokens, batch, width] this rank's tokens, [tokens, batch, ranks · width]."""
+    """Undo `heads_for_tokens`: [ranks · tokens, batch, width] to [tokens, batch, ranks · width]."""
     by_rank = _AllToAll.apply(tensor.unflatten(0, (group.size(), -1)), group)  # [ranks, tokens, batch, width]
     return by_rank.movedim(0, 2).flatten(2)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of a tensor's first dimension goes to rank i, and part i of the result comes from it. Its transpose, and
-    so its backward, is itself."""
+    """Sends part i of a tensor's first dimension to rank i; part i of the result comes from it.
+
+    Its transpose, and so its backward, is itself.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

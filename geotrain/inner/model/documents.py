@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def cu_seqlens(tokens: Tensor, end_of_document: int) -> Tensor:
-    """The boundaries in a model's input. tokens: int64 [batch, sequence]; each `end_of_document` ends a document."""
+    """Find the boundaries in a model's input. tokens: int64 [batch, sequence]; each `end_of_document` ends one."""
     last = tokens == end_of_document
     last[:, -1] = True
     ends = last.flatten().nonzero().flatten() + 1
@@ -24,7 +24,8 @@ def cu_seqlens(tokens: Tensor, end_of_document: int) -> Tensor:
 
 
 def inside_documents(boundaries: Tensor, batch: int, length: int) -> Tensor:
-    """Mask for torch's attention, bool [batch, 1, length, length]: causal, and true within one document only."""
+    """Build the mask for torch's attention, bool [batch, 1, length, length]: causal, true within one document
+    only."""
     places = torch.arange(batch * length, dtype=torch.int32, device=boundaries.device)
     documents = torch.bucketize(places, boundaries[1:], right=True).view(batch, 1, length)
     return (documents[..., None] == documents[..., None, :]).tril()
@@ -38,15 +39,17 @@ class PackedAttention(nn.Module):
     """
 
     def __init__(self, **settings: Any) -> None:
-        """settings: those with which Megatron-core builds its attention."""
+        """Build it with the settings with which Megatron-core builds its attention."""
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         super().__init__()
         self.inner = TEDotProductAttention(**settings)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **more: Any) -> Tensor:
-        """Returns [sequence, batch, heads · head_dim]. query, key, value: [sequence, batch, heads, head_dim].
-        attention_mask: the boundaries."""
+        """Attend inside documents; returns [sequence, batch, heads · head_dim].
+
+        query, key, value: [sequence, batch, heads, head_dim]. attention_mask: the boundaries.
+        """
         from megatron.core.packed_seq_params import PackedSeqParams
 
         length, batch = query.shape[:2]

@@ -1,4 +1,4 @@
-"""Sorts tokens by the experts that they are sent to, without the host's waiting for the device.
+"""Sorts tokens by the experts that they are sent to, without letting the host wait for the device.
 
 Megatron-core does it with `masked_select`, twice a layer, and each time the host waits, since only the device knows
 how many were chosen. A router without capacity sends each token to the same number of experts: it is known
@@ -18,7 +18,7 @@ def permuted(
     fused: bool = False,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Megatron-core's `permute` of these arguments, with the same bits, where no expert has a capacity.
+    """Sort tokens by their experts, with the bits of Megatron-core's `permute`, where no expert has a capacity.
 
     tokens: [tokens, hidden]. routing_map: bool [tokens, experts]. probs: of the same shape. num_out_tokens: how often
     the map is true; a tensor must lie on the host. Returns the tokens in the order of their experts, their probs, and

@@ -1,4 +1,4 @@
-"""SwiGLU on CPUs, with both gradients written where they belong. On GPUs Megatron-core's is compiled."""
+"""SwiGLU on CPUs, whose backward writes both gradients into one tensor. On GPUs Megatron-core's is compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Both halves are written where they belong: autograd would compute them apart and copy them together."""
+        """Write both halves into one tensor: autograd would compute them apart and copy them together."""
         (gradient,), (x, opened) = gradients, ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         whole = torch.empty_like(x)
@@ -29,11 +29,11 @@ class _Gated(torch.autograd.Function):
 
 
 class GatedSilu(nn.Module):
-    """silu(gate) · up of [..., gate and up]. It takes the place of an activation that Megatron-core builds."""
+    """Computes silu(gate) · up of [..., gate and up], in place of an activation that Megatron-core builds."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., 2 · size]. Returns [..., size]."""
+        """Apply to x, [..., 2 · size]; returns [..., size]."""
         return _Gated.apply(x)

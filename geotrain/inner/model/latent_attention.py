@@ -17,14 +17,16 @@ with platform.quiet_imports():
 
 
 class CopiedLinear(nn.Linear):
-    """A projection of which every tensor rank has a copy. Under sequence parallelism each sees its part of the
-    tokens, so that its gradient is a part, too."""
+    """A projection of which every tensor rank has a copy.
+
+    Under sequence parallelism each sees its part of the tokens, so that its gradient is a part, too.
+    """
 
     def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig, **_: Any) -> None:
         super().__init__(inputs, outputs, bias=False, device=platform.device(), dtype=config.params_dtype)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """The product, and no bias: what Megatron-core's linear layers return."""
+        """Return the product, and no bias, as Megatron-core's linear layers do."""
         return nn.functional.linear(x, self.weight), None
 
 
@@ -35,7 +37,7 @@ megatron.TELinear = CopiedLinear
 
 
 def spec(core_attention: type, norm: type) -> ModuleSpec:
-    """core_attention: from queries, keys and values to the output. norm: of the latents."""
+    """Specify the attention. core_attention: from queries, keys and values to the output. norm: of the latents."""
     return ModuleSpec(
         module=megatron.MLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -77,7 +77,7 @@ class CausalAttention(nn.Module):
         self.window = config.window_size
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
-        """Returns the attention's output, [sequence, batch, heads · head_dim].
+        """Attend; returns [sequence, batch, heads · head_dim].
 
         query: [sequence, batch, heads, head_dim]. key, value: [sequence, batch, groups, head_dim], where each group
         serves heads / groups heads. attention_mask: the boundaries of documents
@@ -97,7 +97,7 @@ class CausalAttention(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm with the arguments Megatron-core builds norms with."""
+    """RMSNorm by torch, with the arguments with which Megatron-core builds norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps, device=platform.device(), dtype=config.params_dtype)
@@ -110,7 +110,7 @@ def transformer_config(
     recompute: Recompute,
     precision: PrecisionConfig = PLAIN,
 ) -> TransformerConfig:
-    """Megatron-core's configuration of the model."""
+    """Build Megatron-core's configuration of the model."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     window, scaled, tp = architecture.sliding_window, bool(architecture.rope_scaling), parallel.tensor
     common = dict(
@@ -170,7 +170,7 @@ def transformer_config(
 
 
 def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: range, packed: bool) -> Any:
-    """layers: those of the stage."""
+    """Specify Megatron-core's layers of one pipeline stage. layers: their numbers in the model."""
 
     def around(attention: Any) -> Any:
         spec = ModuleSpec(module=ContextAttention, params={"around": attention})
@@ -235,9 +235,9 @@ def build_model(
     packed: bool = False,
     precision: PrecisionConfig = PLAIN,
 ) -> GPTModel:
-    """This rank's part of the model, on `platform.device()`. All weights are zero: they are written from outside.
+    """Build this rank's part of the model, on `platform.device()`. All weights are zero: they come from outside.
 
-    packed: it is always given the boundaries of documents as its attention mask.
+    packed: the model is always given the boundaries of documents as its attention mask.
 
     Each parameter gets the attributes `tensor_model_parallel` and `ds_pipe_replicated`, by which DeepSpeed's gradient
     norm counts each element of the model once. With expert parallelism those of experts also get `allreduce` and
@@ -279,8 +279,10 @@ def build_model(
 
 @lru_cache(maxsize=16)
 def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
-    """Of a scaled rotary embedding: transformers' inverse frequencies (fp32, [head_dim / 2]), and the factor by which
-    it multiplies rotated queries and keys (1 but for YaRN)."""
+    """Ask transformers for a scaled rotary embedding's inverse frequencies (fp32, [head_dim / 2]) and its factor.
+
+    By that factor it multiplies rotated queries and keys (1 but for YaRN).
+    """
     with platform.quiet_imports():
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -298,8 +300,9 @@ def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
 def placements(
     model: GPTModel, architecture: Architecture, parallel: ParallelConfig, mesh: RankMesh
 ) -> list[tuple[Any, LocalParameter]]:
-    """Each of the model's parameters, and what counts change, with its place in the canonical address space, in
-    canonical order.
+    """Find the place of each of the model's parameters in the canonical address space; in canonical order.
+
+    Biases that counts change, and no gradient, are among them.
 
     Raises RuntimeError if the model's parameters differ in name or size from those of
     `geotrain.parallelism.local_parameters`, as after a change in Megatron-core.

@@ -1,4 +1,4 @@
-"""What Megatron-core does in several passes over memory, in one each way: the rotary embedding.
+"""The rotary embedding in one pass over memory each way, where Megatron-core makes several.
 
 On a GPU with Transformer Engine its own is taken (`apply_rope_fusion`); everywhere else `kernels.rotate`. In fp32 it
 gives Megatron-core's bits; in bf16 it rounds once, where that rounds the cosine, the sine, each product and the sum.
@@ -39,9 +39,11 @@ def rotated(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
 ) -> Tensor:
-    """Megatron-core's function of these arguments. t: [sequence, batch, heads, head_dim]. freqs: angles, fp32
-    [sequence, 1, 1, head_dim], of which the second half repeats the first. What has another form, as latent attention
-    has, is left to Megatron-core."""
+    """Rotate queries or keys, in place of Megatron-core's function of these arguments.
+
+    t: [sequence, batch, heads, head_dim]. freqs: angles, fp32 [sequence, 1, 1, head_dim], of which the second half
+    repeats the first. Other forms, as latent attention's, are left to Megatron-core.
+    """
     other_form = rotary_interleaved or multi_latent_attention or mscale != 1.0 or freqs.shape[-1] != t.shape[-1]
     if other_form:
         return _of_megatron(t, freqs, rotary_interleaved, multi_latent_attention, mscale)

@@ -22,7 +22,7 @@ _WIDE = ("expert_bias", "local_tokens_per_expert")  # Megatron-core's names
 
 
 def biased_routers(model: nn.Module) -> Iterator[tuple[str, TopKRouter]]:
-    """(name, router) of the rank's routers that have such a bias, `expert_bias`, fp32 [experts]."""
+    """Find the rank's routers that have such a bias, `expert_bias`, fp32 [experts]; yields (name, router)."""
     for name, module in model.named_modules():
         if isinstance(module, TopKRouter) and module.enable_expert_bias:
             yield name, module
@@ -37,7 +37,7 @@ def keep_counts_wide(model: nn.Module) -> None:
 
 @torch.no_grad()
 def update_biases(model: nn.Module) -> None:
-    """After a step: move all biases by the counts of its micro-batches, and begin to count anew.
+    """Move all biases by the counts of a step's micro-batches, and begin to count anew.
 
     Every rank must call it. Ranks of a tensor and data-parallel group, which have the same layers, agree bit for bit.
     """

@@ -1,1 +1,1 @@
-"""Process groups, devices, and what a rank owns."""
+"""Process groups, devices, and the shards that a rank owns."""

@@ -23,7 +23,7 @@ class LostRank(RuntimeError):
 
 
 def lost_rank(error: RuntimeError) -> str | None:
-    """A line that says which collective failed and how; None if the error is not from a collective.
+    """Describe in a line which collective failed and how; None if the error is not from a collective.
 
     Over gloo torch raises a plain RuntimeError, which only its text tells from others.
     """
@@ -35,7 +35,7 @@ def lost_rank(error: RuntimeError) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """The error's first line: torch may append a stack to the message of a failed collective."""
+    """Return the error's first line: torch may append a stack to the message of a failed collective."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -60,7 +60,7 @@ def join(timeout_s: float) -> int:
 
 
 def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
-    """Make the process groups of a layout that `check_layout` allows; the world must be joined.
+    """Make the process groups of a parallel layout that `check_layout` allows; the world must be joined.
 
     Ranks are numbered with the tensor rank fastest, then context, data, pipeline (Megatron's default). So
     tensor-parallel ranks, which communicate most, are neighbours. For another layout, call it again after
@@ -111,12 +111,13 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
 
 
 def group_like(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A new group of the same ranks, with a backend and a timeout of its own. As for `group_of`."""
+    """Make a group of the same ranks, with a backend and a timeout of its own: every rank of the worker must call
+    it."""
     return group_of(dist.get_process_group_ranks(group), backend, timeout)
 
 
 def group_of(ranks: Iterable[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A new group. Every rank of the worker must call it, each with the ranks of its own."""
+    """Make a group. Every rank of the worker must call it, each with the ranks of its own."""
     mine = tuple(ranks)
     of_all: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(of_all, mine)

@@ -33,7 +33,7 @@ if not HAS_CUDA:
 
 
 def device() -> torch.device:
-    """Where this rank's tensors live."""
+    """Device of this rank's tensors."""
     if not HAS_CUDA:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -45,8 +45,10 @@ def capability() -> tuple[int, int] | None:
 
 
 def use_deterministic_algorithms(wanted: bool) -> None:
-    """Let torch refuse, from now on, what does not give the same bits twice. What must be set before CUDA starts,
-    `geotrain.launch.rank_environment` sets."""
+    """Let torch refuse, from now on, what does not give the same bits twice.
+
+    `geotrain.launch.rank_environment` sets what must be set before CUDA starts.
+    """
     torch.use_deterministic_algorithms(wanted)
     # It would write all memory before its first use.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -58,13 +60,13 @@ def backend() -> str:
 
 
 def _not_compiled(function: Any = None, **_: Any) -> Any:
-    """Takes the place of torch.compile and compiles nothing; works as a decorator with and without arguments."""
+    """Stand in for torch.compile and compile nothing; works as a decorator with and without arguments."""
     return (lambda decorated: decorated) if function is None else function
 
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import Megatron-core and DeepSpeed inside it, to suppress their warnings about optional packages.
+    """Suppress warnings about optional packages while Megatron-core and DeepSpeed are imported.
 
     On a CPU torch.compile is disabled meanwhile: to decorate with it takes a third of the import's time.
     """
@@ -81,7 +83,7 @@ def quiet_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_construction() -> Iterator[None]:
-    """Build process groups and engines inside it, to suppress the libraries' output other than DeepSpeed's errors.
+    """Suppress the libraries' output, other than DeepSpeed's errors, while process groups and engines are built.
 
     It does nothing if GEOTRAIN_VERBOSE is set in the environment. Reports that DeepSpeed's configuration asks for
     during training are not affected, and neither is its `log_level`.
@@ -103,7 +105,7 @@ def quiet_construction() -> Iterator[None]:
 
 
 class _HostStream:
-    """Takes the place of a CUDA stream where all work is done when a call returns."""
+    """Stands in for a CUDA stream where all work is done when a call returns."""
 
     def wait_stream(self, other: _HostStream) -> None: ...
     def synchronize(self) -> None: ...
@@ -115,8 +117,10 @@ _all_gather = dist.all_gather  # torch's own
 
 
 def _gather_unequal(received: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> Any:
-    """`torch.distributed.all_gather`, also of unequal parts, which gloo lacks: its all-to-all takes them. Equal ones
-    are gloo's: ACCO's thread gathers such, while on another rank this stand-in may be away."""
+    """Stand in for `torch.distributed.all_gather`, also of unequal parts, which gloo's all-to-all takes.
+
+    Equal ones are gathered by gloo: ACCO's thread gathers such, while on another rank this stand-in may be away.
+    """
     lengths = [len(part) for part in received]
     if len(set(lengths)) == 1:
         return _all_gather(received, own, group=group)
@@ -128,14 +132,14 @@ def _gather_unequal(received: list[torch.Tensor], own: torch.Tensor, group: Any 
 
 
 def _scatter_unequal(summed: torch.Tensor, sent: list[torch.Tensor], group: Any = None) -> None:
-    """`torch.distributed.reduce_scatter` likewise."""
+    """Stand in for `torch.distributed.reduce_scatter`, also of unequal parts."""
     summands, lengths = torch.cat([torch.empty_like(summed)] * len(sent)), [len(summed)] * len(sent)
     dist.all_to_all_single(summands, torch.cat(sent), lengths, [len(part) for part in sent], group=group)
     summed.copy_(summands.unflatten(0, (len(sent), len(summed))).sum(0))
 
 
 def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, stand-in) for each CUDA function that Megatron-core calls even where there is no CUDA."""
+    """List (owner, attribute, stand-in) of each CUDA function that Megatron-core calls even without CUDA."""
     with quiet_imports():
         from megatron.core.tensor_parallel import random as megatron_random
         from megatron.core.transformer.moe import token_dispatcher
@@ -168,8 +172,7 @@ def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
 
 
 def compile_no_ops() -> None:
-    """On a CPU, keep DeepSpeed from compiling its shared-memory collectives at start: only its inference uses
-    them."""
+    """Keep DeepSpeed on a CPU from compiling its shared-memory collectives at start: only its inference uses them."""
     import deepspeed.ops
 
     if not HAS_CUDA:
@@ -178,8 +181,8 @@ def compile_no_ops() -> None:
 
 @contextlib.contextmanager
 def megatron_runtime() -> Iterator[None]:
-    """Every call into Megatron-core belongs inside it. On CUDA it does nothing; elsewhere `cuda` means the CPU
-    inside.
+    """Let `cuda` mean the CPU inside this context, where there is no CUDA; every call into Megatron-core belongs in
+    it.
 
     The functions are replaced one by one, and not by a TorchFunctionMode, because a mode slows every torch call: it
     took a fifth of a small model's step.

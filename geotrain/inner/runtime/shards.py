@@ -1,4 +1,4 @@
-"""What a rank owns: its part of the fp32 masters and of the optimizer's state, by canonical address.
+"""A rank's own part of the fp32 masters and of the optimizer's state, by canonical address.
 
 Deltas and checkpoints are made from these parts directly, so no rank ever gathers the whole model.
 """
@@ -49,7 +49,7 @@ def owned_shards(
     partitioned: bool,
     mesh: RankMesh,
 ) -> tuple[OwnedShard, ...]:
-    """The shards of this rank, in canonical order.
+    """Find the shards of this rank, in canonical order.
 
     optimizer: the engine's. partitioned: whether it split the masters over data-parallel ranks (ZeRO 1 and 2,
     BF16_Optimizer). If not, every data-parallel rank holds the same parameters whole; each then pushes one of as many
@@ -59,12 +59,12 @@ def owned_shards(
     for parameter, place in placed:
 
         def add(start: int, master: Tensor, mine: bool, owner: Tensor, offset: int, place: Any = place) -> None:
-            """start: where the master begins in the flattened local parameter, in elements."""
+            """Add a shard. start: where the master begins in the flattened local parameter, in elements."""
             runs = tuple(clip_runs(place.runs, start, start + master.numel()))
             shards.append(OwnedShard(runs, master, place.pushes and mine, owner, offset))
 
         if partitioned and not place.untrained:
-            # DeepSpeed links a parameter to its piece of this rank's fp32 partition. The link is None where the
+            # DeepSpeed links a parameter to its part of this rank's fp32 partition. The link is None where the
             # parameter lies wholly in the partitions of other data-parallel ranks.
             link: Any = parameter._hp_mapping  # type: ignore[attr-defined]
             if link is not None:
@@ -83,8 +83,10 @@ def owned_shards(
 
 
 def replica_parts(numel: int, rank: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """(begin, end, whether this rank pushes it) of the parts of a tensor of which `size` ranks have a copy: before
-    this rank's part, the part itself, after it. Empty ones are left out."""
+    """Divide a tensor of which `size` ranks have a copy: what is before this rank's part, the part, what is after it.
+
+    Yields (begin, end, whether this rank pushes it); empty ones are left out.
+    """
     bounds = [numel * i // size for i in (0, rank, rank + 1, size)]
     for (begin, end), mine in zip(pairwise(bounds), (False, True, False), strict=True):
         if begin < end:

@@ -1,1 +1,1 @@
-"""ZeRO-1 whose communication is hidden."""
+"""ZeRO-1 that communicates while backward and forward compute."""

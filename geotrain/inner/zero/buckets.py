@@ -16,7 +16,9 @@ with platform.quiet_imports():
 
 
 class Bucket:
-    """What one collective reduces, and another gathers. Each rank of the group owns a part of it.
+    """Parameters whose gradients one collective reduces, and whose weights another gathers.
+
+    Each rank of the group owns a part of it.
 
     A reduction leaves the sum over the group in the owner's gradients; those of other owners are undefined from then
     on. A gathering brings each owner's weights to all. Both are begun and finished apart: in between they travel.
@@ -33,8 +35,10 @@ class Bucket:
         position: int,
         flat: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """gradients: by owner, the 1-D views of its part. weights: by parameter, (owner, 1-D view) of its pieces, as
-        `owned_pieces` gives them. wire: the type in which gradients travel.
+        """Describe a bucket of the ranks in `group`.
+
+        gradients: by owner, the 1-D views of its part. weights: by parameter, (owner, 1-D view) of its parts, as
+        `owned_parts` gives them. wire: the type in which gradients travel.
 
         late: gradients are complete only after backward, when the ranks of a replica have summed theirs. position: of
         the first of its parameters in the order of forward. flat: gradients and weights, where each is one tensor of
@@ -45,7 +49,7 @@ class Bucket:
         self.changed: set[nn.Parameter] = set()
         self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self._gradients, self._weights, self._wire, self._flat = gradients, weights, wire, flat
-        self._sizes = [sum(piece.numel() for piece in part) for part in gradients]
+        self._sizes = [sum(view.numel() for view in views) for views in gradients]
         self._reducing: tuple[Any, Tensor] | None = None  # the collective, and where it puts what arrives
         self._gathering: Any = None  # has `wait`
 
@@ -53,9 +57,10 @@ class Bucket:
         if self._ranks == 1:
             return
         sizes, own = self._sizes, self._sizes[self._rank]
-        sent = _joined([p for part in self._gradients for p in part], self._wire) if self._flat is None else None
-        sent = self._flat[0].to(self._wire) if sent is None and self._flat is not None else sent
-        assert sent is not None
+        if self._flat is None:
+            sent = _joined([view for views in self._gradients for view in views], self._wire)
+        else:
+            sent = self._flat[0].to(self._wire)
         if self._flat is not None and platform.HAS_CUDA:
             arrived = sent.new_empty(own)
             work = ds_comm.reduce_scatter_fn(arrived, sent, group=self._group, async_op=True)
@@ -87,8 +92,8 @@ class Bucket:
             own = self._flat[1].chunk(self._ranks)[self._rank]
             self._gathering = ds_comm.allgather_fn(self._flat[1], own, group=self._group, async_op=True)
             return
-        pieces = (piece for parameter, pieces in self._weights.items() if parameter in changed for piece in pieces)
-        self._gathering = PiecesGathering(pieces, self._group)
+        parts = (part for parameter, parts in self._weights.items() if parameter in changed for part in parts)
+        self._gathering = PartGathering(parts, self._group)
 
     def finish_gathering(self) -> None:
         """Wait for the gathering, if one was begun."""
@@ -97,18 +102,18 @@ class Bucket:
             self._gathering = None
 
 
-class PiecesGathering:
-    """Brings pieces of flat tensors from their owners to all ranks of the group. They travel until `wait`, which puts
-    them where they belong."""
+class PartGathering:
+    """Brings parts of flat tensors from their owners to all ranks of a group: they travel until `wait`."""
 
-    def __init__(self, pieces: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup) -> None:
-        """pieces: (owner, 1-D view); the same on all ranks, in the same order. There is one at least."""
+    def __init__(self, parts: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup) -> None:
+        """Send this rank's parts. parts: (owner, 1-D view), at least one; the same on all ranks, in the same
+        order."""
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._parts: list[list[Tensor]] = [[] for _ in range(ranks)]
-        for owner, piece in pieces:
-            self._parts[owner].append(piece)
-        own, some = self._parts[rank], next(part[0] for part in self._parts if part)
-        sizes = [sum(piece.numel() for piece in part) for part in self._parts]
+        self._views: list[list[Tensor]] = [[] for _ in range(ranks)]  # by owner
+        for owner, view in parts:
+            self._views[owner].append(view)
+        own, some = self._views[rank], next(views[0] for views in self._views if views)
+        sizes = [sum(view.numel() for view in views) for views in self._views]
         # Parts of unequal size have no all-gather that all backends know.
         sent = _joined(own, some.dtype).repeat(ranks) if own else some.new_empty(0)
         self._arrived = some.new_empty(sum(sizes))
@@ -117,12 +122,13 @@ class PiecesGathering:
         )
 
     def wait(self) -> None:
+        """Wait for the parts, and put them where they belong."""
         self._work.wait()
-        _spread(self._arrived, [piece for part in self._parts for piece in part])
+        _spread(self._arrived, [view for views in self._views for view in views])
 
 
-def owned_pieces(flat: Tensor, begin: int, end: int, shard: int) -> Iterator[tuple[int, Tensor]]:
-    """(owner, view) of the pieces of flat[begin:end]. shard: elements of each owner's part of the flat tensor."""
+def owned_parts(flat: Tensor, begin: int, end: int, shard: int) -> Iterator[tuple[int, Tensor]]:
+    """Cut flat[begin:end] at the shards' bounds; yields (owner, view). shard: elements of each owner's shard."""
     while begin < end:
         owner = begin // shard
         stop = min(end, (owner + 1) * shard)
@@ -130,18 +136,26 @@ def owned_pieces(flat: Tensor, begin: int, end: int, shard: int) -> Iterator[tup
         begin = stop
 
 
-def _joined(pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The pieces one after the other, in memory of their own."""
-    out = pieces[0].new_empty(sum(piece.numel() for piece in pieces), dtype=dtype)
-    _spread_into(out, pieces)
+def joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join spans [begin, end) that touch; leaves out empty ones."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if begin < end:
+            if joined and joined[-1][1] == begin:
+                begin, _ = joined.pop()
+            joined.append((begin, end))
+    return joined
+
+
+def _joined(views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Copy the views one after the other into a new tensor."""
+    sizes = [view.numel() for view in views]
+    out = views[0].new_empty(sum(sizes), dtype=dtype)
+    torch._foreach_copy_(list(out.split(sizes)), list(views))
     return out
 
 
-def _spread_into(flat: Tensor, pieces: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(flat.split([piece.numel() for piece in pieces])), list(pieces))
-
-
-def _spread(flat: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Cut a flat tensor into the pieces, in their order."""
-    if pieces:
-        torch._foreach_copy_(list(pieces), list(flat.split([piece.numel() for piece in pieces])))
+def _spread(flat: Tensor, views: Sequence[Tensor]) -> None:
+    """Copy a flat tensor into the views, in their order."""
+    if views:
+        torch._foreach_copy_(list(views), list(flat.split([view.numel() for view in views])))

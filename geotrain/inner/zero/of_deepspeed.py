@@ -1,4 +1,4 @@
-"""DeepSpeed's own sharded optimizers: bringing changed weights to all ranks, and no others."""
+"""Weights of DeepSpeed's own sharded optimizers: brings changed ones to all ranks, and no others."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from geotrain.inner.zero.buckets import PiecesGathering, owned_pieces
+from geotrain.inner.zero.buckets import PartGathering, owned_parts
 
 
 @torch.no_grad()
 def update_weights(optimizer: Any, changed: Collection[nn.Parameter]) -> None:
-    """Let the weights be those of the masters, as `update_lp_params` of DeepSpeed's ZeRO 1 and 2 and BF16_Optimizer
-    does, where only these parameters' masters were overwritten. Every rank must call it with the same ones."""
+    """Write masters that were overwritten into the weights, and bring these to all ranks.
+
+    Does what `update_lp_params` of DeepSpeed's ZeRO 1 and 2 and BF16_Optimizer does, but sends only the weights of
+    these parameters. Every rank must call it with the same ones.
+    """
     if hasattr(optimizer, "bf16_groups_flat"):
         parts_of, flats, groups = optimizer.bf16_partitioned_groups, optimizer.bf16_groups_flat, optimizer.bf16_groups
         masters = optimizer.fp32_groups_flat_partition
@@ -29,6 +32,6 @@ def update_weights(optimizer: Any, changed: Collection[nn.Parameter]) -> None:
         # The weights are views of the flat tensor, in an order that DeepSpeed decides.
         begins = {p: p.data.storage_offset() - flat.storage_offset() for p in groups[i] if p in wanted}
         shard = parts[0].numel()
-        pieces = [x for p, begin in begins.items() for x in owned_pieces(flat, begin, begin + p.numel(), shard)]
-        if pieces and dist.get_world_size(group) > 1:
-            PiecesGathering(pieces, group).wait()
+        sent = [x for p, begin in begins.items() for x in owned_parts(flat, begin, begin + p.numel(), shard)]
+        if sent and dist.get_world_size(group) > 1:
+            PartGathering(sent, group).wait()

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.inner.runtime import platform
-from geotrain.inner.zero.buckets import Bucket, owned_pieces
+from geotrain.inner.zero.buckets import Bucket, joined_spans, owned_parts
 from geotrain.parallelism.checks import BUCKETS_IN_FLIGHT
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
@@ -34,7 +34,7 @@ with platform.quiet_imports():
 
 
 class _Gradient:
-    """Where a parameter's gradient is accumulated, and how many micro-batches' are in it."""
+    """The tensor in which a parameter's gradient is accumulated, and how many micro-batches' are in it."""
 
     __slots__ = ("bucket", "sum", "times")
 
@@ -43,9 +43,10 @@ class _Gradient:
 
 
 class OverlappedZero1(BF16_Optimizer):
-    """Used by the engine as: begin_step, the backward of every micro-batch, finish_reduction, step.
+    """ZeRO-1 that communicates during backward and the next forward.
 
-    After `step` weights may still travel: a forward waits for them, `wait_for_weights` waits for all.
+    The engine calls begin_step, the backward of every micro-batch, finish_reduction, step. Then weights may still
+    travel: a forward waits for those that it uses.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class OverlappedZero1(BF16_Optimizer):
         bucket: int,
         experts: bool,
     ) -> None:
-        """basic: whose groups are buckets, but for those of Muon's matrices (`is_matrices`), which are cut into
+        """Take over an optimizer's groups.
+
+        Each group of `basic` is a bucket, but for those of Muon's matrices (`is_matrices`), which are cut into
         buckets here: their shards must not cut a matrix, and in small groups they could not help it.
 
         names: of parameters, as DeepSpeed knows them. clip: the largest gradient norm; 0 for no clipping.
@@ -91,7 +94,7 @@ class OverlappedZero1(BF16_Optimizer):
         self._travelling: deque[Bucket] = deque()  # gradients under way
         self._to_gather: deque[Bucket] = deque()  # weights that are not yet under way
         self._stale: set[Bucket] = set()  # whose weights have not arrived
-        self._counted = self._pieces_that_count(placed)
+        self._counted = self._counted_gradients(placed)
         self._grad_acc_hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._add, gradient))
             for parameter, gradient in self._gradients.items()
@@ -102,7 +105,7 @@ class OverlappedZero1(BF16_Optimizer):
                 self._grad_acc_hooks.append(module.register_forward_pre_hook(partial(self._before, tuple(held))))
 
     def create_grad_acc_hooks(self) -> None:
-        """DeepSpeed calls it at construction. The hooks here need what is made after that."""
+        """Do nothing: DeepSpeed calls it at construction, and the hooks here need what is made after that."""
 
     def _make_buckets(
         self, placed: Sequence[tuple[nn.Parameter, LocalParameter]], wire: torch.dtype, size: int
@@ -117,7 +120,7 @@ class OverlappedZero1(BF16_Optimizer):
             ordered = sorted((p for p in group if p in position), key=lambda p: position[p])
             whole = not settings.get("is_matrices")
             for chunk in [ordered] if whole else _chunks(ordered, size):
-                pieces = {p: list(owned_pieces(weights, offsets[p], offsets[p] + p.numel(), shard)) for p in chunk}
+                parts = {p: list(owned_parts(weights, offsets[p], offsets[p] + p.numel(), shard)) for p in chunk}
                 if whole:
                     sums = [[x] for x in gradients.split(shard)]
                 else:
@@ -127,7 +130,7 @@ class OverlappedZero1(BF16_Optimizer):
                 flat = (gradients, weights) if whole else None
                 late = bool(settings.get("late"))
                 group_of_ranks = self.real_dp_process_group[i]
-                bucket = Bucket(group_of_ranks, sums, pieces, wire, late, position[chunk[0]], flat)
+                bucket = Bucket(group_of_ranks, sums, parts, wire, late, position[chunk[0]], flat)
                 buckets.append(bucket)
                 for p in chunk:
                     begin = offsets[p]
@@ -136,31 +139,24 @@ class OverlappedZero1(BF16_Optimizer):
                     self._gradients[p] = _Gradient(total, bucket)
         return buckets
 
-    def _pieces_that_count(self, placed: Sequence[tuple[nn.Parameter, LocalParameter]]) -> list[Tensor]:
-        """The owned gradients whose squares this rank adds to the global norm: over all ranks, every element of the
-        model once. Parts that touch are merged."""
+    def _counted_gradients(self, placed: Sequence[tuple[nn.Parameter, LocalParameter]]) -> list[Tensor]:
+        """Views of the owned gradients whose squares this rank adds to the global norm: over all ranks, every element
+        of the model once."""
         pushes = {parameter for parameter, place in placed if place.pushes}
-        pieces = []
+        counted: list[Tensor] = []
         for i, group in enumerate(self.bf16_groups):
             own = self.fp32_groups_gradient_flat_partition[i]
             first = own.storage_offset() - self.fp32_groups_gradients_flat[i].storage_offset()
-            spans: list[tuple[int, int]] = []
-            position = -first
-            for p in group:
-                begin, end = max(position, 0), min(position + p.numel(), own.numel())
-                position += p.numel()
-                if p not in pushes or begin >= end:
-                    continue
-                if spans and spans[-1][1] == begin:
-                    begin, _ = spans.pop()
-                spans.append((begin, end))
-            pieces += [own[begin:end] for begin, end in spans]
-        return pieces
+            bounds = pairwise(accumulate((p.numel() for p in group), initial=-first))
+            owned = ((max(begin, 0), min(end, own.numel())) for begin, end in bounds)
+            spans = joined_spans(span for p, span in zip(group, owned, strict=True) if p in pushes)
+            counted += [own[begin:end] for begin, end in spans]
+        return counted
 
     # ------------------------------------------------------------------------------------------------- a step
 
     def begin_step(self, micro_batches: int) -> None:
-        """Gradients of so many micro-batches will be accumulated, from nothing."""
+        """Begin to accumulate the gradients of so many micro-batches, from nothing."""
         self._micro_batches, self._launched = micro_batches, 0
         waiting: dict[Bucket, int] = defaultdict(int)
         for gradient in self._gradients.values():
@@ -170,7 +166,7 @@ class OverlappedZero1(BF16_Optimizer):
             bucket.waits_for = count
 
     def _add(self, gradient: _Gradient, parameter: nn.Parameter) -> None:
-        """The hook of a parameter whose gradient of one micro-batch is computed."""
+        """Add a parameter's gradient of one micro-batch, and reduce a bucket that is complete; a hook of autograd."""
         computed, parameter.grad = parameter.grad, None
         assert computed is not None
         if gradient.times == 0:  # what an earlier step left there need not be zeroed first
@@ -207,9 +203,11 @@ class OverlappedZero1(BF16_Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Clip, step the owned masters, and begin to gather the new weights. A norm that is not finite skips all
-        this, and `overflow` says so. closure: not supported, and not called."""
-        squares = [torch.linalg.vector_norm(piece, dtype=torch.float32).square() for piece in self._counted]
+        """Clip, step the owned masters, and begin to gather the new weights.
+
+        A norm that is not finite skips all this, and `overflow` says so. closure: not supported, and not called.
+        """
+        squares = [torch.linalg.vector_norm(view, dtype=torch.float32).square() for view in self._counted]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.bf16_groups_flat[0].device)
         dist.all_reduce(total)
         # Gradients are sums over the replicas.
@@ -233,10 +231,10 @@ class OverlappedZero1(BF16_Optimizer):
 
     @torch.no_grad()
     def update_lp_params(self, changed: Collection[nn.Parameter] | None = None) -> None:
-        """Let the weights be those of the masters: at once on their owner, on other ranks when they have arrived.
+        """Write the masters into the weights: at once on their owner, on other ranks when they have arrived.
 
-        changed: the parameters whose masters were overwritten; None: any. What of the last step has not left yet
-        leaves as it is now; of what other ranks have already, only the changed parameters travel.
+        changed: the parameters whose masters were overwritten; None: any. Weights of the last step that have not left
+        yet leave as they are now; of those that other ranks have already, only the changed ones travel.
         """
         for bucket in self._forward:
             bucket.finish_gathering()  # what is sent must not be overwritten
@@ -255,7 +253,7 @@ class OverlappedZero1(BF16_Optimizer):
 
     @torch.no_grad()
     def _before(self, buckets: Sequence[Bucket], module: nn.Module, inputs: Any) -> None:
-        """The hook of a module before its forward, which uses these buckets' weights."""
+        """Wait for the weights of these buckets; a hook before the forward of a module that uses them."""
         for bucket in buckets:
             if bucket in self._stale:
                 self._arrive(bucket)
@@ -269,7 +267,7 @@ class OverlappedZero1(BF16_Optimizer):
 
     @torch.no_grad()
     def wait_for_weights(self) -> None:
-        """Let every weight be the newest: what else than a forward reads them needs it."""
+        """Wait until every weight is the newest, for readers other than a forward."""
         for bucket in self._forward:
             if bucket in self._stale:
                 self._arrive(bucket)
@@ -277,11 +275,7 @@ class OverlappedZero1(BF16_Optimizer):
     # ------------------------------------------------------------------------ what DeepSpeed asks of an optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the first micro-batch of a step overwrites the gradients of the last."""
-
-    def checkpoint_event_prologue(self) -> None:
-        """DeepSpeed calls it before it reads or overwrites parameters."""
-        self.wait_for_weights()
+        """Do nothing: the first micro-batch of a step overwrites the gradients of the last."""
 
     def destroy(self) -> None:
         with contextlib.suppress(RuntimeError):  # of a rank that was lost: nobody needs the weights any more
@@ -297,7 +291,7 @@ class OverlappedZero1(BF16_Optimizer):
 
 
 def _chunks(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Consecutive parameters in chunks of `size` elements or a little more; the last may have fewer."""
+    """Cut consecutive parameters into chunks of `size` elements or a little more; the last may have fewer."""
     chunks: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from geotrain import kernels
-from geotrain.kernels.payload_format import Spec
+from geotrain.kernels.payload_format import PayloadFormat
 from geotrain.outer.codec import rounding_seed
 from geotrain.outer.rules.rule import Vectors
 
-_BF16 = Spec("bf16", stochastic=True)
+_BF16 = PayloadFormat("bf16", stochastic=True)
 
 
 def round_to_bf16(wide: Tensor, out: Tensor, *stream: str | int) -> None:

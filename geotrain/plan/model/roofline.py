@@ -46,7 +46,6 @@ ADAMW_BYTES = 4 + 8 + 4 + 24 + 6
 # Of one that Muon steps: gradient, momentum and master gathered and the last two put back, a scaling, two averages,
 # decay, the step.
 MUON_BYTES = 4 + 8 + 3 * 8 + 8 + 3 * 12 + 8 + 2 * 8 + 6
-BLOCK = 128  # of the products that orthogonalize
 IN_HOST = 8  # devices that share a host's fast links
 
 
@@ -291,9 +290,8 @@ def _streamed(work: Work, sparse: bool) -> tuple[float, float]:
 
 def optimizer_operations(work: Work, stage: int, owners: int) -> Iterator[Operation]:
     """A rank's share of a step, which ZeRO divides among `owners`. Muon: Newton–Schulz steps of each matrix, r × c
-    with r ≤ c; of the products XXᵀ and AA only the blocks on and above the diagonal, BX whole
-    (`geotrain.kernels.triton_orthogonalize`). Tensor ranks gather matrices and all do the same, unless each takes its
-    part for one (`tp_mode`)."""
+    with r ≤ c; products XXᵀ, AA and BX (`geotrain.kernels.newton_schulz`). Tensor ranks gather matrices and all do
+    the same, unless each takes its part for one (`tp_mode`)."""
     a, parallel = work.architecture, work.parallel
     owners = owners if zero_stage(work.deepspeed) else 1
     rest, settings = float(stage_parameters(a, parallel, stage)), optimizer_settings(work.deepspeed)
@@ -308,12 +306,11 @@ def optimizer_operations(work: Work, stage: int, owners: int) -> Iterator[Operat
             gathered = isinstance(settings, MuonSettings) and settings.tp_mode == "duplicated"
             cut = 1 if weight.cut == "whole" else tp
             r, c = sorted((weight.shape[0] / (1 if gathered else cut), weight.shape[1]))
-            half = r * (r + min(r, BLOCK))
             times = settings.ns_steps / owners if isinstance(settings, MuonSettings) else 0.0
-            yield Operation("products", times * (half * (c + r) + 2 * r * r * c), times * (8 * r * c + 10 * r * r))
+            yield Operation("products", times * (4 * r * r * c + 2 * r**3), times * (10 * r * c + 12 * r * r))
             own = weight.numel / cut
-            # The norm of the update, and the update as bf16; before that, put together of the tensor ranks' parts.
-            moved = MUON_BYTES * own + (18 if r * c > own else 10) * r * c
+            # Norm, the update as bf16, and back; before that, put together of the tensor ranks' parts.
+            moved = MUON_BYTES * own + (24 if r * c > own else 16) * r * c
             yield Operation("memory", 0.0, moved / owners)
             rest -= own / (parallel.expert if weight.expert is not None else 1)
     yield Operation("memory", 0.0, ADAMW_BYTES * rest / owners)

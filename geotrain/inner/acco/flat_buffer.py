@@ -1,4 +1,4 @@
-"""All parameters of a rank in one flat vector: where each lies, which part the rank owns, and the tensors behind
+"""All parameters of a rank in one flat buffer: where each lies, which shard the rank owns, and the tensors behind
 it."""
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from geotrain.parallelism.whole_matrices import merged_spans
 
 
 class FlatBuffer:
-    """The parameter groups of the optimizer laid out one after the other; each data-parallel rank owns an equal
-    shard.
+    """Places of the optimizer's parameter groups, one after the other; each data-parallel rank owns an equal shard.
 
-    offsets: where each parameter begins, by group. groups: [begin, end) of each group. shard_numel: how many elements
-    a rank owns. numel: the elements of all shards, padding included.
+    offsets: where each parameter begins, by group. groups: [begin, end) of each group. shard_numel: elements that a
+    rank owns. numel: elements of all shards, padding included.
 
     Groups begin, and shards are cut, at multiples of CODE_BLOCK. So no block of codes, whose elements share a scale,
     mixes two groups or two shards.
     """
 
     def __init__(self, numels: Sequence[Sequence[int]], ranks: int, whole: Sequence[bool] = ()) -> None:
-        """numels: the number of elements of each parameter, by group. ranks: data-parallel ranks. whole: for each
-        group, whether `pieces` cuts none of its parameters; by default it cuts all."""
+        """Lay out parameters of these sizes.
+
+        numels: elements of each parameter, by group. ranks: data-parallel ranks. whole: for each group, whether
+        `chunks` cuts none of its parameters; by default it cuts all.
+        """
         self._whole = tuple(whole) or (False,) * len(numels)
         self.offsets: list[list[int]] = []
         self.groups: list[tuple[int, int]] = []
@@ -42,13 +44,13 @@ class FlatBuffer:
         self.numel = self.shard_numel * ranks
 
     def owned(self, rank: int, begin: int, end: int) -> tuple[int, int]:
-        """The part of [begin, end) that lies in a rank's shard, counted from the shard's beginning; may be empty."""
+        """Intersect [begin, end) with a rank's shard; counted from the shard's beginning, and may be empty."""
         start = rank * self.shard_numel
         low, high = (min(max(x - start, 0), self.shard_numel) for x in (begin, end))
         return low, high
 
-    def pieces(self, rank: int, numel: int) -> list[slice]:
-        """The shard of a rank in pieces of about `numel` elements, counted from the shard's beginning."""
+    def chunks(self, rank: int, numel: int) -> list[slice]:
+        """Cut a rank's shard into chunks of about `numel` elements, counted from the shard's beginning."""
         bounds = {0, self.shard_numel}
         for (begin, end), offsets, whole in zip(self.groups, self.offsets, self._whole, strict=True):
             low, high = self.owned(rank, begin, end)
@@ -60,7 +62,7 @@ class FlatBuffer:
 
 
 class RotatingBuffers:
-    """Three flat tensors: the weights, their gradients, and what is being communicated.
+    """Three flat tensors that change roles: weights, their gradients, and what is being communicated.
 
     The parameters are views of the weights, and what accumulates their gradients are views of the second. Where
     gradients are accumulated in the type of the weights, the tensors exchange roles and nothing is copied between
@@ -71,7 +73,7 @@ class RotatingBuffers:
     def __init__(
         self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], total: int, accumulated: torch.dtype
     ) -> None:
-        """accumulated: the type in which gradients are."""
+        """Allocate the tensors and let the parameters view them. accumulated: the type in which gradients are."""
         first = parameters[0]
         self._wide = accumulated != first.dtype
         self.weights, self.in_flight = (torch.zeros(total, dtype=first.dtype, device=first.device) for _ in "ab")
@@ -131,7 +133,7 @@ def _views(flat: Tensor, parameters: Sequence[nn.Parameter], offsets: Sequence[i
 
 
 def _add(total: Tensor, parameter: Tensor) -> None:
-    """The hook of a parameter whose gradient of one micro-batch is computed."""
+    """Add a parameter's gradient of one micro-batch to the window's; a hook of autograd."""
     assert parameter.grad is not None
     total.add_(parameter.grad)
     parameter.grad = None
