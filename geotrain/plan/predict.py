@@ -1,6 +1,6 @@
-"""What a run will do on a cluster: `predict`. Times, memory, bytes and money, and what limits each.
+"""Prediction of a run on a cluster: times, memory, bytes and money, and what limits each.
 
-The pieces are `plan.model.step` (one inner step), `rounds` (the outer loop), `memory`; here they are put together.
+The parts are `plan.model.step` (one inner step), `rounds` (the outer loop), `memory`; here they are put together.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from geotrain.config import (
     WorkerSetup,
     shards_of,
 )
+from geotrain.config.topology import GLOBAL
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.memory import rank_memory
-from geotrain.plan.model.network import GLOBAL, Line, LinkTable, RankDevice
+from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, server_times, worker_timing
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import Work, useful_flops
@@ -103,7 +104,7 @@ class RunPrediction:
 
     @property
     def round_s(self) -> float:
-        """Between two exchanges with the global server, of the region that exchanges least often."""
+        """Seconds between two exchanges with the global server, of the region that exchanges least often."""
         return max(region.round_s for region in self.regions.values())
 
     @property

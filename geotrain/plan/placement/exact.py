@@ -169,7 +169,7 @@ class BandSearch:
         return alive
 
     def _halves(self) -> list[_Labels]:
-        """By number of stages: every beginning that has at most half of a path's dispensable time."""
+        """Labels by number of stages: every beginning that has at most half of a path's dispensable time."""
         every = np.arange(len(self.vectors))
         first = _Labels(self.vectors, every, self.stage_s, np.zeros(len(every)), every)
         halves = [first[every[:0]], first]

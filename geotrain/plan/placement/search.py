@@ -40,7 +40,7 @@ from geotrain.plan.placement.cost import (
 from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
 POLISHED = 4
-MOST_TURNS, MOST_LOOKS = 200_000, 20_000_000  # a turn of one chain looks at all devices
+MOST_TURNS, MOST_LOOKS = 150_000, 20_000_000  # a turn of one chain looks at all devices
 IDLE_WINDOWS = 8
 
 
@@ -50,7 +50,7 @@ class Effort:
     classes (see `geotrain.plan.placement.exact`)."""
 
     turns: int
-    exact_work: int = 3_000_000
+    exact_work: int = 2_000_000
 
     def __post_init__(self) -> None:
         if self.turns < 0 or self.exact_work < 0:
