@@ -133,7 +133,7 @@ class Annealer:
     def _exchange(self, stage: int) -> tuple[Ints, Ints]:
         """(B, 1) cells of a device of `stage`, and of the device with which changing places seems cheapest."""
         problem, orders, rows = self.problem, self.now.orders, self.now.rows
-        pipeline = self.rng.integers(problem.replicas, size=self.chains)
+        pipeline = self.rng.integers(problem.replicas, size=(self.chains,))
         mine = stage * problem.replicas + pipeline
         device = orders[self.every, mine]
         pull = self._to_cells(problem.gradient_s, device)
@@ -195,16 +195,15 @@ class Annealer:
         table[:, stage] = rest + np.maximum(np.maximum(above[:, stage], own[:, stage]), both_up)
         table[:, stage] += np.maximum(np.maximum(under[:, stage], own[:, stage + 2]), both_down)
         same = np.arange(replicas) == pipeline[:, None]  # neighbours in a pipeline keep their link
-        if stage:
-            shared = np.maximum(np.maximum(above[:, stage - 1], own[:, stage + 1]), both_up)
-            shared = np.where(same, dearest[:, [stage]], shared)
-            outer = goes_up[:, stage - 1] - dearest[:, [stage - 1]]
-            table[:, stage - 1] = rest + shared + outer + self._grid(comes_down)[:, stage - 1]
-        if stage + 1 < stages:
-            shared = np.maximum(np.maximum(under[:, stage + 1], own[:, stage + 1]), both_down)
-            shared = np.where(same, dearest[:, [stage + 1]], shared)
-            outer = goes_down[:, stage + 1] - dearest[:, [stage + 2]]
-            table[:, stage + 1] = rest + shared + outer + self._grid(comes_up)[:, stage + 1]
+        # Stages next to this one share an edge with it; the one beyond changes as in any other.
+        goes = goes_up - dearest[:, :-1, None], goes_down - dearest[:, 1:, None]
+        sides = (above, both_up, goes[0], comes_down), (under, both_down, goes[1], comes_up)
+        for side, (near, both, far, comes) in enumerate(sides):
+            next_ = stage + 2 * side - 1
+            if 0 <= next_ < stages:
+                shared = np.maximum(np.maximum(near[:, next_], own[:, stage + 1]), both)
+                shared = np.where(same, dearest[:, [stage + side]], shared)
+                table[:, next_] = rest + shared + far[:, next_] + self._grid(comes)[:, next_]
         path[:, : problem.placed] = table.reshape(self.chains, -1)
         return path
 
