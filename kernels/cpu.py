@@ -9,31 +9,19 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from sysconfig import get_config_var
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_SHIFT, PayloadFormat
 from geotrain.kernels.steps import (
-    LUCK,
     AdamStep,
-    Annealing,
-    Beginnings,
-    Endings,
     OuterStep,
-    Pairs,
-    StageVectors,
 )
-
-EXTEND_ROOM = 1 << 20
-LANES, FAR_AWAY = 8, 1 << 27  # of csrc/anneal.c
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -82,30 +70,6 @@ _RotateJob = _struct(
     (_long, "sequence batch heads half by_token by_sample by_head"),
     (_int, "inverse is_bf16 threads"),
 )
-_AnnealJob = _struct(
-    "anneal_job",
-    (_pointer, "gradient activation compute luck turns device best work"),
-    (_long, "steps"),
-    (ctypes.c_uint64, "seed"),
-    (ctypes.c_double, "heat cool"),
-    (_int, "stages replicas idle wide cells shift"),
-)
-_TransportJob = _struct(
-    "transport_job",
-    (_pointer, "vectors sizes rank most found masks"),
-    (_int, "count classes never"),
-)
-_ExtendJob = _struct(
-    "extend_job",
-    (_pointer, "vectors sizes used last edges stage label_stage label_path one two found"),
-    (ctypes.c_double, "limit"),
-    (_int, "count classes labels first room"),
-)
-_PossibleJob = _struct(
-    "possible_job",
-    (_pointer, "vectors sizes used last spare over part alive"),
-    (_int, "classes labels merges rest replicas uses_all"),
-)
 _FUNCTIONS = {  # name: (job, result)
     "quantize": (_CodecJob, _int),
     "dequantize": (_CodecJob, None),
@@ -114,10 +78,6 @@ _FUNCTIONS = {  # name: (job, result)
     "merge": (_MergeJob, None),
     "adam": (_AdamJob, None),
     "rotate": (_RotateJob, None),
-    "anneal": (_AnnealJob, None),
-    "transport": (_TransportJob, None),
-    "extend": (_ExtendJob, _int),
-    "possible": (_PossibleJob, None),
 }
 
 
@@ -234,83 +194,6 @@ def rotate(x: Tensor, out: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) 
     strides = dict(zip(names[1], x.stride()[:3], strict=True))
     where = _tensors(input=x, output=out, cosine=cosine, sine=sine)
     _run("rotate", **where, **shape, **strides, inverse=inverse, is_bf16=x.dtype == torch.bfloat16)
-
-
-def anneal(
-    gradient: NDArray[np.int32],
-    activation: NDArray[np.int32],
-    compute: NDArray[np.int32],
-    order: NDArray[np.int32],
-    how: Annealing,
-    heat: float,
-) -> NDArray[np.int32]:
-    """As `reference_anneal.anneal`."""
-    stages, replicas, placed = how.stages, how.replicas, how.stages * how.replicas
-    wide, idle = -(-replicas // LANES) * LANES, len(order) - placed
-    cells = stages * wide + -(-idle // LANES) * LANES
-    device = np.full(cells, -1, dtype=np.int32)  # in the table's order, rows padded to whole vectors
-    device[: stages * wide].reshape(stages, wide)[:, :replicas] = order[:placed].reshape(stages, replicas)
-    device[stages * wide : stages * wide + idle] = order[placed:]
-    real = np.flatnonzero(device >= 0)
-    across, of = np.ix_(real, real), np.ix_(device[real], device[real])
-    pulls, links, computed = (np.zeros(size, dtype=np.int32) for size in ((cells, cells), (cells, cells), cells))
-    links[:] = FAR_AWAY
-    pulls[across], links[across], computed[real] = gradient[of], activation[of], compute[device[real]]
-    best = device.copy()
-    work = np.zeros(cells * (stages + 3) + wide * (3 * stages + 4) + 10 * stages + 7, dtype=np.int32)
-    luck, turns = np.array(LUCK), np.frombuffer(how.turns, dtype=np.uint8)
-    arrays: dict[str, NDArray[Any]] = {"gradient": pulls, "activation": links, "compute": computed, "luck": luck}
-    arrays |= {"turns": turns, "device": device, "best": best, "work": work}
-    steps = {name: getattr(how, name) for name in ("steps", "seed", "cool", "shift")}
-    shape = {"stages": stages, "replicas": replicas, "idle": idle, "wide": wide, "cells": cells}
-    _run("anneal", **_addresses(**arrays), **steps, **shape, heat=heat)
-    return best[best >= 0]
-
-
-def transport(
-    vectors: NDArray[np.int32], sizes: NDArray[np.int32], rank: NDArray[np.int32], most: NDArray[np.int32], never: int
-) -> NDArray[np.int32]:
-    """As `dispatch.transport`."""
-    found = np.empty((len(vectors), len(vectors)), dtype=np.int32)
-    masks = np.empty(2 * len(vectors), dtype=np.uint32)
-    arrays = _addresses(vectors=vectors, sizes=sizes, rank=rank, most=most, found=found, masks=masks)
-    _run("transport", **arrays, count=len(vectors), classes=len(sizes), never=never)
-    return found
-
-
-def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[Pairs]:
-    """As `dispatch.extend`."""
-    room = max(EXTEND_ROOM, len(stages.vectors))
-    one, two, found = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32), np.empty(1, dtype=np.int32)
-    arrays = _addresses(**vars(stages), **vars(labels), one=one, two=two, found=found)
-    count, classes = stages.vectors.shape
-    first, ends = 0, len(labels.last)
-    while first < ends:
-        where = {"count": count, "classes": classes, "labels": ends, "first": first, "room": room}
-        first = _run("extend", **arrays, limit=limit, **where)
-        yield one[: found[0]].copy(), two[: found[0]].copy()
-
-
-def possible(
-    vectors: NDArray[np.int32],
-    sizes: NDArray[np.int32],
-    used: NDArray[np.int32],
-    last: NDArray[np.int32],
-    spare: NDArray[np.float64],
-    what: Endings,
-) -> NDArray[np.bool_]:
-    """As `dispatch.possible`."""
-    alive = np.empty(len(last), dtype=np.bool_)
-    counts = {"classes": len(sizes), "labels": len(last), "merges": len(what.over)}
-    shape = {"rest": what.rest, "replicas": what.replicas, "uses_all": what.uses_all}
-    arrays = _addresses(vectors=vectors, sizes=sizes, used=used, last=last, spare=spare, alive=alive)
-    _run("possible", **arrays, **_addresses(part=what.part, over=what.over), **counts, **shape)
-    return alive
-
-
-def _addresses(**arrays: NDArray[Any]) -> dict[str, int]:
-    """The caller keeps the arrays alive until the kernel is done."""
-    return {name: array.ctypes.data for name, array in arrays.items()}
 
 
 def _run(name: str, **fields: Any) -> Any:

@@ -8,30 +8,20 @@ instead of equal bits, since matrix products round in the order of their sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import ModuleType
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from geotrain.kernels import cpu, newton_schulz, reference, reference_anneal, reference_transport
+from geotrain.kernels import cpu, newton_schulz, reference
 from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, PayloadFormat
 from geotrain.kernels.steps import (
-    MOST_HEAT,
     QUINTIC,
     AdamStep,
-    Annealing,
-    Beginnings,
     Coefficients,
-    Endings,
     OuterStep,
-    Pairs,
-    StageVectors,
 )
 
-MAX_CLASSES = 16  # of `transport`, as in csrc/transport.c
 LOW_PRECISION = (torch.float32, torch.bfloat16)
 
 
@@ -213,91 +203,6 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients = QUINTIC) -> Ten
         return torch.empty_like(matrices)
     products = torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
     return newton_schulz.orthogonalize(matrices, steps, products)
-
-
-def anneal(
-    gradient: NDArray[np.float64],
-    activation: NDArray[np.float64],
-    compute: NDArray[np.float64],
-    order: NDArray[np.int32],
-    how: Annealing,
-) -> NDArray[np.int32]:
-    """Anneal a placement (`geotrain.plan.placement.cost`): the cheapest order that was met.
-
-    gradient, activation: (N, N) seconds, symmetric, zero diagonals; compute: (N,) seconds; order: (N,) a permutation
-    of the devices, its first stages · replicas entries the table row by row. None is changed. Seconds are rounded to
-    whole units, of which the dearest table thinkable has MOST_HEAT. One thread; the same order on any machine.
-    Without the compiled kernels it takes some ten thousand times as long.
-    """
-    count = len(order)
-    for name, array, shape in (
-        ("gradient", gradient, (count, count)),
-        ("activation", activation, (count, count)),
-        ("compute", compute, (count,)),
-    ):
-        if array.shape != shape or array.dtype != np.float64:
-            raise ValueError(f"geotrain.kernels: anneal: {name} must be float64 of shape {shape}")
-    known = order.dtype == np.int32 and np.array_equal(np.sort(order), np.arange(count))
-    if not known or not 0 < how.stages * how.replicas <= count:
-        raise ValueError(
-            "geotrain.kernels: anneal: order must be an int32 permutation of the devices, at least as many as placed"
-        )
-    seconds = [np.minimum(gradient, how.dear_s), np.minimum(activation, how.dear_s), compute]
-    row, path, slowest = (float(array.max()) for array in seconds)
-    unit_s = ((how.replicas - 1) * row + 2 * (how.stages - 1) * path + slowest) / MOST_HEAT or 1.0
-    units = [np.rint(array / unit_s).astype(np.int32) for array in seconds]
-    library = reference_anneal if cpu.library() is None else cpu
-    return library.anneal(units[0], units[1], units[2], order, how, how.heat / unit_s)
-
-
-def _transport() -> ModuleType:
-    return reference_transport if cpu.library() is None else cpu
-
-
-def transport(
-    vectors: NDArray[np.int32], sizes: NDArray[np.int32], rank: NDArray[np.int32], most: NDArray[np.int32], never: int
-) -> NDArray[np.int32]:
-    """(V, V) the least rank of links with which each device of one stage has one of its own of the other; `never`
-    where that is above what either allows, or where together they need more devices than there are.
-
-    vectors: (V, K) devices of each class; sizes: (K,) of the classes, at most 16; rank: (K, K) symmetric, 0 to
-    `never`; most: (V,) the highest rank allowed, below `never`.
-    """
-    for name, array, shape in (
-        ("vectors", vectors, (len(most), len(sizes))),
-        ("sizes", sizes, (len(sizes),)),
-        ("rank", rank, (len(sizes), len(sizes))),
-        ("most", most, (len(most),)),
-    ):
-        if array.shape != shape or array.dtype != np.int32 or not array.flags.c_contiguous:
-            raise ValueError(f"geotrain.kernels: transport: {name} must be int32 of shape {shape}, contiguous")
-    if len(sizes) > MAX_CLASSES:
-        raise ValueError(f"geotrain.kernels: transport: {len(sizes)} classes; at most {MAX_CLASSES}")
-    return _transport().transport(vectors, sizes, rank, most, never)
-
-
-def extend(stages: StageVectors, labels: Beginnings, limit: float) -> Iterator[Pairs]:
-    """(beginning, stage) of each stage that there are devices for, and with which a beginning's dearest stage and
-    four times its edges remain below the limit (s). In parts, sorted by beginning and stage."""
-    return _transport().extend(stages, labels, limit)
-
-
-def possible(
-    vectors: NDArray[np.int32],
-    sizes: NDArray[np.int32],
-    used: NDArray[np.int32],
-    last: NDArray[np.int32],
-    spare: NDArray[np.float64],
-    what: Endings,
-) -> NDArray[np.bool_]:
-    """(n,) whether a beginning can end with edges that take less than spare (n,) seconds above the cheapest link
-    each.
-
-    vectors: (V, K) stages; sizes: (K,) of the classes; used: (n, K); last: (n,) its last stage. Where a part of the
-    cluster has not as many devices left as stages like the last would use, an edge that leaves the part must
-    follow, and where no single change of the stages uses them, two.
-    """
-    return _transport().possible(vectors, sizes, used, last, spare, what)
 
 
 def _pick(tensor: Tensor, on_gpu: bool = True) -> ModuleType:

@@ -1,68 +1,36 @@
-"""Plain annealing (`plain_annealing.c`), compiled on the spot, for a given processor time."""
+"""Plain simulated annealing in numpy, to compare with: two devices exchange places, the cost itself is annealed."""
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 import time
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks import ROOT
-from geotrain.plan.placement.cost import Problem
+from geotrain.plan.placement.cost import Problem, table_costs
 
-SOURCE = Path(__file__).with_name("plain_annealing.c")
-LIBRARY = ROOT / "build/bench/plain_annealing.so"
+CHAINS, STEPS_A_LOOK = 64, 32  # chains side by side, as numpy is fastest; steps between two looks at the clock
 HOT, COLD = 0.05, 0.0015  # shares of a good cost
-TRIAL_STEPS = 100_000
-
-
-@cache
-def library() -> ctypes.CDLL:
-    """The same optimization as the product's kernels have."""
-    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-    command = ["gcc", "-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC", "-o", LIBRARY, SOURCE, "-lm"]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(LIBRARY))
-    loaded.plain_annealing.restype = ctypes.c_double
-    pointer, number, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
-    loaded.plain_annealing.argtypes = [
-        *(number, number, number, pointer, pointer, pointer, pointer, pointer),
-        *(ctypes.c_int64, real, real, ctypes.c_uint64),
-    ]
-    return loaded
 
 
 def anneal_for(problem: Problem, seconds: float, about_s: float, seed: int) -> tuple[float, float]:
     """The cheapest cost met from random tables within at least that processor time, and the time it took.
 
-    about_s: about what a good placement costs; temperatures are shares of it. A short run says how many moves fit
-    into the time; one long run takes nearly all of it, and shorter ones what is left."""
-    began, best, took, moves = time.process_time(), np.inf, 0.0, 0
-    while took < seconds or not moves:
-        steps = max(TRIAL_STEPS, int((seconds - took) * moves / took)) if moves else TRIAL_STEPS
-        best = min(best, _run(problem, steps, about_s, seed + moves))
-        moves, took = moves + steps, time.process_time() - began
-    return best, took
-
-
-def _run(problem: Problem, steps: int, about_s: float, seed: int) -> float:
-    order = np.random.default_rng(seed).permutation(problem.devices).astype(np.int32)
-    links = [np.ascontiguousarray(a) for a in (problem.gradient_s, problem.activation_s, problem.compute_s)]
-    work = np.zeros(2 * problem.placed + 2 * problem.stages + 2 * problem.replicas)
-    return float(
-        library().plain_annealing(
-            problem.stages,
-            problem.replicas,
-            problem.devices,
-            *(a.ctypes.data for a in links),
-            order.ctypes.data,
-            work.ctypes.data,
-            steps,
-            HOT * about_s,
-            COLD * about_s,
-            seed,
-        )
-    )
+    about_s: about what a good placement costs; temperatures are shares of it, and fall with the time that has passed.
+    """
+    rng, began, took = np.random.default_rng(seed), time.process_time(), 0.0
+    every, shape = np.arange(CHAINS), (CHAINS, problem.stages, problem.replicas)
+    orders = np.array([rng.permutation(problem.devices) for _ in every])
+    costs = table_costs(problem, orders[:, : problem.placed].reshape(shape))
+    best = costs.min()
+    while took < seconds:
+        heat = about_s * HOT * (COLD / HOT) ** (took / seconds)
+        for _ in range(STEPS_A_LOOK):
+            one, two = rng.integers(problem.placed, size=CHAINS), rng.integers(problem.devices, size=CHAINS)
+            then = orders.copy()
+            then[every, one], then[every, two] = orders[every, two], orders[every, one]
+            cost = table_costs(problem, then[:, : problem.placed].reshape(shape))
+            accepted = cost <= costs + heat * rng.exponential(size=CHAINS)
+            orders[accepted], costs[accepted] = then[accepted], cost[accepted]
+            best = min(best, costs.min())
+        took = time.process_time() - began
+    return float(best), took

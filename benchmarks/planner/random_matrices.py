@@ -1,9 +1,8 @@
 """The search on random matrices of ten kinds, against plain annealing of ten times its time, and its bounds.
 
 A kind is a way to draw links (`KINDS` says how), ten matrices each, in the five shapes of SHAPES by turns. The rival
-(`plain_annealing.c`) exchanges two devices at a time and evaluates the true cost by differences; it is compiled as
-the product's own annealer is, and has as many moves as fit into ten times the processor time that the search took on
-the same matrix, measured in the same process."""
+(`plain_annealing.py`) exchanges two devices at a time in many chains, in numpy as the search is, for ten times the
+processor time that the search took on the same matrix, measured in the same process."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="All figures, as JSON.")] = False,
 ) -> None:
     """Run a run in a simulated world: hours, utilization, bytes of each link; and what if. Nothing is started."""
-    from geotrain.commands.simulate import WhatIf, told
+    from geotrain.commands.simulate import WhatIf, report_text
     from geotrain.commands.simulate import simulate as start
 
     report = start(
@@ -337,7 +337,7 @@ def simulate(
         changes=tuple(changes or ()),
         picture=picture,
     )
-    print(json.dumps(report, indent=2) if as_json else told(report))
+    print(json.dumps(report, indent=2) if as_json else report_text(report))
 
 
 @app.command(epilog="Example: geotrain probe configs/clusters/four-regions-ssh.json --run configs/runs/1b.json")

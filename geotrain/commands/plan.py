@@ -130,7 +130,7 @@ def tell(found: Plan, console: Console) -> None:
                 "worker": name,
                 "where": "+".join(w.regions),
                 "accelerators": f"{w.ranks} × {kinds}",
-                "layout": w.parallel.text(w.ranks),
+                "parallel layout": w.parallel.text(w.ranks),
                 "micro": str(w.micro_batch),
                 "step": f"{w.step_s:.3g} s",
                 "tokens/s": f"{w.tokens_per_s:,.0f}",
@@ -140,7 +140,7 @@ def tell(found: Plan, console: Console) -> None:
                 "USD/h": "–" if w.usd_per_hour is None else f"{w.usd_per_hour:,.2f}",
             }
         )
-    console.print(table_of(workers, left=("worker", "where", "accelerators", "layout", "limited by")))
+    console.print(table_of(workers, left=("worker", "where", "accelerators", "parallel layout", "limited by")))
     links = []
     for link in p.links:
         ends = [found.place.region if end == GLOBAL else end for end in (link.sender, link.receiver)]
@@ -202,7 +202,7 @@ def tell_why(found: Plan, console: Console) -> None:
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit of which there are at least two."""
+    """Format seconds in the largest unit of which there are at least two."""
     for unit, count in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * count:
             return f"{seconds / count:.3g} {unit}"

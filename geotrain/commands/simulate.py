@@ -65,7 +65,7 @@ def simulate(
     server_rates: ServerRates | None = MEASURED,
     **asked: Any,
 ) -> dict[str, Any]:
-    """Hours, utilization and bytes for each link, as plain JSON data; see `told` for people.
+    """Hours, utilization and bytes for each link, as plain JSON data; `report_text` has them in words.
 
     asked: further arguments of `question`. server_rates: what a server's work costs; None: nothing.
     picture: where to draw it (.png, .svg or .pdf).
@@ -118,8 +118,8 @@ def question(
     return run, change.apply(run.outer), spec
 
 
-def told(report: dict[str, Any]) -> str:
-    """The report in words."""
+def report_text(report: dict[str, Any]) -> str:
+    """Format a report for people."""
     lines = [
         f"{report['hours']:.2f} h for {report['tokens']:.3g} tokens; the same devices without any waiting: "
         f"{report['compute_bound_hours']:.2f} h",
@@ -139,8 +139,8 @@ def _timing(
 ) -> dict[str, Any]:
     steps = run.data.train_samples // run.samples_per_step
     share = min(1.0, MAX_JOBS * outer.local_steps / steps)
-    layout = ParameterMap(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
-    world = VirtualWorld(spec, timing_task(outer, layout, round(steps * share), run.samples_per_step, rates))
+    parameter_map = ParameterMap(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
+    world = VirtualWorld(spec, timing_task(outer, parameter_map, round(steps * share), run.samples_per_step, rates))
     found = world.run()
     trained = found["committed_steps"]
     if not trained:
@@ -175,7 +175,7 @@ def _timing(
 
 
 def _steps_per_s(world: VirtualWorld) -> float:
-    """Of all workers, once the run has settled: without what is paid once, the first weights and the last flush."""
+    """Inner steps a second of all workers in the settled run: without the first weights and the last flush."""
     total = 0.0
     for worker in world.workers.values():
         starts = worker.job_starts_s

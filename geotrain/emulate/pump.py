@@ -89,7 +89,7 @@ class Impairments:
         self._on[kind] = ActiveImpairment(rate, until_s, amount, random.Random(f"{seed:g} {self.way} {kind}"))
 
     def passages(self, packet: bytes, now_s: float) -> list[Passage]:
-        """What is delivered in place of a packet: nothing, it, or two of it. An unimpaired packet is the same
+        """The packets that are delivered in place of one: none, itself, or two. An unimpaired packet is the same
         object."""
         hold_s, overtakes, copies = 0.0, False, 1
         for kind in KINDS:
@@ -117,7 +117,7 @@ class Impairments:
 
 
 def payload_begin(packet: bytes) -> int | None:
-    """Where the payload begins in an IPv4 packet that holds a whole TCP segment, in bytes from the packet's
+    """Offset of the payload in an IPv4 packet that holds a whole TCP segment, in bytes from the packet's
     beginning.
 
     None: the packet is something else, or has no payload.
@@ -238,7 +238,7 @@ class Direction:
 
 
 def pump(directions: list[Direction], control: int | None) -> None:
-    """Carry packets for ever, and obey the lines that come from `control`."""
+    """Carry packets for ever, and execute the lines that come from `control`."""
     by_source = {d.source: d for d in directions}
     sources = [*by_source, *([] if control is None else [control])]
     while True:
@@ -246,7 +246,7 @@ def pump(directions: list[Direction], control: int | None) -> None:
         wait_s = None if due is None else max(0.0, due - time.monotonic())
         for source in select.select(sources, [], [], wait_s)[0]:
             if source == control:
-                obey(os.read(source, 4096), directions)
+                execute(os.read(source, 4096), directions)
             else:
                 by_source[source].take_in()
         now = time.monotonic()
@@ -254,8 +254,8 @@ def pump(directions: list[Direction], control: int | None) -> None:
             direction.put_out(now)
 
 
-def obey(lines: bytes, directions: list[Direction]) -> None:
-    """Carry out commands. Lines come whole, since they are shorter than what a FIFO takes at once. A command that is
+def execute(lines: bytes, directions: list[Direction]) -> None:
+    """Execute commands. Lines come whole, since they are shorter than what a FIFO takes at once. A command that is
     wrong is reported and has no effect."""
     for line in lines.decode().splitlines():
         try:

@@ -47,7 +47,7 @@ def reasons(plan: Plan) -> list[str]:
         where, hosts = " + ".join(worker.regions), len(layout.hosts)
         found.append(
             f"{', '.join(names)}: {layout_text(layout.parallel, layout.ranks, layout.micro_batch)} on {hosts} "
-            f"host{'s' * (hosts > 1)} of {where}: the shortest step of all layouts that fit, "
+            f"host{'s' * (hosts > 1)} of {where}: the shortest step of all parallel layouts that fit, "
             f"{layout.step.step_s:.3g} s; most of what is lost: {limit}"
         )
         if len(worker.regions) > 1:
@@ -78,7 +78,7 @@ def reasons(plan: Plan) -> list[str]:
 
 
 def alternatives(plan: Plan) -> Iterator[Alternative]:
-    """The next best of each decision: layouts, the global server's place, outer settings."""
+    """The next best of each decision: parallel layouts, the global server's place, outer settings."""
 
     def predicted(workers: dict[str, Worker], place: str, setting: Setting) -> RunPrediction:
         run, cluster = resolve(plan.task, workers, place, setting.outer, plan.wish.tokens, setting.shards)
@@ -118,7 +118,7 @@ def alternatives(plan: Plan) -> Iterator[Alternative]:
 
 
 def alike(plan: Plan) -> list[tuple[list[str], Worker]]:
-    """Workers with the same layout on the same kinds of hosts in the same regions, with one of them."""
+    """Workers with the same parallel layout on the same kinds of hosts in the same regions, with one of them."""
     groups: dict[object, tuple[list[str], Worker]] = {}
     for name, worker in plan.workers.items():
         own = worker.layout

@@ -1,8 +1,8 @@
 """How the hosts form workers: within each region, and across regions where the model does not fit into one.
 
 Within a region. Hosts of one kind and size are interchangeable, so a set of workers is a list of host counts. The
-fastest layout is known for every count (`layouts`); dynamic programming over (workers, hosts) then gives the best
-total for each number of workers. A host belongs to one worker, and hosts that no worker gains from stay idle.
+fastest parallel layout is known for every count (`layouts`); dynamic programming over (workers, hosts) then gives the
+best total for each number of workers. A host belongs to one worker, and hosts that no worker gains from stay idle.
 
 More workers reach slightly more tokens a second, since they reduce gradients over fewer ranks, but they train on
 staler weights, and the cost model puts no price on that. So of all numbers of workers the smallest is taken that
@@ -34,7 +34,7 @@ NO_LINK_S = 1e12
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker, and the layouts that came next on the same hosts."""
+    """A worker with its parallel layout, and the layouts that came next on the same hosts."""
 
     layout: ParallelLayout
     others: tuple[ParallelLayout, ...]
@@ -91,7 +91,7 @@ def joinable(task: PlanTask, small: Sequence[str]) -> list[frozenset[str]]:
 
 
 def distance_s(task: PlanTask, region: str, others: frozenset[str]) -> float:
-    """To send the activations of a step's batch to the nearest of the others; infinite where no link is known."""
+    """Seconds to send a step's activations to the nearest of the other regions; NO_LINK_S where no link is known."""
     size = 2 * task.tokens_per_step * task.architecture.hidden_size
     known = (link for other in others if (link := task.network.link(region, other)) is not None)
     return min((link.rtt_ms / 2000 + 8e-9 * size / link.gbps for link in known), default=NO_LINK_S)
@@ -113,7 +113,7 @@ def best_division(sets: dict[frozenset[str], Workers], regions: Sequence[str]) -
 
 
 def like_workers(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Workers:
-    """Of hosts of one kind, size and region."""
+    """The best workers on hosts of one kind, size and region."""
     n = len(hosts)
     by_count = {count: found for count in range(1, n + 1) if (found := layouts(task, hosts[:count], refused))}
     if not by_count:

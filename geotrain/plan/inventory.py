@@ -1,4 +1,4 @@
-"""What the planner starts from: the hosts of each region, and the settings that the user has fixed (pins)."""
+"""The planner's inputs: the hosts of each region, and the settings that the user has fixed (pins)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Pins:
 
     @property
     def cuts(self) -> list[str]:
-        """Which of them are of the layout."""
+        """Pinned keys of the parallel layout."""
         return [cut for cut in CUTS if getattr(self, cut) is not None]
 
-    def of_no_layout(self) -> Pins:
+    def without_parallel(self) -> Pins:
         return replace(self, tensor=None, pipeline=None, sequence=None, context=None, expert=None)
 
 
@@ -69,7 +69,7 @@ class Host:
     device: DeviceConfig = field(compare=False)
 
     def config(self, home: str, slots: int) -> HostConfig:
-        """As a host of a worker whose region is `home`."""
+        """Cluster file entry of this host for a worker whose region is `home`."""
         return HostConfig(
             host=self.host, slots=slots, device=self.kind, region=None if self.region == home else self.region
         )
@@ -77,8 +77,8 @@ class Host:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """What is to be planned. run: settings that are not pinned are replaced. imbalance: as in
-    `geotrain.plan.model.work.Work`."""
+    """The planner's inputs. run: settings that are not pinned are replaced. imbalance: load of the fullest expert
+    rank over the mean (`geotrain.plan.model.work.Work`)."""
 
     run: RunConfig
     pins: Pins
@@ -102,7 +102,7 @@ class PlanTask:
 
 
 def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:
-    """What a plan may use in a region: its inventory; without one, the hosts of its workers."""
+    """Hosts that a plan may use in a region: its inventory; without one, the hosts of its workers."""
     return region.hosts or tuple(h for w in region.workers for h in w.hosts)
 
 

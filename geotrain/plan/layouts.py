@@ -1,9 +1,9 @@
-"""How hosts of one kind can share a model: every layout of one worker on them, the fastest first.
+"""Parallel layouts of a model on hosts of one kind: every layout of one worker on them, the fastest first.
 
 Tensor, context and expert parallelism stay inside a host. Layouts that DeepSpeed, Megatron-core or the memory do not
 allow are left out.
 Layouts are tried in the order of a lower bound on their step, and the search stops when no untried one can be among
-the best, so the result is the fastest of all layouts under the cost model.
+the best, so the result is the fastest of all under the cost model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_MORE_HOSTS = 256  # tried, to say how many are missing
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """One worker's layout on given hosts, in rank order, and its predicted step."""
+    """One worker's parallel layout on given hosts, in rank order, and its predicted step."""
 
     hosts: tuple[Host, ...]
     slots: int  # used on each host
@@ -59,8 +59,9 @@ class ParallelLayout:
 
 @dataclass
 class Refusals:
-    """Why layouts were left out. shortage: the smallest one, in bytes a rank, with the layout's words. missing: the
-    first link without a figure, for want of which regions were not joined. rule: the first that one broke."""
+    """Reasons why parallel layouts were left out. shortage: the smallest one, in bytes a rank, with the layout's
+    words. missing: the first link without a figure, for want of which regions were not joined. rule: the first that
+    one broke."""
 
     shortage_bytes: int | None = None
     shortage_of: str = ""
@@ -98,8 +99,8 @@ def micro_batches(task: PlanTask, replicas: int) -> list[int]:
 
 
 def parallels(task: PlanTask, slots: int, most_pipeline: int) -> Iterator[ParallelConfig]:
-    """Layouts that divide the model, as far as they are not pinned. Tensor ranks, the context ranks beside each, and
-    the expert ranks beside each are inside a host, where links are fast.
+    """Parallel layouts that divide the model, as far as they are not pinned. Tensor ranks, the context ranks beside
+    each, and the expert ranks beside each are inside a host, where links are fast.
 
     Context ranks that would have fewer than FULL_MICRO_TOKENS of a sequence are left out: their matrix units would
     idle, which the model of a step does not see.
@@ -130,7 +131,7 @@ def _shares_sequences(a: Architecture, tp: int, cp: int, length: int) -> bool:
 def fitting(
     task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
 ) -> int | None:
-    """Bytes of the fullest rank if this layout is allowed and fits the smallest accelerator."""
+    """Bytes of the fullest rank if this parallel layout is allowed and fits the smallest accelerator."""
     worker, run = worker_of("w", hosts, slots, parallel, micro), task.run
     if "local" not in task.pins.outer and not run.outer.flat:
         # The codec inside a region is chosen later (`settings.py`): a lossy one keeps 4 bytes an owned parameter.
@@ -154,7 +155,8 @@ def layout_text(parallel: ParallelConfig, ranks: int, micro: int) -> str:
 
 
 def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro: int, speed: float) -> float:
-    """No step of this layout is shorter: arithmetic alone, every stage once and the slowest m − 1 times more.
+    """Lower bound on a step of this parallel layout: arithmetic alone, every stage once and the slowest m − 1 times
+    more.
 
     speed: useful operations a second of the fastest accelerator.
     """
@@ -169,7 +171,7 @@ def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro:
 
 
 def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[ParallelLayout]:
-    """The fastest few layouts of one worker that uses all these hosts, which are of one kind and region."""
+    """The fastest few parallel layouts of one worker that uses all these hosts, which are of one kind and region."""
     tried: list[tuple[float, int, ParallelConfig, int]] = []
     speed = max(host.device.tflops * host.device.efficiency for host in hosts) * 1e12
     for slots in range(hosts[0].slots, 0, -1):
@@ -201,7 +203,7 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Pa
 def evaluated(
     task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
 ) -> ParallelLayout | None:
-    """The layout with its step, if it is allowed and fits."""
+    """The parallel layout with its step, if it is allowed and fits."""
     need = fitting(task, hosts, slots, parallel, micro, refused)
     if need is None:
         return None
@@ -228,10 +230,11 @@ def nothing_fits(task: PlanTask, refused: Refusals) -> PlanError:
             f"parallelism divides {a.layers} layers, replicas divide a batch of {task.batch}; pinned: "
             f"{pinned}; free that or change the batch"
         )
-        return PlanError(f"no layout of the model ({what}) is allowed on any hosts: {rule}")
+        return PlanError(f"no parallel layout of the model ({what}) is allowed on any hosts: {rule}")
     return PlanError(
-        f"the model ({what}) fits on no hosts of cluster {task.cluster.name!r}: the layout that comes nearest, "
-        f"{refused.shortage_of}, is short of {refused.shortage_bytes:,} bytes a rank; {smallest_change(task)}"
+        f"the model ({what}) fits on no hosts of cluster {task.cluster.name!r}: the parallel layout "
+        f"that comes nearest, {refused.shortage_of}, is short of {refused.shortage_bytes:,} bytes a rank; "
+        f"{smallest_change(task)}"
     )
 
 
@@ -242,7 +245,7 @@ def smallest_change(task: PlanTask) -> str:
     changes = []
     if task.run.model.recompute != "full":
         changes.append(("model.recompute = 'full'", task.with_recompute("full")))
-    free = replace(task, pins=task.pins.of_no_layout())
+    free = replace(task, pins=task.pins.without_parallel())
     if free.pins != task.pins:
         changes.append((f"{' and '.join(f'parallel.{cut}' for cut in task.pins.cuts)} not pinned", free))
         changes.append(("parallel not pinned and model.recompute = 'full'", free.with_recompute("full")))

@@ -123,7 +123,7 @@ def cheapest(task: PlanTask, workers: Workers, wish: Wish) -> Workers:
         raise PlanError(f"--objective cost: devices.{unpriced[0]} has no usd_per_hour; add it, or plan for speed")
 
     def price(worker: Worker) -> float:
-        """Of a step, and so of a token."""
+        """Dollars a step; proportional to dollars a token."""
         return (worker.layout.usd_per_hour or 0.0) * worker.layout.step.step_s
 
     ranked = sorted(workers, key=price)
@@ -150,7 +150,7 @@ def idle_hosts(task: PlanTask, workers: Workers, every: Workers) -> list[tuple[H
             other = "would not make any worker faster, or cannot hold the model"
             found.append((host, host.slots, "dearer a token" if place in dear else other))
         elif used[place] < host.slots:
-            found.append((host, host.slots - used[place], "no layout of its worker gains from them"))
+            found.append((host, host.slots - used[place], "no parallel layout of its worker gains from them"))
     return found
 
 
@@ -200,12 +200,12 @@ def _cluster(task: PlanTask, workers: Mapping[str, Worker], place: str) -> Clust
     for region in given.regions:
         at_home = {name: w for name, w in workers.items() if home_of(w.layout.hosts) == region.name}
         mine = tuple(_worker(name, worker, region, given) for name, worker in at_home.items())
-        lent = tuple(h for h in hosts_of(region) if (region.name, h.host) in used)
+        borrowed_hosts = tuple(h for h in hosts_of(region) if (region.name, h.host) in used)
         if mine:
             homes.append(region.name)
             regions.append(region.model_copy(update={"workers": mine, "hosts": ()}))
-        elif lent:
-            regions.append(region.model_copy(update={"workers": (), "hosts": lent}))
+        elif borrowed_hosts:
+            regions.append(region.model_copy(update={"workers": (), "hosts": borrowed_hosts}))
     kept = {region.name for region in regions}
     links = [link for link in given.links if set(link.regions) <= kept]
     for home in homes:

@@ -1,6 +1,6 @@
-"""What a run will do on a cluster: `predict`. Times, memory, bytes and money, and what limits each.
+"""Prediction of a run on a cluster: times, memory, bytes and money, and what limits each.
 
-The pieces are `plan.model.step` (one inner step), `rounds` (the outer loop), `memory`; here they are put together.
+The parts are `plan.model.step` (one inner step), `rounds` (the outer loop), `memory`; here they are put together.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RunPrediction:
 
     @property
     def round_s(self) -> float:
-        """Between two exchanges with the global server, of the region that exchanges least often."""
+        """Seconds between two exchanges with the global server, of the region that exchanges least often."""
         return max(region.round_s for region in self.regions.values())
 
     @property

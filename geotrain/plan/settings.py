@@ -1,5 +1,5 @@
-"""What links and servers can bear: where the global server stands, the outer loop's H, K, codecs and overlap, and how
-many shards a server has.
+"""Outer settings that links and servers bear: where the global server stands, the outer loop's H, K, codecs and
+overlap, and how many shards a server has.
 
 The global server goes where the slowest region exchanges the whole model soonest (every region is compared; of
 equals, the one with the least sum of times wins).
@@ -105,7 +105,8 @@ def places(task: PlanTask, homes: Sequence[str], model_bytes: int) -> list[Serve
 
 
 def line_to(task: PlanTask, home: str, place: str) -> Line:
-    """Of a region to the global server, were that in region `place`; "global": where the cluster file puts it."""
+    """Line from a region to the global server, were that in region `place`; "global": where the cluster file puts
+    it."""
     return task.network.between_regions(home, place) if home != place else task.network.inside(home)
 
 
@@ -142,11 +143,11 @@ def settings(
 
 
 def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int]) -> list[int]:
-    """That the servers may have, the smallest first: as the cluster file says, or while each has a whole piece."""
+    """Numbers of shards to try, the smallest first: that of the cluster file, or while each has a whole chunk."""
     if given := len(task.cluster.global_shards):
         return [given]
-    pieces = sum(numels) // outer.fragments.chunk_elements
-    return [number for number in SHARDS if number <= max(1, pieces)]
+    chunks = sum(numels) // outer.fragments.chunk_elements
+    return [number for number in SHARDS if number <= max(1, chunks)]
 
 
 def outers(task: PlanTask) -> Iterator[OuterConfig]:

@@ -98,7 +98,7 @@ def shapes(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Iterator
 
 
 def link_tables(task: PlanTask, hosts: Sequence[Host]) -> Links:
-    """Of every two hosts."""
+    """Delay and rate between each pair of hosts."""
     ranks = [RankDevice(host.region, host.host, host.device) for host in hosts]
     n = len(ranks)
     delay, gbps = np.zeros((n, n)), np.full((n, n), np.inf)

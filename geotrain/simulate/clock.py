@@ -40,7 +40,7 @@ class Clock:
         self._queue.clear()
 
     def run(self, until_s: float = float("inf"), after_event: Callable[[], None] | None = None) -> None:
-        """Until nothing is left to happen, or until that time. after_event: called after each of them."""
+        """Run events until none is left, or until that time. after_event: called after each of them."""
         queue, pop = self._queue, heapq.heappop
         while queue and queue[0][0] <= until_s:
             self.now, _, call, args = pop(queue)

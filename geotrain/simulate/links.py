@@ -49,7 +49,7 @@ class LinkSpec:
 
 @dataclass
 class Usage:
-    """What went through a pipe: bytes, messages, and seconds during which something was under way."""
+    """Traffic of a pipe: bytes, messages, and seconds during which something was under way."""
 
     sent_bytes: int = 0
     messages: int = 0
@@ -114,7 +114,7 @@ Way = Literal["up", "down"]  # from the members to the server above them, or bac
 
 
 class VirtualNetwork(Protocol):
-    """Between members (workers, region servers) and the server above them."""
+    """Links between members (workers, region servers) and the server above them, in virtual time."""
 
     def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
         """When a message between the member and the server has arrived whole that is handed over now."""

@@ -161,7 +161,7 @@ class Node:
             self.answer(uplink, message.sequence)
 
     def send(self, send: Send) -> None:
-        """What the server says to one of its workers: a lease that it had to ask for first."""
+        """Deliver a server's message to one of its workers: a lease that it had to ask for first."""
         assert isinstance(send.message, Lease | Finished)
         self.uplinks[send.to].granted(send.message)
 

@@ -30,12 +30,12 @@ class Sizes:
 
     @cached_property
     def wide(self) -> LinkSizes:
-        """Between the global server and its members."""
+        """Message sizes between the global server and its members."""
         return self._on_link(self.config.up, self.config.down)
 
     @cached_property
     def local(self) -> LinkSizes:
-        """Between a region server and its workers."""
+        """Message sizes between a region server and its workers."""
         return self._on_link(self.config.local, self.config.local)
 
     def _on_link(self, up: CodecConfig, down: CodecConfig) -> LinkSizes:

@@ -1,5 +1,5 @@
-"""The production's servers without tensors and payloads: all they decide and say, nothing they compute. Their
-coordinator is the production's, the shard behind it holds nothing."""
+"""The production's servers without tensors and payloads, for timing: the coordinator is the production's, the shard
+behind it holds nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from geotrain.outer.shards.shard import ServerShard
 
 
 class _EmptyShards(LocalShards):
-    """Orders and payloads go nowhere: a simulated day has millions."""
+    """Drop commands and payloads: a simulated day has millions."""
 
     def execute(self, command: Command) -> None:
         pass
@@ -40,7 +40,7 @@ class _EmptyShards(LocalShards):
 
 
 class _NoBytes(Codec):
-    """Every payload is empty; what a message weighs is the network's affair."""
+    """A codec whose payloads are empty: the network counts the bytes of messages."""
 
     def __init__(self) -> None:
         self.name = "nothing"

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Learner(Weights, Protocol):
-    """What a worker does with its time."""
+    """Training of a simulated worker between its exchanges."""
 
     every_step: bool  # whether it matters at which inner step weights are adopted
 
@@ -34,7 +34,7 @@ class Learner(Weights, Protocol):
 
 
 class Idle:
-    """Timing only: nothing is learned, no delta weighs anything. layout: of the stand-in tensors."""
+    """Timing only: nothing is learned, no delta weighs anything. parameter_map: of the stand-in tensors."""
 
     every_step = False
 

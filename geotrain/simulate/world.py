@@ -34,9 +34,9 @@ FP32 = codec_config("fp32")
 
 @dataclass(frozen=True)
 class VirtualTask:
-    """What is trained.
+    """The training task of a virtual world.
 
-    outer: of the state machines. sizes: what its messages weigh. layout, start: the tensors that the servers hold.
+    outer: of the state machines. sizes: bytes of messages. parameter_map, start: the tensors that the servers hold.
     train_samples: the run's length. learner: makes the part of a worker that learns. tensors: whether they are of the
     model's size (not so in timing only). momentum_decay: of an update, where a study states it. server_rates: what a
     server's work costs; None: nothing.
@@ -65,7 +65,7 @@ def timing_task(
 ) -> VirtualTask:
     """Timing only: a fragment is one number on the servers, and travels with its true size.
 
-    model: the real model's layout; no tensor of it is made. steps: inner steps of all workers together.
+    model: the real model's parameters; no tensor of it is made. steps: inner steps of all workers together.
     """
     tiny = stand_in(model)
     return VirtualTask(
@@ -84,7 +84,7 @@ def timing_task(
 
 
 def stand_in(model: ParameterMap) -> ParameterMap:
-    """A layout with as many fragments, of one element each."""
+    """A parameter map with as many fragments, of one element each."""
     firsts = [replace(f.parameters[0], shape=(1,)) for f in model.fragments]
     if len(firsts) == 1:
         return ParameterMap(firsts)
@@ -143,7 +143,7 @@ class VirtualWorld:
                 self._build_worker(region.name, worker)
 
     def run(self, until_s: float = float("inf"), after_event: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Until the run's data is trained and its servers have parted, or until that time. Returns the report.
+        """Run until the data is trained and the servers have parted, or until that time; return the report.
         after_event: called after everything that happens."""
         with nullcontext() if self.task.tensors else rare_collections():
             self.clock.run(until_s, after_event)

@@ -13,7 +13,7 @@ from benchmarks.planner import random_matrices
 from benchmarks.planner.lower_bound import joined_classes, lower_bound
 from benchmarks.planner.plain_annealing import anneal_for
 from benchmarks.planner.random_matrices import regions
-from geotrain.plan.placement.classes import bottlenecks, like_classes, stage_vectors, vector_costs
+from geotrain.plan.placement.classes import bottlenecks, hall_sets, like_classes, stage_vectors, vector_costs
 from geotrain.plan.placement.cost import Problem, problem_from_links, quick_bound, quick_bound_of_hidden
 from geotrain.plan.placement.exact import cheapest_below
 from tests.support.placement_reference import matching_cost, partition_cost, stage_cost
@@ -220,3 +220,17 @@ def test_stage_vectors():
     every = [v for v in itertools.product(range(2), range(3), range(4)) if sum(v) == 3]
     assert sorted(map(tuple, found.tolist())) == every
     assert stage_vectors(np.array([1, 2, 3]), 3, len(every) - 1) is None
+
+
+def test_hall_sets_are_enough():
+    """The sets left out never decide whether a transport exists."""
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        k = int(rng.integers(2, 6))
+        linked = rng.random((k, k)) < rng.choice([0.2, 0.5])
+        linked |= linked.T
+        sets, reached = hall_sets(linked)
+        for v, w in rng.integers(0, 3, size=(30, 2, k)):
+            every = itertools.product((0, 1), repeat=k)
+            plain = all(np.array(t) @ v <= linked[np.array(t, dtype=bool)].any(axis=0) @ w for t in every)
+            assert (sets @ v <= reached @ w).all() == plain

@@ -60,7 +60,7 @@ def test_annealing_alone_reaches_the_optimum_from_random_tables():
     rng = np.random.default_rng(0)
     orders = rng.permutation(64)[None]
     began = polish(problem, orders).total_s
-    ended = polish(problem, annealed(problem, orders, began, 300_000, 0.0, rng)).total_s
+    ended = polish(problem, annealed(problem, orders, 60_000, 0.0, rng)).total_s
     assert began > 20
     assert ended <= GOALS["two_organizations"]
 
@@ -88,7 +88,7 @@ def test_slow_devices_stay_idle():
 def test_annealing_leaves_slow_devices_idle_where_links_cost_nothing():
     compute = np.array([3.0, 1.0, 2.0, 1.0, 9.0, 1.0, 1.0])
     problem = regions_problem([7], 2, 2, np.array([[np.inf]]), compute_s=compute)
-    found = annealed(problem, np.arange(7)[None], 0.0, 2_000, 0.0, np.random.default_rng(0))
+    found = annealed(problem, np.arange(7)[None], 2_000, 0.0, np.random.default_rng(0))
     assert compute[found[0][: problem.placed]].tolist() == [1.0] * 4
 
 

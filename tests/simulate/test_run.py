@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.loss_curve import draw, loss_curve
-from geotrain.commands.simulate import WhatIf, question, simulate, told
+from geotrain.commands.simulate import WhatIf, question, report_text, simulate
 from geotrain.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def test_a_report_says_hours_bytes_and_who_waits(tmp_path):
     assert 1 < report["hours"] / report["compute_bound_hours"] < 1.2
     assert report["simulated_share"] == 1 and report["lost_updates"] == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    text = told(report)
+    text = report_text(report)
     assert f"{report['hours']:.2f} h" in text and "us up" in text
 
 

@@ -1,4 +1,4 @@
-"""What ranks that share a layer send each other for one micro-batch: heads for tokens around attention, among context
+"""Exchanges between ranks that share a layer, for one micro-batch: heads for tokens around attention, among context
 ranks; tokens on their way to experts and back, among expert ranks and the tensor ranks that share each expert.
 
 Context (`geotrain.inner.model.context_parallel`): q, k and v in one all-to-all, attention's output in another; the
@@ -43,7 +43,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Of one layer and micro-batch. Backward does what is computed again, too."""
+    """Collectives of one layer and micro-batch. Backward repeats those of what is computed again."""
 
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
@@ -74,7 +74,7 @@ def attended(a: Architecture) -> tuple[int, int, int, int]:
 
 
 def expert_exchanges(work: Work) -> Collectives:
-    """Of one layer that has experts."""
+    """Exchanges of one layer that has experts."""
     a, parallel = work.architecture, work.parallel
     tp, size = parallel.tensor, work.bytes_per_weight
     if a.experts is None or tp * parallel.expert == 1:
@@ -110,7 +110,7 @@ def sent_bytes(work: Work, exchanges: Sequence[Collective]) -> float:
 def stage_seconds(
     exchanges: Sequence[Collective], table: RankTable, stage: int, network: LinkTable
 ) -> tuple[list[float], list[Sent]]:
-    """By replica of a pipeline stage: seconds of these exchanges, one after the other, and the bytes that cross
+    """Seconds of these exchanges by replica of a pipeline stage, one after the other, and the bytes that cross
     regions. All groups of the stage exchange at the same time, and their ranks wait for each other."""
     seconds, crossing = [0.0] * table.replicas, [Sent(float) for _ in range(table.replicas)]
     for exchange in exchanges:

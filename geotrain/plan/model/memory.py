@@ -14,7 +14,7 @@ from geotrain.staging.cuda import CHUNK
 
 
 def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
-    """Bytes on the device. Raises ConfigError when the worker cannot run this layout.
+    """Bytes on the device. Raises ConfigError when the worker cannot run this parallel layout.
 
     outer: what the outer loop keeps for each parameter that the rank owns (`outer_bytes`), unless it lies in host
     memory (`host_memory`).
@@ -65,7 +65,7 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
 def _fullest(
     run: RunConfig, architecture: Architecture, worker: WorkerConfig
 ) -> tuple[WorkerSetup, MemoryPerRank, ShardSize]:
-    """What a worker is set up with, its fullest rank, and that rank's shard of the optimizer."""
+    """A worker's setup, the memory of its fullest rank, and that rank's shard of the optimizer."""
     setup = WorkerSetup.of(run, worker)
     parallel, block = setup.parallel, setup.deepspeed
     length, recompute, fp8 = run.data.sequence_length, run.model.recompute, setup.precision.fp8 is not None
@@ -80,8 +80,8 @@ def outer_on_host(run: RunConfig, setup: WorkerSetup) -> bool:
 
 
 def outer_bytes(run: RunConfig, owned: int) -> int:
-    """What the outer loop keeps of so many parameters (`geotrain.outer.worker.WorkerRank`), all fp32: the anchor, a
-    buffer in which deltas are made; where the codec is lossy, the residual of its error feedback; and where changes
-    come down, the mirror that they change."""
+    """Bytes that the outer loop keeps of `owned` parameters (`geotrain.outer.worker.WorkerRank`), all fp32: the
+    anchor, a buffer in which deltas are made; where the codec is lossy, the residual of its error feedback; and where
+    changes come down, the mirror that they change."""
     up, down = run.outer.worker_codecs
     return 4 * owned * (2 + (up.name != "fp32") + sends_changes(down))

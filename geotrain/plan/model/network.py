@@ -33,7 +33,7 @@ class Line:
     usd_per_gb: float = 0.0
 
     def seconds(self, count_bytes: float, share: int = 1) -> float:
-        """Until that many bytes have arrived, while `share` equal flows use the line."""
+        """Seconds until `count_bytes` have arrived, while `share` equal flows use the line."""
         return self.latency_s + 8e-9 * count_bytes * share / self.gbps
 
 
@@ -145,7 +145,7 @@ class LinkTable:
         return Line((one.region, one.host), line.gbps, line.latency_s, line.usd_per_gb)
 
     def inside(self, region: str) -> Line:
-        """Between a worker and its region's server: the region's network; of a single host, that host's own."""
+        """Line between a worker and its region's server: the region's network; of a single host, that host's own."""
         if self.link(region, region) is not None:
             return self.between_regions(region, region)
         config = self.cluster.region(region)

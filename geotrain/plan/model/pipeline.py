@@ -29,7 +29,7 @@ class Stages:
 
 
 def pipeline_seconds(stages: Stages, micro_batches: int) -> float:
-    """Until the last stage has ended."""
+    """Seconds until the last stage has ended."""
     p = len(stages.forward_s)
     few = 8 * p
     if p == 1:
@@ -79,7 +79,8 @@ def timetable(stages: Stages, micro_batches: int) -> float:
 
 
 def _operations(s: int, p: int, m: int) -> list[tuple[str, tuple[Transfer, ...]]]:
-    """What a stage does, in order: (what it computes, the transfers that it then waits for together)."""
+    """Operations of a stage in order: (forward or backward that it computes, the transfers that it then waits
+    for)."""
 
     def transfer(way: str, edge: int, i: int) -> tuple[Transfer, ...]:
         """None beyond the first and the last stage, and of a micro-batch that there is not."""
@@ -108,7 +109,8 @@ class Shares:
 
 
 def even_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shares:
-    """As many each; a step is one pipeline, which its parts divide. parts: micro-batches of a replica."""
+    """Equal numbers of micro-batches; a step is one pipeline, which its parts divide. parts: micro-batches of a
+    replica."""
     whole = sum(parts)
     slowest = max(pipeline_seconds(stages, whole) for stages in dict.fromkeys(replicas))
     return Shares((whole,) * len(replicas), tuple(part / whole * slowest for part in parts))
@@ -116,8 +118,9 @@ def even_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shares:
 
 @lru_cache(maxsize=256)
 def claimed_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shares:
-    """With `acco.balance`: each part of a step is a pool of parts[i] micro-batches a replica. A pipeline claims as
-    many at once as it has stages, all begin with one claim, and whoever is done first claims next."""
+    """Micro-batches of each replica under `acco.balance`: part i of a step is a pool of parts[i] a replica. A
+    pipeline claims as many at once as it has stages, all begin with one claim, and whoever is done first claims
+    next."""
     taken, part_s = [0] * len(replicas), list[float]()
     for part in parts:
         if not part:

@@ -131,7 +131,7 @@ class Roofline:
 
 
 def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares = EXPECTED) -> Roofline:
-    """replicas: data-parallel ones. The layout must be one that `check_layout` allows."""
+    """replicas: data-parallel ones. The parallel layout must be one that `check_layout` allows."""
     a, parallel = work.architecture, work.parallel
     micro_batches = accumulation_steps(work.deepspeed, replicas)
     stages = parallel.pipeline
@@ -168,7 +168,7 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
 
 
 def exchanged_bytes(work: Work) -> float:
-    """What a rank sends of a micro-batch, all inside a host. Tensor ranks: an all-reduce, or with sequence
+    """Bytes that a rank sends for a micro-batch, all inside a host. Tensor ranks: an all-reduce, or with sequence
     parallelism the two halves of one, after attention, and after an MLP that is no routed expert; backward does it
     again, and so does forward where it is computed again. With sequence parallelism backward gathers the inputs of
     both parts once more, for the gradients of weights. Context and expert ranks: as in `exchanges`; what attention
@@ -186,7 +186,7 @@ def exchanged_bytes(work: Work) -> float:
 
 
 def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
-    """What a rank of a pipeline stage does for a micro-batch, forward and backward."""
+    """Operations of a rank of a pipeline stage for a micro-batch, forward and backward."""
     a, parallel, size = work.architecture, work.parallel, work.bytes_per_weight
     tokens, tp = work.micro_tokens / parallel.context, parallel.tensor
     layers, last = a.layers // parallel.pipeline, stage == parallel.pipeline - 1
@@ -330,7 +330,7 @@ class _Matrix:
 
 @lru_cache(maxsize=64)
 def _matrices(a: Architecture, sparse: bool) -> tuple[_Matrix, ...]:
-    """Of a layer that has experts or has not. What lies in one parameter of Megatron-core's is one product."""
+    """Matrix products of a layer with or without experts; one for each parameter of Megatron-core's."""
     layer = next(layer for layer in range(a.layers) if a.has_experts(layer) == sparse)
     found: dict[str, list[Weight]] = {}
     for weight in family_of(a.model_type).layer(a, layer):

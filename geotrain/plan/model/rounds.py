@@ -42,7 +42,7 @@ class Payloads:
 
 @dataclass(frozen=True)
 class ServerTimes:
-    """What servers take for each fragment, their shards side by side. near: of a region's. top: of the global one."""
+    """Seconds that servers take for each fragment, shards side by side. near: region servers; top: the global one."""
 
     near: Mapping[str, ServerSeconds]
     top: ServerSeconds
@@ -193,8 +193,8 @@ Paced = tuple[dict[str, float], dict[str, float], dict[str, float]]
 
 
 class _Loop:
-    """What the two kinds of rules have in common. Both return seconds of each worker's job, of each region's round,
-    and of the work that a region's server has in a second."""
+    """Base of the cost models of both kinds of rules. Both return seconds of each worker's job, of each region's
+    round, and of the work that a region's server has in a second."""
 
     def __init__(
         self,
@@ -267,7 +267,8 @@ class _Loop:
         return jobs, rounds, loads
 
     def shortest_s(self, region: str) -> float:
-        """Of a round: a fragment's next exchange begins after its last one, and the link carries all."""
+        """Lower bound of a round (s): a fragment's exchanges follow each other, and the link carries all
+        fragments."""
         return max(self.trip_s[region], self.carried_s[region])
 
 
@@ -297,7 +298,8 @@ def _trips(up_bytes: Sequence[int], down_bytes: Sequence[int], line: Line) -> li
 
 
 def _exposed(outer: OuterConfig, trips_s: Sequence[float], step_s: float) -> float:
-    """What the overlap does not hide of these exchanges; nothing where training goes on without a late answer."""
+    """Seconds of these exchanges that the overlap does not hide; nothing where training goes on without a late
+    answer."""
     if outer.overlap.late == "continue":
         return 0.0
     return sum(max(0.0, trip_s - outer.overlap.steps * step_s) for trip_s in trips_s)

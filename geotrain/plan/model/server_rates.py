@@ -1,4 +1,4 @@
-"""What a server's work costs, as measured: the one place. `python -m benchmarks.servers --rates` writes it anew."""
+"""Measured cost of a server's work: the one place. `python -m benchmarks.servers --rates` writes it anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one server needs: memory, disk, time of an update and of a recovery. The dry run prints it, the simulator
+"""Needs of one server: memory, disk, time of an update and of a recovery. The dry run prints it, the simulator
 counts it, docs/operations.md has tables of it; `tests/plan/test_servers.py` holds the bytes against live tensors.
 
 All are for the whole server; its shards divide what grows with parameters. Times are of one thread of arithmetic.
@@ -53,8 +53,8 @@ class ServerNeeds:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server stands: its members, their codecs, and those of its link to the global server. validates:
-    whether workers evaluate the global weights. on_disk: whether mirrors are."""
+    """A server's place in the hierarchy: its members, their codecs, and those of its link to the global server.
+    validates: whether workers evaluate the global weights. on_disk: whether mirrors are."""
 
     role: Literal["region", "global"]
     rule: Rule
@@ -166,7 +166,7 @@ def merge_stages(place: Place, numel: float, down_bytes: float, rates: ServerRat
 
 @dataclass(frozen=True)
 class ServerSeconds:
-    """What a server takes for each fragment, on one thread. update: for a member's update, from its first byte to its
+    """Seconds of one thread of a server for each fragment. update: for a member's update, from its first byte to its
     answer's last. send, merge: of a region, for its update to the global server, and for the answer to it."""
 
     update: tuple[float, ...] = ()
@@ -174,7 +174,7 @@ class ServerSeconds:
     merge: tuple[float, ...] = ()
 
     def over(self, shards: int) -> ServerSeconds:
-        """Of so many shards that work side by side, each on its share."""
+        """Seconds of `shards` shards that work side by side, each on its share."""
         return ServerSeconds(*(tuple(s / shards for s in each) for each in (self.update, self.send, self.merge)))
 
 

@@ -72,7 +72,7 @@ class StepTime:
 
 
 def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> StepTime:
-    """ranks: of the worker, in their order; the layout must be one that `check_layout` allows.
+    """ranks: of the worker, in their order; the parallel layout must be one that `check_layout` allows.
 
     Raises ConfigError when a link's figure is missing.
     """
@@ -170,7 +170,7 @@ def _pipelines(
 def _stages(
     work: Work, table: RankTable, network: LinkTable, stage: int, size_bytes: int, crossing: Sequence[Sent]
 ) -> list[_Stage]:
-    """Of each replica. crossing: gets what crosses regions for a replica's micro-batch."""
+    """Stages of each replica. crossing: gets what crosses regions for a replica's micro-batch."""
     a, tokens = work.architecture, work.micro_tokens / table.cp
     flops = stage_flops(
         a, work.sequence_length, stage, table.pp, work.recompute, work.imbalance if table.ep > 1 else 1.0
@@ -206,15 +206,15 @@ def _stages(
 
 
 def _buckets(work: Work) -> int:
-    """In how many parts the gradients of the fullest stage travel."""
+    """Number of buckets in which the gradients of the fullest stage travel."""
     stages = range(work.parallel.pipeline)
     parameters = max(stage_parameters(work.architecture, work.parallel, s) for s in stages)
     return ceil(parameters / reduction_bucket(work.deepspeed, parameters))
 
 
 def _exposed(travel_s: float, compute_s: float, buckets: int) -> float:
-    """What is not hidden of travel in equal buckets beside compute that completes, or needs, them one by one: the
-    first can leave only when its part is computed, the last when all is."""
+    """Seconds of travel in equal buckets that are not hidden beside compute that completes, or needs, them one by
+    one: the first can leave only when its part is computed, the last when all is."""
     return max(travel_s / buckets, travel_s - compute_s * (1 - 1 / buckets))
 
 

@@ -15,9 +15,10 @@ BACKWARD = 2  # times forward: one product for the input's gradient, one for the
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker does. deepspeed: its block, with the worker's own keys laid over. imbalance: of the tokens that
-    are sent to experts, those that the fullest rank gets over the mean; an assumption. fp8: whether layers multiply
-    in FP8; only the roofline knows it, since a cluster's devices have one rate."""
+    """A worker's share of the training, as the cost model sees it. deepspeed: its block, with the worker's own keys
+    laid over. imbalance: of the tokens that are sent to experts, those that the fullest rank gets over the mean; an
+    assumption. fp8: whether layers multiply in FP8; only the roofline knows it, since a cluster's devices have one
+    rate."""
 
     architecture: Architecture
     sequence_length: int
@@ -34,7 +35,7 @@ class Work:
 
     @property
     def micro_tokens(self) -> int:
-        """Of a replica's micro-batch, which its context ranks divide."""
+        """Tokens of a replica's micro-batch, which its context ranks divide."""
         return int(self.deepspeed["train_micro_batch_size_per_gpu"]) * self.sequence_length
 
 
@@ -77,7 +78,7 @@ def active_weights(a: Architecture, layer: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def useful_flops(a: Architecture, sequence_length: int) -> float:
-    """Of one token, forward and backward, nothing computed twice: what utilization is counted in."""
+    """Operations of one token, forward and backward, nothing computed twice: the unit of utilization."""
     flops = [token_flops(a, sequence_length, layer) for layer in range(a.layers)]
     return (1 + BACKWARD) * (sum(f.layer for f in flops) + flops[0].head)
 

@@ -1,9 +1,9 @@
 """Devices that have equal links to all others form a class, and a stage is then a vector of counts by class.
 
 This makes large clusters small: the devices of one region are mostly interchangeable. The cost of a stage follows
-exactly from its counts. The bottleneck matching of two stages becomes a transport problem between their counts
-(`geotrain.kernels.transport`). Where a class holds unlike devices, a link between two classes is the cheapest one
-between their members, and costs computed on them are lower bounds of the true ones.
+exactly from its counts. The bottleneck matching of two stages becomes a transport problem between their counts. Where
+a class holds unlike devices, a link between two classes is the cheapest one between their members, and costs computed
+on them are lower bounds of the true ones.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from geotrain.kernels import transport
-from geotrain.plan.placement.cost import Floats, Ints, Problem, off_diagonal
+from geotrain.plan.placement.cost import Floats, Ints, Problem, alike, off_diagonal
 
-MAX_CLASSES = 12  # without the compiled kernels, 2^classes sets are looked at
+MAX_CLASSES = 12  # Hall's theorem is about all 2^classes sets
 MAX_VECTORS = 12_000
+CHUNK = 4_000_000  # elements of a temporary
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,8 @@ class Classes:
 def like_classes(problem: Problem, limit: int = MAX_VECTORS) -> Classes | None:
     """Classes of devices with exactly equal links to all others; None where there are more than MAX_CLASSES, or
     where a stage could be drawn in more than `limit` ways."""
-    label = np.full(problem.devices, -1)
-    for number in range(MAX_CLASSES):
-        first = int(label.argmin())
-        alike = label < 0
-        for times in (problem.gradient_s, problem.activation_s):
-            unlike = times != times[first]
-            unlike[:, first] = False
-            np.fill_diagonal(unlike, False)  # a device has no link to itself
-            alike &= ~unlike.any(axis=1)
-        label[alike] = number
-        if label.min() >= 0:
-            return classes_of(problem, label, limit)
-    return None
+    _, label = np.unique(alike(problem).argmax(axis=1), return_inverse=True)
+    return classes_of(problem, label, limit) if label.max() < MAX_CLASSES else None
 
 
 def classes_of(problem: Problem, label: Ints, limit: int) -> Classes | None:
@@ -90,11 +80,52 @@ def bottlenecks(vectors: Ints, sizes: Ints, activation_s: Floats, dearest_s: Flo
     """(V, V) bottleneck transport times between stage vectors, one of which follows the other: inf where both
     together need more devices of a class than there are.
 
-    dearest_s: (V,); the entry (v, w) is inf where it is more than dearest_s of v or of w.
+    dearest_s: (V,); the entry (v, w) is inf where it is more than dearest_s of v or of w. Links of at most t carry
+    every device of one stage to a device of its own of the next if and only if every set of classes reaches at least
+    as many devices as it has (Hall's theorem).
     """
-    times = np.unique(activation_s[np.isfinite(activation_s)])
-    rank = np.searchsorted(times, activation_s)  # of inf: all of them
-    most = np.searchsorted(times, dearest_s, side="right") - 1
-    narrow = [np.ascontiguousarray(each, dtype=np.int32) for each in (vectors, sizes, rank, most)]
-    found = transport(narrow[0], narrow[1], narrow[2], narrow[3], len(times))
-    return np.append(times, np.inf)[found]
+    found = np.full((len(vectors), len(vectors)), np.inf)
+    possible = np.ones(found.shape, dtype=bool)
+    for counts, size in zip(vectors.T, sizes, strict=True):
+        possible &= counts[:, None] + counts <= size
+    one, two = np.nonzero(np.triu(possible))
+    allowed_s = np.minimum(dearest_s[one], dearest_s[two])
+    for time in np.unique(activation_s[np.isfinite(activation_s)]):
+        left = allowed_s >= time
+        one, two, allowed_s = one[left], two[left], allowed_s[left]
+        sets, reached = hall_sets(activation_s <= time)
+        supply, demand = vectors @ sets.T, vectors @ reached.T
+        step = max(1, CHUNK // len(sets))
+        parts = [np.s_[low : low + step] for low in range(0, len(one), step)]
+        fits = [(supply[one[part]] <= demand[two[part]]).all(axis=1) for part in parts]
+        done = np.concatenate([np.zeros(0, dtype=bool), *fits])
+        found[one[done], two[done]] = found[two[done], one[done]] = time
+        one, two, allowed_s = one[~done], two[~done], allowed_s[~done]
+    return found
+
+
+def hall_sets(linked: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Sets of classes, (n, K) 0/1, that Hall's condition must be checked on, and the classes that they reach.
+
+    Left out: sets that could grow without reaching more, and unions of sets that reach nothing in common.
+    """
+    k = len(linked)
+    bits = 1 << np.arange(k)
+    reach = (linked * bits).sum(axis=1)
+    masks = np.arange(1 << k)
+    reached, grown = np.zeros_like(masks), np.zeros_like(masks)
+    for c in range(k):
+        reached |= np.where(masks & bits[c], reach[c], 0)
+    for c in range(k):
+        grown |= np.where((reach[c] & ~reached) | (reach[c] == 0), 0, bits[c])
+    keep = (masks > 0) & (grown == masks)
+    for mask in masks[keep]:
+        inside = [c for c in range(k) if mask >> c & 1]
+        joined, wider = 0, int(bits[inside[0]])
+        while wider != joined:
+            joined = wider
+            wider = sum(int(bits[c]) for c in inside if reach[c] & reached[joined])
+        keep[mask] = joined == mask
+    keep[bits[reach == 0]] = True  # a class that reaches nothing: a stage cannot have it
+    chosen = masks[keep]
+    return (chosen[:, None] & bits > 0).astype(np.int64), (reached[chosen][:, None] & bits > 0).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What a placement costs: the cost model of DT-FM (arXiv 2206.01288, section 3), exactly.
+"""Cost of a placement: the cost model of DT-FM (arXiv 2206.01288, section 3), exactly.
 
 A pipeline of S stages is trained by D pipelines side by side, so S·D devices are placed as a table: row s is a
 stage (its D devices hold the same layers and reduce their gradients with each other), column p is a pipeline (its
@@ -40,7 +40,7 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be placed: S stages × D replicas onto N ≥ S·D devices; the rest stay idle.
+    """A placement problem: S stages × D replicas onto N ≥ S·D devices; the rest stay idle.
 
     gradient_s: (N, N) float64, symmetric, zero diagonal: seconds between two devices of one stage.
     activation_s: (N, N) float64, symmetric, zero diagonal: seconds between neighbours in one pipeline.
@@ -132,15 +132,26 @@ def off_diagonal(matrix: Floats) -> Floats:
     return out
 
 
+def alike(problem: Problem) -> NDArray[np.bool_]:
+    """(N, N): whether two devices have equal links to all others, to nine digits: compared by a random projection."""
+    weights, unlike = np.random.default_rng(0).random(problem.devices), np.zeros((problem.devices,) * 2, dtype=bool)
+    for times in (problem.gradient_s, problem.activation_s):
+        total = times @ weights
+        # the two devices' link to each other stands in both sums, with another weight
+        difference = total[:, None] - total + (weights[:, None] - weights) * times
+        unlike |= np.abs(difference) > 1e-9 * times.max()
+    return ~unlike
+
+
 def stage_costs(problem: Problem, groups: Ints) -> Floats:
     """(…, D) device ids → (…,) data-parallel cost of each stage."""
-    links = problem.gradient_s[groups[..., :, None], groups[..., None, :]]
+    links = np.take(problem.gradient_s, groups[..., :, None] * problem.devices + groups[..., None, :])
     return np.asarray(links.sum(axis=-1).max(axis=-1))
 
 
 def link_times(problem: Problem, tables: Ints) -> Floats:
     """(…, S, D) device ids → (…, S−1, D) activation links, pipeline by pipeline."""
-    return np.asarray(problem.activation_s[tables[..., :-1, :], tables[..., 1:, :]])
+    return np.take(problem.activation_s, tables[..., :-1, :] * problem.devices + tables[..., 1:, :])
 
 
 def table_costs(problem: Problem, tables: Ints) -> Floats:
@@ -242,7 +253,7 @@ def placement(problem: Problem, table: Ints) -> Placement:
 
 
 def quick_bound(problem: Problem) -> float:
-    """From each device's cheapest links alone (s).
+    """Lower bound on the cost (s) from each device's cheapest links alone.
 
     A stage's device pays at least its D−1 cheapest gradient links, and with n devices left idle at least the n+1-th
     dearest such sum is paid. If more than e·D + n devices have no activation link below t, then more than e stages

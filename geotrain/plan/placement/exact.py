@@ -27,11 +27,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
-from geotrain.kernels import Beginnings, Endings, StageVectors, extend, possible
-from geotrain.plan.placement.classes import Classes, bottlenecks, vector_costs
+from geotrain.plan.placement.classes import CHUNK, Classes, bottlenecks, vector_costs
 from geotrain.plan.placement.cost import Floats, Ints
 
 BANDS, VECTORS_A_BAND = 16, 16  # at most, and at least: few vectors are soon looked through
@@ -39,7 +37,6 @@ MAX_KEPT = 6_000  # stage vectors cheap enough to matter; their edges are a tabl
 # Work is counted in some ten nanoseconds: of an edge between two stages, and of a label that is looked at; of pairs
 # of a label and a stage several take one.
 EDGE_WORK, LABEL_WORK, PAIRS_A_WORK = 8, 16, 8
-CHUNK = 4_000_000  # elements of a temporary
 ROUNDING = 1e-9  # thresholds lie this share below a known cost, so that the cost itself is not "below"
 
 
@@ -148,13 +145,31 @@ class BandSearch:
         return best
 
     def _possible(self, last: Ints, used: Ints, rest: int, spare_s: Floats) -> Ints:
-        """Which labels can end in time: `rest` edges follow, and may take `spare_s` (n,) more than the least."""
-        what = Endings(self.parts, self.over_s, rest, self.replicas, self.uses_all)
-        counts = _narrow(self.vectors), _narrow(self.sizes), _narrow(used), _narrow(last)
-        return np.flatnonzero(possible(*counts, spare_s, what))
+        """Labels that can end in time: `rest` edges follow, and may take `spare_s` (n,) more than the least.
+
+        Where a part of the cluster has not as many devices left as stages like the last one would use, an edge that
+        leaves the part must follow, and where no single change of the stages uses them, two.
+        """
+        alive = np.flatnonzero(spare_s > 0)
+        dearest = np.zeros(len(spare_s))  # what the dearest edge to come takes above the least
+        for over, part in zip(self.over_s, self.parts, strict=True):
+            inside = np.eye(len(self.sizes), dtype=np.int64)[part]
+            have, left = (self.vectors @ inside)[last[alive]], (self.sizes - used[alive]) @ inside
+            wrong = (left != rest * have if self.uses_all else left < rest * have).any(axis=1)
+            dearest[alive] = np.where(wrong & (dearest[alive] == 0), over, dearest[alive])
+            dead = dearest[alive] >= spare_s[alive]
+            twice = np.flatnonzero(~dead & wrong & (dearest[alive] + over >= spare_s[alive]))
+            for stay in range(rest):  # stages like the last one before the only change
+                then = left[twice] - stay * have[twice]
+                each, remainder = np.divmod(then, rest - stay)
+                enough = ~remainder.any(axis=1) if self.uses_all else each.sum(axis=1) >= self.replicas
+                twice = twice[~enough | (then < 0).any(axis=1)]
+            dead[twice] = True
+            alive = alive[~dead]
+        return alive
 
     def _halves(self) -> list[_Labels]:
-        """By number of stages: every beginning that has at most half of a path's dispensable time."""
+        """Labels by number of stages: every beginning that has at most half of a path's dispensable time."""
         every = np.arange(len(self.vectors))
         first = _Labels(self.vectors, every, self.stage_s, np.zeros(len(every)), every)
         halves = [first[every[:0]], first]
@@ -167,16 +182,20 @@ class BandSearch:
         """Append one stage to each label, in parts."""
         self._spend(len(labels) * len(self.vectors) // PAIRS_A_WORK)
         limit = self.threshold - self.base + 4 * placed * self.least  # half of what is dispensable, both ways
-        used, last = _narrow(labels.used), _narrow(labels.last)
-        stages = StageVectors(_narrow(self.vectors), _narrow(self.sizes), self.edges, self.stage_s)
-        grown = []
-        for one, two in extend(stages, Beginnings(used, last, labels.stage_s, labels.path_s), limit):
+        grown, step = [], max(1, CHUNK // self.vectors.size)
+        for low in range(0, len(labels), step):
+            part = np.s_[low : low + step]
+            path = labels.path_s[part, None] + self.edges[labels.last[part]]
+            one, two = np.nonzero(np.maximum(labels.stage_s[part, None], self.stage_s) + 4 * path < limit)
+            one += low
+            fits = (labels.used[one] + self.vectors[two] <= self.sizes).all(axis=1)
+            one, two = one[fits], two[fits]
             new = _Labels(
                 labels.used[one] + self.vectors[two],
-                two.astype(np.int64),
+                two,
                 np.maximum(labels.stage_s[one], self.stage_s[two]),
                 labels.path_s[one] + self.edges[labels.last[one], two],
-                one.astype(np.int64),
+                one,
             )
             spare_s = (self.threshold - self.base - new.stage_s) / 2 - (new.path_s - placed * self.least)
             grown.append(new[self._possible(new.last, new.used, self.stages - placed - 1, spare_s)])
@@ -228,23 +247,18 @@ class BandSearch:
         return found
 
 
-def _narrow(counts: Ints) -> NDArray[np.int32]:
-    """As kernels take them."""
-    return np.ascontiguousarray(counts, dtype=np.int32)
-
-
-def _merges(activation_s: Floats) -> tuple[Floats, NDArray[np.int32]]:
+def _merges(activation_s: Floats) -> tuple[Floats, Ints]:
     """(M,) times from the dearest down, and (M, K) the part of the cluster that each class lies in, parts being what
     only edges of that time or more join."""
-    merges: list[tuple[float, NDArray[np.int32]]] = []
+    merges: list[tuple[float, Ints]] = []
     for time in np.unique(activation_s[np.isfinite(activation_s)]):
         found, part = connected_components(activation_s < time, directed=False)
         if merges and merges[-1][1].max() + 1 == found:
             merges.pop()
         if found > 1:
-            merges.append((float(time), part.astype(np.int32)))
+            merges.append((float(time), part.astype(np.int64)))
     times, parts = [time for time, _ in reversed(merges)], [part for _, part in reversed(merges)]
-    return np.array(times), np.array(parts, dtype=np.int32).reshape(len(parts), len(activation_s))
+    return np.array(times), np.array(parts, dtype=np.int64).reshape(len(parts), len(activation_s))
 
 
 def _undominated(parts: list[_Labels]) -> _Labels:

@@ -8,11 +8,7 @@ The problem is a graph partition with a bottleneck cost, and NP-hard; the search
    devices stay idle, they are left out of the order at several places, or by their dearest links.
 2. Classes. Where the devices fall into few classes of equal links, `plan.placement.exact` finds the optimum, or
    proves that the placement found so far is one, within an allowance of work.
-3. Simulated annealing (`geotrain.kernels.anneal`), in several chains, from random tables and from what was found. In
-   most turns one device looks at all others and changes places with the first that the temperature allows. Others
-   exchange some stages of a pipeline for as many elsewhere (the best tables have runs of stages that are alike, which
-   single exchanges would have to break up), let two pipelines change their ends (this improves matchings), or move or
-   turn a block of stages.
+3. Simulated annealing (`plan.placement.anneal`) in many chains, from random tables and from what was found.
 4. Polish. The best tables are rearranged with exact matchings and, for few stages, the exact tour.
 
 The same seed gives the same placement; nothing depends on the clock.
@@ -27,7 +23,7 @@ from numpy.random import Generator
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from geotrain.kernels import Annealing, anneal
+from geotrain.plan.placement.anneal import CHAINS, Annealer
 from geotrain.plan.placement.classes import like_classes
 from geotrain.plan.placement.cost import (
     Ints,
@@ -43,25 +39,18 @@ from geotrain.plan.placement.cost import (
 )
 from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
-CHAINS, REFINED = 24, 4
-REFINEMENT = 0.4  # of the turns
-# Temperatures, as shares of what links cost, over the number of devices placed: where chains from random tables
-# begin, those from starts, and the last ones; and where all end. Cooler ones never leave where the first host lies,
-# if links inside hosts are much faster than all others.
-HOT, WARM, COOL, COLD = 3.0, 1.5, 0.6, 0.3
-SHIFT = 4  # see `geotrain.kernels.Annealing`
 POLISHED = 4
-MOST_TURNS, MOST_LOOKS = 2_400_000, 400_000_000  # in a turn a device looks at all others
+MOST_TURNS, MOST_LOOKS = 150_000, 20_000_000  # a turn of one chain looks at all devices
 IDLE_WINDOWS = 8
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to try. turns: of all annealing together; exact_work: the work allowed to a complete search over
+    """How hard to try. turns: of all chains together; exact_work: the work allowed to a complete search over
     classes (see `geotrain.plan.placement.exact`)."""
 
     turns: int
-    exact_work: int = 10_000_000
+    exact_work: int = 2_000_000
 
     def __post_init__(self) -> None:
         if self.turns < 0 or self.exact_work < 0:
@@ -85,7 +74,7 @@ def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placeme
     placed = np.array(best.stages).ravel()
     known = np.concatenate([placed, np.setdiff1d(np.arange(problem.devices), placed)])
     ranked = np.concatenate([known[None], ranked])
-    orders = annealed(problem, ranked, best.total_s - best.compute_s, effort.turns, floor, rng)
+    orders = annealed(problem, ranked, effort.turns, floor, rng)
     improved = polish(problem, orders)
     if improved.total_s < best.total_s:  # a lower threshold leaves the complete search less to do
         best, _ = exact_over_classes(problem, improved, effort.exact_work)
@@ -170,49 +159,12 @@ def _leave_out(problem: Problem, near: Ints) -> list[tuple[Ints, Ints]]:
     return [*splits, (kept, np.setdiff1d(near, kept))]
 
 
-# ---------------------------------------------------------------------------------------------- annealing
+def annealed(problem: Problem, ranked: Ints, turns: int, floor: float, rng: Generator) -> Ints:
+    """(CHAINS, N) orders, cheapest first, after `turns` of all chains; ends early once a cost reaches `floor`.
 
-
-def annealed(problem: Problem, ranked: Ints, scale_s: float, turns: int, floor: float, rng: Generator) -> Ints:
-    """(few, N) orders, cheapest first, after about that many turns in all. Ends early once a cost reaches `floor`.
-
-    ranked: (few, N) starts, the cheapest first. scale_s: what links cost at the end, or more; temperatures are shares
-    of the least that they were found to cost.
-
-    Chains begin at random tables and at starts by turns; the first is a short one, which says how hot the others
-    should be. Then the cheapest few of what they found are refined.
+    ranked: (few, N) starts, the cheapest first. Every other chain begins at one of them, the rest at random tables.
     """
-    shape = problem.stages, problem.replicas
-    found: dict[float, Ints] = {}
-
-    def cost(order: Ints) -> float:
-        return float(table_costs(problem, order[: problem.placed].reshape(shape)))
-
-    def chain(order: Ints, steps: int, hot: float) -> float:
-        nonlocal scale_s
-        how = Annealing(
-            *shape,
-            steps=steps,
-            heat=hot * scale_s / problem.placed,
-            cold=COLD * scale_s / problem.placed,
-            seed=int(rng.integers(2**62)),
-            dear_s=2 * scale_s,
-            shift=SHIFT,
-        )
-        links = problem.gradient_s, problem.activation_s, problem.compute_s
-        best = anneal(*links, order.astype(np.int32), how).astype(np.int64)
-        found[cost(best)] = best
-        scale_s = min(scale_s, cost(best) - float(problem.compute_s[best[: problem.placed]].max()))
-        return cost(best)
-
-    length, refinement = int((1 - REFINEMENT) * turns / CHAINS), int(REFINEMENT * turns / REFINED)
-    for i in range(CHAINS + 1):
-        at_start = i % 2 == 1 and i // 2 < len(ranked)
-        order = ranked[i // 2] if at_start else rng.permutation(problem.devices)
-        if chain(order, length if i else length // 8, WARM if at_start else HOT) <= floor:
-            break
-    else:
-        found[cost(ranked[0])] = ranked[0]
-        for each in sorted(found)[:REFINED]:
-            chain(found[each], refinement, COOL)
-    return np.array([found[each] for each in sorted(found)])
+    orders = np.array([rng.permutation(problem.devices) for _ in range(CHAINS)])
+    known = ranked[: CHAINS // 2]
+    orders[: 2 * len(known) : 2] = known
+    return Annealer(problem, orders, rng).run(turns // CHAINS, floor)
