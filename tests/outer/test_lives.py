@@ -477,6 +477,6 @@ def test_a_member_has_only_so_many_lives():
     region, fake = world.regions["eu"], world.workers["a"][1]
     member = region.members["a"]
     member.former = dict.fromkeys(f"{n:016x}" for n in range(MOST_INCARNATIONS))
-    with pytest.raises(Refused, match=f"more than {MOST_INCARNATIONS:,} lives"):
+    with pytest.raises(Refused, match=f"more than {MOST_INCARNATIONS:,} incarnations"):
         region.handle(fake.joins(world.identity, "one-more")[0])
     assert region.handle(fake.joins(world.identity, "life-1")[0]).reply
