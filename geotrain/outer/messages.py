@@ -318,5 +318,3 @@ class Send:
     message: Message
     part: int = 0
 
-
-GLOBAL = "global"

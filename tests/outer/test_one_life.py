@@ -10,8 +10,7 @@ import pytest
 
 from geotrain.config import OuterConfig
 from geotrain.outer.exchange import Exchange, wait_for
-from geotrain.outer.messages import Answer, Join, Lease, UpdatePart, Welcome
-from geotrain.outer.server.server import Identity
+from geotrain.outer.messages import Answer, Join, Lease, UpdatePart, Welcome, Identity
 
 
 class RestartingServer:

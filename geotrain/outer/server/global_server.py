@@ -9,8 +9,9 @@ from torch import Tensor
 
 from geotrain.config import OuterConfig
 from geotrain.outer.events import Steered, ValidationDone
+from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
-    GLOBAL,
+    Identity,
     Finished,
     Join,
     Lease,
@@ -27,7 +28,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server.leases import LeaseTable, Validations, check_numbers
 from geotrain.outer.server.member import MOST_WEIGHT
-from geotrain.outer.server.server import Identity, Server
+from geotrain.outer.server.server import Server
 from geotrain.outer.shards.shards import RemoteShards
 from geotrain.parameters.parameter_map import ParameterMap
 
