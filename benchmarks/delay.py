@@ -29,12 +29,13 @@ from benchmarks.common import command_line
 from benchmarks.learner.optimizers import MuonSettings, QuasiHyperbolicMuonSettings
 from benchmarks.learner.training import Curve, Learning, Study, training_task
 from geotrain.config import OuterConfig, RegionMomentumConfig
-from geotrain.outer.messages import ChunkWeights, Finished, Lease, LeaseRequest, Identity
+from geotrain.outer.messages import ChunkWeights, Finished, Lease, LeaseRequest
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion
 from geotrain.outer.rules.rule import Told
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity
 from geotrain.parameters.parameter_map import ParameterMap
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.worker import Learner

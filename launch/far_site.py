@@ -31,7 +31,7 @@ from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import RunOutcome, exit_code, tail
 from geotrain.launch.worker_command import this_machine
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 BEGIN_S = 120.0  # a site's process listens within this time, or another launcher holds its lock
 LOOK_S = 0.1

@@ -47,7 +47,7 @@ from geotrain.launch.worker_command import this_machine
 from geotrain.monitor.events import EventLog, ProcessDied, Trouble
 from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.events import Event
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 OUTCOME = "outcome.json"  # in the run's folder, once its launcher has ended: exit code and reason
 DRAIN_S = 900.0  # after the workers' end servers may take so long to send, and write their last snapshot

@@ -33,7 +33,7 @@ from geotrain.launch.worker_command import this_machine
 from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
 from geotrain.net.transport.certs import OPERATOR, CertificateError, Role, load_credentials
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 from geotrain.parameters.parameter_map import canonical_parameters
 
 _DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps

@@ -45,7 +45,7 @@ from geotrain.launch.worker_command import (
     regions_of,
     worker_commands,
 )
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from geotrain.config import ClusterConfig, RegionConfig, RunConfig, Topology, is_loopback
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.operator_client import ask_status
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 Status = Mapping[str, Any]  # of one server, see `GrpcService.status`
 UNKNOWN = "–"

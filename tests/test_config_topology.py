@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from geotrain.common.names import GLOBAL
 from geotrain.config import (
+    GLOBAL,
     ClusterConfig,
     ConfigError,
     RunConfig,

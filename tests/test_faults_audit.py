@@ -25,8 +25,7 @@ from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import Restarted, begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import Snapshot, SnapshotStore
-from geotrain.common.names import GLOBAL
-from geotrain.outer.messages import Answer, AnswerWanted, Join, UpdatePart
+from geotrain.outer.messages import GLOBAL, Answer, AnswerWanted, Join, UpdatePart
 from geotrain.outer.server.server import identity_of
 from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.shard import Apply, Freeze

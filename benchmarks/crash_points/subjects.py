@@ -31,8 +31,7 @@ from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.net.storage.journal import JournalFull
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.common.names import GLOBAL
-from geotrain.outer.messages import Refused, UpdatePart
+from geotrain.outer.messages import GLOBAL, Refused, UpdatePart
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer

@@ -43,7 +43,7 @@ from benchmarks.faults.scenario import kills_at_the_end, random_faults, short_fa
 from benchmarks.faults.world import make_world
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 # Seconds of faults, mean seconds between two of processes and links, size of the disk.
 PROFILES = {"short": (12.0, 0.0, "1g"), "minutes": (300.0, 20.0, "2g"), "hour": (3600.0, 60.0, "6g")}

@@ -19,7 +19,7 @@ from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.storage.snapshots import META, Snapshot, SnapshotStore, checked_meta
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import parameter_map_of

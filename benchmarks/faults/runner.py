@@ -32,8 +32,7 @@ from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, checked_meta
 from geotrain.net.transport.grpc_client import Unreachable
-from geotrain.common.names import GLOBAL
-from geotrain.outer.messages import Refused
+from geotrain.outer.messages import GLOBAL, Refused
 
 KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches

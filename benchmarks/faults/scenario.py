@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from geotrain.config import shard_name
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
 BURDENS = ("starve", "files", "fill", "lie", "clock")  # what servers, and the last one workers, must bear

@@ -15,7 +15,6 @@ from geotrain.config import OuterConfig, codec_config, rule_config
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import (
-    Identity,
     ChunkDelta,
     Finished,
     Join,
@@ -35,6 +34,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
 
 LIMIT_BYTES = 65536

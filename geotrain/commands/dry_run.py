@@ -14,7 +14,7 @@ from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites
 from geotrain.launch.site_processes import ssh_hosts
 from geotrain.launch.terminal import size, table_of
 from geotrain.outer.codec import make_codec
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 from geotrain.parallelism.checks import accumulation_steps
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.plan.model.memory import host_memory, rank_memory

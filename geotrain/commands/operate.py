@@ -24,7 +24,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.operator_client import command
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 COMMAND_S = 30.0
 SNAPSHOT_S = 600.0  # a large model's

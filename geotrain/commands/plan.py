@@ -16,7 +16,7 @@ from geotrain.launch.worker_command import WorkerPlace, hostfile_path, worker_co
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.explain import alternatives, outer_text, reasons
 from geotrain.plan.inventory import Objective, pins_of, task_of
-from geotrain.common.names import GLOBAL
+from geotrain.plan.model.network import GLOBAL
 from geotrain.plan.picture import draw
 from geotrain.plan.planner import Plan, Wish
 from geotrain.plan.planner import plan as make_plan

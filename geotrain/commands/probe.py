@@ -31,7 +31,7 @@ from geotrain.launch.site_processes import over_ssh, path_there, pump_process, r
 from geotrain.launch.supervisor import Supervisor
 from geotrain.net.transport.certs import Role
 from geotrain.net.transport.link_probe import Limits, ProbeError, Way
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 SITE = ("-m", "geotrain", "probe-site")
 MAX_HOSTS = 5  # of a region, whose links are measured: one end is always the first

@@ -13,7 +13,7 @@ from geotrain.config import RunConfig, load_cluster, load_run, shard_name
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server.server_process import serve
 from geotrain.net.server.server_setup import ServerSetup
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 
 # Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
 FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]

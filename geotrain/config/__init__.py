@@ -59,5 +59,5 @@ from geotrain.config.run import (
     config_digest,
     load_run,
 )
-from geotrain.config.topology import Topology, WorkerSetup
+from geotrain.config.topology import GLOBAL, Topology, WorkerSetup
 from geotrain.families import Architecture, Experts, UnsupportedModelError, architecture_from_hf

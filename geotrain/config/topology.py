@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from geotrain.common.names import GLOBAL
 from geotrain.config.block import ConfigError
 from geotrain.config.cluster import Address, ClusterConfig, WorkerConfig
 from geotrain.config.deepspeed import completed
 from geotrain.config.run import ParallelConfig, PrecisionConfig, RunConfig
+
+GLOBAL = "global"  # the global server's name, beside those of regions
 
 
 @dataclass(frozen=True)

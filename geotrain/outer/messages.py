@@ -318,3 +318,5 @@ class Send:
     message: Message
     part: int = 0
 
+
+GLOBAL = "global"

@@ -6,7 +6,7 @@ from math import cos, pi, sin
 from pathlib import Path
 from typing import Any
 
-from geotrain.common.names import GLOBAL
+from geotrain.plan.model.network import GLOBAL
 from geotrain.plan.planner import Plan
 
 BOX_W, ROW_H = 3.4, 0.62

@@ -27,7 +27,7 @@ from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.grouping import Worker, Workers, form_workers, speed
 from geotrain.plan.inventory import Host, Objective, PlanError, PlanTask, hosts_of
 from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of
-from geotrain.common.names import GLOBAL
+from geotrain.plan.model.network import GLOBAL
 from geotrain.plan.model.work import useful_flops
 from geotrain.plan.predict import RunPrediction, predict
 from geotrain.plan.settings import BUSY, SERVER_BUSY, TRAFFIC, ServerPlace, Setting, line_to, places, settings

@@ -19,8 +19,7 @@ from geotrain.config import (
 )
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.memory import rank_memory
-from geotrain.common.names import GLOBAL
-from geotrain.plan.model.network import Line, LinkTable, RankDevice
+from geotrain.plan.model.network import GLOBAL, Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, server_times, worker_timing
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import Work, useful_flops

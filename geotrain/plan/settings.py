@@ -26,8 +26,7 @@ from geotrain.parameters.parameter_map import ParameterMap, canonical_parameters
 from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
-from geotrain.common.names import GLOBAL
-from geotrain.plan.model.network import Line
+from geotrain.plan.model.network import GLOBAL, Line
 from geotrain.plan.model.rounds import pace, payloads, server_times, worker_timing
 
 BUSY = 0.8  # of a link's rate that payload may take

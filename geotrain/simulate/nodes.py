@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
+    GLOBAL,
     Answer,
     Finished,
     Join,

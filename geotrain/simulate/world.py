@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig, codec_config
-from geotrain.common.names import GLOBAL
-from geotrain.outer.messages import Identity
+from geotrain.outer.messages import GLOBAL, Identity
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer

@@ -30,7 +30,7 @@ from geotrain.launch.guard import GRACE_S, KILL_DEADLINE_S
 from geotrain.launch.host_rules import SHM_BYTES
 from geotrain.launch.worker_command import SCRIPT, WorkerPlace, worker_commands
 from geotrain.net.transport.certs import make_certificates
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 from tests.support.process_trees import until
 from tests.support.small_runs import MODEL
 

@@ -10,7 +10,8 @@ import pytest
 from geotrain.config import OuterConfig, OverlapConfig, rule_config
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.exchange import Exchange, Waiting, wait_for
-from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Lease, UpdatePart, Welcome, Identity
+from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Lease, UpdatePart, Welcome
+from geotrain.outer.server.server import Identity
 from geotrain.parameters.parameter_map import fragments_due
 from geotrain.plan.model.rounds import stops
 from geotrain.staging.interface import Ready

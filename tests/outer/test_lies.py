@@ -17,7 +17,6 @@ from benchmarks import ROOT
 from geotrain.config import LimitsConfig, load_run
 from geotrain.net.transport import wire
 from geotrain.outer.messages import (
-    Identity,
     Join,
     Lease,
     LeaseRequest,
@@ -30,7 +29,7 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.leases import FASTER, MOST_HELD, MOST_HELD_IN_ROUNDS, LeaseTable
 from geotrain.outer.server.limits import FAR, NormLimits
 from geotrain.outer.server.member import MOST_JOBS, MOST_LEASES, MOST_METRICS, MOST_NAME, MOST_WEIGHT
-from geotrain.outer.server.server import identity_of
+from geotrain.outer.server.server import Identity, identity_of
 from geotrain.parameters.parameter_map import ParameterMap
 from tests.support.outer_world import FakeWorker, World, config, make, parameter_map, random_deltas, whole
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from geotrain.config import LimitsConfig, codec_config
 from geotrain.kernels.payload_format import FORMATS
 from geotrain.outer.codec import CodecError, make_codec
-from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
+    GLOBAL,
     Finished,
     Lease,
     LeaseRequest,

@@ -10,7 +10,8 @@ import pytest
 
 from geotrain.config import OuterConfig
 from geotrain.outer.exchange import Exchange, wait_for
-from geotrain.outer.messages import Answer, Join, Lease, UpdatePart, Welcome, Identity
+from geotrain.outer.messages import Answer, Join, Lease, UpdatePart, Welcome
+from geotrain.outer.server.server import Identity
 
 
 class RestartingServer:

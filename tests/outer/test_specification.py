@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from geotrain.config import LimitsConfig, MomentumConfig, codec_config
-from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
+    GLOBAL,
     Lease,
     LiftQuarantine,
     MemberSilent,

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from geotrain.config import OuterConfig
-from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Leave, OperatorCommand, Refused, Identity
+from geotrain.outer.messages import Finished, Join, Lease, LeaseRequest, Leave, OperatorCommand, Refused
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity
 from geotrain.parameters.parameter_map import ParameterMap
 from tests.support.outer_world import UPDATES, config, parameter_map
 

@@ -9,12 +9,12 @@ import torch
 
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import VALIDATION_CODEC
-from geotrain.common.names import GLOBAL
-from geotrain.outer.messages import Lease, LeaseRequest, Refused, Send, Validated, Identity
+from geotrain.outer.messages import GLOBAL, Lease, LeaseRequest, Refused, Send, Validated
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.leases import LeaseTable, Validations
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Identity
 from geotrain.parameters.parameter_map import numel, scatter
 from geotrain.staging.interface import from_bytes
 from tests.support.outer_world import UPDATES, FakeWorker, config, halves, parameter_map, weights_of

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig, MomentumConfig, OuterConfig, codec_config
 from geotrain.outer.codec import make_codec
-from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
-    Identity,
+    GLOBAL,
     ChunkDelta,
     Finished,
     Join,
@@ -24,7 +23,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.server.server import Server
+from geotrain.outer.server.server import Identity, Server
 from geotrain.parameters.chunks import cut_slice
 from geotrain.parameters.parameter_map import Parameter, ParameterMap, StridedSlice, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes

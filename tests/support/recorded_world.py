@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from geotrain.net.storage.recovery import recover
-from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import GLOBAL
 from tests.support.outer_world import config, halves, make, weights_of
 
 

@@ -15,8 +15,7 @@ import torch
 
 from geotrain.net.storage.recovery import left_out
 from geotrain.net.transport import wire
-from geotrain.common.names import GLOBAL
-from geotrain.outer.messages import Answer, ChunkWeights, Join, Message, Refused, UpdatePart
+from geotrain.outer.messages import GLOBAL, Answer, ChunkWeights, Join, Message, Refused, UpdatePart
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.shards import Froze, HeldAnswer, HeldPart, Holdings, RemoteShards

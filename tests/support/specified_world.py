@@ -14,9 +14,8 @@ import torch
 
 from geotrain.config import OuterConfig
 from geotrain.net.storage.recovery import left_out
-from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
-    Identity,
+    GLOBAL,
     Answer,
     AnswerWanted,
     Finished,
@@ -37,7 +36,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.server.server import Handled, Server
+from geotrain.outer.server.server import Handled, Identity, Server
 from geotrain.outer.shards.shards import RemoteShards
 from tests.support.outer_world import FakeWorker, by_chunk, halves, parameter_map, whole
 from tests.support.recorded_world import check_shards, frozen, same_state, thawed

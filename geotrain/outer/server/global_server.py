@@ -9,9 +9,8 @@ from torch import Tensor
 
 from geotrain.config import OuterConfig
 from geotrain.outer.events import Steered, ValidationDone
-from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
-    Identity,
+    GLOBAL,
     Finished,
     Join,
     Lease,
@@ -28,7 +27,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server.leases import LeaseTable, Validations, check_numbers
 from geotrain.outer.server.member import MOST_WEIGHT
-from geotrain.outer.server.server import Server
+from geotrain.outer.server.server import Identity, Server
 from geotrain.outer.shards.shards import RemoteShards
 from geotrain.parameters.parameter_map import ParameterMap
 

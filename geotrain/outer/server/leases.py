@@ -13,8 +13,7 @@ from heapq import nsmallest
 from math import ceil, inf, isfinite
 from typing import Any
 
-from geotrain.common.names import GLOBAL
-from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused, Validated
+from geotrain.outer.messages import GLOBAL, Finished, Lease, LeaseRequest, Refused, Validated
 from geotrain.outer.server.member import MOST_JOBS
 
 RETURNED_KEPT = 4096  # leases that came back, of which a late update may still tell that they were trained after all

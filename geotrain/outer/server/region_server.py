@@ -16,9 +16,8 @@ from torch import Tensor
 
 from geotrain.config import OuterConfig
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver
-from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
-    Identity,
+    GLOBAL,
     Answer,
     ChunkDelta,
     Finished,
@@ -43,7 +42,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import Counts, RegionRule
 from geotrain.outer.server.member import MOST_LEASES, mean_metrics
 from geotrain.outer.server.region_leases import RegionLeases
-from geotrain.outer.server.server import Handled, Server
+from geotrain.outer.server.server import Handled, Identity, Server
 from geotrain.outer.shards.shard import Merge, SendUp, StartOver
 from geotrain.outer.shards.shards import RemoteShards
 from geotrain.parameters.parameter_map import ParameterMap

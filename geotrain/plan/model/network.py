@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Literal
 
-from geotrain.common.names import GLOBAL
 from geotrain.config import (
     ClusterConfig,
     ConfigError,
@@ -19,6 +18,7 @@ from geotrain.config import (
     WorkerConfig,
 )
 
+GLOBAL = "global"
 Sent = defaultdict[tuple[str, str], float]  # (from region, to region) → bytes
 Among = Literal["context", "expert", "tensor", "tensor and expert"]  # ranks that exchange something in a layer
 
