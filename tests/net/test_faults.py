@@ -134,7 +134,7 @@ def test_an_unreachable_server_is_named_within_the_deadline(monkeypatch, caplog)
     client = WorkerClient(f"127.0.0.1:{port}", connect_s=2.0)
     with pytest.raises(Unreachable, match=rf"127\.0\.0\.1:{port} gave no answer within 2 s .*refused.*firewall"):
         client.join(Join("r", "c", "l", "m", "a", "1", 0, 1, (), ()))
-    assert re.search(rf"the server at 127.0.0.1:{port} has not taken .*refused.*; it is told again", caplog.text)
+    assert re.search(rf"at 127.0.0.1:{port} has not answered a call: .*refused.*; it is repeated", caplog.text)
     client.close()
 
 
