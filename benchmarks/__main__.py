@@ -103,7 +103,7 @@ def run(part: Part, quick: bool, minutes: float) -> Outcome:
     command = [
         sys.executable,
         "-m",
-        f"benchmarks.{part.module}",
+        f"{part.package}.{part.module}",
         *part.arguments,
         *(["--quick"] if quick else part.whole),
     ]

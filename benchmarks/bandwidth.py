@@ -52,7 +52,7 @@ class ModelShape:
     layers: int
     step_s: float
 
-    def layout(self, layers_per_fragment: int | None) -> ParameterMap:
+    def parameter_map(self, layers_per_fragment: int | None) -> ParameterMap:
         """Layers of equal size between an embedding and a head that weigh next to nothing."""
         each = self.numel // self.layers
         parameters = [Parameter(f"layer.{i}", (each,), i, "normal") for i in range(self.layers)]

@@ -19,7 +19,7 @@ import benchmarks.acco.__main__ as acco
 from benchmarks import __main__ as bench
 from benchmarks import codec, common
 from benchmarks.goals import PARTS, Goal, Part
-from benchmarks.servers.shards import PIECES, roles, same
+from benchmarks.servers.shards import CHUNKS, roles, same
 from benchmarks.servers.world import write_files
 from geotrain.config import load_cluster, load_run, shard_name, shards_of
 from geotrain.outer.codec import make_codec
@@ -40,8 +40,9 @@ def programs() -> dict[str, Path]:
 
 def test_every_benchmark_is_in_the_table_and_has_a_short_form() -> None:
     found = programs()
-    assert {part.module for part in PARTS} == set(found) - BY_HAND
-    for part in PARTS:
+    measured = [part for part in PARTS if part.package == "benchmarks"]
+    assert {part.module for part in measured} == set(found) - BY_HAND
+    for part in measured:
         calls = [n for n in ast.walk(ast.parse(found[part.module].read_text())) if isinstance(n, ast.Call)]
         lines = [c for c in calls if getattr(c.func, "id", "") == "command_line"]
         assert part.quick == any(k.arg == "quick" for c in lines for k in c.keywords), part.module
@@ -51,7 +52,7 @@ def test_the_short_forms_leave_out_what_tests_play() -> None:
     left_out = set(PARTS) - set(bench.chosen((), True))
     for part in left_out:
         if part.quick:
-            assert f"benchmarks.{part.module}" in (ROOT / part.tested).read_text(), part.name
+            assert f"{part.package}.{part.module}" in (ROOT / part.tested).read_text(), part.name
     assert len(left_out) < len(PARTS) / 3
     assert bench.chosen((), False) == list(PARTS)
     assert {part.module for part in bench.chosen(("faults", "claims"), True)} == {"faults"}
@@ -90,12 +91,12 @@ def test_the_table_says_what_was_found_and_what_was_not(monkeypatch: pytest.Monk
 
 
 def test_worlds_with_shards_divide_every_large_fragment_and_tell_states_apart(tmp_path: Path) -> None:
-    cluster = load_cluster((path := write_files(tmp_path, 2e6, shards=4, pieces=PIECES)).parent / "cluster.json")
+    cluster = load_cluster((path := write_files(tmp_path, 2e6, shards=4, chunks=CHUNKS)).parent / "cluster.json")
     assert len(shards_of(cluster, "global")) == len(shards_of(cluster, "eu")) == 4
-    layout = parameter_map_of(load_run(path))
-    whole = [f for f in layout.fragments if f.numel > max(g.numel for g in layout.fragments) / 2]
-    for own in deal(layout.pieces, 4):
-        assert {piece.fragment for piece in own} >= {fragment.index for fragment in whole}
+    parameter_map = parameter_map_of(load_run(path))
+    whole = [f for f in parameter_map.fragments if f.numel > max(g.numel for g in parameter_map.fragments) / 2]
+    for own in deal(parameter_map.chunks, 4):
+        assert {chunk.fragment for chunk in own} >= {fragment.index for fragment in whole}
     names = ["global", "eu", *(shard_name(server, i) for server in ("global", "eu") for i in range(2))]
     assert roles(dict.fromkeys(names)) == ["global", "eu", "global.shard-1", "eu.shard-1"]  # type: ignore[arg-type]
     one = {"a": torch.zeros(2)}

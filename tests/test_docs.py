@@ -105,13 +105,9 @@ def check(words: list[str]) -> None:
         case "python" if rest[0] == "-c":
             compile(rest[1], "docs", "exec")
         case "python" if rest[0] == "-m":
-            name = rest[1].removeprefix("benchmarks.")
-            found = [
-                p
-                for p in (ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py")
-                if p.exists()
-            ]
-            assert rest[1] == f"benchmarks.{name}" and found, f"there is no module {rest[1]}"
+            name, module = rest[1], ROOT / rest[1].replace(".", "/")
+            found = [p for p in (module.with_suffix(".py"), module / "__main__.py") if p.exists()]
+            assert found, f"there is no module {name}"
             source = found[0].read_text() + (ROOT / "benchmarks/common.py").read_text()
             for option in (word.partition("=")[0] for word in rest[2:] if word.startswith("--")):
                 assert f'"{option}"' in source, f"{name} takes no {option}"

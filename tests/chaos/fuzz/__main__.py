@@ -1,6 +1,6 @@
 """Mutated configs, messages, journals, snapshots and .idx files against the code that reads them in production.
 
-    python -m benchmarks.fuzz --seconds 60
+    python -m tests.chaos.fuzz --seconds 60
 
 Every input is one real thing with something wrong. It must be taken, or refused by one of the product's own errors
 that says what and where; and what was refused must not have changed any state. Counted for each kind:
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.common import command_line, report, units_by_ending
-from benchmarks.fuzz.files import Configs, Indexes, Journals, Snapshots
-from benchmarks.fuzz.messages import Messages
+from tests.chaos.fuzz.files import Configs, Indexes, Journals, Snapshots
+from tests.chaos.fuzz.messages import Messages
 
 SHARES = {"messages": 0.6, "configs": 0.1, "journals": 0.1, "snapshots": 0.1, "idx": 0.1}  # of the time
 

@@ -1,5 +1,5 @@
 """What a faulty run must have kept, recomputed from its servers' whole journals by an uninterrupted replay
-(`benchmarks.faults.replay`), and its accounts."""
+(`tests.chaos.faults.replay`), and its accounts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.faults.replay import ServerReplay, Written
-from benchmarks.faults.runner import FaultyRun
 from geotrain.config import load_run, shard_name
 from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
 from geotrain.net.server.shard_host import JOURNALED
@@ -23,6 +21,8 @@ from geotrain.outer.messages import GLOBAL
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import parameter_map_of
+from tests.chaos.faults.replay import ServerReplay, Written
+from tests.chaos.faults.runner import FaultyRun
 
 
 def replayed(run: FaultyRun, site: str) -> ServerReplay:

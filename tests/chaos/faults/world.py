@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.clocks import Clocks
 from benchmarks.small_runs import cluster_file, run_file, write_files
 from geotrain.config import ClusterConfig
 from geotrain.net.transport.certs import make_certificates
+from tests.chaos.faults.clocks import Clocks
 
 CHUNK_ELEMENTS = 4096  # a tenth of the model
 

@@ -15,10 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.faults.audit import accounts
-from benchmarks.faults.replay import ServerReplay, Written
-from benchmarks.faults.runner import FaultyRun
-from benchmarks.faults.world import make_world
 from geotrain.config import codec_config
 from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
 from geotrain.net.server.shard_host import recover_shard
@@ -31,6 +27,10 @@ from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.shard import Apply, Freeze
 from geotrain.outer.shards.shards import HeldPart, RemoteShards
 from geotrain.parameters.parameter_map import parameter_map_of
+from tests.chaos.faults.audit import accounts
+from tests.chaos.faults.replay import ServerReplay, Written
+from tests.chaos.faults.runner import FaultyRun
+from tests.chaos.faults.world import make_world
 from tests.support.outer_configs import outer_config
 from tests.support.recorded_world import thawed
 from tests.support.remote_shards_world import Double, FarShard, FarWorld
@@ -225,7 +225,7 @@ def test_what_a_shard_has_not_obeyed_yet_is_given_to_it(world: FarWorld) -> None
 
 
 def written_by_servers(run: FaultyRun) -> None:
-    """Both regions' servers begin a incarnation, and the global one, which one region joins and asks for its
+    """Both regions' servers begin an incarnation, and the global one, which one region joins and asks for its
     weights."""
     for site, names in run.shards.items():
         folder = run.folder / "servers" / site

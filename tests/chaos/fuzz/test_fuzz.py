@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-import benchmarks.fuzz.__main__ as fuzz
-import benchmarks.fuzz.files as fuzz_files
-import benchmarks.fuzz.messages as fuzz_messages
+import tests.chaos.fuzz.__main__ as fuzz
+import tests.chaos.fuzz.files as fuzz_files
+import tests.chaos.fuzz.messages as fuzz_messages
 from geotrain.net.storage.journal import Journal
 from geotrain.outer.server.server import Server
 

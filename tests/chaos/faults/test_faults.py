@@ -12,12 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.audit import accounts, coverage
-from benchmarks.faults.clocks import Clocks, on_one_clock
-from benchmarks.faults.goodput import goodput
-from benchmarks.faults.liar import lies
-from benchmarks.faults.runner import FaultyRun, kinds_done, read_events
-from benchmarks.faults.scenario import (
+from geotrain.launch.check import free_ports
+from geotrain.launch.site_processes import LaunchRequest, local_processes
+from geotrain.launch.worker_command import HostMachine
+from geotrain.outer.messages import ChunkDelta, UpdatePart
+from geotrain.parameters.chunks import deal
+from geotrain.parameters.parameter_map import parameter_map_of
+from tests.chaos.faults.audit import accounts, coverage
+from tests.chaos.faults.clocks import Clocks, on_one_clock
+from tests.chaos.faults.goodput import goodput
+from tests.chaos.faults.liar import lies
+from tests.chaos.faults.runner import FaultyRun, kinds_done, read_events
+from tests.chaos.faults.scenario import (
     BURDENS,
     END_S,
     ENDS,
@@ -29,15 +35,9 @@ from benchmarks.faults.scenario import (
     random_faults,
     short_faults,
 )
-from benchmarks.faults.world import make_world
-from geotrain.launch.check import free_ports
-from geotrain.launch.site_processes import LaunchRequest, local_processes
-from geotrain.launch.worker_command import HostMachine
-from geotrain.outer.messages import ChunkDelta, UpdatePart
-from geotrain.parameters.chunks import deal
-from geotrain.parameters.parameter_map import parameter_map_of
+from tests.chaos.faults.world import make_world
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 START_S = 500.0
 REGIONS = {"eu": ("eu-0", "eu-1"), "us": ("us-0", "us-1")}
 
@@ -232,7 +232,7 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
 def test_servers_bear_a_full_disk_no_files_no_time_wrong_clocks_and_a_liar() -> None:
     """And kills while the run ends."""
     words = ["--profile", "short", "--pace", "0.1", "--kills-at-end", "15"]
-    command = [sys.executable, "-m", "benchmarks.faults", *words]
+    command = [sys.executable, "-m", "tests.chaos.faults", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

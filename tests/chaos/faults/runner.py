@@ -23,9 +23,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks.faults.clocks import Clocks, on_one_clock
-from benchmarks.faults.liar import BELIEVED
-from benchmarks.faults.scenario import Event, Fault
 from geotrain.commands.operate import LiveRun
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, shard_name, shards_of
 from geotrain.emulate import wan
@@ -33,6 +30,9 @@ from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, checked_meta
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.outer.messages import GLOBAL, Refused
+from tests.chaos.faults.clocks import Clocks, on_one_clock
+from tests.chaos.faults.liar import BELIEVED
+from tests.chaos.faults.scenario import Event, Fault
 
 KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches
@@ -306,7 +306,7 @@ class FaultyRun:
         files = [str(self.folder / name) for name in ("run.json", "cluster.json")]
         words = [*files, region, fault.of, str(listening)]
         with self.log.open("ab") as log:
-            command = [*inside, sys.executable, "-m", "benchmarks.faults.liar", *words]
+            command = [*inside, sys.executable, "-m", "tests.chaos.faults.liar", *words]
             self.liars.append(subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=log, text=True))
         self.done.append((time.time(), fault))
         return True

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.crash_points", "--quick"]
+    command = [sys.executable, "-m", "tests.chaos.crash_points", "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout.splitlines()[-1]), "said": done.stderr}

@@ -95,7 +95,7 @@ def short_faults(regions: dict[str, Sequence[str]], shards: int = 0) -> list[Fau
     """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers. shards: of
     each server, in processes of their own: one of each is killed, some are stopped, starved and without files.
 
-    Clocks are stepped both ways, and one server and one rank begin a incarnation while theirs is wrong.
+    Clocks are stepped both ways, and one server and one rank begin an incarnation while theirs is wrong.
     """
     first, last = min(regions), max(regions)
     of_shards = [

@@ -18,8 +18,6 @@ from unittest.mock import patch
 import tokenizers
 import torch
 
-from benchmarks.crash_points.disk import SHIM
-from benchmarks.fuzz.messages import Servers, outer_config, toy_layout
 from geotrain.checkpoint import folders
 from geotrain.checkpoint.folders import CheckpointError
 from geotrain.checkpoint.saving import Checkpoints
@@ -38,6 +36,8 @@ from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.hf_checkpoint import read_checkpoint, write_checkpoint
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters
+from tests.chaos.crash_points.disk import SHIM
+from tests.chaos.fuzz.messages import Servers, outer_config, toy_layout
 
 Say = Callable[[Any], None]
 UPDATES = 3
@@ -46,7 +46,7 @@ WRITES = 3  # of a whole folder
 
 
 class Subject(Protocol):
-    """live: a incarnation in a folder, which says a number for each thing that it has acknowledged. again: a
+    """live: an incarnation in a folder, which says a number for each thing that it has acknowledged. again: a
     incarnation that begins with what an earlier one left, and acknowledges nothing new. look: says what the folder
     gives, as a digest. right: whether that is right after so many acknowledgements."""
 

@@ -1,7 +1,7 @@
 """Joins a region's server as a worker, with that worker's certificate, and sends what is no update. Each line printed
 says what was refused; the exit code is BELIEVED if anything was not.
 
-    python -m benchmarks.faults.liar RUN.json CLUSTER.json REGION WORKER LISTENING.json
+    python -m tests.chaos.faults.liar RUN.json CLUSTER.json REGION WORKER LISTENING.json
 """
 
 from __future__ import annotations

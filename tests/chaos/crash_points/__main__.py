@@ -1,11 +1,11 @@
 """Each system call that changes a file goes wrong, one at a time and in every way: what was acknowledged is there.
 
-    python -m benchmarks.crash_points            # every call, or as many as ten minutes allow, spread by the seed
-    python -m benchmarks.crash_points --all --kept points.jsonl    # every call; what is in the file is not done again
-    python -m benchmarks.crash_points --quick    # some of them, in some seconds
-    python -m benchmarks.crash_points --only checkpoint
+    python -m tests.chaos.crash_points            # every call, or as many as ten minutes allow, spread by the seed
+    python -m tests.chaos.crash_points --all --kept points.jsonl    # every call; what is in the file is not done again
+    python -m tests.chaos.crash_points --quick    # some of them, in some seconds
+    python -m tests.chaos.crash_points --only checkpoint
 
-A incarnation of a region's server, of the global server, of a worker's checkpoints, of `export` and of `prepare` is
+An incarnation of a region's server, of the global server, of a worker's checkpoints, of `export` and of `prepare` is
 repeated, and at each of its calls that change a file (writes, opens that create, renames, deletions, fsyncs, …)
 
     before    the process ends before the call (and so after the one before it)
@@ -18,7 +18,7 @@ The same for a second incarnation, which begins with what a first one left that 
 process reads the folder: it must come up, with everything that was acknowledged and nothing twice, bit for bit. With
 a full disk the incarnation itself must not end by any other error.
 
-A incarnation is played once for the first three kinds: what the disk holds is kept at each of its calls. For the
+An incarnation is played once for the first three kinds: what the disk holds is kept at each of its calls. For the
 other two it is played at each. States that are alike are looked at once. As many processes work as there are
 processors.
 
@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line, report, units_by_ending
-from benchmarks.crash_points.disk import AT, SHIM, Durable, attempt, digest, preloaded, states
+from tests.chaos.crash_points.disk import AT, SHIM, Durable, attempt, digest, preloaded, states
 
 MEMORY = Path("/dev/shm")  # where inode numbers are not used again, and a sync costs nothing
 QUICK_S, LONGEST_S = 8.0, 540.0
@@ -116,7 +116,7 @@ class Explorer:
 
 
 def explorers(scratch: Path, only: Sequence[str]) -> list[Explorer]:
-    from benchmarks.crash_points import subjects as kinds
+    from tests.chaos.crash_points import subjects as kinds
 
     made = []
     subjects: dict[str, Callable[[], Any]] = {

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from benchmarks.faults.liar import LIAR
-from benchmarks.faults.runner import FaultyRun
 from geotrain.parameters.parameter_map import parameter_map_of
+from tests.chaos.faults.liar import LIAR
+from tests.chaos.faults.runner import FaultyRun
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ Two regions of two workers each, linked by TLS. Nothing that was acknowledged ma
 sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
 journal gives. With shards, the journals of a server's coordinator and shards are replayed side by side, by orders.
 
-    python -m benchmarks.faults [--profile short|minutes|hour] [--seed 1] [--pace 0.3]
-    python -m benchmarks.faults --shards 2            # each server's shards are that many processes, killed as well
-    python -m benchmarks.faults --seconds 600 --every 20
-    python -m benchmarks.faults --kills-at-end 60     # so long after `stop`, servers and shards are killed every 3 s
-    python -m benchmarks.faults --again FOLDER        # the accounts of a run that was kept with --folder FOLDER
+    python -m tests.chaos.faults [--profile short|minutes|hour] [--seed 1] [--pace 0.3]
+    python -m tests.chaos.faults --shards 2            # each server's shards are that many processes, killed as well
+    python -m tests.chaos.faults --seconds 600 --every 20
+    python -m tests.chaos.faults --kills-at-end 60     # so long after `stop`, servers and shards are killed every 3 s
+    python -m tests.chaos.faults --again FOLDER        # the accounts of a run that was kept with --folder FOLDER
 
 short: one of each burden and kills of servers, in 12 s; minutes, the default: 5 minutes; hour: also the growth
 of memory and of open files.
@@ -35,15 +35,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command_line, report, units_by_ending
-from benchmarks.faults.audit import accounts
-from benchmarks.faults.clocks import Clocks, cannot_step
-from benchmarks.faults.goodput import goodput
-from benchmarks.faults.runner import FaultyRun, Samples, kinds_done
-from benchmarks.faults.scenario import kills_at_the_end, random_faults, short_faults
-from benchmarks.faults.world import make_world
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.outer.messages import GLOBAL
+from tests.chaos.faults.audit import accounts
+from tests.chaos.faults.clocks import Clocks, cannot_step
+from tests.chaos.faults.goodput import goodput
+from tests.chaos.faults.runner import FaultyRun, Samples, kinds_done
+from tests.chaos.faults.scenario import kills_at_the_end, random_faults, short_faults
+from tests.chaos.faults.world import make_world
 
 # Seconds of faults, mean seconds between two of processes and links, size of the disk.
 PROFILES = {"short": (12.0, 0.0, "1g"), "minutes": (300.0, 20.0, "2g"), "hour": (3600.0, 60.0, "6g")}

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks import ROOT
-from benchmarks.fuzz.messages import ODD, Servers, digest, outer_config, places
 from geotrain.config import (
     ClusterConfig,
     ConfigError,
@@ -32,6 +31,7 @@ from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recov
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.outer.messages import LeaseRequest
 from geotrain.outer.server.region_server import RegionServer
+from tests.chaos.fuzz.messages import ODD, Servers, digest, outer_config, places
 
 CONFIGS = ROOT / "configs"
 RUN, CLUSTER = CONFIGS / "runs" / "quickstart.json", CONFIGS / "clusters" / "local-two-regions.json"
