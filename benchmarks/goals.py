@@ -52,7 +52,7 @@ def zero(*metrics: str) -> tuple[Goal, ...]:
     return tuple(Goal(metric, most=0, timed=False) for metric in metrics)
 
 
-CHAOS = "tests.chaos"
+CHAOS, STUDIES = "tests.chaos", "benchmarks.studies"
 RIVALS = "left out: rivals take long to install"
 # What takes hours (confirm, delay, gap) is run by hand, and reads kept rows. Where a benchmark by itself may take ten
 # minutes, this takes a shorter form, so that all end within 75.
@@ -149,7 +149,7 @@ PARTS = (
         minutes=1.5,
         tested="tests/inner/test_trace.py",
     ),
-    Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),)),
+    Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),), package=STUDIES),
     Part("fuzz", zero("crashes", "state_changes", "unclear_errors"), minutes=1.5, package=CHAOS),
     Part(
         "crash_points",
@@ -198,5 +198,6 @@ PARTS = (
         minutes=3.0,  # and what is left: rows that are not kept, as of another Python's text, are run and kept
         whole=("--results", "benchmarks/data/claims_rows.jsonl"),
         quick=False,
+        package=STUDIES,
     ),
 )

@@ -12,9 +12,9 @@ import time
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.claims.methods import OURS
 from benchmarks.common import command_line, report, units_by_ending
-from benchmarks.environments import one_block, synthetic_world
+from benchmarks.studies.claims.methods import OURS
+from benchmarks.studies.environments import one_block, synthetic_world
 from geotrain.config import load_run
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.world import VirtualWorld, timing_task

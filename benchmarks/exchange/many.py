@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks import ROOT
-from benchmarks.claims.methods import OURS
-from benchmarks.environments import one_block, synthetic_world
 from benchmarks.servers.world import ServerProcess, start_worker, write_files
+from benchmarks.studies.claims.methods import OURS
+from benchmarks.studies.environments import one_block, synthetic_world
 from geotrain.config import OverlapConfig, load_run
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.simulate.links import LinkSpec

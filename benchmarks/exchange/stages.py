@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from benchmarks.environments import one_block
 from benchmarks.servers.worker import Worker
 from benchmarks.servers.world import REGION, ServerProcess, write_files
+from benchmarks.studies.environments import one_block
 from geotrain.config import OuterConfig, codec_config
 from geotrain.net.transport import wire
 from geotrain.outer.messages import ChunkDelta, UpdatePart

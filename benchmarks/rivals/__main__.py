@@ -42,7 +42,6 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.claims.report import replace_block
 from benchmarks.common import BUSY, CommandLine, command_line, others_share, report, spread
 from benchmarks.rivals.links import LINKS, link
 from benchmarks.rivals.methods import OUTER, TITLES
@@ -50,6 +49,7 @@ from benchmarks.rivals.report import markdown, unit
 from benchmarks.rivals.runs import NO_LINK, Setting, faulted, losses, prepare, step_s_alone, time_to, train
 from benchmarks.rivals.site import OWN, environment
 from benchmarks.rivals.task import LOCAL_STEPS
+from benchmarks.studies.claims.report import replace_block
 from geotrain.common.files import write_whole
 
 EVERY_STEP = {"ddp": (8, 2), "powersgd": (24, 6)}  # that exchange in every step: steps over the link, of them untimed

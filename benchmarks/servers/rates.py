@@ -10,8 +10,8 @@ from typing import Any
 
 import geotrain.plan.model.server_rates as product
 from benchmarks import ROOT
-from benchmarks.claims.report import replace_block, table
 from benchmarks.common import hardware
+from benchmarks.studies.claims.report import replace_block, table
 from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig, RunConfig, parse
 from geotrain.parameters.parameter_map import parameter_map_of

@@ -1,8 +1,8 @@
 """Each system call that changes a file goes wrong, one at a time and in every way: what was acknowledged is there.
 
-    python -m tests.chaos.crash_points            # every call, or as many as ten minutes allow, spread by the seed
-    python -m tests.chaos.crash_points --all --kept points.jsonl    # every call; what is in the file is not done again
-    python -m tests.chaos.crash_points --quick    # some of them, in some seconds
+    python -m tests.chaos.crash_points          # every call, or as many as ten minutes allow, spread by the seed
+    python -m tests.chaos.crash_points --all --kept points.jsonl    # every call but those in the file
+    python -m tests.chaos.crash_points --quick  # some of them, in some seconds
     python -m tests.chaos.crash_points --only checkpoint
 
 An incarnation of a region's server, of the global server, of a worker's checkpoints, of `export` and of `prepare` is
