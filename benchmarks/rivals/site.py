@@ -29,7 +29,7 @@ from geotrain.launch.supervisor import guarded
 
 OWN = ROOT / "build/rivals"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-INSTALL_S, LISTEN_S, END_S = 1200.0, 60.0, 30.0
+INSTALL_S, END_S = 1200.0, 30.0
 FIRST_PORT = 7700
 
 

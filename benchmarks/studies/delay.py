@@ -5,8 +5,8 @@
 
 The small model of the claims, in its world, at its length. A loss is of 5,000 windows of each held-out slice, the
 mean of both; beside it that of the mean of the global weights over the last tenth of the run, and in later rows that
-of the selection slice alone. Finished trials are kept in the results file (JSON lines), which is committed, and not done
-again. The last line printed is one JSON object.
+of the selection slice alone. Finished trials are kept in the results file (JSON lines), which is committed, and not
+done again. The last line printed is one JSON object.
 """
 
 from __future__ import annotations

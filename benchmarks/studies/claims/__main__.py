@@ -37,7 +37,6 @@ def main() -> None:
     plan = plan_of(arguments)
     tuned = Path(arguments.tuned)
     results = Results(Path(arguments.results))
-    print(plan.told(methods, arguments.search_only, arguments.harsh), flush=True)
     if plan.trials:
         lengths = plan.search_steps, plan.trials, plan.steps
         seeds = arguments.final_seeds

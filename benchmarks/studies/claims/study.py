@@ -21,7 +21,7 @@ from benchmarks.studies.claims.methods import (
 )
 from benchmarks.studies.claims.report import Compared, Row, mean, summary
 from benchmarks.studies.claims.runs import Job
-from benchmarks.studies.claims.search import FINAL_RUNGS, TRIALS
+from benchmarks.studies.claims.search import TRIALS
 from benchmarks.studies.claims.worlds import WORLDS
 from benchmarks.studies.environments import HALOS, load_environment
 
@@ -65,29 +65,6 @@ class Plan:
     seeds: int
     harsh_seeds: int
     size: dict[str, int]
-
-    def costs(self, methods: Sequence[str], harsh: bool = True) -> list[tuple[str, int, int]]:
-        """(stage, runs, steps of a run). Where a stage depends on what another one finds, this is an upper limit."""
-        many = len(methods)
-        pairs = {m.removesuffix(MUON) for m in methods}
-        rivals = len(pairs & set(RIVALS.values()) - {TARGET})
-        worlds = len(WORLDS) * self.harsh_seeds * harsh
-        return [
-            ("search", many * self.trials, self.search_steps),
-            ("  rates at full length", many * FINAL_RUNGS * bool(self.trials), self.steps),
-            ("published environment", many * self.seeds, self.steps),
-            ("  ending at our time, at most", len(pairs - {OURS_2BIT}), self.steps),
-            ("  twice as long, at most", rivals * self.seeds, 2 * self.steps),
-            ("harsher worlds", (rivals + 2) * worlds, self.harsh_steps),
-            ("  twice as long, at most", rivals * worlds, 2 * self.harsh_steps),
-        ]
-
-    def told(self, methods: Sequence[str], search_only: bool, harsh: bool) -> str:
-        """For people: what will be run. Rows in the results file make it less."""
-        stages = self.costs(methods, harsh)[: 2 if search_only else None]
-        lines = [f"{stage}: {runs} runs of {steps:,} steps" for stage, runs, steps in stages if runs]
-        total = sum(runs * steps for _, runs, steps in stages)
-        return "\n".join([*lines, f"together at most {sum(r for _, r, _ in stages)} runs, {total:,} steps"])
 
 
 REDUCED = Plan(15360, 6144, 7680, 0, seeds=3, harsh_seeds=1, size={"length": 32})

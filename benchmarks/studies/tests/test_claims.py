@@ -490,13 +490,3 @@ def test_a_row_cut_off_by_a_kill_is_dropped_and_the_others_stay(tmp_path):
     path.write_text('{"key": "a", "test": 1}\n{"key": "b", "te')
     assert set(Results(path).rows) == {"a"}
     assert path.read_text() == '{"key": "a", "test": 1}\n'
-
-
-def test_what_a_study_costs_is_told():
-    stages = PLAN.costs(tuple(METHODS))
-    assert (stages[2][1], stages[2][2]) == (3 * len(METHODS), 15360)
-    assert stages[5][1:] == (len(COMPARED) * len(WORLDS), 15360)
-    assert len(RIVALS) == 5 and "at most" in PLAN.told(tuple(METHODS), False, True)
-    of_default = REDUCED.costs(claims.parse_arguments([]).methods, harsh=False)
-    steps = [sum(runs * of_run for _, runs, of_run in costs) for costs in (of_default, FULL.costs(tuple(METHODS)))]
-    assert 3 * steps[0] < steps[1]
