@@ -73,7 +73,7 @@ def relative_rmse(codec: Codec, delta: dict[str, Tensor]) -> float:
 
 
 def resources(codec: Codec, targets: int | None) -> dict[str, dict[str, dict[str, int]]]:
-    """What the kernels of a large, even tensor take on each of the first targets; None: on all."""
+    """Resources that the kernels of a large, even tensor take on each of the first targets; None: on all."""
     spec = codec.spec
     values, anchor, residual = (torch.zeros(16 * spec.block) for _ in range(3))
     payload = torch.zeros(spec.encoded_bytes(values.numel()), dtype=torch.uint8)

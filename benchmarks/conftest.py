@@ -1,4 +1,4 @@
-"""What tests of benchmarks need of the environment; processes that they start inherit it."""
+"""Set the environment that tests of benchmarks need; processes that they start inherit it."""
 
 from __future__ import annotations
 

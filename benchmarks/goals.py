@@ -1,4 +1,4 @@
-"""What the benchmarks are run for: the goal of each figure, and how long each benchmark may take."""
+"""Goals of the benchmarks: the goal of each figure, and how long each benchmark may take."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ PARTS = (
             Goal("recovery_s_per_gb"),
             Goal("bitwise_equal_over_shards", least=1, timed=False),
             Goal("mirrors.disk.bytes_per_parameter", most=16),
-            Goal("shards.book_growth", most=1.2),
+            Goal("shards.coordinator_growth", most=1.2),
             Goal("shards.1.parameters_per_s"),
             Goal("shards.2.parameters_per_s"),
         ),

@@ -1,4 +1,4 @@
-"""How fast the simulator is without tensors: a day of a hundred regions of a hundred workers, on one core.
+"""Measure how fast the simulator is without tensors: a day of a hundred regions of a hundred workers, on one core.
 
     python -m benchmarks.scale [--regions 100] [--workers 100] [--hours 24] [--local-steps 32 100] [--record]
 

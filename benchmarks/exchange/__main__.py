@@ -1,4 +1,4 @@
-"""What an exchange costs a worker by stage, and how that grows with the model, the workers and the regions.
+"""Measure what an exchange costs a worker by stage, and how that grows with the model, the workers and the regions.
 
     python -m benchmarks.exchange [--sizes 1e6 1e7 1e8 1e9] [--codec bf16] [--docs] [--record]
 

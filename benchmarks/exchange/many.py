@@ -1,4 +1,4 @@
-"""How an exchange grows with workers and regions: real processes on this machine, then the simulator."""
+"""Measure how an exchange grows with workers and regions: real processes on this machine, then the simulator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GBPS, RTT_S = 1.0, 0.1  # of each region to the global server
 
 
 def real(folder: Path, numel: int, regions: int, workers: int, rounds: int) -> dict[str, float]:
-    """All workers update every fragment at the same time. exchange: ns a parameter from the first byte to the
+    """Let all workers update every fragment at the same time. exchange: ns a parameter from the first byte to the
     answer's last, mean of the workers, median of the rounds; server: processor time of all servers, of one worker's
     update."""
     folder.mkdir(parents=True)

@@ -27,7 +27,7 @@ UNITS = {
 
 
 def unit(metric: str) -> str:
-    """As `benchmarks.common.report` asks for it."""
+    """The unit of a metric, for `benchmarks.common.report`."""
     return units_by_ending(UNITS, "s")(metric.removesuffix("_low").removesuffix("_high"))
 
 

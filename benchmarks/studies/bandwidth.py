@@ -1,5 +1,5 @@
-"""How much bandwidth a method needs to keep its workers computing: Streaming DiLoCo's table (arXiv 2501.18512), from
-the production's state machines in virtual time, beside what the paper states; and ours.
+"""Find how much bandwidth a method needs to keep its workers computing: Streaming DiLoCo's table (arXiv 2501.18512),
+from the production's state machines in virtual time, beside what the paper states; and ours.
 
     python -m benchmarks.studies.bandwidth [--docs]
 

@@ -186,13 +186,13 @@ def summary(
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """What results.csv keeps of a summary."""
+    """Figures of a summary for results.csv."""
     methods = {m: {name: r[name] for name in UNITS} for m, r in report["methods"].items()}
     return {**methods, "over_ours": report["speedup"], "gap": report["gaps"]}
 
 
 def speed(row: dict[str, Any]) -> dict[str, float]:
-    """What the machine did: trained tokens a second, and GFLOP/s at 6 a parameter and token."""
+    """Speed of the machine: trained tokens a second, and GFLOP/s at 6 a parameter and token."""
     tokens = (row["committed_steps"] or 0) * tokens_of_a_step(row["size"])
     return {
         "wall_s": row["wall_s"],

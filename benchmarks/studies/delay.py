@@ -31,7 +31,7 @@ from geotrain.config import OuterConfig, RegionMomentumConfig
 from geotrain.outer.messages import ChunkWeights, Finished, Lease, LeaseRequest
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion
-from geotrain.outer.rules.rule import Told
+from geotrain.outer.rules.rule import Inputs
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Identity
@@ -55,8 +55,8 @@ class LookAhead(MomentumRegion):
         super().__init__(config, workers, decay)
         self.ahead, self.share = ahead, 1 / regions
 
-    def progress(self, state: Vectors, told: Told) -> Tensor:
-        delta = super().progress(state, told)
+    def progress(self, state: Vectors, inputs: Inputs) -> Tensor:
+        delta = super().progress(state, inputs)
         state.vector("own").copy_(delta)
         return delta
 
@@ -79,11 +79,11 @@ class Foreseen(AveragingGlobal):
         super().__init__(regions)
         self.ahead = ahead
 
-    def apply(self, state: Vectors, member: str, delta: Tensor, told: Told) -> None:
+    def apply(self, state: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         before = state.vector(f"before.{member}")
         foreseen = torch.lerp(before, delta, 1 + self.ahead)
         before.copy_(delta)
-        super().apply(state, member, foreseen, told)
+        super().apply(state, member, foreseen, inputs)
 
 
 class Agreeing(AveragingGlobal):
@@ -94,7 +94,7 @@ class Agreeing(AveragingGlobal):
         super().__init__(regions)
         self.parameter_map = parameter_map
 
-    def apply(self, state: Vectors, member: str, delta: Tensor, told: Told) -> None:
+    def apply(self, state: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         name = f"given.{member}"
         if name in state.aux:
             delta, since = delta.clone(), state.aux[name] - state.x
@@ -103,7 +103,7 @@ class Agreeing(AveragingGlobal):
                 along = float((mine * moved).sum())
                 if along < 0:
                     mine.sub_(moved, alpha=along / float(moved.square().sum()))
-        super().apply(state, member, delta, told)
+        super().apply(state, member, delta, inputs)
         state.vector(name).copy_(state.x)
 
 

@@ -108,7 +108,7 @@ def kept(results: Results) -> list[tuple[str, int, int]]:
 
 
 def whole(results: Results, optimizer: str, batch: int, steps: int) -> dict[str, Any] | None:
-    """What was measured, if that needs no further run."""
+    """Return what was measured, if that needs no further run."""
     try:
         return measured(lambda due: [results.rows[job.key] for job in due], optimizer, batch, steps)
     except KeyError:

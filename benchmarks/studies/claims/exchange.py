@@ -1,4 +1,5 @@
-"""What each method of the published environment exchanges over, and how many bytes cross between its regions.
+"""Describe what each method of the published environment exchanges over, and how many bytes cross between its
+regions.
 
 The methods themselves are run files of configs/runs/baselines.
 """
@@ -41,7 +42,7 @@ def world_for(method: str, outer: OuterConfig, environment: Environment) -> Worl
 
 
 def devices_of_a_worker(exchange: Exchange, environment: Environment) -> int:
-    """How many of the environment's devices a worker of the method's world stands for. Raises ValueError when they
+    """Number of the environment's devices that a worker of the method's world stands for. Raises ValueError when they
     are not as many in each region."""
     regions = environment.world.regions
     if exchange == "one-worker":
@@ -68,9 +69,9 @@ def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSp
 
 
 def regional_world(outer: OuterConfig, environment: Environment) -> WorldSpec:
-    """Every region one worker, whose devices share each step's batch by their speed (as uneven micro-batches do),
-    then all-reduce its gradient over the region's own network, coded as `outer.local` says. Raises ValueError for a
-    world with deaths: what a worker of fewer devices does is not modelled."""
+    """Make every region one worker, whose devices share each step's batch by their speed (as uneven micro-batches
+    do), then all-reduce its gradient over the region's own network, coded as `outer.local` says. Raises ValueError
+    for a world with deaths: what a worker of fewer devices does is not modelled."""
     if any(w.away for w in environment.world.workers):
         raise ValueError("a region as one worker knows no deaths of its devices")
     size_bytes = make_codec(outer.local).encoded_bytes(environment.numel)

@@ -1,4 +1,4 @@
-"""What failures cost: our own loop in a timing-only world with a failure trace, beside models of its rivals.
+"""Measure what failures cost: our own loop in a timing-only world with a failure trace, beside models of its rivals.
 
 Goodput is the share of the devices' time whose training becomes a part of the run's weights. The rivals are not run
 but modelled: elastic data parallelism stops everyone for `pause_s` at each failure; a quorum syncer (Decoupled

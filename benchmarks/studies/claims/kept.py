@@ -60,7 +60,7 @@ def code() -> str:
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run took, over all its sittings."""
+    """Time that a run took, over all its sittings."""
 
     cpu_s: float = 0.0
     wall_s: float = 0.0
@@ -108,7 +108,7 @@ class Kept:
         self._lock.close()
 
     def load(self) -> Any | None:
-        """What was kept last; None, and it is told why, if there is nothing that can be used."""
+        """Load what was kept last; None, and it is told why, if there is nothing that can be used."""
         for other in sorted(self.folder.glob(f"{self.key}-*.json")):
             if other != self.about:
                 self.tell(f"{other}: a state that other code, Python or torch wrote; it is left alone, and not used")
@@ -163,7 +163,7 @@ class Kept:
 
 
 class _Summed:
-    """What is written to a file, with its size and checksum."""
+    """A file that counts the size and checksum of what is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.bytes, self.crc32 = file, 0, 0

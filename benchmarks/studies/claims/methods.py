@@ -61,7 +61,7 @@ class Method:
         return InnerSettings(lr=lr, muon=0.95 if self.inner == "muon" else None)
 
     def momentum_decay(self, outer: OuterConfig, environment: Environment, steps: int) -> float | None:
-        """Of our rule: from the workers' true speeds, which a real run does not know in advance."""
+        """Momentum decay of our rule, from the workers' true speeds, which a real run does not know in advance."""
         if not isinstance(outer.rule, RegionMomentumConfig):
             return None
         updates = updates_of_a_region(self.run_file, outer, environment, steps)
@@ -114,13 +114,13 @@ def job_steps(workers: Sequence[WorkerSpec], outer: OuterConfig) -> list[int]:
 
 
 def whole_steps(outer: OuterConfig, environment: Environment, steps: int) -> int:
-    """Of so many steps of all workers those that are trained: a synchronous round, a job of every worker, is whole or
+    """Steps that are trained of so many steps of all workers: a synchronous round, a job of every worker, is whole or
     not at all."""
     return steps - steps % sum(job_steps(environment.world.workers, outer)) if outer.rule.synchronous else steps
 
 
 def updates_of_a_region(run_file: str, outer: OuterConfig, environment: Environment, steps: int) -> float:
-    """In a run of so many steps of all devices, whose jobs follow the workers' speed."""
+    """Updates of a region in a run of so many steps of all devices, whose jobs follow the workers' speed."""
     workers = world_for(run_file, outer, environment).workers
     jobs = job_steps(workers, outer)
     devices = len(environment.world.workers) / len(workers)

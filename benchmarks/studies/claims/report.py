@@ -1,4 +1,4 @@
-"""From rows to claims: times to a target, confidence intervals, speed-ups, tables and plots."""
+"""Turn rows into claims: times to a target, confidence intervals, speed-ups, tables and plots."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Compared:
         return times
 
     def speedups(self, rivals: dict[str, str], ours: str) -> dict[str, dict[str, Any]]:
-        """How many times sooner `ours` reaches the target than each rival. rivals: name of a figure → method."""
+        """Ratios by which `ours` sooner reaches the target than each rival. rivals: name of a figure → method."""
         mine = self.times_s(ours)
         return {name: speedup(self.times_s(m), mine) for name, m in rivals.items() if m in self.rows}
 

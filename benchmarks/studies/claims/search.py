@@ -34,7 +34,8 @@ def search(
     complete: Complete,
     final_seeds: int = 1,
 ) -> dict[str, Any]:
-    """What is kept of each method in the file of settings. complete: runs jobs and gives their rows.
+    """Search each method's settings, and return what the file of settings keeps. complete: runs jobs and gives their
+    rows.
 
     First the published outer settings on a ladder of inner learning rates; then draws of the outer settings at the
     best rate, up to `trials` of so many steps in all; at last the best settings in runs as long as those that are
@@ -117,8 +118,8 @@ def merge(path: Path, found: dict[str, Any]) -> None:
 
 
 def settings_found(methods: Sequence[str], path: Path = TUNED) -> dict[str, Settings]:
-    """What the search found. Raises SystemExit when it has not been run to its end for all of them, with the same
-    budget."""
+    """Read what the search found. Raises SystemExit when it has not been run to its end for all of them, with the
+    same budget."""
     found = _ended(path)
     missing = [m for m in methods if m not in found]
     sizes = ("tried", "final"), ("steps", "final_steps")

@@ -53,7 +53,7 @@ OUR_TIME_SEED = 0
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run. steps, harsh_steps, search_steps: inner steps, of all workers together, of a run in the
+    """The size of a study. steps, harsh_steps, search_steps: inner steps, of all workers together, of a run in the
     published environment, of a run in a harsher world, and of a run of the search. trials: settings tried for each
     method; 0: the study takes those that were found before. The worlds of harsh_steps include the published
     environment, as their control."""
@@ -180,8 +180,8 @@ class Study:
 
 
 def better_optimizers(rows: dict[str, list[Row]]) -> dict[str, str]:
-    """Of each method that was run, with AdamW, Muon or both, the name with the lower mean final loss at equal tokens.
-    rows: of each name; a run that came to nothing is worse than any other."""
+    """Choose of each method that was run, with AdamW, Muon or both, the name with the lower mean final loss at equal
+    tokens. rows: of each name; a run that came to nothing is worse than any other."""
 
     def loss(name: str) -> float:
         return sum(inf if row["final"] is None else row["final"] for row in rows[name])

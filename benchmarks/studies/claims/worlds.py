@@ -31,7 +31,7 @@ def latency(environment: Environment, bound_s: float) -> Setting:
 
 
 def contention(environment: Environment, bound_s: float) -> Setting:
-    """All regions but the global server's share an uplink of 0.3 Gbit/s, and messages queue in it."""
+    """Let all regions but the global server's share an uplink of 0.3 Gbit/s, and messages queue in it."""
     world = environments.with_links(environment.world, shared=True)
     trunk = LinkSpec(0.3)
     away = len(world.regions) - 1  # of a ring, so many hops lead through it each way

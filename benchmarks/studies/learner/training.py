@@ -30,7 +30,7 @@ CHECKPOINT_JOBS = 8  # jobs between a worker's checkpoints, as in `checkpoint.ev
 
 @dataclass(frozen=True)
 class Study:
-    """What is trained, the same for all methods that are compared. steps: inner steps of the whole run, all workers
+    """A training task, the same for all methods that are compared. steps: inner steps of the whole run, all workers
     together.
 
     batch, length: samples of an inner step, and bytes of a sample. quarter_of: worker → the kind of text it reads;
@@ -182,7 +182,7 @@ class Curve:
 
     @staticmethod
     def share(world: VirtualWorld) -> float:
-        """Of the run's samples, committed."""
+        """Share of the run's samples that is committed."""
         return world.top.server.lease_table.committed_samples / world.task.train_samples
 
     def watch(self, world: VirtualWorld) -> None:

@@ -1,4 +1,4 @@
-"""Each system call that changes a file goes wrong, one at a time and in every way: what was acknowledged is there.
+"""Let each system call that changes a file go wrong, one at a time and in every way: what was acknowledged is there.
 
     python -m tests.chaos.crash_points          # every call, or as many as ten minutes allow, spread by the seed
     python -m tests.chaos.crash_points --all --kept points.jsonl    # every call but those in the file
@@ -55,8 +55,8 @@ LIVED = ("full", "broken")  # at each call of these the incarnation is played an
 
 
 class Explorer:
-    """All points of one incarnation. prepare: puts what the incarnation begins with into its folder, and returns how
-    many acknowledgements were given for it."""
+    """Explores all points of one incarnation. prepare: puts what the incarnation begins with into its folder, and
+    returns how many acknowledgements were given for it."""
 
     def __init__(
         self, name: str, subject: Any, incarnation: str, scratch: Path, prepare: Callable[[Path], int]
@@ -86,7 +86,7 @@ class Explorer:
         return ended, said, folder, before
 
     def explore(self, how: str, at: int, known: dict[tuple[Any, str], tuple[str, Any]]) -> str:
-        """What is wrong there; "" if nothing is. known: what was found in states that were looked at."""
+        """Describe what is wrong there; "" if nothing is. known: what was found in states that were looked at."""
         if how in LIVED:
             ended, said, folder, before = self.live(how, at)
             acknowledged = max((n for n in (said[:-1] if ended == "ended" else said)), default=0) or before
@@ -165,7 +165,7 @@ def explored(todo: list[tuple[Explorer, str, int]], results: Path, end_s: float)
 
 
 def _explore(todo: list[tuple[Explorer, str, int]], results: Path, end_s: float, process: int, processes: int) -> int:
-    """What one process does of it: of states that are alike, all."""
+    """Explore the share of one process: of states that are alike, all."""
     known: dict[tuple[Any, str], tuple[str, Any]] = {}
     lines = os.open(results, os.O_WRONLY | os.O_APPEND)
     for incarnation in {incarnation for incarnation, _, _ in todo}:
@@ -181,11 +181,11 @@ def _explore(todo: list[tuple[Explorer, str, int]], results: Path, end_s: float,
     return len(known)
 
 
-def notices(lives: list[Explorer]) -> int:
+def notices(incarnations: list[Explorer]) -> int:
     """Whether power cuts are found to break something if no sync reaches the disk: 1 as soon as one is, else 0."""
     Durable.forgets = True
     try:
-        for incarnation in lives:
+        for incarnation in incarnations:
             incarnation.keep_states()
             for how, at in incarnation.points():
                 if how == "power" and (fault := incarnation.explore(how, at, {})):
@@ -196,14 +196,14 @@ def notices(lives: list[Explorer]) -> int:
         Durable.forgets = False
 
 
-def begun(results: Path, lives: list[Explorer]) -> dict[tuple[str, str, int], str]:
+def begun(results: Path, incarnations: list[Explorer]) -> dict[tuple[str, str, int], str]:
     """The results of earlier runs in this file, which is begun if there is none."""
-    head = json.dumps({incarnation.name: incarnation.calls for incarnation in lives})
+    head = json.dumps({incarnation.name: incarnation.calls for incarnation in incarnations})
     if not results.exists():
         results.write_text(head + "\n")
     first, *lines = results.read_text().splitlines()
     if first != head:
-        sys.exit(f"crash_points: {results} is of other lives than these; give another file")
+        sys.exit(f"crash_points: {results} is of other incarnations than these; give another file")
     return {(name, how, at): fault for name, how, at, fault in map(json.loads, lines)}
 
 
@@ -213,7 +213,9 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="however long it takes")
     parser.add_argument("--kept", type=Path, help="file of results, to go on from and to add to")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="the lives that are tried")
+    parser.add_argument(
+        "--only", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="the incarnations that are tried"
+    )
     options = parser.parse_args()
     place = MEMORY if MEMORY.is_dir() else None
     if SHIM not in os.environ:
@@ -221,19 +223,19 @@ def main() -> None:
     torch.set_num_threads(1)
     scratch = Path(os.environ[SHIM])
     try:
-        lives = explorers(scratch, options.only)
+        incarnations = explorers(scratch, options.only)
         results = options.kept or scratch / "results"
-        before = begun(results, lives)
-        points = [(incarnation, how, at) for incarnation in lives for how, at in incarnation.points()]
+        before = begun(results, incarnations)
+        points = [(incarnation, how, at) for incarnation in incarnations for how, at in incarnation.points()]
         todo = [
             (incarnation, how, at) for incarnation, how, at in points if (incarnation.name, how, at) not in before
         ]
-        for incarnation in lives:
+        for incarnation in incarnations:
             incarnation.keep_states()
         random.Random(options.seed).shuffle(todo)  # so that what the time allows is spread over all of them
         looked = explored(todo, results, inf if options.all else time.monotonic() + options.seconds)
-        found = begun(results, lives)
-        noticed = notices(lives)
+        found = begun(results, incarnations)
+        noticed = notices(incarnations)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     shown = Counter[str]()
@@ -241,16 +243,16 @@ def main() -> None:
         shown[name] += bool(fault)
         if fault and shown[name] <= SHOWN:
             print(f"{name}: {how} at call {at}: {fault}", file=sys.stderr, flush=True)
-    by_life = {
+    by_incarnation = {
         incarnation.name: {
             "calls": len(incarnation.calls),
             "points": sum(name == incarnation.name for name, _, _ in found),
             "broken": shown[incarnation.name],
         }
-        for incarnation in lives
+        for incarnation in incarnations
     }
-    totals = {key: sum(incarnation[key] for incarnation in by_life.values()) for key in ("points", "broken")}
-    all_of_it = {"all": len(points), "states": looked, "noticed": noticed, "lives": by_life}
+    totals = {key: sum(incarnation[key] for incarnation in by_incarnation.values()) for key in ("points", "broken")}
+    all_of_it = {"all": len(points), "states": looked, "noticed": noticed, "incarnations": by_incarnation}
     report("crash_points", {**totals, **all_of_it}, options, units_by_ending({}, "count"), timed=False)
 
 

@@ -148,7 +148,7 @@ def _shim() -> ctypes.CDLL:
 
 
 def digest(folder: Path) -> str:
-    """Of all names and contents below it."""
+    """Digest of all names and contents below a folder."""
     found = hashlib.blake2b(digest_size=12)
     for path in sorted(folder.rglob("*")):
         content = b"" if path.is_dir() else path.read_bytes()
@@ -157,8 +157,8 @@ def digest(folder: Path) -> str:
 
 
 class Durable:
-    """What of a folder is on the disk: the contents of files when they were last synced, and the names in folders
-    when these were. It is kept beside the folder, in `<folder>.durable`, by inode."""
+    """The part of a folder that is on the disk: the contents of files when they were last synced, and the names in
+    folders when these were. It is kept beside the folder, in `<folder>.durable`, by inode."""
 
     forgets = False  # True: to see whether the explorer notices that syncs are missing
 
@@ -167,7 +167,7 @@ class Durable:
         self._left, self._changed = folder.with_name(folder.name + ".left"), True
 
     def begin(self) -> None:
-        """All that is there now counts as being on the disk."""
+        """Count all that is there now as being on the disk."""
         shutil.rmtree(self.kept, ignore_errors=True)
         self.kept.mkdir()
         for path in (self.folder, *self.folder.rglob("*")):

@@ -1,4 +1,5 @@
-"""What is crashed: servers with their journals and snapshots, a worker's checkpoints, an export, a data set."""
+"""Subjects that are crashed: servers with their journals and snapshots, a worker's checkpoints, an export, a data
+set."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def _identity() -> Any:
 
 
 def _messages(which: str) -> list[Any]:
-    """What a server of that name is told in a small run."""
+    """Messages that a server of that name receives in a small run."""
     told: dict[str, list[Any]] = {GLOBAL: [], "eu": []}
     kinds = {GLOBAL: GlobalServer, "eu": RegionServer}
     real = {name: kind.handle for name, kind in kinds.items()}
@@ -156,7 +157,7 @@ def _messages(which: str) -> list[Any]:
 
 
 def _digest(server: Any) -> int:
-    """Of what a server saves."""
+    """Digest of what a server saves."""
     tensors, meta = server.state()
     found = zlib.crc32(repr(meta).encode())
     for name, tensor in tensors.items():
@@ -175,7 +176,7 @@ SAVES = 4
 
 
 class Engine:
-    """What a checkpoint needs of an engine: one tensor and AdamW, on one rank."""
+    """An engine, as far as a checkpoint needs it: one tensor and AdamW, on one rank."""
 
     def __init__(self) -> None:
         self.rank, self.has_prediction, self.prediction_form = 0, False, None
@@ -280,7 +281,7 @@ class FolderSubject:
         raise NotImplementedError
 
     def version(self, folder: Path) -> int:
-        """Of a folder that is there. Raises whatever shows that it is not whole."""
+        """Version of a folder that is there. Raises whatever shows that it is not whole."""
         raise NotImplementedError
 
     def live(self, folder: Path, say: Say) -> None:
@@ -296,7 +297,7 @@ class FolderSubject:
         say(self._found(folder))
 
     def right(self, acknowledged: int, digest: int) -> bool:
-        """What was being written may be there or not."""
+        """Whether the state is right; what was being written may be there or not."""
         return digest in (acknowledged, acknowledged + 1)
 
     def _found(self, folder: Path) -> int:

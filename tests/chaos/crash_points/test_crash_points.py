@@ -26,7 +26,7 @@ def found() -> dict[str, Any]:
 def test_nothing_acknowledged_is_lost_at_any_call_that_changes_a_file(found: dict[str, Any]) -> None:
     assert found["points"] > 0 and found["all"] > 1000
     assert found["broken"] == 0, found["said"]
-    whose = {incarnation.partition(",")[0] for incarnation in found["lives"]}
+    whose = {incarnation.partition(",")[0] for incarnation in found["incarnations"]}
     assert whose == {"region", "global", "checkpoint", "export", "prepare"}
 
 

@@ -1,4 +1,4 @@
-"""What a faulty run must have kept, recomputed from its servers' whole journals by an uninterrupted replay
+"""Recompute what a faulty run must have kept, from its servers' whole journals by an uninterrupted replay
 (`tests.chaos.faults.replay`), and its accounts."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def replayed(run: FaultyRun, site: str) -> ServerReplay:
     config, cluster = load_run(run.folder / "run.json"), run.cluster  # as launched: with the data's digest
 
     def build() -> Server:
-        """As `geotrain serve` makes it, without state."""
+        """Make the server that `geotrain serve` makes, without state."""
         return any_server(config, cluster, site, remote_shards(config, cluster, site))
 
     coordinator = Written(

@@ -31,7 +31,7 @@ class Clocks:
         return {"LD_PRELOAD": str(self._library), "STEPPED_CLOCK": str(path)}
 
     def set(self, name: str, ahead_s: int) -> None:
-        """From now on this clock is so many seconds ahead of the machine's; negative: behind."""
+        """Step a clock: from now on it is `ahead_s` seconds ahead of the machine's; negative: behind."""
         with (self._folder / name).open("r+b", buffering=0) as file:  # which is mapped: it must not be replaced
             file.write(ahead_s.to_bytes(8, "little", signed=True))
 

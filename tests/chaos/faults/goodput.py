@@ -1,4 +1,5 @@
-"""How much of what the surviving workers could have trained was committed, and how long the healthy stood still.
+"""Compute how much of what the surviving workers could have trained was committed, and how long the healthy stood
+still.
 
 A worker survives from when its last rank has joined until it is killed, its death is seen, it leaves, or the run
 ends. In that time it could have trained its own step rate: the tokens of its jobs over the seconds of those jobs,
@@ -23,7 +24,7 @@ from tests.chaos.faults.runner import FaultyRun
 
 
 @dataclass(frozen=True)
-class Life:
+class Incarnation:
     worker: str
     begin_s: float
     end_s: float
@@ -37,9 +38,11 @@ class Life:
 
 def goodput(run: FaultyRun, committed_samples: int, end_s: float) -> dict[str, Any]:
     """end_s: Unix time at which the run was ended."""
-    lives = {w: _lives(run, region, w, end_s) for region, workers in run.regions.items() for w in workers}
+    incarnations = {
+        w: _incarnations(run, region, w, end_s) for region, workers in run.regions.items() for w in workers
+    }
     could = could_all = 0.0
-    for mine in lives.values():
+    for mine in incarnations.values():
         jobs = [job for incarnation in mine for job in incarnation.jobs]
         if jobs:
             rate = _rate(jobs)
@@ -48,7 +51,7 @@ def goodput(run: FaultyRun, committed_samples: int, end_s: float) -> dict[str, A
             )
             could_all += rate * (end_s - mine[0].begin_s)
     tokens = committed_samples * run.run.data.sequence_length
-    every = [incarnation for mine in lives.values() for incarnation in mine]
+    every = [incarnation for mine in incarnations.values() for incarnation in mine]
     jobs_s = [_training_s(job) for incarnation in every for job in incarnation.jobs]
     fragments = len(parameter_map_of(run.run).fragments)
     lost_s = (
@@ -62,16 +65,16 @@ def goodput(run: FaultyRun, committed_samples: int, end_s: float) -> dict[str, A
         "deaths_of_workers": sum(incarnation.died for incarnation in every),
         "goodput_of_all": round(tokens / could_all, 4) if could_all else 0.0,
         "longest_stall_s": round(max(stalls, default=0.0), 2),
-        "worker_lives": sum(len(mine) for mine in lives.values()),
+        "worker_incarnations": sum(len(mine) for mine in incarnations.values()),
         "surviving_share": round(
             sum(incarnation.seconds for incarnation in every)
-            / max(1e-9, sum(end_s - mine[0].begin_s for mine in lives.values() if mine)),
+            / max(1e-9, sum(end_s - mine[0].begin_s for mine in incarnations.values() if mine)),
             4,
         ),
     }
 
 
-def _lives(run: FaultyRun, region: str, worker: str, end_s: float) -> list[Life]:
+def _incarnations(run: FaultyRun, region: str, worker: str, end_s: float) -> list[Incarnation]:
     ranks = run.cluster.worker(region, worker).ranks
     joined: dict[str, dict[int, float]] = {}
     for event in run.events(region):  # a rank joins again when its server was restarted: the first time counts
@@ -83,13 +86,13 @@ def _lives(run: FaultyRun, region: str, worker: str, end_s: float) -> list[Life]
     ends += [e["time_s"] for e in run.events("launcher") if e["event"] == "ProcessDied" and e["unit"] == worker]
     left = [e["time_s"] for e in run.events(region) if e["event"] == "Left" and e["member"] == worker]
     jobs = [e for e in run.events(worker) if e["event"] == "JobTrained"]
-    lives = []
+    incarnations = []
     for begin_s, next_s in zip(begins, [*begins[1:], end_s], strict=True):
         until_s = min([t for t in (*ends, *left) if begin_s < t < next_s], default=min(next_s, end_s))
         if until_s > begin_s:
             mine = tuple(job for job in jobs if begin_s < job["time_s"] <= until_s)
-            lives.append(Life(worker, begin_s, until_s, mine, until_s < end_s and until_s not in left))
-    return lives
+            incarnations.append(Incarnation(worker, begin_s, until_s, mine, until_s < end_s and until_s not in left))
+    return incarnations
 
 
 def _hits(fault: Any, region: str, worker: str) -> bool:
@@ -105,7 +108,7 @@ def _rate(jobs: Any) -> float:
     return float(sum(job["tokens"] for job in jobs) / sum(map(_training_s, jobs)))
 
 
-def _longest_stall(incarnation: Life) -> float:
+def _longest_stall(incarnation: Incarnation) -> float:
     """Seconds between two jobs' ends in which it did not train."""
     ends = [incarnation.begin_s, *(job["time_s"] for job in incarnation.jobs)]
     return max((end - before - _training_s(job) for before, end, job in zip(ends, ends[1:], incarnation.jobs,

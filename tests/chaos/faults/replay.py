@@ -1,11 +1,11 @@
-"""What a server's processes have written down in all their lives, replayed without an interruption, and held against
+"""Replay what a server's processes have written in all incarnations, without an interruption, and hold it against
 each snapshot that they wrote and each state that a recovery had. Bit for bit. Pure.
 
 A server of one process is replayed by its journal. Where shards are processes of their own, the journals of its
-coordinator and of each shard are replayed side by side and compared by orders. Those that count have a number: each
-shard must have obeyed what the coordinator gave, all of it, in that sequence. The others must stand where the
-coordinator gave them, between two that count. What the coordinator took from shards (sizes, sums of squares, marks)
-they must have said, and the payload of each update that it took must be in a shard's journal.
+coordinator and of each shard are replayed side by side and compared by commands. Those that count have a number: each
+shard must have executed what the coordinator gave, all of it, in that sequence. The others must stand where the
+coordinator gave them, between two that count. What the coordinator took from shards (sizes, sums of squares,
+fingerprints) they must have said, and the payload of each update that it took must be in a shard's journal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Machine = TypeVar("Machine", Server, ShardServer)
 
 @dataclass(frozen=True)
 class Written(Generic[Machine]):
-    """What one process has written in all its lives.
+    """The record that one process has written in all its incarnations.
 
     build: makes its state machine, without state. begin: gives that what it has when a run begins. segments: (number,
     messages) of its journal, without a gap. snapshots: by the segment that follows each; read when they are compared.
@@ -56,7 +56,8 @@ class Written(Generic[Machine]):
 
 
 class Replay(ABC, Generic[Machine]):
-    """Of one process. now: its state, as if it had lived on. snapshots, recoveries: how many states were compared."""
+    """Replays the record of one process. now: its state, as if it had never ended. snapshots, recoveries: how many
+    states were compared."""
 
     def __init__(self, written: Written[Machine]) -> None:
         self.build, self.now = written.build, written.build()
@@ -96,13 +97,13 @@ class Replay(ABC, Generic[Machine]):
             self.mismatches.append(f"{what}: {', '.join(sorted(differing)[:5])}")
 
 
-class BookReplay(Replay[Server]):
-    """Of a server's process, with or without shards in it.
+class CoordinatorReplay(Replay[Server]):
+    """Replays a server's process, with or without shards in it.
 
     applied: (member, incarnation, sequence, digest of its payloads) of each update. committed: ranges of samples
-    (global server). orders: to shards elsewhere, those that count. others: the rest, packed, and how many that count
-    came before. saved_after: how many had come at each snapshot.
-    payloads: digests of what the shards have. said: what those have said, as `facts` gives it.
+    (global server). commands: to shards elsewhere, those that count. others: the rest, packed, and how many that
+    count came before. saved_after: how many had come at each snapshot. payloads: digests of what the shards have.
+    said: what those have said, as `facts` gives it.
     """
 
     def __init__(
@@ -145,19 +146,19 @@ class BookReplay(Replay[Server]):
                 end_incarnations(server)
         elif not isinstance(message, Dismissed):  # that changes no state
             if shadow is not None:
-                _tell(shadow, message)
+                _deliver(shadow, message)
             self._note(message)
 
     def _recovered(self) -> None:
         super()._recovered()
         far = None if self._shadow is None else self._shadow.shards
         if isinstance(far, RemoteShards) and list(far.kept) != self.commands[len(self.commands) - len(far.kept) :]:
-            self.mismatches.append(f"recovery {self.recoveries}: the orders that it would give again")
+            self.mismatches.append(f"recovery {self.recoveries}: the commands that it would give again")
 
     def _note(self, message: Any) -> None:
         leases = getattr(self.now, "coordinator", None)  # the global server's
         before = dict(leases.open) if leases else {}
-        reply = _tell(self.now, message)
+        reply = _deliver(self.now, message)
         if isinstance(message, HeldPart | HeldAnswer | Froze):
             self.mismatches += [f"no shard has said {fact}" for fact in facts(message) if fact not in self._said]
         if not isinstance(message, UpdatePart | HeldPart):
@@ -183,9 +184,9 @@ class BookReplay(Replay[Server]):
 
 
 class ShardReplay(Replay[ShardServer]):
-    """Of a shard's process. orders: those that count, as it has obeyed them. others: the rest, and how many that
-    count came before. saved_after: how many had come at each snapshot. payloads: digests of what members sent. said:
-    what it has said to its coordinator, as `facts` gives it."""
+    """Replays a shard's process. commands: those that count, as it has executed them. others: the rest, and how many
+    that count came before. saved_after: how many had come at each snapshot. payloads: digests of what members sent.
+    said: what it has said to its coordinator, as `facts` gives it."""
 
     def __init__(self, written: Written[ShardServer]) -> None:
         super().__init__(written)
@@ -194,7 +195,7 @@ class ShardReplay(Replay[ShardServer]):
         self.saved_after: set[int] = set()
         self.payloads: dict[Payload, str] = {}
         self.said: set[Any] = set()
-        self._stopped = False  # at an order for which it lacks a payload; what comes after is not compared any more
+        self._stopped = False  # at a command for which it lacks a payload; what comes after is not compared any more
         self.play(written)
 
     def _meet(self, saved: Snapshot) -> None:
@@ -211,7 +212,7 @@ class ShardReplay(Replay[ShardServer]):
                 self._follow(message)
         except PayloadLost as lost:
             self._stopped = True
-            self.mismatches.append(f"after {self.now.commands} orders: {lost}")
+            self.mismatches.append(f"after {self.now.commands} commands: {lost}")
 
     def _follow(self, message: Any) -> None:
         # it follows every death: the shard's own, its coordinator's or another shard's
@@ -222,12 +223,12 @@ class ShardReplay(Replay[ShardServer]):
                 self._shadow.handle(message)
         if counts(message, self.now.changes):
             self.commands.append(message)
-        elif isinstance(message, Forget | Freeze) or (isinstance(message, Join) and not self._has_heard(message)):
+        elif isinstance(message, Forget | Freeze) or (isinstance(message, Join) and not self._has_received(message)):
             self.others.append((self.now.commands, message))
         self.execute(message)
 
-    def _has_heard(self, join: Join) -> bool:
-        """It is said again at the beginning of a segment."""
+    def _has_received(self, join: Join) -> bool:
+        """Whether it was received before: it is repeated at the beginning of a segment."""
         known = self.now.shard.members.get(join.member)
         return known is not None and known.joins.get(join.part) == join
 
@@ -238,13 +239,13 @@ class ShardReplay(Replay[ShardServer]):
 
 
 class ServerReplay:
-    """Of a server's coordinator, and of its shards where they are processes of their own. behind: how many orders
-    they have not obeyed; they were, in the replay."""
+    """Replays a server's coordinator, and its shards where they are processes of their own. behind: number of
+    commands that they had not executed; the replay did."""
 
     def __init__(self, coordinator: Written[Server], shards: Sequence[Written[ShardServer]] = ()) -> None:
         self.shards = [ShardReplay(written) for written in shards]
         payloads = {key: digest for shard in self.shards for key, digest in shard.payloads.items()}
-        self.coordinator = BookReplay(
+        self.coordinator = CoordinatorReplay(
             coordinator, payloads, frozenset().union(*(shard.said for shard in self.shards))
         )
         self.behind = sum(max(0, len(self.coordinator.commands) - shard.now.commands) for shard in self.shards)
@@ -258,30 +259,31 @@ class ServerReplay:
         return [(None, text) for text in self.coordinator.mismatches] + of_shards
 
 
-def hold_together(coordinator: BookReplay, shard: ShardReplay) -> list[str]:
-    """What is wrong with the shard's orders. It then obeys those that it lacks."""
+def hold_together(coordinator: CoordinatorReplay, shard: ShardReplay) -> list[str]:
+    """List what is wrong with the shard's commands. It then executes those that it lacks."""
     for number, (executed, given) in enumerate(zip(shard.commands, coordinator.commands, strict=False), 1):
         if executed != given:
-            return [f"order {number} is {executed}, the coordinator gave {given}"]
-    if len(shard.commands) > len(coordinator.commands):
-        return [f"it has obeyed {len(shard.commands)} orders, the coordinator gave {len(coordinator.commands)}"]
+            return [f"command {number} is {executed}, the coordinator gave {given}"]
+    done, all_given = len(shard.commands), len(coordinator.commands)
+    if done > all_given:
+        return [f"it has executed {done} commands, the coordinator gave {all_given}"]
     wrong = [
-        f"{type(command).__name__} of {command.member} after {at} orders: the coordinator gave it elsewhere, or never"
+        f"{type(command).__name__} of {command.member} after {at} commands: the coordinator gave it at no such place"
         for at, command in shard.others
         if (at, wire.pack(command)) not in coordinator.others
     ]
     lacking = sorted(coordinator.saved_after - shard.saved_after)
-    wrong += [f"it has no snapshot after {commands} orders, as its coordinator has" for commands in lacking]
+    wrong += [f"it has no snapshot after {commands} commands, as its coordinator has" for commands in lacking]
     try:
         for command in coordinator.commands[len(shard.commands) :]:
             shard.execute(command)
     except PayloadLost as lost:
-        wrong.append(f"after {shard.now.commands} orders, at one that it lacked: {lost}")
+        wrong.append(f"after {shard.now.commands} commands, at one that it lacked: {lost}")
     return wrong
 
 
 def facts(said: Any) -> Iterator[tuple[Any, ...]]:
-    """What shards tell a coordinator, and the coordinator has from them, in parts that may come to it in other
+    """Facts that shards tell a coordinator, and the coordinator has from them, in parts that may come to it in other
     messages."""
     match said:
         case HeldPart(part):
@@ -298,14 +300,14 @@ def _payload(part: UpdatePart, chunk: int) -> Payload:
     return part.member, part.incarnation, part.sequence, part.part, chunk
 
 
-def _tell(server: Server, message: Any) -> Any:
+def _deliver(server: Server, message: Any) -> Any:
     with suppress(Refused):
         return server.handle(message).reply
     return None
 
 
 def _paths(one: Any, other: Any, at: str = "") -> Iterator[str]:
-    """Where two chunks of plain data differ."""
+    """Paths at which two pieces of plain data differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in one.keys() | other.keys():
             yield from _paths(one.get(key), other.get(key), f"{at}.{key}" if at else key)
@@ -317,7 +319,7 @@ def _paths(one: Any, other: Any, at: str = "") -> Iterator[str]:
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """To the bit, so that −0 is not 0."""
+    """Whether two tensors are equal to the bit, so that −0 is not 0."""
     if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))

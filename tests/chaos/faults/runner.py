@@ -216,7 +216,7 @@ class FaultyRun:
         return True
 
     def impaired_packets(self) -> dict[str, int]:
-        """What befell packets, by kind, as each incarnation of the pump told at its end."""
+        """Count what befell packets, by kind, as each incarnation of the pump told at its end."""
         counts = Counter[str]()
         for line in (self.folder / "logs/wan.log").read_text().splitlines():
             with suppress(ValueError, KeyError):
@@ -312,7 +312,7 @@ class FaultyRun:
         return True
 
     def lies_refused(self) -> int:
-        """How many of the liars' messages were refused. Raises RuntimeError if one was taken."""
+        """Count the liars' messages that were refused. Raises RuntimeError if one was taken."""
         refused = 0
         for liar in self.liars:
             said = liar.communicate(timeout=STOP_S)[0]
@@ -423,7 +423,7 @@ def take_files(pid: int) -> Callable[[], None]:
 
 
 def read_events(folder: Path, source: str) -> list[dict[str, Any]]:
-    """Of a run's folder; a line that is being written is left out."""
+    """Read the events of a run's folder; a line that is being written is left out."""
     servers = folder / "servers" / source / "events.jsonl"
     path = servers if servers.exists() else folder / "events" / f"{source}.jsonl"
     events = []
@@ -436,7 +436,7 @@ def read_events(folder: Path, source: str) -> list[dict[str, Any]]:
 
 
 def kinds_done(run: FaultyRun) -> dict[str, int]:
-    """How often each was done: "kill rank", …, "cut link"."""
+    """Count how often each was done: "kill rank", …, "cut link"."""
     return dict(Counter(f"{fault.what} {fault.kind or 'link'}" for _, fault in run.done))
 
 

@@ -65,7 +65,7 @@ class Fault:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Of a link's disturbance, as `wan.disturb` takes them."""
+        """Numbers of a link's disturbance, as `wan.disturb` takes them."""
         more = {"cut": (), "slow": (self.bytes_per_s,)}
         return (self.for_s, *more.get(self.what, (self.rate, self.seed, self.amount)))
 

@@ -1,4 +1,4 @@
-"""The faults' audit of servers whose shards are processes of their own: it passes what lives and deaths have left,
+"""The faults' audit of servers whose shards are processes of their own: it passes what incarnations and deaths have left,
 and finds what was damaged in it afterwards."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def written(build: Callable[[], Any], kept: Kept) -> Written[Any]:
 
 
 class Server:
-    """All that a server's processes have ever written, as lists of its own, to be damaged."""
+    """A record of all that a server's processes have ever written, as lists of its own, to be damaged."""
 
     def __init__(self, double: Double) -> None:
         self.double = double
@@ -130,17 +130,17 @@ def flip_an_element(server: Server) -> None:
     server.shards[0][2] = ({**tensors, name: flipped}, meta), journal
 
 
-def leave_an_order_out(server: Server) -> None:
+def leave_a_command_out(server: Server) -> None:
     journal, i = place(server.shards[0], Apply)
     del journal[i]
 
 
-def give_an_order_twice(server: Server) -> None:
+def give_a_command_twice(server: Server) -> None:
     journal, i = place(server.shards[0], Apply)
     journal.insert(i, journal[i])
 
 
-def give_an_order_late(server: Server) -> None:
+def give_a_command_late(server: Server) -> None:
     """Weights are frozen after the next update, and not before."""
     journal, i = place(server.shards[0], Freeze)
     command = journal.pop(i)
@@ -175,8 +175,8 @@ def lose_an_update(server: Server) -> None:
     del journal[i]
 
 
-def lack_the_last_orders(server: Server) -> None:
-    """Of a shard that was down at the end; no damage."""
+def lack_the_last_commands(server: Server) -> None:
+    """Cut the record of a shard that was down at the end; no damage."""
     journal = server.shards[0][-1][1]
     while not isinstance(journal[-1], UpdatePart | Answer):
         journal.pop()
@@ -184,9 +184,9 @@ def lack_the_last_orders(server: Server) -> None:
 
 DAMAGE = {
     flip_an_element: ("eu", r"^snapshot 3: chunk\.\d+\.x$"),
-    leave_an_order_out: ("eu", r"^order \d+ is "),
-    give_an_order_twice: (GLOBAL, r"^order \d+ is Apply\(.*, the coordinator gave "),
-    give_an_order_late: ("eu", r"^Freeze of \w after \d+ orders: the coordinator gave it elsewhere, or never$"),
+    leave_a_command_out: ("eu", r"^command \d+ is "),
+    give_a_command_twice: (GLOBAL, r"^command \d+ is Apply\(.*, the coordinator gave "),
+    give_a_command_late: ("eu", r"^Freeze of \w after \d+ commands: the coordinator gave it at no such place$"),
     lose_a_payload: ("us", r"^no shard has the payload \('c', "),
     change_a_payload: ("us", r"^no shard has said \('c', "),
     lose_an_update: ("eu", r"^snapshot \d+: "),
@@ -210,11 +210,11 @@ def test_an_update_whose_payload_is_lost_counts_as_lost(world: FarWorld) -> None
     assert len(left) == len(whole) - 1
 
 
-def test_what_a_shard_has_not_obeyed_yet_is_given_to_it(world: FarWorld) -> None:
+def test_what_a_shard_has_not_executed_yet_is_given_to_it(world: FarWorld) -> None:
     """The payloads are on its disk: it comes to the state of the others."""
     server = Server(world.doubles["us"])
     whole = server.audited().shards[0].now.state()
-    lack_the_last_orders(server)
+    lack_the_last_commands(server)
     found = server.audited()
     assert found.mismatches == [] and found.behind > 0
     tensors, meta = found.shards[0].now.state()
@@ -257,7 +257,7 @@ def written_by_servers(run: FaultyRun) -> None:
                 said += [send.message for send in machine.handle(command).sends]
 
         far.emit = command
-        far.begin_incarnation("life-1")
+        far.begin_incarnation("incarnation-1")
         if site == GLOBAL:
             i, layout = identity_of(run.run, coordinator.server.parameter_map), coordinator.server.parameter_map
             slices = tuple(layout.whole(chunk.index) for chunk in layout.chunks)

@@ -1,4 +1,4 @@
-"""Mutated files against what opens them: configs, journals, snapshots, .idx (a part of fuzz.py)."""
+"""Mutated files against what opens them: configs, journals, snapshots, .idx (a part of the fuzzer)."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class _Folders(ABC):
 
 
 class Journals(_Folders):
-    """Every record in it was acknowledged: it comes back whole, or the server does not start."""
+    """Damages the journal, whose every record was acknowledged: it comes back whole, or the server does not start."""
 
     def _victims(self, folder: Path) -> list[Path]:
         return sorted((folder / "journal").iterdir())

@@ -1,4 +1,4 @@
-"""Mutated messages against servers' state machines (a part of fuzz.py)."""
+"""Mutated messages against servers' state machines (a part of the fuzzer)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Servers:
 
 
 def digest(server: Any) -> int:
-    """Of all that a server holds, and not only of what it saves."""
+    """Digest of all that a server holds, and not only of what it saves."""
     tensors, meta = server.state()
     crc = zlib.crc32(repr(meta).encode())
     for name, tensor in tensors.items():
@@ -176,7 +176,7 @@ class Messages:
 
 
 def _round_trip(message: Any) -> None:
-    """What was read is written to the journal and read again."""
+    """Write what was read to the journal and read it again."""
     if isinstance(message, KINDS):
         reader = wire.FrameReader(*KINDS, limit_bytes=LIMIT_BYTES)
         for frame in wire.frames(message):
