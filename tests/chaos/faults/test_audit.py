@@ -1,5 +1,5 @@
-"""The faults' audit of servers whose shards are processes of their own: it passes what incarnations and deaths have left,
-and finds what was damaged in it afterwards."""
+"""The faults' audit of servers whose shards are processes of their own: it passes what incarnations and deaths have
+left, and finds what was damaged in it afterwards."""
 
 from __future__ import annotations
 
