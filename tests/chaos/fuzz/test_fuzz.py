@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 
 import pytest
 
@@ -53,10 +52,3 @@ def test_records_lost_in_silence_and_crashes_are_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Journal, "_replay_segment", crashing)
     assert fuzz.fuzz(target, 0.2, random.Random(1), show=0)["crashes"] > 0
-
-
-@pytest.fixture(autouse=True)
-def _clean():
-    yield
-    for name in ("fuzz", "fuzz_files", "fuzz_messages", "common"):
-        sys.modules.pop(name, None)
