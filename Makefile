@@ -1,5 +1,5 @@
-# make train · make test · make test-fast · make lint · make bench · make bench-quick · make gpu · make docs; each
-# installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
+# make train · make test · make test-fast · make chaos · make lint · make bench · make bench-quick · make bench-test ·
+# make gpu · make docs; each installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 export PATH := $(PATH):/usr/sbin:/sbin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install train test-packages test test-fast lint bench bench-quick gpu docs clean
+.PHONY: install train test-packages test test-fast chaos lint bench bench-quick bench-test gpu docs clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +36,10 @@ test: test-packages install
 test-fast: test-packages install
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
+# Faults befall a run whose servers have shards in processes of their own; `make test` has them without.
+chaos: test-packages install
+	$(BIN)/python -m tests.chaos.faults --quick --shards 2
+
 # mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install
 	$(BIN)/ruff check .
@@ -51,6 +55,10 @@ bench: test-packages install
 # Only shows that all of them work and give every figure that has a goal. One looks at the status page in a browser.
 bench-quick: test-packages install
 	$(BIN)/python -m benchmarks --quick $(BENCH_ARGS)
+
+# The tests of benchmarks and studies, which `make test` leaves out.
+bench-test: test-packages install
+	$(PYTEST) benchmarks $(PYTEST_ARGS)
 
 # Rows of benchmarks/results.csv, and a page of its own.
 gpu: install

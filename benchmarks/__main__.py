@@ -1,4 +1,5 @@
-"""All benchmarks, one after another, and one table: each figure, its goal, this machine's, the last one recorded.
+"""Run all benchmarks, one after another, and print one table: each figure, its goal, this machine's, the last one
+recorded.
 
     python -m benchmarks                      within 75 minutes
     python -m benchmarks --quick              a minute each, to see that all of them work and give every figure that
@@ -92,7 +93,7 @@ def chosen(only: Sequence[str], quick: bool) -> list[Part]:
 
 
 def minutes_of(left: Sequence[Part], passed: float) -> float:
-    """How long the first of the parts that are left may take, so that all end within ALL_MINUTES: what the others
+    """Minutes that the first of the parts that are left may take, so that all end within ALL_MINUTES: what the others
     leave. passed: minutes since the beginning."""
     return max(0.0, min(LONGEST_MINUTES, ALL_MINUTES - passed - sum(part.minutes for part in left[1:])))
 
@@ -103,7 +104,7 @@ def run(part: Part, quick: bool, minutes: float) -> Outcome:
     command = [
         sys.executable,
         "-m",
-        f"benchmarks.{part.module}",
+        f"{part.package}.{part.module}",
         *part.arguments,
         *(["--quick"] if quick else part.whole),
     ]
@@ -175,7 +176,7 @@ def judge(goal: Goal, outcome: Outcome, quick: bool) -> str:
 
 
 def row(part: Part, goal: Goal, outcome: Outcome, recorded: dict[tuple[str, str], tuple[str, str]]) -> Sequence[str]:
-    """All cells but the verdict."""
+    """Cells of a part's row, all but the verdict."""
     value, mean = outcome.figures.get(goal.metric), goal.metric.removesuffix(".mean")
     stem = f"{goal.metric}_" if mean == goal.metric else f"{mean}."  # a mean over seeds stands beside its ends
     low, high = (outcome.figures.get(f"{stem}{end}") for end in ("low", "high"))

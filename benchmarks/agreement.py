@@ -1,4 +1,4 @@
-"""Is the simulator right? A real run of processes over emulated links beside its simulation.
+"""Compare a real run of processes over emulated links with its simulation: is the order of updates the same?
 
 Three workers in two regions, whose paces (`min_step_s`) and links set the order of all updates. They wait until the
 last has joined, and begin together.
@@ -80,7 +80,7 @@ def make_world(folder: Path) -> tuple[Path, Path]:
 
 
 def simulated(files: tuple[Path, Path]) -> list[Applied]:
-    """Every update that the servers of this run would apply, in order of time.
+    """Simulate every update that the servers of this run would apply, in order of time.
 
     Inner steps take as long as each worker's `min_step_s` says. Time counts from the first worker's first job.
     """
@@ -100,7 +100,8 @@ def simulated(files: tuple[Path, Path]) -> list[Applied]:
 
 
 def real(folder: Path, event: str = "UpdateApplied") -> list[Applied]:
-    """Every update that the servers of a real run applied, from their event logs. Workers must have one rank each."""
+    """Read every update that the servers of a real run applied, from their event logs. Workers must have one rank
+    each."""
     found = []
     for path in sorted((folder / "servers").glob("*/events.jsonl")):
         for said in map(json.loads, path.read_text().splitlines()):
@@ -133,7 +134,7 @@ def _note(site: str, server: Server, clock: Clock, applied: list[Applied]) -> No
 
 
 def launched(files: tuple[Path, Path], env: dict[str, str] | None = None) -> list[Applied]:
-    """What the real run applied, its seconds counted from when all may begin. Raises RuntimeError."""
+    """Launch the run and return what it applied, its seconds counted from when all may begin. Raises RuntimeError."""
     folder = load_run(files[0]).run_folder
     log = folder.with_suffix(".log")
     with log.open("w") as file:

@@ -36,7 +36,7 @@ COUNTED = ("compiled", "spilled", "shared", "scalar_loads", "offsets_32bit", "fa
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a compiled kernel, by what `COUNTED` calls it. seconds: of this process, to compile it."""
+    """Faults of a compiled kernel, by what `COUNTED` calls it. seconds: of this process, to compile it."""
 
     kernel: str
     target: str
@@ -70,7 +70,7 @@ def look(launch: Any, target: str) -> Finding:
 
 
 def look_at(case: Any, target: str, places: Sequence[int]) -> list[Finding]:
-    """Of what a case launches, that at these places."""
+    """Check the launches of a case at these places."""
     launches = case.launches(target)
     return [look(launches[place], target) for place in places]
 

@@ -13,7 +13,6 @@ triton                              registers and spilled bytes a thread, compil
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -74,7 +73,7 @@ def relative_rmse(codec: Codec, delta: dict[str, Tensor]) -> float:
 
 
 def resources(codec: Codec, targets: int | None) -> dict[str, dict[str, dict[str, int]]]:
-    """What the kernels of a large, even tensor take on each of the first targets; None: on all."""
+    """Resources that the kernels of a large, even tensor take on each of the first targets; None: on all."""
     spec = codec.spec
     values, anchor, residual = (torch.zeros(16 * spec.block) for _ in range(3))
     payload = torch.zeros(spec.encoded_bytes(values.numel()), dtype=torch.uint8)
@@ -91,11 +90,10 @@ def main() -> None:
     parser = command_line(__doc__, quick={"numel": 1 << 18, "rounds": 3, "targets": 1})
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the timed tensors")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--delta", type=Path, help="a saved delta; without it a small model is trained")
     parser.add_argument("--targets", type=int, help="GPUs that the kernels are compiled for; default: all; 0: none")
     options = parser.parse_args()
 
-    delta = real_delta.load(options.delta) if options.delta else real_delta.train()
+    delta = real_delta.train()
     results: dict[str, dict] = {}
     for name, config in CONFIGS.items():
         codec = make_codec(config)

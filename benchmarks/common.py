@@ -159,7 +159,7 @@ def alternate(
 
 
 def ratio(name: str, reference: Sequence[float], times: Sequence[float]) -> dict[str, float]:
-    """Of reference time / time in each round: 1 is as fast as the reference, more is faster. As `spread` gives it."""
+    """Spread of reference time / time in each round: 1 is as fast as the reference, more is faster."""
     return spread(name, [theirs / own for theirs, own in zip(reference, times, strict=True)])
 
 
@@ -181,8 +181,8 @@ def adopt_orphans() -> None:
 
 
 def processor_s(pid: int) -> dict[int, float]:
-    """Of a process and all below it, nearest first: process id → seconds of processor time, its own and those of
-    children that it has waited for. What has ended and was not waited for is among them."""
+    """Processor time of a process and all below it, nearest first: process id → seconds of processor time, its own
+    and those of children that it has waited for. What has ended and was not waited for is among them."""
     tick, children, used_s = os.sysconf("SC_CLK_TCK"), dict[int, list[int]](), dict[int, float]()
     for each in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         try:
@@ -224,7 +224,7 @@ _BEGAN = _all_s()
 
 
 def triton_resources(call: Callable[[], object], targets: int | None = None) -> dict[str, dict[str, int]]:
-    """Of the one Triton kernel that `call` launches: registers and spilled bytes a thread, by target that it is
+    """Compile the one Triton kernel that `call` launches: registers and spilled bytes a thread, by target that it is
     compiled for ahead of time. targets: how many of them; None: all."""
     from benchmarks import triton_aot
 

@@ -1,4 +1,4 @@
-"""What compiled kernels are looked at for: offsets that 32 bits cannot hold, and accesses that could be wider."""
+"""Find faults in compiled kernels: offsets that 32 bits cannot hold, and accesses that could be wider."""
 
 from __future__ import annotations
 

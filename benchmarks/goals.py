@@ -1,4 +1,4 @@
-"""What the benchmarks are run for: the goal of each figure, and how long each benchmark may take."""
+"""Goals of the benchmarks: the goal of each figure, and how long each benchmark may take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Part:
-    """One run of a benchmark. module: in this package. arguments: in either form; whole: where it is not --quick.
+    """One run of a benchmark. module: inside `package`. arguments: in either form; whole: where it is not --quick.
     minutes: kept for it; it may take what others leave, too, and is ended then. recorded: its name in results.csv,
     where it is not the module's. quick: whether it has a short form. tested: the test that plays what the short form
     shows, and more; so nobody needs both."""
@@ -41,6 +41,7 @@ class Part:
     quick: bool = True
     whole: tuple[str, ...] = ()
     tested: str = ""
+    package: str = "benchmarks"
 
     @property
     def name(self) -> str:
@@ -51,6 +52,7 @@ def zero(*metrics: str) -> tuple[Goal, ...]:
     return tuple(Goal(metric, most=0, timed=False) for metric in metrics)
 
 
+CHAOS, STUDIES = "tests.chaos", "benchmarks.studies"
 RIVALS = "left out: rivals take long to install"
 # What takes hours (confirm, delay, gap) is run by hand, and reads kept rows. Where a benchmark by itself may take ten
 # minutes, this takes a shorter form, so that all end within 75.
@@ -77,7 +79,7 @@ PARTS = (
             Goal("recovery_s_per_gb"),
             Goal("bitwise_equal_over_shards", least=1, timed=False),
             Goal("mirrors.disk.bytes_per_parameter", most=16),
-            Goal("shards.book_growth", most=1.2),
+            Goal("shards.coordinator_growth", most=1.2),
             Goal("shards.1.parameters_per_s"),
             Goal("shards.2.parameters_per_s"),
         ),
@@ -147,14 +149,15 @@ PARTS = (
         minutes=1.5,
         tested="tests/inner/test_trace.py",
     ),
-    Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),)),
-    Part("fuzz", zero("crashes", "state_changes", "unclear_errors"), minutes=1.5),
+    Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),), package=STUDIES),
+    Part("fuzz", zero("crashes", "state_changes", "unclear_errors"), minutes=1.5, package=CHAOS),
     Part(
         "crash_points",
         zero("broken"),
         minutes=3.0,
         whole=("--seconds", "150"),
-        tested="tests/net/test_crash_points.py",
+        tested="tests/chaos/crash_points/test_crash_points.py",
+        package=CHAOS,
     ),
     Part(
         "faults",
@@ -165,7 +168,8 @@ PARTS = (
             Goal("goodput", least=0.95),
         ),
         minutes=6.0,
-        tested="tests/test_faults.py",
+        tested="tests/chaos/faults/test_faults.py",
+        package=CHAOS,
     ),
     Part(
         "faults",
@@ -178,6 +182,7 @@ PARTS = (
         ("--shards", "2"),
         6.0,
         "faults_shards",
+        package=CHAOS,
     ),
     Part(
         "claims",
@@ -193,5 +198,6 @@ PARTS = (
         minutes=3.0,  # and what is left: rows that are not kept, as of another Python's text, are run and kept
         whole=("--results", "benchmarks/data/claims_rows.jsonl"),
         quick=False,
+        package=STUDIES,
     ),
 )

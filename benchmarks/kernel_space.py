@@ -104,8 +104,8 @@ def pairs(values: Mapping[str, Sequence[Any]]) -> list[Settings]:
 
 
 def key(launch: triton_aot.Launch) -> tuple[Any, ...]:
-    """What the compiler is told of a launch, but for lengths that only a shorter last block has, and where its parts
-    lie."""
+    """The key of a launch: what the compiler is told of it, but for lengths that only a shorter last block has, and
+    where its parts lie."""
     constants = {name: launch.arguments[name] for name in launch.constants}
     if "KEPT" in constants:
         full = constants["LENGTH"] == constants["BLOCK"]

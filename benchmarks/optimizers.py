@@ -1,4 +1,5 @@
-"""What Muon's step costs more than AdamW's. The last line printed is one JSON object keyed by the model's name.
+"""Measure what Muon's step costs more than AdamW's. The last line printed is one JSON object keyed by the model's
+name.
 
 Both steps are timed in turn on this machine, for the parameters of a model file: AdamW in one pass over all of them;
 Muon as momentum, `kernels.orthogonalize` and the change of the weights for the matrices of the layers, and AdamW for
@@ -67,7 +68,7 @@ class Group:
         self.out.copy_(self.weights)
 
     def products(self) -> Callable[[], None]:
-        """What `orthogonalize` multiplies, by plain bmm in the type that it multiplies in."""
+        """Multiply what `orthogonalize` multiplies, by plain bmm in the type that it multiplies in."""
         x = self.momentum if self.momentum.device.type == "cpu" else self.grad
         x = x.mT if x.shape[1] > x.shape[2] else x
         gram = torch.bmm(x, x.mT)
@@ -83,7 +84,7 @@ class Group:
 
 
 def flops(shapes: Shapes, symmetric: bool) -> float:
-    """Of `orthogonalize` with the default coefficients on `count` matrices of each shape."""
+    """FLOPs of `orthogonalize` with the default coefficients on `count` matrices of each shape."""
     total = 0
     for (rows, columns), count in shapes.items():
         m, n = min(rows, columns), max(rows, columns)

@@ -1,4 +1,4 @@
-"""What the outer loop costs a worker: tokens/s with it over tokens/s without it.
+"""Measure what the outer loop costs a worker: tokens/s with it over tokens/s without it.
 
 One rank (this process) trains the quickstart's model; a real region server and global server run beside it, joined by
 real sockets. Jobs with and without exchange alternate; the figure is the median of the pairs' ratios.
@@ -172,7 +172,8 @@ def measure(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, flo
 
 
 def measure_own_loop(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
-    """Of the same model from transformers, in a loop of one process; data is read between its steps in both cases."""
+    """Measure the same model from transformers, in a loop of one process; data is read between its steps in both
+    cases."""
     import torch
     from torch.utils.data import DataLoader
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -206,7 +207,7 @@ def measure_own_loop(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict
 
 
 def figures(seconds: dict[bool, list[float]], run: RunConfig, pairs: int) -> dict[str, float]:
-    """What is reported of jobs that took so long with (True) and without the outer loop."""
+    """Figures of jobs that took so many seconds with (True) and without the outer loop."""
     ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
     return {
         **{name: round(value, 4) for name, value in spread("throughput_ratio", ratios).items()},

@@ -1,4 +1,4 @@
-"""How fast the simulator is without tensors: a day of a hundred regions of a hundred workers, on one core.
+"""Measure how fast the simulator is without tensors: a day of a hundred regions of a hundred workers, on one core.
 
     python -m benchmarks.scale [--regions 100] [--workers 100] [--hours 24] [--local-steps 32 100] [--record]
 
@@ -12,9 +12,9 @@ import time
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.claims.methods import OURS
 from benchmarks.common import command_line, report, units_by_ending
-from benchmarks.environments import one_block, synthetic_world
+from benchmarks.studies.claims.methods import OURS
+from benchmarks.studies.environments import one_block, synthetic_world
 from geotrain.config import load_run
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.world import VirtualWorld, timing_task

@@ -1,11 +1,10 @@
-"""What a snapshot costs a server that goes on meanwhile: memory, and how long updates wait.
+"""Measure what a snapshot costs a server that goes on meanwhile: memory, and how long updates wait.
 
     python -m benchmarks.snapshots [--layers 16] [--numel 4194304] [--snapshots 5] [--folder DIR] [--record]
 
 A global server with its journal on a disk is told updates of one fragment after another by one region, as fast as it
 takes them, in bf16 up and int8 changes down. Between snapshots the usual updates are timed, during snapshots those
-that meet them. The same once more as snapshots were taken before (kept here): the whole state is cloned on the
-server's thread. The last line printed is one JSON object; `clone_` is the old way:
+that meet them. The last line printed is one JSON object:
 
 stall_share           the longest update during a snapshot over the median update without one; the worst of all
 stall_of_state_share  that longest update over the time in which the whole state is written
@@ -39,7 +38,7 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.staging.interface import to_bytes
 
-REGION, LIFE = "eu", "life-1"
+REGION, INCARNATION = "eu", "1"
 CALM_UPDATES = 40  # timed before each snapshot
 
 
@@ -98,20 +97,22 @@ class Run:
         fragment = self.sequence % len(self.payloads)
         self.sequence += 1
         version = self.recovered.server.versions[fragment]
-        return UpdatePart(REGION, LIFE, self.sequence, 0, (ChunkDelta(fragment, version, self.payloads[fragment]),))
+        return UpdatePart(
+            REGION, INCARNATION, self.sequence, 0, (ChunkDelta(fragment, version, self.payloads[fragment]),)
+        )
 
     def join(self) -> Join:
         whole = tuple(self.parameter_map.whole(f.index) for f in self.parameter_map.fragments)
         i = self.identity
-        return Join(i.run, i.config_digest, i.parameter_map_digest, i.model, REGION, LIFE, 0, 1, whole, whole)
+        return Join(i.run, i.config_digest, i.parameter_map_digest, i.model, REGION, INCARNATION, 0, 1, whole, whole)
 
 
-async def measured(run: Run, snapshots: int, clone: bool) -> dict[str, float]:
+async def measured(run: Run, snapshots: int) -> dict[str, float]:
     server, store, journal = run.recovered.server, run.recovered.store, run.recovered.journal
     thread = ServerThread(server, journal)
     disk = ThreadPoolExecutor(1)
     await thread.say(run.join())
-    await thread.say(AnswerWanted(REGION, LIFE, 0, tuple(range(len(run.payloads)))))
+    await thread.say(AnswerWanted(REGION, INCARNATION, 0, tuple(range(len(run.payloads)))))
 
     async def update() -> float:
         began_s = time.perf_counter()
@@ -120,9 +121,6 @@ async def measured(run: Run, snapshots: int, clone: bool) -> dict[str, float]:
 
     def begin() -> tuple[Any, FrozenState]:
         frozen, meta = begin_snapshot(server, store, journal, ended=False)
-        if clone:
-            server.shards.watch(lambda *tensors: None)
-            frozen = FrozenState({name: tensor.clone() for name, tensor in server.state()[0].items()})
         return disk.submit(finish_snapshot, store, journal, frozen, meta), frozen
 
     for _ in range(2 * len(run.payloads)):
@@ -166,12 +164,8 @@ def main() -> None:
     parser.add_argument("--snapshots", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be used; default: the temporary folder")
     options = parser.parse_args()
-    results: dict[str, float] = {}
-    for name, clone in (("", False), ("clone_", True)):
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            run = Run(Path(folder), options.layers, options.numel)
-            found = asyncio.run(measured(run, options.snapshots, clone))
-        results |= {name + key: value for key, value in found.items() if not (clone and key == "copied_share")}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        results = asyncio.run(measured(Run(Path(folder), options.layers, options.numel), options.snapshots))
     note = f"{options.layers} fragments of {options.numel} elements"
     report("snapshots", results, options, units_by_ending({"_s": "s", "_mib": "MiB"}), note)
 

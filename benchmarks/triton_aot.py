@@ -63,7 +63,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread (on AMD: one lane) of a compiled kernel takes."""
+    """Resources that one thread (on AMD: one lane) of a compiled kernel takes."""
 
     kernel: str
     registers: int
@@ -147,7 +147,7 @@ def _resources(name: str, compiled: Any) -> Resources:
 
 
 def _assembler_report(ptx: str) -> str:
-    """What ptxas says of this code. Triton brings two, and which takes the PTX depends on Triton's version."""
+    """Read what ptxas says of this code. Triton brings two, and which takes the PTX depends on Triton's version."""
     architecture = re.findall(r"\.target (sm_\d+\w*)", ptx)[0]
     errors = ""
     for path in sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*")):

@@ -323,14 +323,17 @@ def test_files_can_be_read_in_a_sitting() -> None:
 
 
 def test_tests_share_through_support() -> None:
-    """A test module is imported by nobody, a helper lies in tests/support."""
+    """A test module is imported by nobody; helpers lie in tests/support, those of chaos tests beside them."""
     for path in files("tests", "benchmarks"):
         for imported in imports(path):
             if imported.split(".")[0] == "tests":
-                assert imported.startswith("tests.support"), f"{path.relative_to(ROOT)} imports {imported}"
+                shared = ("tests.support", "tests.chaos") if "test_" not in imported else ("tests.support",)
+                assert imported.startswith(shared), f"{path.relative_to(ROOT)} imports {imported}"
     for path in files("tests"):
         folder, known = path.relative_to(ROOT / "tests").parts[0], path.name in ("__init__.py", "conftest.py")
-        assert known or folder == "support" or path.name.startswith("test_"), f"{path}: put helpers in tests/support"
+        assert known or folder in ("support", "chaos") or path.name.startswith("test_"), (
+            f"{path}: put helpers in tests/support"
+        )
         repeated = f"test_{path.parent.name}_"
         assert not path.name.startswith(repeated), f"{path.relative_to(ROOT)}: its folder says {path.parent.name}"
 

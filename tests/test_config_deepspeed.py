@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fuzz.messages import ODD, places
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run, parse
 from geotrain.config.deepspeed import BLOCKS, KEYS, SCHEDULERS
 from geotrain.launch.check import check_together
 from geotrain.launch.preflight import cautions, schedule_cautions
+from tests.chaos.fuzz.messages import ODD, places
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODEL = json.loads((CONFIGS / "models/llama-tiny.json").read_text())

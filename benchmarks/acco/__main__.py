@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def run(job: Job, link: LinkConfig | None = None) -> Any:
-    """What rank 0 of two measures."""
+    """Run the job on two ranks and return what rank 0 measures."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         answer = Path(folder) / "answer.json"
         supervisor = stack.enter_context(Supervisor(Path(folder)))
@@ -164,7 +164,7 @@ def held(args: argparse.Namespace) -> dict[str, Any]:
 def compared(
     args: argparse.Namespace, link: LinkConfig, seen: dict[str, Any], zero: str, forms: tuple[str, ...]
 ) -> dict[str, dict[str, float]]:
-    """What was seen of the forms, beside ZeRO-1 and the bound."""
+    """Figures of the forms, beside ZeRO-1 and the bound."""
     found = {}
     for form in forms:
         commit_bytes = weight_bytes() * seen["parameters"]
@@ -189,7 +189,7 @@ def least_step_s(form: str, size: str, compute_s: float, commit_s: float) -> flo
 
 
 def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """What a rank keeps for each parameter, next to the scratch area of the exchange over gloo."""
+    """Measure what a rank keeps for each parameter, next to the scratch area of the exchange over gloo."""
     seen = run(Job("time", SIZES[args.size], (ZEROS[0], *FORMS)))
     for form in FORMS:
         kept = seen[form]["memory_bytes"] - seen[form]["scratch_bytes"]
@@ -205,7 +205,7 @@ def speedups(zero: dict[str, Any], form: dict[str, Any]) -> list[float]:
 
 
 def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
-    """Where communication takes 0.25 to 2 times as long as compute."""
+    """Measure where communication takes 0.25 to 2 times as long as compute."""
     assert link is not None
     found: dict[str, Any] = {}
     for ratio in RATIOS:
@@ -314,7 +314,7 @@ def ratios(long: dict[str, Any], zero: dict[str, Any]) -> list[tuple[int, float]
 
 
 def weight_bytes() -> int:
-    """What a weight, or its gradient, has on the way."""
+    """Bytes of a weight, or of its gradient, on the link."""
     return 2 if processor_has_bf16() else 4
 
 

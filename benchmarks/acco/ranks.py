@@ -41,7 +41,7 @@ LONG = Size(384, 3, 928, 128, 8, 4)  # 5.1 M; few wide layers: most of a core's 
 
 @dataclass(frozen=True)
 class Job:
-    """What the two ranks are to do. hold_s: least seconds of a micro-batch, in part waited. slower: how many times as
+    """A job of the two ranks. hold_s: least seconds of a micro-batch, in part waited. slower: how many times as
     long it takes rank 1. bf16: compute in it, and otherwise in fp32.
 
     folder: of a long run's checkpoints and of the points of its curve so far; one that was cut off goes on there."""
@@ -132,7 +132,7 @@ class Rank:
         return StepBatch(self.batches(step), lambda i: self.batch(first + i))
 
     def engine(self, variant: str, steps: int, synchronous: int | None = None, balance: bool = False) -> Any:
-        """Of one variant; several may live side by side, as they share the process groups of the ranks.
+        """The engine of one variant; several may live side by side, as they share the process groups of the ranks.
 
         synchronous: steps of ACCO's synchronous start; None: a sixth of the steps, 200 at most."""
         from geotrain.config import AccoConfig, ParallelConfig, architecture_from_hf
@@ -230,8 +230,8 @@ class Rank:
         return seconds
 
     def time(self) -> dict[str, Any]:
-        """Of each variant: seconds a step in every round, bytes this rank sent a step, bytes that it keeps, how many
-        of those are a scratch area whose size is the same for every model."""
+        """Measure each variant: seconds a step in every round, bytes this rank sent a step, bytes that it keeps, how
+        many of those are a scratch area whose size is the same for every model."""
         from geotrain.parallelism.acco_forms import FORMS
 
         found: dict[str, Any] = {}

@@ -1,1 +1,2 @@
-"""What an exchange costs a worker, stage by stage, and how that grows with the model, the workers and the regions."""
+"""Measures what an exchange costs a worker, stage by stage, and how that grows with the model, the workers and the
+regions."""

@@ -1,4 +1,4 @@
-"""What an exchange costs a worker by stage, and how that grows with the model, the workers and the regions.
+"""Measure what an exchange costs a worker by stage, and how that grows with the model, the workers and the regions.
 
     python -m benchmarks.exchange [--sizes 1e6 1e7 1e8 1e9] [--codec bf16] [--docs] [--record]
 
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT
-from benchmarks.claims.report import replace_block, table
 from benchmarks.common import command_line, hardware, report
 from benchmarks.exchange import many, stages
+from benchmarks.studies.claims.report import replace_block, table
 
 PAGE, PICTURE = ROOT / "docs/delta_path.md", ROOT / "docs/exchange.svg"
 COUNTS = (1, 2, 4, 8, 16)

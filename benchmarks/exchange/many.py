@@ -1,4 +1,4 @@
-"""How an exchange grows with workers and regions: real processes on this machine, then the simulator."""
+"""Measure how an exchange grows with workers and regions: real processes on this machine, then the simulator."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks import ROOT
-from benchmarks.claims.methods import OURS
-from benchmarks.environments import one_block, synthetic_world
 from benchmarks.servers.world import ServerProcess, start_worker, write_files
+from benchmarks.studies.claims.methods import OURS
+from benchmarks.studies.environments import one_block, synthetic_world
 from geotrain.config import OverlapConfig, load_run
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.simulate.links import LinkSpec
@@ -22,7 +22,7 @@ GBPS, RTT_S = 1.0, 0.1  # of each region to the global server
 
 
 def real(folder: Path, numel: int, regions: int, workers: int, rounds: int) -> dict[str, float]:
-    """All workers update every fragment at the same time. exchange: ns a parameter from the first byte to the
+    """Let all workers update every fragment at the same time. exchange: ns a parameter from the first byte to the
     answer's last, mean of the workers, median of the rounds; server: processor time of all servers, of one worker's
     update."""
     folder.mkdir(parents=True)

@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from benchmarks.environments import one_block
 from benchmarks.servers.worker import Worker
 from benchmarks.servers.world import REGION, ServerProcess, write_files
+from benchmarks.studies.environments import one_block
 from geotrain.config import OuterConfig, codec_config
 from geotrain.net.transport import wire
 from geotrain.outer.messages import ChunkDelta, UpdatePart
@@ -75,10 +75,9 @@ def sent(folder: Path, numel: int, rounds: int) -> dict[str, float]:
         for server in servers:
             server.start()
         worker = Worker(run_path, "w0", servers[1].address)
-        total = sum(cut[-1] for cut in worker.cuts)
+        total = sum(worker.fragment_sizes)
         times = [[worker.timed(f) for f in worker.every] for _ in range(rounds + 1)][1:]
-        for client in worker.clients:
-            client.close()
+        worker.close()
     finally:
         for server in servers:
             server.kill()

@@ -52,7 +52,7 @@ SMALL = Sizes(1, 1 << 12, 2, ("llama-tiny", 32, 1, 2), 2, ("llama-tiny", 32, 2, 
 
 
 def tests(most: int) -> dict[str, float]:
-    """How those marked `gpu` ended; only their files are collected."""
+    """Outcomes of the tests marked `gpu`; only their files are collected."""
     files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text())
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *files[-most:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_S)
@@ -64,7 +64,7 @@ def tests(most: int) -> dict[str, float]:
 
 
 def outer_loop(sizes: Sizes) -> dict[str, float]:
-    """Of a worker of one rank, beside a region server and a global server on this machine."""
+    """Overhead of a worker of one rank, beside a region server and a global server on this machine."""
     model, sequence, micro, count = sizes.outer_loop
     blocks = {
         "model": {"config": str(MODELS / f"{model}.json")},

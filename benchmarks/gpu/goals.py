@@ -1,4 +1,5 @@
-"""What is to be measured on a GPU, what is hoped for, and the page that tells of it. Nothing is measured here."""
+"""List what is to be measured on a GPU, what is hoped for, and write the page that tells of it. Nothing is measured
+here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from benchmarks.goals import Goal
 
 @dataclass(frozen=True, kw_only=True)
 class GpuGoal(Goal):
-    """Of all figures whose dotted names fit `metric`, as fnmatch has it. needs_gpus: fewer say nothing about it."""
+    """The goal of all figures whose dotted names fit `metric`, as fnmatch has it. needs_gpus: fewer say nothing about
+    it."""
 
     what: str
     unit: str = "ratio"

@@ -1,4 +1,4 @@
-"""What watching a run costs it, and how fast the status page is.
+"""Measure what watching a run costs it, and how fast the status page is.
 
 1. A worker (this process, the quickstart's model) trains jobs in two runs by turns, each with real servers: one run
    with all monitoring on (events, status page asked every second as an open browser does, Prometheus metrics

@@ -6,7 +6,6 @@ console that its page makes.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, BinaryIO
 
 FLAGS = (
@@ -137,15 +135,6 @@ class Chromium:
             deviceScaleFactor=2 if phone else 1,
             mobile=phone,
         )
-
-    def prefer(self, scheme: str) -> None:
-        """ "light" or "dark"."""
-        self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """A PNG of the page."""
-        answer = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     # -- inside
 

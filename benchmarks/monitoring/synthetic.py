@@ -29,8 +29,8 @@ def tokens_per_s(regions: int) -> float:
 
 
 def synthetic_events(facts: Facts, end_s: float, hours: float, seed: int = 0) -> Iterator[Record]:
-    """In order of time, the last one at end_s. Each region merges once a minute; one in sixteen is lost now and then,
-    and one in ten is slow."""
+    """Make events in order of time, the last one at end_s. Each region merges once a minute; one in sixteen is lost
+    now and then, and one in ten is slow."""
     rng = random.Random(seed)
     names, begin_s = list(facts.members), end_s - hours * 3600
     rate = tokens_per_s(len(names))

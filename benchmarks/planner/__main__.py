@@ -35,10 +35,10 @@ KINDS = ("search", "random", "runs")
 
 
 def main() -> None:
-    from benchmarks.claims.report import replace_block
     from benchmarks.common import command_line, report
     from benchmarks.planner import placements, random_matrices, runs
     from benchmarks.planner.random_matrices import ALL
+    from benchmarks.studies.claims.report import replace_block
     from geotrain.emulate.wan import cannot_emulate
 
     parser = command_line(__doc__, quick={})

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from benchmarks.claims.report import table
 from benchmarks.planner.lower_bound import lower_bound
 from benchmarks.planner.plain_annealing import anneal_for
+from benchmarks.studies.claims.report import table
 from geotrain.plan.placement.cost import Floats, Ints, Problem, problem_from_links
 from geotrain.plan.placement.search import search
 

@@ -42,7 +42,6 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.claims.report import replace_block
 from benchmarks.common import BUSY, CommandLine, command_line, others_share, report, spread
 from benchmarks.rivals.links import LINKS, link
 from benchmarks.rivals.methods import OUTER, TITLES
@@ -50,6 +49,7 @@ from benchmarks.rivals.report import markdown, unit
 from benchmarks.rivals.runs import NO_LINK, Setting, faulted, losses, prepare, step_s_alone, time_to, train
 from benchmarks.rivals.site import OWN, environment
 from benchmarks.rivals.task import LOCAL_STEPS
+from benchmarks.studies.claims.report import replace_block
 from geotrain.common.files import write_whole
 
 EVERY_STEP = {"ddp": (8, 2), "powersgd": (24, 6)}  # that exchange in every step: steps over the link, of them untimed
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def measure(folder: Path, options: argparse.Namespace, rivals: Path | None, why_not: str) -> dict[str, Any]:
-    """All parts, whole runs first. What is not begun when the time is over is left out, and said to be."""
+    """Measure all parts, whole runs first. What is not begun when the time is over is left out, and said to be."""
     data = prepare(folder, options.seeds)
     kept, begin_s = Kept(OWN / "parts.json", options.go_on), time.monotonic()
     found: dict[str, Any] = {method: {} for method in options.methods}
@@ -165,7 +165,7 @@ class Kept:
             self.parts = json.loads(path.read_text())
 
     def keep(self, key: str, part: dict[str, Any]) -> None:
-        """What failed is kept for this call only: the next one tries it again."""
+        """Keep a part. One that failed is kept for this call only: the next one tries it again."""
         self.parts[key] = part
         write_whole(self.path, json.dumps({k: v for k, v in self.parts.items() if "fault" not in v}))
 
@@ -217,7 +217,7 @@ def judged(found: dict[str, Any]) -> dict[str, float]:
 
 
 def add_times(found: dict[str, Any]) -> None:
-    """To each method's figures over a link: seconds to the loss with which the worst of them ends."""
+    """Add to each method's figures over a link the seconds to the loss with which the worst of them ends."""
     ends = [part["loss"] for mine in found.values() for part in mine.values() if "loss" in part]
     target = max(ends, default=0.0)
     for mine in found.values():

@@ -35,7 +35,7 @@ class Method:
             yield step / self.task.schedule_steps, samples
 
     def after_step(self, loss: float) -> None:
-        """What the method does after the optimizer's step."""
+        """Do what the method does after the optimizer's step."""
 
     def finish(self) -> None:
         """Complete what is under way after the last step."""
@@ -74,7 +74,7 @@ class DataParallel(Method):
 
 
 class PowerSgd(DataParallel):
-    """As DataParallel, with torch's PowerSGD hook: rank 4, from the third step on. One bucket: of several, the
+    """DataParallel with torch's PowerSGD hook: rank 4, from the third step on. One bucket: of several, the
     hook's sums meet in another order on each side, and gloo ends the run."""
 
     bucket_mb = 100.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.claims.report import table
 from benchmarks.common import hardware, others_share, units_by_ending
 from benchmarks.rivals.links import described
 from benchmarks.rivals.methods import TITLES
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS
+from benchmarks.studies.claims.report import table
 
 NONE = "–"
 COLUMNS = (  # figure, title, digits, factor
@@ -27,7 +27,7 @@ UNITS = {
 
 
 def unit(metric: str) -> str:
-    """As `benchmarks.common.report` asks for it."""
+    """The unit of a metric, for `benchmarks.common.report`."""
     return units_by_ending(UNITS, "s")(metric.removesuffix("_low").removesuffix("_high"))
 
 

@@ -84,7 +84,7 @@ def step_s_alone(folder: Path, data: Path, steps: int) -> float:
 
 
 def figures(folder: Path, setting: Setting) -> dict[str, Any]:
-    """As `__main__` says. Means over the regions."""
+    """Figures of one run over the link, means over the regions; `__main__` lists them."""
     utilization, still, byte_counts, step_s, alone_s = [], [], [], [], []
     for region in REGIONS:
         told = marks(folder, region)

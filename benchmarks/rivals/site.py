@@ -29,12 +29,13 @@ from geotrain.launch.supervisor import guarded
 
 OWN = ROOT / "build/rivals"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-INSTALL_S, LISTEN_S, END_S = 1200.0, 60.0, 30.0
+INSTALL_S, END_S = 1200.0, 30.0
 FIRST_PORT = 7700
 
 
 def make_folder() -> None:
-    """Where trainers are started. They see this package alone: transformers would take kernels/ for another one."""
+    """Make the folder in which trainers are started. They see this package alone: transformers would take kernels/
+    for another one."""
     OWN.mkdir(parents=True, exist_ok=True)
     if not (link := OWN / "benchmarks").exists():
         link.symlink_to(ROOT / "benchmarks")
@@ -115,7 +116,7 @@ def site(folder: Path, gbps: float, rtt_ms: float) -> Iterator[Site]:
 
 
 def start_trainers(place: Site, task: Task, rivals: Path | None) -> None:
-    """All processes of a run; they wait for each other."""
+    """Start all processes of a run; they wait for each other."""
     path = place.folder / "task.json"
     task.write(path)
     python = str(rivals) if rivals and task.method not in OUTER else sys.executable
@@ -157,7 +158,7 @@ def serve(place: Site, task: Task) -> None:
 
 
 def marks(folder: Path, region: str) -> list[dict[str, Any]]:
-    """What a trainer has told so far."""
+    """Marks that a trainer has written so far."""
     path = folder / f"{region}.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]

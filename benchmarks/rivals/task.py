@@ -1,5 +1,5 @@
-"""What is trained, the same for all methods: model, text, order of the data, learning rate. Imports torch when asked,
-and nothing of GeoTrain: the rivals' environment does not have it."""
+"""Describe what is trained, the same for all methods: model, text, order of the data, learning rate. Imports torch
+when asked, and nothing of GeoTrain: the rivals' environment does not have it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CLONE_NEWUTS = 0x04000000
 
 
 class Marks:
-    """What this process tells: lines of JSON, and files that the other one waits for."""
+    """Writes what this process tells: lines of JSON, and files that the other one waits for."""
 
     def __init__(self, folder: Path, region: str) -> None:
         self.folder, self.region = folder, region

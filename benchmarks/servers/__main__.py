@@ -23,8 +23,8 @@ recovery_s_per_gb    of the region's server, killed with -9: seconds until it li
 shards               by their number a server (1: in its process; more: processes), at 17 M parameters: parameters a
                      second of updates that come one after another, each until what it sends up has come down; ns a
                      parameter by stage (until it is on disk, until its answer, the way up and down) and of each
-                     role's processor time. book_growth: the region's coordinator's processor time an update, over
-                     that at a quarter of the parameters
+                     role's processor time. coordinator_growth: processor time of the region's coordinator an update,
+                     over that at a quarter of the parameters
 bitwise_equal_over_shards
                      all that both servers hold for good is the same with each number, though a process of each role
                      was killed with -9 on the way, where shards are processes

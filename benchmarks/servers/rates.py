@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.servers` measures, as the product takes it; and the table of docs/operations.md."""
+"""Write what `python -m benchmarks.servers` measures into the product; and the table of docs/operations.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import geotrain.plan.model.server_rates as product
 from benchmarks import ROOT
-from benchmarks.claims.report import replace_block, table
 from benchmarks.common import hardware
+from benchmarks.studies.claims.report import replace_block, table
 from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig, RunConfig, parse
 from geotrain.parameters.parameter_map import parameter_map_of
@@ -56,7 +56,7 @@ def of(stages: dict[str, float], recovery_s_per_gb: float, note: str) -> ServerR
 
 
 def simulated_ns(stages: dict[str, float]) -> float:
-    """Of a parameter of a worker's update, as the simulator counts it."""
+    """Nanoseconds of a parameter of a worker's update, counted by the simulator."""
     place = place_of("region", parse(OuterConfig, OUTER, "outer"), WORKERS)
     return 1e9 * sum(update_stages(place, BYTES, 1, BYTES, of(stages, 0.0, "")).values())
 
@@ -72,7 +72,7 @@ def renew(figures: dict[str, Any], note: str) -> None:
 
 
 def literal(rates: ServerRates) -> str:
-    """As it stands in the product's source, in three digits."""
+    """Format a rate for the product's source, in three digits."""
 
     def short(numbers: dict[str, float]) -> str:
         lines = [f"        {json.dumps(name)}: {float(f'{value:.3g}')},\n" for name, value in numbers.items()]

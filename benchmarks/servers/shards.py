@@ -43,14 +43,14 @@ SEED = 24
 
 @dataclass(frozen=True)
 class Lived:
-    """What a world was found to do. state: chunk and name → tensor, of both servers, at its end."""
+    """Figures of a world, and its end. state: chunk and name → tensor, of both servers, at its end."""
 
     figures: dict[str, Any]
     state: dict[str, Tensor]
 
 
 def measure(folder: Path, parameters: float, rounds: int, numbers: Sequence[int]) -> dict[str, Any]:
-    """`shards`, `book_growth` and `bitwise_equal_over_shards`, as `benchmarks.servers` tells them."""
+    """`shards`, `coordinator_growth` and `bitwise_equal_over_shards`, as `benchmarks.servers` tells them."""
     smaller = live(folder / "smaller", parameters / SMALLER, rounds, 2, kills=False).figures
     found, first, equal = {}, None, True
     for number in numbers:
@@ -59,14 +59,14 @@ def measure(folder: Path, parameters: float, rounds: int, numbers: Sequence[int]
         found[str(number)] = lived.figures
         first = first or lived.state
         equal &= same(first, lived.state)
-    coordinator = found["2"]["book_ms_per_update"]
+    coordinator = found["2"]["coordinator_ms_per_update"]
     return {
         "shards": {
             **found,
             "parameters": found["2"]["parameters"],
-            "book_ms_per_update": {"smaller": smaller["book_ms_per_update"], "larger": coordinator},
+            "coordinator_ms_per_update": {"smaller": smaller["coordinator_ms_per_update"], "larger": coordinator},
             "parameters_smaller": smaller["parameters"],
-            "book_growth": coordinator / smaller["book_ms_per_update"],
+            "coordinator_growth": coordinator / smaller["coordinator_ms_per_update"],
         },
         "bitwise_equal_over_shards": equal,
     }
@@ -104,10 +104,10 @@ def live(folder: Path, parameters: float, rounds: int, number: int, kills: bool 
         )
         wall_s = time.perf_counter() - begin
         # What the coordinator does for its members, without what it does all the time, and for whoever asks it here.
-        book_s = spent[REGION] - wall_s * idle_s - asking_s * sum(asked for *_, asked in times)
+        coordinator_s = spent[REGION] - wall_s * idle_s - asking_s * sum(asked for *_, asked in times)
         figures = _figures(times, spent, wall_s) | {
             "parameters": parameter_map.numel,
-            "book_ms_per_update": 1e3 * book_s / len(times),
+            "coordinator_ms_per_update": 1e3 * coordinator_s / len(times),
         }
         dice = random.Random(SEED + number)
         killed = dict(zip(dice.sample(range(len(turns)), len(roles(servers))), roles(servers), strict=True))
@@ -134,9 +134,9 @@ def update(
     region: ServerProcess, fragment: int, pipe: Connection, victim: ServerProcess | None = None, usual_s: float = 0.0,
     dice: random.Random | None = None,
 ) -> tuple[float, float, float, int]:  # fmt: skip
-    """Of one worker: seconds until it is on disk, until it is answered, and until what follows of it has come down;
-    and how often the region was asked whether it has.
-    victim: is killed on the way, and started again."""
+    """Send one update of a worker: seconds until it is on disk, until it is answered, and until what follows of it
+    has come down; and how often the region was asked whether it has. victim: is killed on the way, and started
+    again."""
     begin = time.perf_counter()
     pipe.send(fragment)
     if victim is not None and dice is not None:
@@ -188,7 +188,7 @@ def _figures(
 
 
 def state_of(servers: dict[str, ServerProcess]) -> dict[str, Tensor]:
-    """All that both servers and their shards hold for good, after a snapshot of now."""
+    """Read all that both servers and their shards hold for good, after a snapshot of now."""
     for name in SERVERS:
         command(servers[name].address, rpc.Control("snapshot"), QUIET_S)
     state: dict[str, Tensor] = {}
@@ -202,7 +202,7 @@ def state_of(servers: dict[str, ServerProcess]) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Prints what differs."""
+    """Whether two states are bit for bit the same; prints what differs."""
     differ = sorted(one.keys() ^ other.keys())
     differ += [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
     for name in differ[:20]:

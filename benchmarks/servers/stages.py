@@ -1,4 +1,4 @@
-"""What an update costs a region's server, stage by stage: the product's own functions, on one thread."""
+"""Measure what an update costs a region's server, stage by stage: the product's own functions, on one thread."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 import zlib
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,34 +26,37 @@ NOISE = 1e-4
 
 
 class Worker:
-    """Ranks divide each chunk into equal parts. One payload of noise serves all."""
+    """Pushes noise, and takes the answers. Ranks divide each chunk into equal parts; one payload serves all of a
+    size."""
 
-    def __init__(self, run_path: Path, name: str, address: str) -> None:
+    def __init__(self, run_path: Path, name: str, address: str, ranks: int = RANKS) -> None:
         run = load_run(run_path)
         parameter_map, self.name, self.incarnation = parameter_map_of(run), name, uuid.uuid4().hex
-        self.cuts = [[p.numel * rank // RANKS for rank in range(RANKS + 1)] for p in parameter_map.chunks]
+        self.fragment_sizes = [fragment.numel for fragment in parameter_map.fragments]
+        cuts = [[p.numel * rank // ranks for rank in range(ranks + 1)] for p in parameter_map.chunks]
         self.chunks_of = [[chunk.index for chunk in chunks] for chunks in parameter_map.chunks_of]
         cluster = load_cluster(run_path.parent / "cluster.json")
         region = next(r.name for r in cluster.regions if any(w.name == name for w in r.workers))
         shards = shards_above(cluster, parameter_map, "worker", name, region)
-        self.clients = [WorkerClient(address, shards=shards) for _ in range(RANKS)]
+        self.clients = [WorkerClient(address, shards=shards) for _ in range(ranks)]
         i = identity_of(run, parameter_map)
         welcome = None
         for rank, client in enumerate(self.clients):
-            slices = tuple((StridedSlice(cut[rank], cut[rank + 1] - cut[rank]),) for cut in self.cuts)
+            slices = tuple((StridedSlice(cut[rank], cut[rank + 1] - cut[rank]),) for cut in cuts)
             names = i.run, i.config_digest, i.parameter_map_digest, i.model, name, self.incarnation
-            welcome = client.join(Join(*names, rank, RANKS, slices, slices))
+            welcome = client.join(Join(*names, rank, ranks, slices, slices))
         assert welcome is not None
         self.sequence, self.every = welcome.sequence, tuple(range(len(parameter_map.fragments)))
         answers = [client.pull(0, self.every) for client in self.clients]
         self.versions = {w.chunk: w.version for w in answers[0].result().weights}
-        answers[1].result()
-        codec = make_codec(run.outer.local)
-        longest = max(cut[rank + 1] - cut[rank] for cut in self.cuts for rank in range(RANKS))
+        for answer in answers[1:]:
+            answer.result()
+        codec = make_codec(run.outer.worker_codecs[0])
+        sizes = [[end - begin for begin, end in pairwise(cut)] for cut in cuts]
         seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same in every process
-        noise = torch.empty(longest).normal_(std=NOISE, generator=seeded)
-        self.noise = memoryview(to_bytes(codec.encode(noise).payload))
-        self.width = len(self.noise) // longest
+        noise = torch.empty(max(map(max, sizes))).normal_(std=NOISE, generator=seeded)
+        coded = {n: to_bytes(codec.encode(noise[:n]).payload) for each in sizes for n in set(each)}
+        self.noise = [[coded[n] for n in each] for each in sizes]  # by chunk and rank
 
     def timed(self, fragment: int) -> tuple[float, float]:
         """Seconds from the first byte that is pushed until the server has all on its disk, and to the last byte of
@@ -63,7 +67,7 @@ class Worker:
                 tuple(self._delta(chunk, rank) for chunk in self.chunks_of[fragment]),
                 adopted=self.sequence - 1,
             )
-            for rank in range(RANKS)
+            for rank in range(len(self.clients))
         ]  # fmt: skip
         begin = time.perf_counter()
         pushed = [client.push(part) for client, part in zip(self.clients, parts, strict=True)]
@@ -78,8 +82,11 @@ class Worker:
         return pushed_s, took_s
 
     def _delta(self, chunk: int, rank: int) -> ChunkDelta:
-        size = self.cuts[chunk][rank + 1] - self.cuts[chunk][rank]
-        return ChunkDelta(chunk, self.versions[chunk], bytes(self.noise[: self.width * size]))
+        return ChunkDelta(chunk, self.versions[chunk], self.noise[chunk][rank])
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
 
 
 def main(pipe: Connection, run_path: Path, name: str, address: str) -> None:
@@ -90,5 +97,4 @@ def main(pipe: Connection, run_path: Path, name: str, address: str) -> None:
     pipe.send("ready")
     while (fragment := pipe.recv()) is not None:
         pipe.send(worker.timed(fragment))
-    for client in worker.clients:
-        client.close()
+    worker.close()

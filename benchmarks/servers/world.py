@@ -179,7 +179,7 @@ class PeakMemory:
 
 
 def state_bytes(server: ServerProcess) -> int:
-    """Of its newest snapshot on the disk."""
+    """Bytes of the server's newest snapshot on the disk."""
     newest = max((server.folder / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime)
     return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
 

@@ -131,7 +131,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
 
 
 def order(names: list[str], seeds: int) -> Iterator[tuple[int, str]]:
-    """Every setting once a seed, beginning with another one each time; STEPS_BETWEEN with the first seed only."""
+    """Order the runs: every setting once a seed, beginning with another one each time; STEPS_BETWEEN with the first
+    seed only."""
     for seed in range(seeds):
         settings = [name for name in names if not seed or name not in STEPS_BETWEEN]
         for i in range(len(settings)):
@@ -179,7 +180,7 @@ def parameters(folder: Path) -> int:
 def figures(
     seen: dict[str, Seen], before: dict[str, Any], after: dict[str, Any], parameter_count: int, local_steps: int
 ) -> dict[str, list[float]]:
-    """Of one run: the values of each figure. before, after: of the workers without communication."""
+    """Values of one run: those of each figure. before, after: of the workers without communication."""
     parts = list(seen.values())
     jobs = len(parts[0].jobs) - 1
     all_reduce_bytes = jobs * local_steps * 4 * parameter_count
@@ -202,7 +203,7 @@ def figures(
 
 
 def loss(folder: Path) -> float:
-    """Of the weights that the global server ended with."""
+    """Validation loss of the weights that the global server ended with."""
     run = load_run(folder / "run.json")
     export_run(folder, folder / "export", "float32")
     assert run.data.validation is not None

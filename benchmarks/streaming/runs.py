@@ -99,7 +99,7 @@ class Site:
         return self._watch(folder)
 
     def end(self, folder: Path, seen: dict[str, Seen]) -> None:
-        """Once its servers have ended, add to what was seen what they have written."""
+        """Wait for the run's servers to end, and add to what was seen what they have written."""
         for server in self.runs[folder]:
             if server.wait(END_S):
                 raise SystemExit(f"a server failed; see {folder}/*.log")
@@ -107,7 +107,7 @@ class Site:
             part.peak_bytes_per_s = _peak(folder / "servers" / region / "events.jsonl", part)
 
     def alone(self, seconds: float) -> dict[str, dict[str, float]]:
-        """Of each worker, both training without communication: `Trained.alone`."""
+        """Let both workers train without communication, and return `Trained.alone` of each."""
         for control in self.workers.values():
             control.send(("alone", seconds))
         return {region: _receive(control, "alone", RUN_S)[1] for region, control in self.workers.items()}

@@ -33,7 +33,7 @@ KINDS = ("products", "attention", "memory")
 
 
 def trace(run: RunConfig) -> dict[str, Any]:
-    """Of each pipeline stage that differs."""
+    """Trace each pipeline stage that differs."""
     stages = run.parallel.pipeline
     return {f"stage_{stage}": of_stage(run, stage) for stage in sorted({0, min(1, stages - 1), stages - 1})}
 
@@ -80,7 +80,7 @@ def of_stage(run: RunConfig, stage: int) -> dict[str, Any]:
 
 
 def not_linear(run: RunConfig) -> int:
-    """How many figures of three layers and three micro-batches differ from what one and two of each tell."""
+    """Count the figures of three layers and three micro-batches that differ from what one and two of each tell."""
     replicas = max(2, run.parallel.expert)
     ranks = replicas * run.parallel.replica_ranks
 

@@ -63,7 +63,7 @@ class Tally:
 
 @dataclass
 class _Inside:
-    """What the operators of a fused function did. read, changed: storages."""
+    """Work of the operators of a fused function. read, changed: storages."""
 
     launches: int = 0
     read: set[int] = field(default_factory=set)
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def one(self, name: str, given: Sequence[Any], reads_all: bool = False) -> Iterator[Callable[[Any], None]]:
-        """What is inside counts as one launch. Gives a function to be told the results. reads_all: what is given is
+        """Count what is inside as one launch. Gives a function to be told the results. reads_all: what is given is
         read, though by way of what forward kept of it."""
         if self._inside is not None:
             yield lambda results: None
@@ -279,12 +279,13 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def sent(name: str, given: list[Tensor]) -> list[Tensor]:
-    """Of a collective's tensors those that leave."""
+    """The tensors of a collective that leave."""
     return given if name in ("c10d::send", "c10d::allreduce_", "c10d::broadcast_") else given[len(given) // 2 :]
 
 
 def flops(name: str, given: list[Tensor]) -> int:
-    """Of products and attention; two for each multiplication with its sum. Attention is causal: half of all pairs."""
+    """FLOPs of products and attention; two for each multiplication with its sum. Attention is causal: half of all
+    pairs."""
     short = name.removeprefix("aten::")
     if short in ("mm", "bmm"):
         a, b = given[:2]

@@ -58,7 +58,8 @@ def kind_of(name: str) -> str:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """In it the engine takes "meta" for its GPU. Enter it before DeepSpeed and Megatron-core are imported."""
+    """A context in which the engine takes "meta" for its GPU. Enter it before DeepSpeed and Megatron-core are
+    imported."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     from geotrain.inner.runtime import platform
 

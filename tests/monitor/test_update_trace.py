@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from geotrain.commands.logs import shown, trace_update
+from geotrain.common.names import GLOBAL
 from geotrain.config import ConfigError
 from geotrain.monitor.events import Acknowledged, EventLog, Follower, Record
 from geotrain.monitor.update_trace import RunFacts, UpdateTrace, trace
@@ -22,7 +23,7 @@ from geotrain.outer.events import (
     UpdateRefused,
     UpdateStage,
 )
-from geotrain.outer.messages import GLOBAL, Answer
+from geotrain.outer.messages import Answer
 from tests.support.outer_world import config, halves, make, random_deltas
 from tests.support.server_processes import Site
 

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from benchmarks.claims.exchange import world_for
-from benchmarks.claims.methods import METHODS
-from benchmarks.claims.worlds import WORLDS
-from benchmarks.environments import HALOS, Environment, load_environment, one_block
+from benchmarks.studies.claims.exchange import world_for
+from benchmarks.studies.claims.methods import METHODS
+from benchmarks.studies.claims.worlds import WORLDS
+from benchmarks.studies.environments import HALOS, Environment, load_environment, one_block
 from geotrain.simulate.links import Ring, StepShape
 from geotrain.simulate.world import VirtualWorld, timing_task
 

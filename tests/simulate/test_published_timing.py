@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.bandwidth import (
+from benchmarks.studies.bandwidth import (
     PUBLISHED,
     PUBLISHED_SHAPES,
     SETTINGS,
@@ -15,8 +15,8 @@ from benchmarks.bandwidth import (
     ours,
     utilization,
 )
-from benchmarks.claims.exchange import world_for
-from benchmarks.environments import HALOS, load_environment, one_block
+from benchmarks.studies.claims.exchange import world_for
+from benchmarks.studies.environments import HALOS, load_environment, one_block
 from geotrain.config import load_run
 from geotrain.simulate.world import VirtualWorld, timing_task
 

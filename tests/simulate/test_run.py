@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.loss_curve import draw, loss_curve
+from benchmarks.studies.loss_curve import draw, loss_curve
 from geotrain.commands.simulate import WhatIf, question, report_text, simulate
 from geotrain.config import ConfigError
 
@@ -69,7 +69,7 @@ def test_bad_questions(arguments, message):
 
 
 def test_a_loss_curve_is_of_what_was_trained(monkeypatch, tmp_path):
-    monkeypatch.setattr("benchmarks.loss_curve.STEPS", 40)
+    monkeypatch.setattr("benchmarks.studies.loss_curve.STEPS", 40)
     rounds = WhatIf(local_steps=16)  # of two workers: one round of 32 steps, and the rest is not trained
 
     def curve(run: Path) -> list[dict[str, float]]:
@@ -81,7 +81,7 @@ def test_a_loss_curve_is_of_what_was_trained(monkeypatch, tmp_path):
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
     last = points[-1]
     assert last["share"] == 32 / 40 and last["loss"] < 5.55
-    monkeypatch.setattr("benchmarks.loss_curve.STEPS", 24)
+    monkeypatch.setattr("benchmarks.studies.loss_curve.STEPS", 24)
     with pytest.raises(ConfigError, match="24 steps are fewer than one round of 2 workers with local_steps = 16"):
         curve(fair)
 
@@ -97,8 +97,8 @@ def test_a_cluster_without_links_is_refused(tmp_path):
 
 
 def test_goodput_of_a_dying_world_is_what_its_trace_says():
-    from benchmarks.claims.goodput import Failures, elastic_data_parallel, ours, pause_for, quorum_syncer
-    from benchmarks.environments import one_block, synthetic_world
+    from benchmarks.studies.claims.goodput import Failures, elastic_data_parallel, ours, pause_for, quorum_syncer
+    from benchmarks.studies.environments import one_block, synthetic_world
     from geotrain.config import load_run
     from geotrain.simulate.links import LinkSpec
 

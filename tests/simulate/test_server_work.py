@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.environments import one_block
+from benchmarks.studies.environments import one_block
 from geotrain.config import OuterConfig
 from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import merge_stages, place_of, send_stages, update_stages

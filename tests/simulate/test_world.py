@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.claims.exchange import world_for
-from benchmarks.environments import HALOS, load_environment, one_block, synthetic_world
-from benchmarks.learner.training import Curve, Study, training_task
+from benchmarks.studies.claims.exchange import world_for
+from benchmarks.studies.environments import HALOS, load_environment, one_block, synthetic_world
+from benchmarks.studies.learner.training import Curve, Study, training_task
 from geotrain.config import OuterConfig, codec_config, load_run
 from geotrain.outer import worker
 from geotrain.outer.codec import make_codec

@@ -1,0 +1,176 @@
+"""The study's report as the tables of docs/evidence.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.studies.claims.report import table
+
+# What the speed-ups and the other figures should reach, and what was published.
+GOALS: dict[str, tuple[float | None, str]] = {
+    "ours_over_diloco": (10.0, "7.5"),
+    "ours_over_async_local_sgd": (2.1, "2.1"),
+    "ours_over_halos": (1.5, "–"),
+    "ours_over_halos_tuned": (None, "–"),
+    "ours_over_fair_diloco": (1.3, "–"),
+}
+GAP_GOALS = {
+    "gap_to_data_parallel_same_optimizer": 0.025,
+    "gap_one_worker_a_region": 0.015,
+    "gap_to_adamw_data_parallel": -0.03,
+}
+GOODPUT_GOAL = 0.95
+NONE = "–"
+
+
+def markdown(report: dict[str, Any], titles: dict[str, str]) -> str:
+    parts = [_setting(report, titles), _goals(report), _gaps(report, titles), _methods(report, titles)]
+    if "harsh" in report:
+        parts.append(_harsh(report))
+    return "\n\n".join([*parts, _goodput(report), _settings(report, titles)]) + "\n"
+
+
+def _setting(report: dict[str, Any], titles: dict[str, str]) -> str:
+    s = report["setting"]
+    seeds = f"seeds 0 to {s['seeds'] - 1}" if s["seeds"] > 1 else "one seed, so without confidence intervals"
+    return (
+        f"Model of {s['parameters']:,} parameters, bytes of Python's standard library (digest {s['text']}); "
+        f"{s['steps']} inner steps of all 16 workers together, {seeds}. "
+        f"Target: {number(report['target_loss'], 4)} nats a byte (mean), for each seed the final test loss of "
+        f"{titles[s['target']]}. Rivals in the optimizer with which they end lower: "
+        f"{', '.join(f'`{m}`' for m in s['rivals'].values())}. "
+        "± and brackets: 95 % confidence (Student's t over seeds)."
+    )
+
+
+def _goals(report: dict[str, Any]) -> str:
+    rows = []
+    for name, found in report["speedup"].items():
+        goal, published = GOALS[name]
+        told = NONE if goal is None else f"≥ {goal:g}"
+        met = NONE if goal is None else _met(found["mean"], found["low"], lambda x, goal=goal: x >= goal)
+        rows.append((f"`{name}`", _speedup(found), told, published, met, str(found["reached"])))
+    for name, goal in GAP_GOALS.items():
+        if (gap := report[name]) is not None:
+            middle, half = gap["mean"], gap["half_width"]
+            high = None if half is None else middle + half
+            met = _met(middle, high, lambda x, goal=goal: x <= goal)
+            rows.append((f"`{name}`", share(gap), f"≤ {goal}", NONE, met, NONE))
+    kept = report["goodput"]["ours"]
+    met = "yes" if kept >= GOODPUT_GOAL else "**no**"
+    rows.append(("`goodput`", f"{kept:.3f}", f"≥ {GOODPUT_GOAL}", NONE, met, NONE))
+    return table(rows, ("figure", "found", "goal", "published", "goal met", "seeds that reached the target"))
+
+
+def share(gap: dict[str, Any] | None) -> str:
+    """A gap with its interval."""
+    if gap is None or gap["mean"] is None:
+        return NONE
+    half = "" if gap["half_width"] is None else f" ± {gap['half_width']:.4f}"
+    return f"{number(gap['mean'], 4, '+')}{half}"
+
+
+def _gaps(report: dict[str, Any], titles: dict[str, str]) -> str:
+    """Ours in both forms and with both optimizers, held against data parallelism with both."""
+    found = report["gaps"]
+    references = list(next(iter(found.values())))
+    rows = [(titles[m], *(share(gap) for gap in of.values())) for m, of in found.items()]
+    return table(rows, ("loss at equal tokens", *(f"above {titles.get(m, m)}" for m in references)))
+
+
+def _methods(report: dict[str, Any], titles: dict[str, str]) -> str:
+    rows = []
+    for m, title in titles.items():
+        s = report["methods"][m]
+        used = s["utilization"]
+        rows.append(
+            (
+                title,
+                number(report["time_to_target_s"][m], 0),
+                _loss(s),
+                number(report["loss_at_our_time"].get(m), 4),
+                number(s["steps"], 0),
+                number(s["end_s"], 0),
+                NONE if used is None else f"{100 * used:.0f} %",
+                number(s["wide_gigabytes"], 1),
+            )
+        )
+    header = (
+        "method", "s to target", "test loss, equal tokens", "ending at our time (one seed, better optimizer)",
+        "steps", "end, s", "utilization", "GB between regions",
+    )  # fmt: skip
+    more = _longer(report["with_a_schedule_twice_as_long"], titles)
+    told = "Rivals that did not reach the target were given a schedule twice as long, and trained until they did"
+    note = f"\n\n{told}: {more}." if more else ""
+    return table(rows, header) + note
+
+
+def _loss(s: dict[str, Any]) -> str:
+    loss, failed = s["loss"], s["failed"]
+    if loss["mean"] is None:
+        return ", ".join(dict.fromkeys(failed)) or NONE
+    half = "" if loss["half_width"] is None else f" ± {loss['half_width']:.4f}"
+    note = f" ({len(failed)} seeds {failed[0]})" if failed else ""
+    return f"{loss['mean']:.4f}{half}{note}"
+
+
+def _longer(found: dict[str, dict[str, int]], titles: dict[str, str]) -> str:
+    return "; ".join(f"{titles[m]} ({of['reached']} of {of['runs']} seeds)" for m, of in found.items())
+
+
+def _harsh(report: dict[str, Any]) -> str:
+    worlds = report["harsh"]
+    first = next(iter(worlds.values()))
+    names, methods = list(first["speedup"]), list(first["loss_at_equal_tokens"])
+    rows = [
+        (
+            world,
+            *(_speedup(found["speedup"][name]) for name in names),
+            *(
+                number(found["loss_at_equal_tokens"][m], 3) if m not in found["failed"] else found["failed"][m][0]
+                for m in methods
+            ),
+        )
+        for world, found in worlds.items()
+    ]
+    header = ("world", *(f"`{n}`" for n in names), *(f"loss {m}" for m in methods))
+    s = report["setting"]
+    return (
+        f"Harsher worlds, and the published one as their control: {s['harsh_steps']} inner steps, seeds: "
+        f"{s['harsh_seeds']}; times to DiLoCo's final loss in that world, with a schedule twice as long for "
+        f"rivals that end above it (–: they do so with that, too):\n\n{table(rows, header)}"
+    )
+
+
+def _goodput(report: dict[str, Any]) -> str:
+    g = report["goodput"]
+    rows = [
+        ("ours, simulated", f"{g['ours']:.3f}", f"{g['ours_deaths']:.0f} deaths, {g['ours_lost_share']:.4f} lost"),
+        ("quorum syncer, model", f"{g['quorum_syncer']:.3f}", f"published: {g['quorum_syncer_published']}"),
+        ("elastic data parallel, model", f"{g['elastic_data_parallel']:.3f}", f"a pause of {g['pause_s']:.1f} s"),
+    ]
+    return table(rows, ("goodput, 2.4 million devices", "found", ""))
+
+
+def _settings(report: dict[str, Any], titles: dict[str, str]) -> str:
+    rows = [(title, f"`{report['setting']['settings'][m]}`") for m, title in titles.items()]
+    return table(rows, ("method", "settings found (the rest: its run file)"))
+
+
+def _speedup(found: dict[str, Any]) -> str:
+    if found["mean"] is None:
+        return NONE
+    interval = "" if found["low"] is None else f" [{found['low']:.2f}, {found['high']:.2f}]"
+    return f"{found['mean']:.2f}×{interval}"
+
+
+def number(value: float | None, digits: int, sign: str = "") -> str:
+    return NONE if value is None else f"{value:{sign}.{digits}f}"
+
+
+def _met(mean: float | None, edge: float | None, holds: Callable[[float], bool]) -> str:
+    """edge: the worse end of the interval; None: there is no interval."""
+    if mean is None or not holds(mean):
+        return NONE if mean is None else "**no**"
+    return "yes" if edge is not None and holds(edge) else "mean only"

@@ -1,0 +1,54 @@
+"""The fuzzer itself, for a moment: nothing crashes, changes state or is unclear; and it would notice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import tests.chaos.fuzz.__main__ as fuzz
+import tests.chaos.fuzz.files as fuzz_files
+import tests.chaos.fuzz.messages as fuzz_messages
+from geotrain.net.storage.journal import Journal
+from geotrain.outer.server.server import Server
+
+
+@pytest.mark.slow
+def test_nothing_breaks(tmp_path):
+    counts = fuzz.run(6.0, 11, tmp_path)
+    for kind, found in counts.items():
+        assert found["inputs"] > 0, kind
+        assert not any(found[what] for what in ("crashes", "state_changes", "unclear_errors")), (kind, found)
+    assert counts["messages"]["inputs"] > 6 * 0.6 * 20_000 / 60
+
+
+def test_a_refusal_that_changes_something_is_noticed(monkeypatch):
+    target = fuzz_messages.Messages()
+    real = Server._on_join
+
+    def careless(self, join):
+        self.members["a" if "a" in self.members else "eu"].job += 1
+        return real(self, join)
+
+    monkeypatch.setattr(Server, "_on_join", careless)
+    assert fuzz.fuzz(target, 1.0, random.Random(1), show=0)["state_changes"] > 0
+
+
+def test_records_lost_in_silence_and_crashes_are_noticed(tmp_path, monkeypatch):
+    target = fuzz_files.Journals(tmp_path)
+    real = Journal._replay_segment
+
+    def forgiving(self, segment, last):
+        try:
+            yield from real(self, segment, last)
+        except fuzz_files.JournalDamaged:
+            self._begin_segment(segment + 1)
+
+    monkeypatch.setattr(Journal, "_replay_segment", forgiving)
+    assert fuzz.fuzz(target, 1.0, random.Random(1), show=0)["state_changes"] > 0
+
+    def crashing(self, segment, last):
+        raise KeyError(segment)
+
+    monkeypatch.setattr(Journal, "_replay_segment", crashing)
+    assert fuzz.fuzz(target, 0.2, random.Random(1), show=0)["crashes"] > 0
