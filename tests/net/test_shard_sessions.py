@@ -145,7 +145,7 @@ def test_orders_of_one_message_go_to_a_shard_together() -> None:
         served = await here(coordinator, *shards)
         commands = [Copy(number) for number in range(1, 20)]
         for command in commands:  # as on the server's thread, while it handles one message
-            coordinator.tell_all(command)
+            coordinator.send_all(command)
         for shard in shards:
             assert [await shard.heard.get() for _ in commands] == commands and shard.written == 1
         for task in served:

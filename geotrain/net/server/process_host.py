@@ -55,9 +55,8 @@ class ProcessHost(ABC, Generic[Machine]):
         """Run until the machine's work is done, a signal comes, or something fails, whose exception is raised."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
-        # A shard answers those of a server's calls that its own service makes.
-        server: Any = self.server
-        self.server_thread = ServerThread(server, self.journal, self._deliver, self.events.write)
+        machine: Any = self.server  # a shard has what the thread calls, too
+        self.server_thread = ServerThread(machine, self.journal, self._deliver, self.events.write)
         self.service = self._make_service()
         listening, address, guard = self.folder / LISTENING, self.setup.address, None
         try:

@@ -55,7 +55,7 @@ class DamagedError(WireError):
 def frames(message: Any, first_frame: int = 0) -> Iterator[bytes]:
     """Yield the message as frames: a header, then the data frames of its payloads, from `first_frame` on."""
     for body in bodies(message, first_frame):
-        yield b"".join((checksum(body), body))
+        yield _sealed(body)
 
 
 def bodies(message: Any, first_frame: int = 0) -> Iterator[Payload]:
@@ -94,6 +94,10 @@ def bundle(waiting: deque[bytes]) -> bytes:
     while waiting and (room := room - LENGTH.size - len(waiting[0])) >= 0:
         taken.append(waiting.popleft())
     return b"".join(part for frame in taken for part in (LENGTH.pack(len(frame)), frame))
+
+
+def _sealed(body: Payload) -> bytes:
+    return b"".join((checksum(body), body))
 
 
 def checksum(body: Payload) -> bytes:
