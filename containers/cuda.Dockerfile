@@ -1,5 +1,5 @@
 # GeoTrain on a plain CUDA image: torch comes from PyPI with CUDA and NCCL of its own, pinned by constraints.txt. The
-# image brings nvcc, with which DeepSpeed compiles its fused AdamW. From the repository's root:
+# image brings nvcc for what users add, such as Transformer Engine. From the repository's root:
 #
 #   docker build --file containers/cuda.Dockerfile --tag geotrain .
 #   docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 --volume "$PWD/runs:/opt/geotrain/runs" -it geotrain

@@ -1,4 +1,4 @@
-"""What kernels are told beside tensors: coefficients of updates, computed in double precision and applied in fp32."""
+"""Coefficients that kernels take beside tensors: of updates, computed in double precision and applied in fp32."""
 
 from __future__ import annotations
 

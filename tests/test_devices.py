@@ -16,7 +16,7 @@ from geotrain.config import ConfigError
 from geotrain.kernels import devices
 from geotrain.launch.machine import this_machine
 
-HAS_ONE = "import torch; torch.cuda.is_available = lambda: True; from geotrain.inner import platform; "
+HAS_ONE = "import torch; torch.cuda.is_available = lambda: True; from geotrain.inner.runtime import platform; "
 
 
 def test_processes_of_the_suite_take_no_gpu():

@@ -92,7 +92,13 @@ def read_too_early(event: Event) -> None:
             lambda tensor, stream: None,
             "freed on stream 1 while training may use it",
         ),
-        ("int4", Event, "synchronize", read_too_early, "does not wait for stream 1: aten::copy_ at staging/cuda.py"),
+        (
+            "int4",
+            Event,
+            "synchronize",
+            read_too_early,
+            "does not wait for stream 1: aten::copy_ at geotrain.staging.cuda",
+        ),
     ],
     ids=["training", "mark", "record_stream", "buffer"],
 )
@@ -119,7 +125,7 @@ def no_wait_for_a_delta(staging: HostStaging, mark: Any, *made: torch.Tensor) ->
     ("owner", "name", "omission", "words"),
     [
         (HostStaging, "wait", no_wait_for_a_delta, "does not wait for thread"),
-        (Event, "synchronize", read_too_early, "does not wait for training: aten::copy_ at staging/cuda.py"),
+        (Event, "synchronize", read_too_early, "does not wait for training: aten::copy_ at geotrain.staging.cuda"),
     ],
     ids=["delta", "buffer"],
 )

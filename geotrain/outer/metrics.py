@@ -73,7 +73,7 @@ class JobTrained(Event):
 
 
 def notes(kind: type[Event]) -> dict[str, tuple[Any, ...]]:
-    """What the fields of a type of event are annotated with: field → descriptions and metrics."""
+    """Collect the annotations of an event type's fields: field → descriptions and metrics."""
     hints: Mapping[str, Any] = get_type_hints(kind, include_extras=True)
     return {field: getattr(hint, "__metadata__", ()) for field, hint in hints.items()}
 

@@ -67,7 +67,7 @@ class RunMember:
     """One rank of a worker as a member of its run, connected to the server above (`geotrain.worker.connection`).
 
     name: of the worker. identity: of the run, for the join. workers: that the run has. report: called on the metrics
-    rank after every job, with what `geotrain.monitor.events.JobTrained` has. trouble: called with what a person
+    rank after every job, with what `geotrain.outer.metrics.JobTrained` has. trouble: called with what a person
     should know. write_event: writes an event of this rank, of the
     stages of its updates among others.
     """

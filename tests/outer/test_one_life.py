@@ -10,7 +10,7 @@ import pytest
 
 from geotrain.config import OuterConfig
 from geotrain.outer.exchange import Exchange, wait_for
-from geotrain.outer.messages import Answer, Identity, Join, Lease, UpdatePart, Welcome
+from geotrain.outer.messages import Answer, ChunkDelta, Identity, Join, Lease, UpdatePart, Welcome
 
 
 class RestartingServer:
@@ -79,7 +79,7 @@ class OneRank:
         return done(answer)
 
     def make_delta(self, fragment: int, seed: int) -> Any:
-        return done(None)
+        return done(ChunkDelta(0, 0, b""))
 
     def when_made(self, call: Any) -> Any:
         return call()

@@ -1,4 +1,4 @@
-"""The rules that benchmarks/delay.py tries in place of the product's."""
+"""The rules that benchmarks/studies/delay.py tries in place of the product's."""
 
 from __future__ import annotations
 

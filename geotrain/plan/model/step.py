@@ -3,10 +3,10 @@
 A step is the pipeline's timetable with the communication of tensor, context and expert ranks inside its stages
 (`exchanges`), then the reduction of the gradients over the ranks that have the same parameters, then a few small
 collectives over all ranks. ZeRO-1 reduces by buckets
-during the last micro-batch's backward, and gathers so during the first one's forward (`geotrain.zero`). ACCO overlaps
-both with the whole computation, but not at an exchange of the outer loop (`StepTime.settle_s`, `refresh_s`). Nothing
-else overlaps, as `geotrain.inner` configures DeepSpeed and Megatron-core. Left out are the optimizer's arithmetic (it
-moves some 30 bytes for each parameter of the shard through memory), kernel launches and input.
+during the last micro-batch's backward, and gathers so during the first one's forward (`geotrain.inner.zero`). ACCO
+overlaps both with the whole computation, but not at an exchange of the outer loop (`StepTime.settle_s`, `refresh_s`).
+Nothing else overlaps, as `geotrain.inner` configures DeepSpeed and Megatron-core. Left out are the optimizer's
+arithmetic (it moves some 30 bytes for each parameter of the shard through memory), kernel launches and input.
 
 Where several flows use one line at the same time, each gets an equal share of it.
 """

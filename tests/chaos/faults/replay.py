@@ -157,7 +157,7 @@ class CoordinatorReplay(Replay[Server]):
             self.mismatches.append(f"recovery {self.recoveries}: the commands that it would give again")
 
     def _note(self, message: Any) -> None:
-        leases = getattr(self.now, "coordinator", None)  # the global server's
+        leases = getattr(self.now, "lease_table", None)  # the global server's
         before = dict(leases.open) if leases else {}
         reply = _deliver(self.now, message)
         if isinstance(message, HeldPart | HeldAnswer | Froze):
