@@ -227,7 +227,8 @@ class OuterConfig(Block):
         Defaults pass, since the file that a run writes into its folder states every setting.
         """
         rule, idle = self.rule, list[str]()
-        reserve = self.differing("lease_reserve")
+        # 0 is what there is where no region server could hold a reserve; studies state it.
+        reserve = self.differing("lease_reserve") if self.lease_reserve else []
         if self.flat:
             of_regions = ("updates_per_send", "merge_alpha", "ledger", "region", "gain", "momentum_share")
             idle = [
