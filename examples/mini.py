@@ -12,8 +12,8 @@
 
 Everything is here but what a cluster needs: real sockets, disks, GPUs, many ranks a worker, lost messages. A server
 is a state machine, `handle(sender, message) -> [(receiver, message), …]`, as in the product; here threads and queues
-carry the messages. `tests/test_mini.py` gives what these servers handled to the product's servers, and compares all
-weights bit for bit. Read from top to bottom; the product's names are the same, and longer.
+carry the messages. `tests/examples/test_mini.py` gives what these servers handled to the product's servers, and
+compares all weights bit for bit. Read from top to bottom; the product's names are the same, and longer.
 """
 
 from __future__ import annotations

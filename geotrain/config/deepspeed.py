@@ -1,7 +1,7 @@
 """The `deepspeed` block: which keys it may have, and what `"auto"` stands for in it.
 
 DeepSpeed passes over keys that it does not know, and with `gradient_cliping` trains without clipping. Here they are
-errors. The names are those that DeepSpeed itself reads, as tests/test_config_deepspeed.py makes sure.
+errors. The names are those that DeepSpeed itself reads, as tests/config/test_deepspeed.py makes sure.
 """
 
 from __future__ import annotations

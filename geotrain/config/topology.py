@@ -1,7 +1,7 @@
 """A run on a cluster: who takes part, who speaks to whom, and with which settings.
 
 It follows from the two configuration files alone, so every process computes the same one. Nobody else asks how many
-levels a run has (tests/test_architecture.py).
+levels a run has (tests/project/test_architecture.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.small_runs import MODEL
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 TASK = """
 task: which_follows

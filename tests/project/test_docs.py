@@ -26,7 +26,7 @@ from geotrain.commands import cli
 from geotrain.commands.evaluate import evaluate
 from geotrain.commands.export import export_run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("[RC][EO]*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*/*.md")])
 FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:geotrain|make|python|deepspeed) [^`]+)`", re.DOTALL)
@@ -138,7 +138,7 @@ def check(words: list[str]) -> None:
         case "pre-commit":
             assert rest == ["install"] and (ROOT / ".pre-commit-config.yaml").exists()
         case _:
-            raise AssertionError(f"nothing here checks {program!r}: teach tests/test_docs.py how")
+            raise AssertionError(f"nothing here checks {program!r}: teach tests/project/test_docs.py how")
 
 
 def subcommand(words: list[str]) -> tuple[Any, list[str]]:

@@ -30,7 +30,7 @@ from geotrain.parameters.parameter_map import active_parameter_count, parameter_
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.predict import predict
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.json"))
 CLUSTERS = sorted((CONFIGS / "clusters").glob("*.json"))
 LOCAL = ("local-two-regions", "local-wan")

@@ -15,7 +15,7 @@ from geotrain.outer.rules.region_momentum import momentum_average
 from geotrain.outer.rules.rule import average
 from geotrain.outer.rules.sync import nesterov
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_delayed_nesterov_is_the_published_rule():

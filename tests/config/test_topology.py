@@ -18,7 +18,7 @@ from geotrain.config import (
     parse,
 )
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 HOST = {"host": "localhost", "slots": 2}
 OWN = {"parallel": {"tensor": 2}, "deepspeed": {"train_micro_batch_size_per_gpu": 1}}
 

@@ -1,6 +1,6 @@
 """The complete runs of examples/: their files are ones that `launch` takes, and git holds no output of the notebook.
-Whole-run tests run them: tests/test_runs.py `own-text` (by the notebook) and `continued`, tests/plan/test_command.py
-`planned`."""
+Whole-run tests run them: tests/runs/test_runs.py `own-text` (by the notebook) and `continued`,
+tests/plan/test_command.py `planned`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/run.json"))
 
 

@@ -14,7 +14,7 @@ from geotrain import __version__
 from geotrain.commands.operate import RunState
 from tests.support.command_line import Run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
 COMMANDS = (
     "quickstart", "prepare", "launch", "serve global", "serve region", "status", "logs", "pause", "resume", "drain",

@@ -20,7 +20,7 @@ from geotrain.config import load_run
 from tests.support.disks import small_disk
 from tests.support.small_runs import launch, losses, status
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 UNTRAINED = math.log(264)  # loss of a model of bytes that knows nothing
 
 

@@ -233,11 +233,11 @@ def test_without_the_package_its_names_are_unknown() -> None:
 
 
 def test_the_command_line_finds_it(plugin: Path, tmp_path: Path) -> None:
-    raw = json.loads((Path(__file__).parents[1] / "configs/runs/quickstart.json").read_text())
-    raw["model"]["config"] = str(Path(__file__).parents[1] / "configs/models/llama-tiny.json")
+    raw = json.loads((Path(__file__).parents[2] / "configs/runs/quickstart.json").read_text())
+    raw["model"]["config"] = str(Path(__file__).parents[2] / "configs/models/llama-tiny.json")
     raw["outer"] = OUTER
     (tmp_path / "run.json").write_text(json.dumps(raw))
-    cluster = Path(__file__).parents[1] / "configs/clusters/local-wan.json"
+    cluster = Path(__file__).parents[2] / "configs/clusters/local-wan.json"
     command = [sys.executable, "-m", "geotrain", "simulate", "run.json", str(cluster), "--tflops", "1", "--json"]
     env = {**os.environ, "PYTHONPATH": str(plugin)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)

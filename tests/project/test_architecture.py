@@ -17,7 +17,7 @@ from vulture import Vulture
 from tests.support.code_lines import code_lines
 from tests.support.code_lines import sources as code_files
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PRODUCT = ("geotrain", "kernels", "launch")  # its folders
 # Lowest first. A module may import its own layer and every lower one.
 LAYERS = [

@@ -27,7 +27,7 @@ from tests.support.kernel_cases import (
     format_id,
 )
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
 
 
@@ -43,9 +43,9 @@ def test_under_the_interpreter():
         "-x",
         "-p",
         "no:cacheprovider",
-        str(HERE / "support" / "interpreted_kernels.py"),
+        str(TESTS / "support" / "interpreted_kernels.py"),
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=HERE.parent)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=TESTS.parent)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"{len(PAYLOAD_FORMATS) + 2} passed" in done.stdout
 

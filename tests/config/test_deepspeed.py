@@ -16,7 +16,7 @@ from geotrain.launch.check import check_together
 from geotrain.launch.preflight import cautions, schedule_cautions
 from tests.chaos.fuzz.messages import ODD, places
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = json.loads((CONFIGS / "models/llama-tiny.json").read_text())
 BLOCK: dict[str, Any] = {
     "train_batch_size": 8,
