@@ -1,9 +1,10 @@
-"""The order of the suite, where its ranks compute, and a word on what was left out."""
+"""The order of the suite, where its ranks compute, what is left to `make test-all`, and its processor time."""
 
 from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import settings
 
 # An example may take any time: what else the machine does is no fault of the code.
-settings.register_profile("suite", deadline=None)
-settings.load_profile("suite")
+settings.register_profile("suite", deadline=None, max_examples=30)
+settings.register_profile("all", deadline=None, max_examples=200)
+
+ROOT = Path(__file__).parents[1]
 
 # Small worlds have more ranks than a machine has GPUs, and expect the bits of a CPU; processes that tests start
 # inherit it. Tests marked `gpu` ask torch itself for the device. It is set before anything imports DeepSpeed.
@@ -31,9 +34,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: processes that take files in turn then end at about the same time. Those that
     state timeouts play whole runs, which wait for much: between them come those that compute. Long ones begin."""
+    leave_out_long(config, items)
     asked_s, slow = Counter[Path](), Counter[Path]()
     for item in items:
         if timeout := item.get_closest_marker("timeout"):
@@ -54,34 +58,73 @@ def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     return running(monkeypatch, capfd)
 
 
-LEFT_OUT = pytest.StashKey[dict[str, int]]()  # file → slow tests of it that -m has left out
+# -- long tests: whole spaces, long faults, browsers; `@pytest.mark.long("kernels")` names the paths that one covers
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="long tests too, and Hypothesis' full profile")
+    parser.addoption("--since", metavar="COMMIT", help="long tests too of what differs from this commit")
+
+
+def changed_since(commit: str) -> list[str]:
+    """Paths that differ between a commit and the working tree, relative to the repository."""
+    command = ["git", "diff", "--name-only", commit, "--"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[LEFT_OUT] = {}
+    settings.load_profile("all" if config.option.all else "suite")
 
 
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("slow"):
-            left_out, file = item.config.stash[LEFT_OUT], item.nodeid.partition("::")[0]
-            left_out[file] = left_out.get(file, 0) + 1
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuse a long test whose paths do not exist: no change would ever run it."""
+    for mark in item.iter_markers("long"):
+        if not mark.args or not all((ROOT / path).exists() for path in mark.args):
+            raise pytest.UsageError(f"{item.nodeid}: `long` wants the paths that it covers, and has {mark.args}")
+
+
+def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the long tests that were not asked for: neither all, nor what they cover has changed."""
+    if config.option.all:
+        return
+    changed = changed_since(config.option.since) if config.option.since else []
+
+    def asked(item: pytest.Item) -> bool:
+        covered = [path for mark in item.iter_markers("long") for path in mark.args]
+        own = str(item.path.relative_to(ROOT))
+        return not covered or any(path == own or Path(path).is_relative_to(c) for path in changed for c in covered)
+
+    left_out = [item for item in items if not asked(item)]
+    items[:] = [item for item in items if asked(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+# -- processor time: of this process, its workers and all that they waited for
+
+
+def processor_seconds() -> float:
+    return sum(os.times()[:4])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist collects, and so deselects, for itself: it tells the process that reports."""
+    """A worker of pytest-xdist tells the process that reports."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+        session.config.workeroutput["processor_s"] = processor_seconds()
+
+
+WORKERS = pytest.StashKey[dict[str, float]]()  # worker → its processor seconds
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", {}))
+    seconds = node.config.stash.setdefault(WORKERS, {})
+    seconds[node.gateway.id] = getattr(node, "workeroutput", {}).get("processor_s", 0.0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if (left_out := config.stash[LEFT_OUT]) and not config.option.keyword:
-        terminalreporter.section("left out")
-        for file, count in sorted(left_out.items()):
-            terminalreporter.write_line(f"{count:3} slow in {file}")
-        terminalreporter.write_line(f"{sum(left_out.values())} slow tests were not run; `make test` runs them")
+    # workers may have been waited for: then they count among this process's children
+    own = os.times()
+    workers = sum(config.stash.get(WORKERS, {}).values())
+    total = own.user + own.system + max(workers, own.children_user + own.children_system)
+    terminalreporter.write_line(f"{total:.0f} s of processor time")

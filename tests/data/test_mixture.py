@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.config import ConfigError, DataConfig, config_digest, parse
@@ -26,7 +26,6 @@ def shares(weights: tuple[float, ...]) -> list[Fraction]:
     return [each / sum(exact) for each in exact]
 
 
-@settings(max_examples=60, deadline=None)
 @given(WEIGHTS)
 def test_each_share_is_exact_to_within_one_sample_at_every_prefix(weights: list[int]) -> None:
     samples = 2 * sum(weights) + 3
@@ -37,7 +36,6 @@ def test_each_share_is_exact_to_within_one_sample_at_every_prefix(weights: list[
             assert abs(int(had[n - 1]) - n * share) < 1, (weights, number, n)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(WEIGHTS, min_size=1, max_size=3), st.data())
 def test_samples_of_a_set_are_numbered_without_gaps_in_all_phases(
     phases: list[list[int]], data: st.DataObject

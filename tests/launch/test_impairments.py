@@ -7,7 +7,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.emulate.pump import KINDS, Impairments, Passage, payload_begin
@@ -85,7 +85,6 @@ def test_nothing_else_befalls_a_packet_than_what_was_said(packet: bytes, kind: s
     )
 
 
-@settings(max_examples=300)
 @given(packet=segments, repaired=st.booleans(), seed=st.integers(0, 1000))
 def test_one_byte_of_a_payload_is_corrupted_and_its_checksum_is_right_only_when_repaired(
     packet: bytes, repaired: bool, seed: int

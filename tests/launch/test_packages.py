@@ -92,7 +92,7 @@ def test_who_cannot_install_is_told_what_to_install_in_a_line(tmp_path: Path, us
     assert done.stderr == f"test: programs are missing; {told}\n"
 
 
-@pytest.mark.parametrize("target", ["test", "test-fast"])
+@pytest.mark.parametrize("target", ["test", "test-all"])
 def test_make_installs_programs_first(target: str) -> None:
     command = ["make", "--dry-run", "--always-make", target]
     plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

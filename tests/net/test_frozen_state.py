@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from geotrain.common.names import GLOBAL
@@ -38,7 +38,6 @@ def contents(server: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
 @pytest.mark.parametrize("which", [GLOBAL, "eu"])
-@settings(max_examples=12, deadline=None)
 @given(
     before=st.lists(st.sampled_from((UPDATE, SETTLE)), max_size=4),
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(1, 5)), max_size=24),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.common.names import GLOBAL
@@ -87,7 +87,6 @@ def test_writing_goes_on_after_reading(tmp_path):
     assert read(tmp_path)[0] == [*MESSAGES, update(9), update(10)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(flushed=st.integers(0, 5), cut=st.floats(0, 1), garbage=st.binary(max_size=40), stale=st.booleans())
 def test_a_tail_torn_at_any_byte_is_cut_off_and_nothing_flushed_is_lost(flushed, cut, garbage, stale):
     """Killed at any byte of what was not flushed; then whatever the disk makes of the rest."""
@@ -113,7 +112,6 @@ def test_a_tail_torn_at_any_byte_is_cut_off_and_nothing_flushed_is_lost(flushed,
         assert read(folder)[0] == found  # and now it is whole
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_damage_to_what_was_acknowledged_stops_the_server(data):
     with tempfile.TemporaryDirectory() as name:

@@ -278,7 +278,7 @@ class KilledServers(RuleBasedStateMachine):
 
 
 TestKilledServers = KilledServers.TestCase
-TestKilledServers.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestKilledServers.settings = settings(stateful_step_count=25)
 
 
 def test_the_model_would_notice_what_is_doubled():

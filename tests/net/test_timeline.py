@@ -231,7 +231,7 @@ class Sets(RuleBasedStateMachine):
 
 
 TestSets = Sets.TestCase
-TestSets.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestSets.settings = settings(stateful_step_count=20)
 
 
 def test_a_state_is_exchanged_whole_or_the_folder_counts_as_empty(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.net.transport import rpc, wire
@@ -43,7 +43,6 @@ def there_and_back(message: object) -> object:
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_every_message_comes_back_as_it_was(kind):
-    @settings(max_examples=30, deadline=None)
     @given(st.from_type(kind))
     def check(message):
         assert there_and_back(message) == message
@@ -51,7 +50,6 @@ def test_every_message_comes_back_as_it_was(kind):
     check()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=60)), st.integers(0, 200))
 def test_frames_travel_together_as_far_as_there_is_room(frames, cut):
     waiting, bundles = deque(frames), []
@@ -155,7 +153,6 @@ def test_garbage_raises_wire_errors_only_and_fast():
     assert refused > count / 2
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes(data):
     for frame in (data, wire._sealed(data)):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from geotrain.config import CodecConfig, ConfigError, codec_config, parse
@@ -63,7 +63,6 @@ def scales(payload: torch.Tensor, numel: int, config: CodecConfig) -> torch.Tens
     return torch.tensor(found, dtype=torch.float64).repeat_interleave(config.block)[:numel]
 
 
-@settings(max_examples=80, deadline=None)
 @given(configs, arrays, st.integers(0, 2**64 - 1))
 def test_size_determinism_and_nothing_lost(config, values, seed):
     codec, x = make_codec(config), tensor(values)
@@ -88,7 +87,6 @@ def test_size_determinism_and_nothing_lost(config, values, seed):
     assert torch.equal(out, 1.0 + torch.tensor(-2.0) * decoded)
 
 
-@settings(max_examples=80, deadline=None)
 @given(configs.filter(lambda c: c.name in LEVELS), arrays, st.integers(0, 100))
 def test_block_formats_round_to_the_nearest_level_or_a_neighbour(config, values, seed):
     codec, x = make_codec(config), tensor(values)
@@ -109,7 +107,6 @@ def test_block_formats_round_to_the_nearest_level_or_a_neighbour(config, values,
     assert (error <= torch.where(top, distance[:, -1], bound) * (1 + 1e-5) + 1e-5 * scale + SLACK).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(list(LEVELS)), st.sampled_from(BLOCKS), st.integers(-90, 90), st.data())
 def test_what_a_format_can_say_comes_back_exactly(name, block, exponent, data):
     largest = LEVELS[name][-1]
@@ -122,7 +119,6 @@ def test_what_a_format_can_say_comes_back_exactly(name, block, exponent, data):
         assert torch.equal(codec.decode(codec.encode(x).payload, len(x)), x)
 
 
-@settings(max_examples=40, deadline=None)
 @given(arrays, st.sampled_from(["nearest", "stochastic"]))
 def test_bf16_is_torchs_bf16_except_that_it_never_overflows(values, rounding):
     codec, x = make_codec(codec_config("bf16", rounding=rounding)), tensor(values)
@@ -134,7 +130,6 @@ def test_bf16_is_torchs_bf16_except_that_it_never_overflows(values, rounding):
     assert ((decoded - x).abs() <= x.abs() * 2.0**-7 + 1e-40).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(arrays.filter(len), st.sampled_from([0.01, 0.1, 0.5, 1.0]), st.sampled_from(BLOCKS))
 @example([0.0, 0.0, 0.0, 1857350017220608.0, 5572050588532736.0], 1.0, 32)  # one just at the middle of both
 def test_topk_sends_the_largest_of_each_block(values, density, block):
@@ -249,7 +244,6 @@ def test_a_bad_payload_is_refused_before_anything_is_written(name):
     assert (out == 7.0).all()
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(FORMATS), st.integers(1, 300), st.binary(min_size=1, max_size=64), st.integers(0, 10**6))
 def test_a_hostile_payload_is_refused_or_decodes_to_finite_values(name, numel, noise, at):
     codec = make_codec(any_codec(name, block=64))

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.config import FragmentConfig, OuterConfig, codec_config
@@ -191,7 +191,6 @@ def simulated(
 SPANS = st.lists(st.tuples(st.floats(0.1, 30), st.floats(0.05, 9)), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([1, 3, 4]),
     st.sampled_from([1, 2]),

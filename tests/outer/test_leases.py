@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
 from geotrain.outer.server.leases import LeaseTable
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["commit", "die", "restore"])), max_size=60))
 def test_every_sample_is_trained_once(events):
     coordinator = LeaseTable(train_samples=96, samples_per_step=4, local_steps=3)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import ROOT
@@ -86,7 +86,6 @@ def test_a_weight_without_data_excuses_no_norm_and_changes_no_usual():
 # ------------------------------------------------------------------------------------------------------ growth
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.floats(1.01, 1.9), st.integers(1, 4), st.integers(0, 3))
 def test_who_grows_alone_is_stopped(factor, often, seed):
     """However slowly it grows and, within what is remembered, however often it sends: its updates stay within what
@@ -244,7 +243,6 @@ def test_no_step_takes_such_a_time(step_s):
             server.handle(LeaseRequest("a", 1, step_s))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.floats(1e-6, 1e6), st.booleans()), min_size=1, max_size=30))
 def test_a_speed_that_is_claimed_cuts_jobs_to_a_fourth_at_most(claims):
     """Relative to what the others' own speeds give: against the plain definition."""

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.common.names import GLOBAL
@@ -90,7 +90,6 @@ def test_what_is_measured_is_checked(name, bad):
         codec.decode_measured(payload[:-1], torch.empty(300))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(sizes, st.integers(1, 40)), min_size=1, max_size=100), st.integers(1, 20))
 def test_norms_are_judged_as_the_median_says(updates, free):
     """Against a plain reference: an update passes while the usual is being learned, or when either its norm or its
@@ -258,7 +257,6 @@ def test_old_strikes_are_forgotten():
     assert strike(world, 3) == [False, False, True]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(["good", "wild", "strike", "unban", "join"]), max_size=25))
 def test_decisions_are_the_same_after_any_restart(what):
     """The same messages to a server that lives on and to one saved and loaded before each of them."""

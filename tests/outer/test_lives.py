@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.config import codec_config
@@ -92,7 +92,6 @@ def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
 HAPPENINGS = ["new", "again", "update", "leave", "silent", "strike", "unban", "restart", "stop", "resume"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(HAPPENINGS), max_size=25))
 def test_random_lives_never_leave_the_table(happenings):
     """The facts that a phase stands for, and the count of restarts, are those of four booleans."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.parameters.coverage import check_coverage, not_once
@@ -66,13 +66,11 @@ def almost_covers(draw):
     return draw(st.permutations(slices)), size
 
 
-@settings(max_examples=150, deadline=None)
 @given(almost_covers())
 def test_what_ranks_hold_is_judged_as_element_by_element(found):
     assert not_once(*found) == counted(*found)
 
 
-@settings(max_examples=150, deadline=None)
 @given(runs_strategy, st.integers(1, 100))
 def test_any_slices_are_judged_as_element_by_element(runs, size):
     inside = [run for run in runs if run.stop <= size]

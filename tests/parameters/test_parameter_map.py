@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.config import UnsupportedModelError, architecture_from_hf
@@ -41,7 +41,6 @@ runs_strategy = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
 @given(runs_strategy, st.integers(0, 80), st.integers(0, 80))
 def test_clipping_equals_slicing_the_elements(runs, begin, length):
     assert elements(clip_runs(runs, begin, begin + length)) == elements(runs)[begin : begin + length]
@@ -87,7 +86,6 @@ def test_layout_errors():
         parameter_map.slices([StridedSlice(0, 4, 5, 4, parameter="a")], 0)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 40))
 def test_every_fragment_leaves_once_a_period(fragments, period):
     for begin in (1, period + 1):

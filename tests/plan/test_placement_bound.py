@@ -142,7 +142,7 @@ def test_bounds_of_random_kinds_hold(shape):
             assert max(bounds) <= best * (1 + 1e-12)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(derandomize=True)
 @given(st.sampled_from(SHAPES), st.integers(2, 5), st.integers(0, 10**6), st.booleans(), st.integers(0, 6))
 def test_bounds_hold_and_searches_end_at_the_optimum(shape, classes, seed, noisy, digits):
     """Whatever the work allowed; where it does, the complete search ends at the optimum of devices that are alike."""
