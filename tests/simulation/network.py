@@ -1,0 +1,304 @@
+"""Carries gRPC calls in memory, in place of `grpc.aio`: latency, order within a stream, connections that break unseen
+for a while, processes that are gone. Only what `geotrain.net` uses of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+from grpc import aio
+
+PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("process")  # whose code is running
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+NOTICE_S = 20.0  # a broken connection is noticed within this time, as keepalive does
+
+
+def rpc_error(code: grpc.StatusCode, details: str, trailing: Any = ()) -> aio.AioRpcError:
+    return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), details)
+
+
+class _Aborted(Exception):
+    """Raised in a handler by `context.abort`."""
+
+
+class _Pipe:
+    """One direction of a call: what is sent arrives later, in order. `end` closes it with an error for the reader."""
+
+    def __init__(self, network: Network) -> None:
+        self.network, self.due_s = network, 0.0
+        self.arrived: asyncio.Queue[Any] = asyncio.Queue()
+        self.open = True
+
+    def send(self, item: Any, then: Callable[[Any], None] | None = None) -> None:
+        loop = self.network.loop
+        # later than the one before: timers of one moment come in any order
+        self.due_s = max(self.due_s + 1e-6, loop.time() + self.network.latency_s())
+        loop.call_at(self.due_s, self._arrive, item, then or self.arrived.put_nowait)
+
+    def _arrive(self, item: Any, then: Callable[[Any], None]) -> None:
+        if self.open:
+            then(item)
+
+
+class Call:
+    """One call: the client's end, which has the methods of `grpc.aio`'s call objects, and the server's task."""
+
+    def __init__(self, channel: Channel, method: str, request: Any = None, timeout: float | None = None) -> None:
+        self.channel, self.method, self.timeout = channel, method, timeout
+        self.network, self.client, self.address = channel.network, channel.process, channel.address
+        self.up, self.down = _Pipe(self.network), _Pipe(self.network)
+        self.status: aio.AioRpcError | None = None  # how the call ended, once the client knows
+        self.ended = False  # whether the client knows the end
+        self.task: asyncio.Task[None] | None = None
+        self.server: str | None = None
+        self.trailing: Any = ()
+        self.network.calls.append(self)
+        if self.network.is_cut(self.client, self.network.owner(self.address)):
+            self.network.loop.call_later(self.network.random.uniform(0.0, 1.0), self.lose)
+        else:
+            self.up.send(request, self._reach)
+
+    # -- the client's end
+
+    def __await__(self) -> Any:
+        return self._unary().__await__()
+
+    async def _unary(self) -> Any:
+        try:
+            async with asyncio.timeout(self.timeout):
+                reply = await self.read()
+                if reply is aio.EOF:
+                    raise rpc_error(grpc.StatusCode.INTERNAL, "no reply")
+                return reply
+        except TimeoutError:
+            raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
+        finally:
+            self.cancel()
+
+    async def read(self) -> Any:
+        if self.ended and self.down.arrived.empty():
+            return self._end()
+        item = await self.down.arrived.get()
+        if item is not _END:
+            return item
+        return self._end()
+
+    def _end(self) -> Any:
+        self.ended = True
+        self.network.forget(self)
+        if self.status is not None:
+            raise self.status
+        return aio.EOF
+
+    async def write(self, frame: bytes) -> None:
+        if self.ended or self.status is not None:
+            raise asyncio.InvalidStateError("the call has ended")
+        await asyncio.sleep(len(frame) / self.network.bytes_per_s)
+        self.up.send(bytes(frame))
+
+    async def done_writing(self) -> None:
+        self.up.send(aio.EOF)
+
+    def cancel(self) -> None:
+        """Give the call up; the server learns it later."""
+        if not self.ended:
+            self.ended = True
+            self.down.open = False
+            self.up.send(None, lambda _: self._end_task())
+        self.network.forget(self)
+
+    def lose(self) -> None:
+        """Let the client learn that the connection is gone."""
+        if not self.ended and self.down.open:
+            self.down.open = False
+            self.status = rpc_error(UNAVAILABLE, "the connection was lost")
+            self.down.arrived.put_nowait(_END)
+
+    # -- the server's end
+
+    def _reach(self, request: Any) -> None:
+        server = self.network.servers.get(self.address)
+        handler = server.handler(self.method) if server is not None else None
+        if server is None or handler is None:
+            self.lose()
+            return
+        self.server = server.process
+        self.task = self.network.loop.create_task(self._handle(handler, request), context=server.context.copy())
+        server.tasks.add(self.task)
+        self.task.add_done_callback(server.tasks.discard)
+
+    async def _handle(self, handler: Any, request: Any) -> None:
+        context = Context(self)
+        try:
+            if handler.response_streaming:
+                stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
+                await stream(request, context)
+            else:
+                self.down.send(await handler.unary_unary(request, context))
+        except _Aborted:
+            pass
+        except Exception as error:  # what gRPC tells as UNKNOWN, a person has to see
+            self.network.errors.append(f"{self.method} from {self.client}: {error!r}")
+            context.code, context.details = grpc.StatusCode.UNKNOWN, repr(error)
+        status = rpc_error(context.code, context.details, self.trailing) if context.code else None
+        self.down.send(status, self._finish)
+
+    def _finish(self, status: aio.AioRpcError | None) -> None:
+        self.status = status
+        self.down.arrived.put_nowait(_END)
+
+    def _end_task(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def break_off(self) -> None:
+        """Break the connection: what is under way is lost, and each end notices for itself."""
+        self.up.open = False
+        uniform, later = self.network.random.uniform, self.network.loop.call_later
+        waiting, self.down.open = self.down.open, False
+        if waiting and not self.ended:
+            later(uniform(0.0, NOTICE_S), self._notice)
+        later(uniform(0.0, NOTICE_S), self._end_task)
+
+    def _notice(self) -> None:
+        self.down.open = True
+        self.lose()
+
+
+_END = object()
+
+
+class Context:
+    """What a handler gets as its context."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.code: grpc.StatusCode | None = None
+        self.details = ""
+
+    def peer(self) -> str:
+        return f"ipv4:127.0.0.1:{self._call.channel.port}"
+
+    async def read(self) -> Any:
+        return await self._call.up.arrived.get()
+
+    async def write(self, frame: bytes) -> None:
+        await asyncio.sleep(len(frame) / self._call.network.bytes_per_s)
+        self._call.down.send(bytes(frame))
+
+    def set_trailing_metadata(self, trailing: Any) -> None:
+        self._call.trailing = trailing
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details = code, details
+        raise _Aborted
+
+
+class Channel:
+    """What `grpc.aio.insecure_channel` gives."""
+
+    def __init__(self, network: Network, address: str) -> None:
+        self.network, self.address, self.process = network, address, PROCESS.get()
+        network.ports += 1
+        self.port = network.ports  # of this end, by which a server knows the connection
+
+    def unary_unary(self, method: str) -> Callable[..., Call]:
+        return lambda request=None, timeout=None: Call(self, method, request, timeout)
+
+    unary_stream = stream_stream = unary_unary
+
+    async def close(self) -> None:
+        for call in [c for c in self.network.calls if c.channel is self]:
+            call.cancel()
+
+
+class Server:
+    """What `grpc.aio.server` gives."""
+
+    def __init__(self, network: Network) -> None:
+        self.network, self.process, self.context = network, PROCESS.get(), contextvars.copy_context()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
+        [self.handlers] = handlers
+
+    def add_insecure_port(self, address: str) -> int:
+        self.address = address
+        return int(address.rpartition(":")[2])
+
+    def handler(self, method: str) -> Any:
+        return self.handlers.service(SimpleNamespace(method=method, invocation_metadata=()))
+
+    async def start(self) -> None:
+        self.network.servers[self.address] = self
+
+    async def stop(self, grace_s: float | None) -> None:
+        if self.network.servers.get(self.address) is self:
+            del self.network.servers[self.address]
+        if grace_s and self.tasks:
+            await asyncio.wait(set(self.tasks), timeout=grace_s)
+        for task in set(self.tasks):
+            task.cancel()
+        self.network.lose_process(self.process, notice_s=0.1, servers_only=True)
+
+
+class Network:
+    """All connections of one simulated world.
+
+    latency_s: of one message, drawn anew for each; `slowness` multiplies it. errors: exceptions that handlers raised.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, drawn: random.Random, owners: dict[str, str]) -> None:
+        self.loop, self.random, self.owners = loop, drawn, owners
+        self.servers: dict[str, Server] = {}
+        self.calls: list[Call] = []
+        self.cuts: dict[frozenset[str], float] = {}  # two processes → until when nothing passes between them
+        self.errors: list[str] = []
+        self.slowness, self.bytes_per_s, self.ports = 1.0, 1e7, 20_000
+
+    def latency_s(self) -> float:
+        return self.slowness * self.random.uniform(0.001, 0.1)
+
+    def owner(self, address: str) -> str:
+        return self.owners[address]
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return self.loop.time() < self.cuts.get(frozenset((one, other)), 0.0)
+
+    def cut(self, one: str, other: str, seconds: float) -> None:
+        """Let nothing pass between two processes for so long, and break what is open between them."""
+        self.cuts[frozenset((one, other))] = self.loop.time() + seconds
+        for call in list(self.calls):
+            if {call.client, self.owner(call.address)} == {one, other}:
+                call.break_off()
+
+    def lose_process(self, name: str, notice_s: float = 2.0, servers_only: bool = False) -> None:
+        """Break all calls of a process that is gone; the other ends notice soon."""
+        for call in list(self.calls):
+            if servers_only and call.task is not None and call.task.done():
+                continue  # its reply is on its way
+            if self.owner(call.address) == name:
+                call.up.open = call.down.open = False
+                self.loop.call_later(self.random.uniform(0.0, notice_s), call._notice)
+            elif call.client == name and not servers_only:
+                call.up.open = call.down.open = False
+                self.loop.call_later(self.random.uniform(0.0, notice_s), call._end_task)
+                self.forget(call)
+
+    def forget(self, call: Call) -> None:
+        if call in self.calls:
+            self.calls.remove(call)
+
+    def transport(self) -> SimpleNamespace:
+        """What takes the place of the name `aio` in modules that open channels or serve."""
+        return SimpleNamespace(
+            server=lambda **_: Server(self),
+            insecure_channel=lambda address, options: Channel(self, address),
+            AioRpcError=aio.AioRpcError,
+            EOF=aio.EOF,
+        )
