@@ -29,7 +29,8 @@ LINKS = [*((r, GLOBAL) for r in REGIONS), *HOME.items()]
 
 async def dies(world: World) -> None:
     """A process is killed, or its machine loses power; it is started again a while later."""
-    name = world.random.choice([*SERVERS, *HOME])
+    name = world.random.choice([*SERVERS, *SERVERS, *HOME])
+    await world.network.messages(world.random.randint(1, 60))
     if world.kill(name, power_lost=name in SERVERS and world.random.random() < 0.5):
         await asyncio.sleep(world.random.choice([0.1, 0.1, 1.0, 5.0, 30.0, 700.0]))
         world.start(name)

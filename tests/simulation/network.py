@@ -42,6 +42,7 @@ class _Pipe:
 
     def _arrive(self, item: Any, then: Callable[[Any], None]) -> None:
         if self.open:
+            self.network.count()
             then(item)
 
 
@@ -259,6 +260,7 @@ class Network:
         self.calls: list[Call] = []
         self.cuts: dict[frozenset[str], float] = {}  # two processes → until when nothing passes between them
         self.errors: list[str] = []
+        self.arrived, self.waiting = 0, list[tuple[int, asyncio.Future[None]]]()
         self.slowness, self.bytes_per_s, self.ports = 1.0, 1e7, 20_000
 
     def latency_s(self) -> float:
@@ -266,6 +268,20 @@ class Network:
 
     def owner(self, address: str) -> str:
         return self.owners[address]
+
+    def count(self) -> None:
+        """Count a message that arrives, and wake those who wait for it."""
+        self.arrived += 1
+        for number, future in [(n, f) for n, f in self.waiting if n <= self.arrived]:
+            self.waiting.remove((number, future))
+            if not future.done():
+                future.set_result(None)
+
+    async def messages(self, count: int) -> None:
+        """Wait until so many messages have arrived anywhere, from now on. More happens in a crowded second so."""
+        future = self.loop.create_future()
+        self.waiting.append((self.arrived + count, future))
+        await asyncio.wait({future}, timeout=60.0)
 
     def is_cut(self, one: str, other: str) -> bool:
         return self.loop.time() < self.cuts.get(frozenset((one, other)), 0.0)

@@ -466,7 +466,10 @@ class SimulatedWorker:
             for f in everything:
                 await asyncio.sleep(STEP_S * self.world.random.uniform(0.5, 2.0))
                 parts = self._parts(lease, f)
-                pushed = [c.push(p) for c, p in zip(self.clients, parts, strict=True)]
+                pushed = []
+                for client, part in zip(self.clients, parts, strict=True):
+                    await asyncio.sleep(self.world.random.uniform(0.0, 0.5))  # ranks are not equally fast
+                    pushed.append(client.push(part))
                 answers = [c.pull(self.sequence, (f,)) for c in self.clients]
                 await asyncio.gather(*map(asyncio.wrap_future, pushed))
                 await self._adopt(answers, (f,))
