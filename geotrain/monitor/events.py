@@ -82,7 +82,7 @@ class MemberSampled(Event):
     """A server has measured one member, as it does every `monitor.sample_s` seconds."""
 
     member: MemberName
-    silent_s: Annotated[float, "since its last sign"]
+    silent_s: Annotated[float, "seconds since its last sign"]
     sent_bytes: Annotated[int, "to the member, as the kernel counts them, in the run so far"]
     received_bytes: Annotated[int, "from the member"]
     sent_bytes_per_s: Annotated[float, "since the last sample"]
@@ -159,7 +159,7 @@ class ProcessStarted(Event):
 class ProcessEnded(Event):
     """A process that the launcher started has ended."""
 
-    process: Annotated[str, "its name"]
+    process: Annotated[str, "its name, as of its log file"]
     code: Annotated[int, "exit code; −n: ended by signal n"]
 
 
