@@ -38,8 +38,9 @@ def _block(block: dict[str, Any]) -> str:
     fields, required = block["properties"], block.get("required", ())
     for key, field in sorted(fields.items(), key=lambda item: item[0] != "name"):  # what a union tells by comes first
         default = "required" if key in required else _default(field.get("default"))
+        kind = _type(field).removesuffix(" or null") if default == "`null`" else _type(field)
         meaning = f": {field['description']}" if "description" in field else ""
-        lines.append(f"- `{key}` ({'; '.join(filter(None, (_type(field), default)))}){meaning}")
+        lines.append(f"- `{key}` ({'; '.join(filter(None, (kind, default)))}){meaning}")
     return "\n".join(lines)
 
 

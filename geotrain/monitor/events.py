@@ -47,8 +47,7 @@ class Found(Event):
 
 
 class LinkTraffic(Event):
-    """Bytes on a server's wide-area links since the event before this one (or the server's start), up towards the
-    global server and down from it; the peaks are the most within one second."""
+    """Bytes on a server's wide-area links since the event before this one, or the server's start."""
 
     seconds: Annotated[float, "since the event before this one"]
     up_bytes: Annotated[int, "towards the global server"]
@@ -79,7 +78,7 @@ class SnapshotUploaded(Event):
 
 
 class MemberSampled(Event):
-    """A server has measured one member, as it does every `monitor.sample_s` seconds."""
+    """A server has measured one member; every `monitor.sample_s` seconds."""
 
     member: MemberName
     silent_s: Annotated[float, "seconds since its last sign"]
@@ -92,7 +91,7 @@ class MemberSampled(Event):
 
 
 class ServerSampled(Event):
-    """A server has measured itself, as it does every `monitor.sample_s` seconds.
+    """A server has measured itself; every `monitor.sample_s` seconds.
 
     journal_flushes and journal_flush_s count since the last such event, the other counts since the server's start.
     """
@@ -121,7 +120,7 @@ SHARD = ("shard",)
 
 
 class ShardSampled(Event):
-    """A server has measured a shard that is a process of its own, as it does every `monitor.sample_s` seconds."""
+    """A server has measured a shard that is a process of its own; every `monitor.sample_s` seconds."""
 
     shard: Annotated[int, "its place in the server's shards"]
     up: Annotated[bool, Metric("shard_up", "1 while the shard's process is connected to this server", SHARD)]
