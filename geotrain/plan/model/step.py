@@ -1,4 +1,4 @@
-"""How long one inner step of one worker takes, and why.
+"""Predicts how long one inner step of one worker takes, and why.
 
 A step is the pipeline's timetable with the communication of tensor, context and expert ranks inside its stages
 (`exchanges`), then the reduction of the gradients over the ranks that have the same parameters, then a few small
@@ -72,7 +72,8 @@ class StepTime:
 
 
 def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> StepTime:
-    """ranks: of the worker, in their order; the parallel layout must be one that `check_layout` allows.
+    """Predict the seconds of a worker's step. ranks: of the worker, in their order; the parallel layout must be one
+    that `check_layout` allows.
 
     Raises ConfigError when a link's figure is missing.
     """
@@ -292,7 +293,8 @@ def _between_replicas(
 
 
 def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent) -> float:
-    """A tied embedding lies at both ends of a pipeline: their gradients are summed by an all-reduce of two ranks."""
+    """Compute the seconds of reducing tied embeddings. One lies at both ends of a pipeline: their gradients are
+    summed by an all-reduce of two ranks."""
     if table.pp == 1 or not work.architecture.tied_embeddings:
         return 0.0
     a = work.architecture
@@ -306,24 +308,24 @@ def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent
 
 
 def _share(flows: Counter[tuple[str, ...]], line: Line) -> int:
-    """How many flows use the line at once."""
+    """Count the flows that use the line at once."""
     return flows[line.key] if line.key else 1
 
 
 def _ring(ranks: Sequence[RankDevice], network: LinkTable) -> list[Line]:
-    """Each rank's line to the next, the last one's to the first."""
+    """List each rank's line to the next, the last one's to the first."""
     return [network.between(one, other) for one, other in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
 
 
 def all_reduce_seconds(ring: Sequence[Line], size_bytes: float, share: int = 1) -> float:
-    """n − 1 hops that reduce and n − 1 that gather, each of 1/n of the bytes over every line at once (Patarasuk and
-    Yuan, Bandwidth optimal all-reduce algorithms, 2009)."""
+    """Compute the seconds of a ring all-reduce: n − 1 hops that reduce and n − 1 that gather, each of 1/n of the
+    bytes over every line at once (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009)."""
     n = len(ring)
     return 2 * (n - 1) * max(line.seconds(size_bytes / n, share) for line in ring)
 
 
 def _count(sent: Sent, one: RankDevice, other: RankDevice, size_bytes: float, both_ways: bool = False) -> None:
-    """Only what crosses regions is counted."""
+    """Count bytes between two ranks, if they cross regions."""
     if one.region != other.region:
         sent[one.region, other.region] += size_bytes
         if both_ways:

@@ -36,14 +36,14 @@ class Classes:
 
 
 def like_classes(problem: Problem, limit: int = MAX_VECTORS) -> Classes | None:
-    """Classes of devices with exactly equal links to all others; None where there are more than MAX_CLASSES, or
-    where a stage could be drawn in more than `limit` ways."""
+    """Find the classes of devices with exactly equal links to all others; None where there are more than MAX_CLASSES,
+    or where a stage could be drawn in more than `limit` ways."""
     _, label = np.unique(alike(problem).argmax(axis=1), return_inverse=True)
     return classes_of(problem, label, limit) if label.max() < MAX_CLASSES else None
 
 
 def classes_of(problem: Problem, label: Ints, limit: int) -> Classes | None:
-    """The classes that these labels say; None where a stage could be drawn in more than `limit` ways."""
+    """Build the classes that these labels say; None where a stage could be drawn in more than `limit` ways."""
     sizes = np.bincount(label)
     vectors = stage_vectors(sizes, problem.replicas, limit)
     if vectors is None:

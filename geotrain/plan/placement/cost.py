@@ -126,7 +126,7 @@ def _check_entries(name: str, values: Floats, bad: NDArray[np.bool_], rule: str)
 
 
 def off_diagonal(matrix: Floats) -> Floats:
-    """The matrix with inf on its diagonal."""
+    """Return the matrix with inf on its diagonal."""
     out = matrix.copy()
     np.fill_diagonal(out, np.inf)
     return out
@@ -268,8 +268,9 @@ def link_bound(problem: Problem) -> float:
 
 
 def quick_bound_of_hidden(problem: Problem, shared: bool) -> float:
-    """The same where gradients travel while devices compute (s): with ACCO. shared: replicas take of a step's work as
-    they get to it (`acco.balance`), at best with the S·D fastest devices' rates together, over the cheapest links."""
+    """Lower bound on the cost (s) where gradients travel while devices compute, as with ACCO. shared: replicas take
+    of a step's work as they get to it (`acco.balance`), at best with the S·D fastest devices' rates together, over
+    the cheapest links."""
     if not shared:
         return max(_quick_gradients(problem), _quick_activations(problem) + compute_bound(problem))
     computed = problem.placed / float((1 / np.sort(problem.compute_s)[: problem.placed]).sum())
@@ -279,7 +280,7 @@ def quick_bound_of_hidden(problem: Problem, shared: bool) -> float:
 
 
 def compute_bound(problem: Problem) -> float:
-    """The S·D-th fastest device computes, at best, the longest."""
+    """Lower bound on the slowest placed device's compute time: at best that of the S·D-th fastest."""
     return float(np.sort(problem.compute_s)[problem.placed - 1])
 
 

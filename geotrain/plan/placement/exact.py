@@ -70,8 +70,8 @@ class _Labels:
 
 
 def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: int) -> tuple[Optimum | None, bool]:
-    """The cheapest over classes that was found below the threshold (s), and whether it is proven that nothing below
-    the threshold is cheaper.
+    """Search for the cheapest placement over classes below the threshold (s); returns it and whether it is proven
+    that nothing below the threshold is cheaper.
 
     max_work: about ten nanoseconds each, but counted; a band has at most a third of what is left.
     """
@@ -203,7 +203,7 @@ class BandSearch:
         return grown
 
     def _join(self, halves: list[_Labels], placed: int, best: Optimum | None) -> Optimum | None:
-        """The cheapest below `best` and the threshold that is made of a beginning and a reversed ending."""
+        """Find the cheapest below `best` and the threshold that is made of a beginning and a reversed ending."""
         one, two = halves[placed], halves[self.stages - placed]
         if not len(one) or not len(two):
             return best
