@@ -349,7 +349,7 @@ class Follower:
             self._file.close()
 
     def _files(self) -> list[tuple[int, Path]]:
-        """(inode, path), oldest first."""
+        """List the log's files as (inode, path), oldest first."""
         suffixes = [name.suffix[1:] for name in self.path.parent.glob(self.path.name + ".*")]
         numbers = sorted({int(suffix) for suffix in suffixes if suffix.isdecimal()}, reverse=True)
         found = []

@@ -130,8 +130,8 @@ class _Stage:
 def _pipelines(
     work: Work, table: RankTable, network: LinkTable, parts: tuple[int, int], sent: Sent
 ) -> tuple[tuple[float, ...], _Stage, int]:
-    """(seconds of the step's two parts until the slowest replica is done; its busiest stage; how many micro-batches
-    it computes). parts: micro-batches of a replica before and after ACCO's commit is adopted.
+    """Compute (seconds of the step's two parts until the slowest replica is done; its busiest stage; how many
+    micro-batches it computes). parts: micro-batches of a replica before and after ACCO's commit is adopted.
 
     An activation of a micro-batch has tokens · hidden elements, of which each context rank has its part; every tensor
     rank sends that whole to its peer, with sequence parallelism its part of it.
@@ -180,7 +180,7 @@ def _stages(
     sparse = sum(map(a.has_experts, range(stage * layers, (stage + 1) * layers)))
 
     def seconds(of_layer: Collectives, count: int) -> list[tuple[float, float]]:
-        """(forward, backward) of each replica."""
+        """Return the seconds (forward, backward) of each replica."""
         ways = []
         for exchanges in (of_layer.forward, of_layer.backward):
             took, crossed = stage_seconds(exchanges, table, stage, network)
@@ -222,10 +222,11 @@ def _exposed(travel_s: float, compute_s: float, buckets: int) -> float:
 def _tensor_seconds(
     work: Work, network: LinkTable, stage: int, group: Sequence[RankDevice], size_bytes: int
 ) -> tuple[float, float]:
-    """(forward, backward) of a micro-batch: two all-reduces a layer each way, of the activations (Megatron-LM, arXiv
-    1909.08053, section 3; reduce-scatter and all-gather under sequence parallelism move the same), once more in
-    backward when layers are computed again; one for the embedding, one for the head's input. Of a layer whose only
-    MLPs are routed experts one is left: the other is part of what tokens cost on their way to these."""
+    """Compute the seconds (forward, backward) of tensor ranks' exchanges for a micro-batch: two all-reduces a layer
+    each way, of the activations (Megatron-LM, arXiv 1909.08053, section 3; reduce-scatter and all-gather under
+    sequence parallelism move the same), once more in backward when layers are computed again; one for the embedding,
+    one for the head's input. Of a layer whose only MLPs are routed experts one is left: the other is part of what
+    tokens cost on their way to these."""
     a, pp = work.architecture, work.parallel.pipeline
     once = all_reduce_seconds(_ring(group, network), size_bytes)
     layers = range(stage * a.layers // pp, (stage + 1) * a.layers // pp)
@@ -238,8 +239,8 @@ def _tensor_seconds(
 def _between_replicas(
     work: Work, table: RankTable, network: LinkTable
 ) -> tuple[float, Sent, float, dict[tuple[str, str], float]]:
-    """(seconds and bytes between regions of a step's gradients and new weights; the same of the weights alone), of
-    all stages at once.
+    """Compute (seconds and bytes between regions of a step's gradients and new weights; the same of the weights
+    alone), of all stages at once.
 
     ZeRO-1 and ACCO reduce-scatter gradients, DeepSpeed's other stages all-reduce their buckets
     (`use_multi_rank_bucket_allreduce`; without it, each part goes to its owner only), ZeRO 2 after every micro-batch.

@@ -88,7 +88,7 @@ def useful_flops(a: Architecture, sequence_length: int) -> float:
 def stage_flops(
     a: Architecture, sequence_length: int, stage: int, stages: int, recompute: str, imbalance: float = 1.0
 ) -> tuple[float, float]:
-    """(forward, backward) operations of one token in a pipeline stage. Recomputation is part of backward:
+    """Count the (forward, backward) operations of one token in a pipeline stage. Recomputation is part of backward:
     `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198, section 5).
     imbalance: as in `Work`; then of the rank whose experts get most tokens."""
     layers = a.layers // stages

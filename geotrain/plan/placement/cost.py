@@ -133,7 +133,8 @@ def off_diagonal(matrix: Floats) -> Floats:
 
 
 def alike(problem: Problem) -> NDArray[np.bool_]:
-    """(N, N): whether two devices have equal links to all others, to nine digits: compared by a random projection."""
+    """Tell, (N, N), whether two devices have equal links to all others, to nine digits: compared by a random
+    projection."""
     weights, unlike = np.random.default_rng(0).random(problem.devices), np.zeros((problem.devices,) * 2, dtype=bool)
     for times in (problem.gradient_s, problem.activation_s):
         total = times @ weights
@@ -144,18 +145,19 @@ def alike(problem: Problem) -> NDArray[np.bool_]:
 
 
 def stage_costs(problem: Problem, groups: Ints) -> Floats:
-    """(…, D) device ids → (…,) data-parallel cost of each stage."""
+    """Compute each stage's data-parallel cost: (…, D) device ids → (…,)."""
     links = np.take(problem.gradient_s, groups[..., :, None] * problem.devices + groups[..., None, :])
     return np.asarray(links.sum(axis=-1).max(axis=-1))
 
 
 def link_times(problem: Problem, tables: Ints) -> Floats:
-    """(…, S, D) device ids → (…, S−1, D) activation links, pipeline by pipeline."""
+    """Look up activation links, pipeline by pipeline: (…, S, D) device ids → (…, S−1, D)."""
     return np.take(problem.activation_s, tables[..., :-1, :] * problem.devices + tables[..., 1:, :])
 
 
 def table_costs(problem: Problem, tables: Ints) -> Floats:
-    """(…, S, D) device ids → (…,) total cost of each table as it stands: rows in order, columns as pipelines."""
+    """Compute each table's total cost as it stands, (…, S, D) device ids → (…,): rows in order, columns as
+    pipelines."""
     data_parallel = stage_costs(problem, tables).max(axis=-1)
     pipeline = link_times(problem, tables).max(axis=-1).sum(axis=-1)
     compute = problem.compute_s[tables].max(axis=(-1, -2))
@@ -203,7 +205,7 @@ def open_tour(edges: Floats) -> list[int]:
 
 
 def arrange(problem: Problem, groups: Ints) -> Ints:
-    """(S, D) partition → (S, D) table with its stages in tour order and its pipelines as columns.
+    """Arrange an (S, D) partition as a table with its stages in tour order and its pipelines as columns.
 
     Up to EXACT_TOUR_STAGES stages the table's total is the partition's cost; beyond, the order of rows is kept.
     """

@@ -88,7 +88,8 @@ def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: in
 
 
 def bands(classes: Classes, stages: int, threshold: float) -> list[tuple[float, float]]:
-    """(least, most) of a placement's dearest stage (s), ascending: together all that cost less than the threshold."""
+    """List (least, most) of a placement's dearest stage (s), ascending: together all that cost less than the
+    threshold."""
     costs = vector_costs(classes)
     least = float(costs.min())
     most = threshold - 2 * (stages - 1) * float(classes.activation_s.min()) if stages > 1 else threshold
@@ -248,8 +249,8 @@ class BandSearch:
 
 
 def _merges(activation_s: Floats) -> tuple[Floats, Ints]:
-    """(M,) times from the dearest down, and (M, K) the part of the cluster that each class lies in, parts being what
-    only edges of that time or more join."""
+    """Return (M,) times from the dearest down, and (M, K) the part of the cluster that each class lies in, parts
+    being what only edges of that time or more join."""
     merges: list[tuple[float, Ints]] = []
     for time in np.unique(activation_s[np.isfinite(activation_s)]):
         found, part = connected_components(activation_s < time, directed=False)

@@ -113,7 +113,8 @@ def polish(problem: Problem, orders: Ints) -> Placement:
 
 
 def start_orders(problem: Problem) -> Ints:
-    """(count, N): permutations of the devices; the first S·D entries are the table row by row, the rest is idle."""
+    """Make (count, N) permutations of the devices; the first S·D entries are the table row by row, the rest is
+    idle."""
     rows, columns = problem.stages, problem.replicas
     tilings = []  # flat cells of the table, tile after tile; tiles and the cells in them by rows or by columns
     for height in (h for h in range(1, rows + 1) if rows % h == 0):
@@ -160,7 +161,8 @@ def _leave_out(problem: Problem, near: Ints) -> list[tuple[Ints, Ints]]:
 
 
 def annealed(problem: Problem, ranked: Ints, turns: int, floor: float, rng: Generator) -> Ints:
-    """(CHAINS, N) orders, cheapest first, after `turns` of all chains; ends early once a cost reaches `floor`.
+    """Anneal; returns (CHAINS, N) orders, cheapest first, after `turns` of all chains; ends early once a cost reaches
+    `floor`.
 
     ranked: (few, N) starts, the cheapest first. Every other chain begins at one of them, the rest at random tables.
     """
