@@ -40,8 +40,8 @@ NO_FACTS = "it told nothing of itself"  # though the command went well
 def hosts_of(
     run: RunConfig, cluster: ClusterConfig, sites: tuple[str, ...]
 ) -> dict[tuple[str, str], list[HostNeeds]]:
-    """(launcher's name, host) → the needs of each worker there, for all hosts on which these sites start ranks. The
-    host of `local` workers is `HERE`."""
+    """Collect (launcher's name, host) → the needs of each worker there, for all hosts on which these sites start
+    ranks. The host of `local` workers is `HERE`."""
     from geotrain.parallelism.transformer_engine import asked_by
     from geotrain.plan.model.memory import rank_memory
 

@@ -207,7 +207,7 @@ def markdown(found: dict[str, Row], fresh: Row) -> str:
 
 def told(row: tuple[float, ...]) -> str:
     least = GRID_GBPS[0]
-    return " / ".join("–" if g == inf else f"≤ {g:.1f}" if g == least else f"{g:.3g}" for g in row)
+    return ", ".join("–" if g == inf else f"≤ {g:.1f}" if g == least else f"{g:.3g}" for g in row)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ class LinkNeeds:
 
 @dataclass(frozen=True)
 class Needs:
-    """servers: by name, the global one's first. on_disk: the same with mirrors on the disk (`outer.mirrors`)."""
+    """The needs of a run. servers: by name, the global one's first. on_disk: the same with mirrors on the disk
+    (`outer.mirrors`)."""
 
     parameters: int
     fragments: tuple[tuple[str, int], ...]

@@ -39,7 +39,8 @@ def plan(
     utilization: float = 0.95,
     imbalance: float = 1.0,
 ) -> Plan:
-    """Raises ConfigError (PlanError) and UnsupportedModelError with one message; then nothing is written.
+    """Plan a run and print the plan. Raises ConfigError (PlanError) and UnsupportedModelError with one message; then
+    nothing is written.
 
     run_path: a run file, whose parallel, outer and model.recompute keys are kept; or a model's config.json.
     out: a folder for run.json, cluster.json, hosts/ and placement.svg. tokens: to train; default: as the run file

@@ -15,44 +15,40 @@ INTRODUCTION = """# Configuration
 Two JSON files: the *run* says what to train, the *cluster* where. An unknown key is an error that names it and the
 nearest known one. `geotrain dry-run` checks both files together; `configs/schema/` holds their JSON Schema.
 
-This page is written by `geotrain schema` from `geotrain/config/`; edit that."""
+In brackets: a key's type, and its default, if it has one. This page is written by `geotrain schema` from
+`geotrain/config/`; edit that."""
 
 
 def reference(run: type[BaseModel], cluster: type[BaseModel]) -> str:
-    """Return the reference as Markdown: a table for each block of the two files."""
+    """Return the reference as Markdown: a list of keys for each block of the two files."""
     parts = [INTRODUCTION]
     seen: set[str] = set()
     for title, kind in (("The run file", run), ("The cluster file", cluster)):
         schema = json_schema(kind)  # type: ignore[arg-type]
-        parts.append(f"## {title}\n\n{_table(schema)}")
+        parts.append(f"## {title}\n\n{_block(schema)}")
         for name, block in sorted(schema["$defs"].items()):
             if name not in seen:
                 seen.add(name)
-                parts.append(f"### {name}\n\n{_about(block)}{_table(block)}")
+                parts.append(f"### {name}\n\n{_block(block)}")
     return "\n\n".join(parts)
 
 
-def _about(block: dict[str, Any]) -> str:
-    return f"{block['description']}\n\n" if "description" in block else ""
-
-
-def _table(block: dict[str, Any]) -> str:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    required = set(block.get("required", ()))
-    fields = block.get("properties", {})
+def _block(block: dict[str, Any]) -> str:
+    lines = [block["description"], ""] if "description" in block else []
+    fields, required = block["properties"], block.get("required", ())
     for key, field in sorted(fields.items(), key=lambda item: item[0] != "name"):  # what a union tells by comes first
-        default = "*required*" if key in required else _default(field.get("default"))
-        cells = (f"`{key}`", _type(field), default, _cell(field.get("description", "")))
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        default = "required" if key in required else _default(field.get("default"))
+        kind = _type(field).removesuffix(" or null") if default == "`null`" else _type(field)
+        meaning = f": {field['description']}" if "description" in field else ""
+        lines.append(f"- `{key}` ({'; '.join(filter(None, (kind, default)))}){meaning}")
+    return "\n".join(lines)
 
 
 def _default(value: Any) -> str:
-    if isinstance(value, dict) and "name" in value:  # of a union: which one
-        value = {"name": value["name"]}
-    elif isinstance(value, dict) and value:
-        return "see its block"
-    return f"`{_cell(json.dumps(value))}`"
+    """Return a key's default. Returns "" for a block, whose keys have defaults of their own."""
+    if isinstance(value, dict) and value:
+        return f"`{json.dumps({'name': value['name']})}`" if "name" in value else ""  # of a union: which one
+    return f"`{json.dumps(value)}`"
 
 
 def _type(field: dict[str, Any]) -> str:
@@ -84,9 +80,5 @@ def _bounds(field: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     told = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
     if "pattern" in field:
-        told.append(f"like `{_cell(field['pattern'])}`")
+        told.append(f"like `{field['pattern']}`")
     return f" {', '.join(told)}" if told else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -35,7 +35,7 @@ class WhatIf:
     without: str | None = None
 
     def apply(self, outer: OuterConfig) -> OuterConfig:
-        """Raises ConfigError as the run file would."""
+        """Apply the changes. Raises ConfigError as the run file would."""
         block = outer.model_dump(by_alias=True, mode="json")
         if self.local_steps is not None:
             block["local_steps"] = self.local_steps

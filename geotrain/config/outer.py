@@ -216,8 +216,8 @@ class OuterConfig(Block):
 
     @property
     def worker_codecs(self) -> tuple[CodecConfig, CodecConfig]:
-        """(up, down): codecs of the link between a worker and its server. Between regions and the global server they
-        are always `up` and `down`."""
+        """Return (up, down), the codecs of the link between a worker and its server. Between regions and the global
+        server they are always `up` and `down`."""
         return (self.up, self.down) if self.flat else (self.local, self.local)
 
     @model_validator(mode="after")

@@ -77,7 +77,7 @@ class LinkShape:
 
 
 def shape(link: LinkConfig) -> LinkShape:
-    """How to emulate a link of the cluster file."""
+    """Compute the parameters that emulate a link of the cluster file."""
     rate = int(link.gbps * 1e9 / 8)
     mtu = min(max(int(rate * PACKET_S), MTU_BYTES[0]), MTU_BYTES[1])
     burst = max(2 * mtu, rate // 250)  # the kernel refills the bucket once a tick, so it must hold a tick's bytes
@@ -85,7 +85,7 @@ def shape(link: LinkConfig) -> LinkShape:
 
 
 def cannot_emulate() -> str:
-    """The reason why links cannot be emulated on this machine; empty if they can."""
+    """Return the reason why links cannot be emulated on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program in ("ip", "tc"):
@@ -159,7 +159,7 @@ def disturb(control: Path, region: str, what: str, *numbers: float) -> None:
 
 
 def _free_network(regions: tuple[str, ...], opened: contextlib.ExitStack) -> tuple[int, dict[str, int]]:
-    """A network number that no other run uses, and for each region the open device at this end of its link.
+    """Find a network number that no other run uses, and for each region the open device at this end of its link.
 
     That a device's name is taken shows that another run uses the number.
     """

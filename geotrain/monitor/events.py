@@ -47,8 +47,7 @@ class Found(Event):
 
 
 class LinkTraffic(Event):
-    """Bytes on a server's wide-area links since the event before this one (or the server's start), up towards the
-    global server and down from it; the peaks are the most within one second."""
+    """Bytes on a server's wide-area links since the event before this one, or the server's start."""
 
     seconds: Annotated[float, "since the event before this one"]
     up_bytes: Annotated[int, "towards the global server"]
@@ -79,10 +78,10 @@ class SnapshotUploaded(Event):
 
 
 class MemberSampled(Event):
-    """A server has measured one member, as it does every `monitor.sample_s` seconds."""
+    """A server has measured one member; every `monitor.sample_s` seconds."""
 
     member: MemberName
-    silent_s: Annotated[float, "since its last sign"]
+    silent_s: Annotated[float, "seconds since its last sign"]
     sent_bytes: Annotated[int, "to the member, as the kernel counts them, in the run so far"]
     received_bytes: Annotated[int, "from the member"]
     sent_bytes_per_s: Annotated[float, "since the last sample"]
@@ -92,7 +91,7 @@ class MemberSampled(Event):
 
 
 class ServerSampled(Event):
-    """A server has measured itself, as it does every `monitor.sample_s` seconds.
+    """A server has measured itself; every `monitor.sample_s` seconds.
 
     journal_flushes and journal_flush_s count since the last such event, the other counts since the server's start.
     """
@@ -121,7 +120,7 @@ SHARD = ("shard",)
 
 
 class ShardSampled(Event):
-    """A server has measured a shard that is a process of its own, as it does every `monitor.sample_s` seconds."""
+    """A server has measured a shard that is a process of its own; every `monitor.sample_s` seconds."""
 
     shard: Annotated[int, "its place in the server's shards"]
     up: Annotated[bool, Metric("shard_up", "1 while the shard's process is connected to this server", SHARD)]
@@ -159,7 +158,7 @@ class ProcessStarted(Event):
 class ProcessEnded(Event):
     """A process that the launcher started has ended."""
 
-    process: Annotated[str, "its name"]
+    process: Annotated[str, "its name, as of its log file"]
     code: Annotated[int, "exit code; −n: ended by signal n"]
 
 
@@ -350,7 +349,7 @@ class Follower:
             self._file.close()
 
     def _files(self) -> list[tuple[int, Path]]:
-        """(inode, path), oldest first."""
+        """List the log's files as (inode, path), oldest first."""
         suffixes = [name.suffix[1:] for name in self.path.parent.glob(self.path.name + ".*")]
         numbers = sorted({int(suffix) for suffix in suffixes if suffix.isdecimal()}, reverse=True)
         found = []

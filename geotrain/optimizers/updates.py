@@ -74,7 +74,7 @@ class OwnedMatrix:
 
     @property
     def segments(self) -> Iterator[tuple[int, int]]:
-        """[begin, end) of its rows in the optimizer's tensor."""
+        """List [begin, end) of its rows in the optimizer's tensor."""
         return ((self.offset + begin, self.offset + end) for begin, end in self.place.segments)
 
     @property

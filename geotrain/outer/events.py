@@ -50,7 +50,7 @@ class UpdateApplied(Event):
     """A server has applied a member's update. At the global server, this is a merge of a region's progress."""
 
     member: MemberName
-    sequence: Annotated[int, "number of the update, by member"]
+    sequence: Annotated[int, "number of the update"]
     job: Annotated[int, "the worker's job that it belongs to"]
     fragments: Fragments
     versions: Annotated[list[int], "of every fragment of the model, after it"]
@@ -100,7 +100,7 @@ class Quarantined(Event):
     """A member sent too much that was refused: it is refused itself, and its leases go to others."""
 
     member: MemberName
-    reason: Annotated[str, "why, the last time"]
+    reason: Annotated[str, "why"]
 
 
 class Unbanned(Event):
@@ -112,7 +112,7 @@ class Unbanned(Event):
 class ValidationDone(Event):
     """A worker has evaluated the global weights."""
 
-    worker: Annotated[str, "who did it"]
+    worker: Annotated[str, "its name"]
     number: Annotated[int, "of the validation, from 1"]
     version: Annotated[int, "the newest of the fragments' global versions"]
     loss: Annotated[float, "nats a token"]
@@ -133,7 +133,7 @@ class LeaseBegun(Event):
     worker: Annotated[str, "its name"]
     job: Annotated[int, "number of the lease, by worker"]
     lease: Annotated[int, "number of the lease, in the run"]
-    start: Annotated[int, "its first sample"]
+    start: Annotated[int, "the lease's first sample"]
     samples: Annotated[int, "how many"]
 
 
@@ -151,7 +151,7 @@ class Acknowledged(Event):
     """A member was told that its update is safe."""
 
     member: MemberName
-    incarnation: Annotated[str, "of the member, as in Joined"]
+    incarnation: Annotated[str, "names this incarnation of the member"]
     sequence: Annotated[int, "number of the update"]
 
 

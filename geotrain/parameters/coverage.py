@@ -84,7 +84,7 @@ def _side_by_side(slices: Iterable[StridedSlice]) -> Iterator[StridedSlice]:
 
 
 def _rows(chunk: StridedSlice, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """[first, stop) of the slice's rows, cut to [begin, end), which lies between its start and its stop."""
+    """Return [first, stop) of the slice's rows, cut to [begin, end), which lies between its start and its stop."""
     if chunk.count == 1 or chunk.length == chunk.stride:
         yield begin, end
         return

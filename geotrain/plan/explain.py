@@ -39,7 +39,7 @@ class Alternative:
 
 
 def reasons(plan: Plan) -> list[str]:
-    """The decisions in words."""
+    """Explain the decisions in words."""
     p = plan.prediction
     found = []
     for names, worker in alike(plan):
@@ -78,7 +78,7 @@ def reasons(plan: Plan) -> list[str]:
 
 
 def alternatives(plan: Plan) -> Iterator[Alternative]:
-    """The next best of each decision: parallel layouts, the global server's place, outer settings."""
+    """Find the next best of each decision: parallel layouts, the global server's place, outer settings."""
 
     def predicted(workers: dict[str, Worker], place: str, setting: Setting) -> RunPrediction:
         run, cluster = resolve(plan.task, workers, place, setting.outer, plan.wish.tokens, setting.shards)
@@ -118,7 +118,8 @@ def alternatives(plan: Plan) -> Iterator[Alternative]:
 
 
 def alike(plan: Plan) -> list[tuple[list[str], Worker]]:
-    """Workers with the same parallel layout on the same kinds of hosts in the same regions, with one of them."""
+    """Group the workers with the same parallel layout on the same kinds of hosts in the same regions, with one of
+    them."""
     groups: dict[object, tuple[list[str], Worker]] = {}
     for name, worker in plan.workers.items():
         own = worker.layout

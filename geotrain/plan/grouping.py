@@ -1,4 +1,4 @@
-"""How the hosts form workers: within each region, and across regions where the model does not fit into one.
+"""Groups hosts into workers: within each region, and across regions where the model does not fit into one.
 
 Within a region. Hosts of one kind and size are interchangeable, so a set of workers is a list of host counts. The
 fastest parallel layout is known for every count (`layouts`); dynamic programming over (workers, hosts) then gives the
@@ -48,12 +48,12 @@ Workers = tuple[Worker, ...]
 
 
 def speed(workers: Iterable[Worker]) -> float:
-    """Steps a second of all workers together."""
+    """Add up the steps a second of all workers."""
     return sum(1 / worker.layout.step.step_s for worker in workers)
 
 
 def form_workers(task: PlanTask, refused: Refusals) -> Workers:
-    """The workers of all regions; none when the model fits nowhere."""
+    """Form the workers of all regions; returns none when the model fits nowhere."""
     alone: dict[str, Workers] = {}
     for region, hosts in task.hosts.items():
         kinds: dict[tuple[str, int], list[Host]] = {}
@@ -79,8 +79,8 @@ def form_workers(task: PlanTask, refused: Refusals) -> Workers:
 
 
 def joinable(task: PlanTask, small: Sequence[str]) -> list[frozenset[str]]:
-    """Sets of small regions to join: all of them where they are few; else those that an average-linkage tree over
-    the links between them joins, near ones first."""
+    """List the sets of small regions that may be joined: all of them where they are few; else those that an
+    average-linkage tree over the links between them joins, near ones first."""
     if len(small) <= MOST_COMBINED:
         return [frozenset(c) for count in range(1, len(small) + 1) for c in combinations(small, count)]
     apart = [distance_s(task, a, frozenset((b,))) for a, b in combinations(small, 2)]
@@ -98,7 +98,8 @@ def distance_s(task: PlanTask, region: str, others: frozenset[str]) -> float:
 
 
 def best_division(sets: dict[frozenset[str], Workers], regions: Sequence[str]) -> Workers:
-    """The division of the regions into sets with the most steps a second. Every region is a set of its own too."""
+    """Find the division of the regions into sets with the most steps a second. Every region is a set of its own
+    too."""
     best: dict[frozenset[str], Workers] = {frozenset(): ()}
 
     def of(left: frozenset[str]) -> Workers:
@@ -113,7 +114,7 @@ def best_division(sets: dict[frozenset[str], Workers], regions: Sequence[str]) -
 
 
 def like_workers(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Workers:
-    """The best workers on hosts of one kind, size and region."""
+    """Find the best workers on hosts of one kind, size and region."""
     n = len(hosts)
     by_count = {count: found for count in range(1, n + 1) if (found := layouts(task, hosts[:count], refused))}
     if not by_count:
@@ -130,7 +131,7 @@ def like_workers(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Wo
 
 
 def fewest_workers(rate: Mapping[int, float], hosts: int) -> tuple[int, ...]:
-    """Host counts of the fewest workers that are within SLACK of the most steps a second.
+    """Find the host counts of the fewest workers that are within SLACK of the most steps a second.
 
     rate: steps a second of one worker by its number of hosts. No division does more than every host as part of the
     best count: where that bound is reached to within SLACK, more workers need not be looked at.

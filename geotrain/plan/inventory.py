@@ -48,7 +48,8 @@ class Pins:
 
 
 def pins_of(raw: Mapping[str, Any], global_region: str | None = None) -> Pins:
-    """raw: the run file, as JSON. The micro-batch is no pin: DeepSpeed's block must always state one."""
+    """Find the pins of a run file. raw: its JSON. The micro-batch is no pin: DeepSpeed's block must always state
+    one."""
     parallel, outer = raw.get("parallel", {}), raw.get("outer", {})
     return Pins(
         **{cut: parallel.get(cut) for cut in CUTS},
@@ -102,12 +103,12 @@ class PlanTask:
 
 
 def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:
-    """Hosts that a plan may use in a region: its inventory; without one, the hosts of its workers."""
+    """List the hosts that a plan may use in a region: its inventory; without one, the hosts of its workers."""
     return region.hosts or tuple(h for w in region.workers for h in w.hosts)
 
 
 def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig, imbalance: float = 1.0) -> PlanTask:
-    """Raises ConfigError where a host names no device, UnsupportedModelError."""
+    """Build the planner's inputs. Raises ConfigError where a host names no device, UnsupportedModelError."""
     network = LinkTable(cluster)
     found: dict[str, list[Host]] = {}
     for region in cluster.regions:

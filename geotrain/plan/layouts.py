@@ -53,7 +53,7 @@ class ParallelLayout:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Faster is better; where it makes no difference, the larger micro-batch."""
+        """Sort key: the fastest step first and, of equal ones, the largest micro-batch."""
         return round(self.step.step_s, 9), -self.micro_batch
 
 
@@ -70,7 +70,7 @@ class Refusals:
 
 
 def home_of(hosts: Sequence[Host]) -> str:
-    """The region that most of the hosts stand in."""
+    """Return the region that most of the hosts stand in."""
     regions = [host.region for host in hosts]
     return max(dict.fromkeys(regions), key=regions.count)
 
@@ -90,7 +90,8 @@ def divisors(number: int) -> list[int]:
 
 
 def micro_batches(task: PlanTask, replicas: int) -> list[int]:
-    """Micro-batch sizes with which so many replicas share the batch evenly, up to the first that is large enough."""
+    """List the micro-batch sizes with which so many replicas share the batch evenly, up to the first that is large
+    enough."""
     if task.batch % replicas:
         return []
     sizes = divisors(task.batch // replicas)
@@ -99,8 +100,8 @@ def micro_batches(task: PlanTask, replicas: int) -> list[int]:
 
 
 def parallels(task: PlanTask, slots: int, most_pipeline: int) -> Iterator[ParallelConfig]:
-    """Parallel layouts that divide the model, as far as they are not pinned. Tensor ranks, the context ranks beside
-    each, and the expert ranks beside each are inside a host, where links are fast.
+    """List the parallel layouts that divide the model, as far as they are not pinned. Tensor ranks, the context ranks
+    beside each, and the expert ranks beside each are inside a host, where links are fast.
 
     Context ranks that would have fewer than FULL_MICRO_TOKENS of a sequence are left out: their matrix units would
     idle, which the model of a step does not see.
@@ -131,7 +132,8 @@ def _shares_sequences(a: Architecture, tp: int, cp: int, length: int) -> bool:
 def fitting(
     task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
 ) -> int | None:
-    """Bytes of the fullest rank if this parallel layout is allowed and fits the smallest accelerator."""
+    """Return the bytes of the fullest rank; None where this parallel layout is refused or does not fit the smallest
+    accelerator. The reason is noted in `refused`."""
     worker, run = worker_of("w", hosts, slots, parallel, micro), task.run
     if "local" not in task.pins.outer and not run.outer.flat:
         # The codec inside a region is chosen later (`settings.py`): a lossy one keeps 4 bytes an owned parameter.
@@ -155,8 +157,8 @@ def layout_text(parallel: ParallelConfig, ranks: int, micro: int) -> str:
 
 
 def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro: int, speed: float) -> float:
-    """Lower bound on a step of this parallel layout: arithmetic alone, every stage once and the slowest m − 1 times
-    more.
+    """Bound the seconds of a step from below for this parallel layout: arithmetic alone, every stage once and the
+    slowest m − 1 times more.
 
     speed: useful operations a second of the fastest accelerator.
     """
@@ -171,7 +173,8 @@ def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro:
 
 
 def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[ParallelLayout]:
-    """The fastest few parallel layouts of one worker that uses all these hosts, which are of one kind and region."""
+    """Find the fastest few parallel layouts of one worker that uses all these hosts, which are of one kind and
+    region."""
     tried: list[tuple[float, int, ParallelConfig, int]] = []
     speed = max(host.device.tflops * host.device.efficiency for host in hosts) * 1e12
     for slots in range(hosts[0].slots, 0, -1):
@@ -203,7 +206,7 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Pa
 def evaluated(
     task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
 ) -> ParallelLayout | None:
-    """The parallel layout with its step, if it is allowed and fits."""
+    """Predict the step of a parallel layout. Returns None where `fitting` does."""
     need = fitting(task, hosts, slots, parallel, micro, refused)
     if need is None:
         return None
@@ -217,7 +220,7 @@ def evaluated(
 
 
 def nothing_fits(task: PlanTask, refused: Refusals) -> PlanError:
-    """The error that says why there is no worker at all."""
+    """Build the error that says why there is no worker at all."""
     what = f"{parameter_count(task.architecture):,} parameters, sequences of {task.run.data.sequence_length}"
     if refused.missing:
         apart = f"fits into no region alone, and regions cannot be joined: {refused.missing}"
@@ -239,7 +242,8 @@ def nothing_fits(task: PlanTask, refused: Refusals) -> PlanError:
 
 
 def smallest_change(task: PlanTask) -> str:
-    """Tried in this order: keys of the run, then more hosts of the largest kind, then larger accelerators."""
+    """Find the smallest change with which the model would fit. Tried in this order: keys of the run, then more hosts
+    of the largest kind, then larger accelerators."""
     if task.pins.recompute is None:
         task = task.with_recompute("full")  # as the plan itself would
     changes = []

@@ -14,7 +14,7 @@ MOST_ROWS = 8  # workers shown of a region
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write it (.svg, .png or .pdf, by the name)."""
+    """Draw the plan into a file (.svg, .png or .pdf, by the name)."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

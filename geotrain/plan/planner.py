@@ -40,8 +40,9 @@ NO_WORSE = 1.001  # prices a token within this factor are equal
 
 @dataclass(frozen=True)
 class Wish:
-    """objective: most tokens a second, or fewest dollars a token. within_days: with cost, the latest end.
-    utilization: that workers should reach in spite of the outer loop. tokens: how many to train."""
+    """What the user asks of a plan. objective: most tokens a second, or fewest dollars a token. within_days: with
+    cost, the latest end. utilization: that workers should reach in spite of the outer loop. tokens: how many to
+    train."""
 
     tokens: float
     objective: Objective = "speed"
@@ -51,7 +52,8 @@ class Wish:
 
 @dataclass(frozen=True)
 class Plan:
-    """run, cluster: to be launched as they are. idle: accelerators left out, (host, how many, why)."""
+    """A plan and what it predicts. run, cluster: to be launched as they are. idle: accelerators left out, (host, how
+    many, why)."""
 
     task: PlanTask
     wish: Wish
@@ -69,7 +71,8 @@ class Plan:
 
 
 def plan(task: PlanTask, wish: Wish) -> Plan:
-    """Raises PlanError when the model fits nowhere, a figure is missing, or what is pinned cannot be had."""
+    """Make the plan. Raises PlanError when the model fits nowhere, a figure is missing, or what is pinned cannot be
+    had."""
     refused = Refusals()
     # The fastest workers, without recomputation where that makes no difference.
     choices = [task.pins.recompute] if task.pins.recompute is not None else ["none", "full"]
@@ -116,8 +119,8 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
 
 
 def cheapest(task: PlanTask, workers: Workers, wish: Wish) -> Workers:
-    """Workers in the order of their price a token: as many as are needed to end in time; without a time, all that
-    are no dearer than the cheapest."""
+    """Choose workers in the order of their price a token: as many as are needed to end in time; without a time, all
+    that are no dearer than the cheapest."""
     unpriced = sorted({h.kind for w in workers for h in w.layout.hosts if h.device.usd_per_hour is None})
     if unpriced:
         raise PlanError(f"--objective cost: devices.{unpriced[0]} has no usd_per_hour; add it, or plan for speed")
@@ -140,7 +143,7 @@ def cheapest(task: PlanTask, workers: Workers, wish: Wish) -> Workers:
 
 
 def idle_hosts(task: PlanTask, workers: Workers, every: Workers) -> list[tuple[Host, int, str]]:
-    """Accelerators that no worker uses: (host, how many, why)."""
+    """List the accelerators that no worker uses: (host, how many, why)."""
     used = {(s.region, s.host): w.layout.slots for w in workers for s in w.layout.hosts}
     dear = {(s.region, s.host) for w in every for s in w.layout.hosts}
     found = []
@@ -158,7 +161,7 @@ def idle_hosts(task: PlanTask, workers: Workers, every: Workers) -> list[tuple[H
 
 
 def name_workers(task: PlanTask, workers: Workers) -> dict[str, Worker]:
-    """`<region>-<number>` by the region that most of a worker's hosts stand in."""
+    """Name workers `<region>-<number>`, by the region that most of a worker's hosts stand in."""
     named: dict[str, Worker] = {}
     for region in task.cluster.regions:
         mine = [w for w in workers if home_of(w.layout.hosts) == region.name]
@@ -169,7 +172,7 @@ def name_workers(task: PlanTask, workers: Workers) -> dict[str, Worker]:
 def resolve(
     task: PlanTask, workers: Mapping[str, Worker], place: str, outer: OuterConfig, tokens: float, shards: int = 1
 ) -> tuple[RunConfig, ClusterConfig]:
-    """The run and the cluster as planned: regions that neither have a worker nor lend a host to one are left out.
+    """Write the plan into run and cluster: regions that neither have a worker nor lend a host to one are left out.
     shards: of each server, on its host; 1: in its process."""
     cluster = _cluster(task, workers, place)
     if shards > 1 and len(cluster.global_shards) != shards:
@@ -227,7 +230,8 @@ def _cluster(task: PlanTask, workers: Mapping[str, Worker], place: str) -> Clust
 
 
 def _with_shards(cluster: ClusterConfig, number: int) -> ClusterConfig:
-    """Each server's stand on its host, at the next ports that nobody has; where it has none yet, they have none."""
+    """Place each server's shards: they stand on its host, at the next ports that nobody has; where it has none yet,
+    they have none."""
     servers = [cluster.global_server, *(region.server for region in cluster.regions)]
     taken = {(server.host, server.port) for server in servers}
 
@@ -248,8 +252,9 @@ def _with_shards(cluster: ClusterConfig, number: int) -> ClusterConfig:
 
 
 def _worker(name: str, worker: Worker, region: RegionConfig, given: ClusterConfig) -> WorkerConfig:
-    """Started by DeepSpeed's launcher on each host: over ssh, or here if its hosts are (or stand for) this machine.
-    A worker that has all these hosts already keeps its launcher."""
+    """Build a worker's entry of the cluster file. It is started by DeepSpeed's launcher on each host: over ssh, or
+    here if its hosts are (or stand for) this machine. A worker that has all these hosts already keeps its
+    launcher."""
     own = worker.layout
     config = worker_of(name, own.hosts, own.slots, own.parallel, own.micro_batch)
     local = given.emulate_links or all(host.host in ("localhost", "127.0.0.1") for host in config.hosts)

@@ -119,8 +119,9 @@ class RunPrediction:
 
 
 def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> RunPrediction:
-    """run: from `load_run`. cluster: with workers, devices, links between each region and "global", between hosts
-    of a region where a worker has several, and between regions where a worker spans them. imbalance: as in `Work`.
+    """Predict a run on a cluster. run: from `load_run`. cluster: with workers, devices, links between each region and
+    "global", between hosts of a region where a worker has several, and between regions where a worker spans them.
+    imbalance: as in `Work`.
 
     Memory is reported, not judged: compare it with `WorkerPrediction.memory_limit_bytes`.
     Raises ConfigError naming what does not fit or the figure that is missing, UnsupportedModelError.
@@ -183,7 +184,7 @@ def work_of(run: RunConfig, architecture: Architecture, worker: WorkerConfig, im
 
 
 def _speed(ranks: list[RankDevice]) -> float:
-    """Operations a second, at the efficiency that training reaches."""
+    """Compute a worker's operations a second, at the efficiency that training reaches."""
     return 1e12 * sum(rank.device.tflops * rank.device.efficiency for rank in ranks)
 
 

@@ -75,7 +75,7 @@ class ServerPlace:
 
 
 def places(task: PlanTask, homes: Sequence[str], model_bytes: int) -> list[ServerPlace]:
-    """Everywhere the global server could stand, the best first: each region, and, if the cluster file has links to
+    """List where the global server could stand, the best first: each region, and, if the cluster file has links to
     "global", where it is now; only that if `global_ssh` is set.
 
     homes: regions with workers. Raises PlanError when a link's figure is missing wherever it would stand.
@@ -105,15 +105,16 @@ def places(task: PlanTask, homes: Sequence[str], model_bytes: int) -> list[Serve
 
 
 def line_to(task: PlanTask, home: str, place: str) -> Line:
-    """Line from a region to the global server, were that in region `place`; "global": where the cluster file puts
-    it."""
+    """Find the line from a region to the global server, were that in region `place`; "global": where the cluster file
+    puts it."""
     return task.network.between_regions(home, place) if home != place else task.network.inside(home)
 
 
 def settings(
     task: PlanTask, workers: Workers, place: str, target: float, usd_per_hour: float | None
 ) -> list[Setting]:
-    """Every setting, the best first. target: utilization. usd_per_hour: of the accelerators, if they have prices."""
+    """Rank all outer settings, the best first. target: utilization. usd_per_hour: of the accelerators, if they have
+    prices."""
     timings = [worker_timing(str(i), home_of(w.layout.hosts), w.layout.step) for i, w in enumerate(workers)]
     homes = list(dict.fromkeys(t.region for t in timings))
     wide = {home: line_to(task, home, place) for home in homes}
@@ -143,7 +144,8 @@ def settings(
 
 
 def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int]) -> list[int]:
-    """Numbers of shards to try, the smallest first: that of the cluster file, or while each has a whole chunk."""
+    """List the numbers of shards to try, the smallest first: that of the cluster file, or while each has a whole
+    chunk."""
     if given := len(task.cluster.global_shards):
         return [given]
     chunks = sum(numels) // outer.fragments.chunk_elements
@@ -151,7 +153,7 @@ def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int])
 
 
 def outers(task: PlanTask) -> Iterator[OuterConfig]:
-    """Every outer block that keeps the pinned keys."""
+    """List the outer blocks that keep the pinned keys."""
     base, pins = task.run.outer, task.pins.outer
     layers = max(1, -(-task.architecture.layers // FRAGMENTS))
     overlaps: list[dict[str, Any]] = []
@@ -183,5 +185,5 @@ def outers(task: PlanTask) -> Iterator[OuterConfig]:
 
 @lru_cache(maxsize=64)
 def fragment_sizes(architecture: Architecture, layers_per_fragment: int | None) -> tuple[int, ...]:
-    """Elements of each fragment."""
+    """Count the elements of each fragment."""
     return tuple(f.numel for f in ParameterMap(canonical_parameters(architecture), layers_per_fragment).fragments)

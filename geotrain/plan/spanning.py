@@ -44,7 +44,8 @@ class PipelineShape:
 
 @dataclass(frozen=True)
 class Links:
-    """place: (region, host) → row and column of the tables of one-way delays and rates."""
+    """Tables of the links between hosts. place: (region, host) → row and column of the tables of one-way delays and
+    rates."""
 
     place: dict[tuple[str, str], int]
     delay_s: Floats
@@ -52,7 +53,8 @@ class Links:
 
 
 def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[ParallelLayout]:
-    """The fastest few of one worker on some of these hosts, which may be of any kind and region.
+    """Find the fastest few parallel layouts of one worker on some of these hosts, which may be of any kind and
+    region.
 
     Raises ConfigError when a figure of a link between them is missing.
     """
@@ -79,13 +81,13 @@ def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -
 
 
 def effort(problem: Problem) -> Effort:
-    """Less than for a single placement: tables of hosts are small, and there are many of them."""
+    """Limit the search of one shape's placement: tables of hosts are small, and there are many of them."""
     return Effort(turns=min(20_000, 400 * problem.devices), exact_work=100_000)
 
 
 def shapes(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Iterator[PipelineShape]:
-    """Every shape that is allowed and whose ranks fit, with micro-batches of one. Of unequal accelerators, those with
-    too little memory are left out."""
+    """List the shapes that are allowed and whose ranks fit, with micro-batches of one. Of unequal accelerators, those
+    with too little memory are left out."""
     for slots in sorted({host.slots for host in hosts}, reverse=True):
         for parallel in parallels(task, slots, len(hosts)):
             for limit in sorted({host.device.memory_gb for host in hosts}):
@@ -98,7 +100,7 @@ def shapes(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Iterator
 
 
 def link_tables(task: PlanTask, hosts: Sequence[Host]) -> Links:
-    """Delay and rate between each pair of hosts."""
+    """Tabulate delay and rate between each pair of hosts."""
     ranks = [RankDevice(host.region, host.host, host.device) for host in hosts]
     n = len(ranks)
     delay, gbps = np.zeros((n, n)), np.full((n, n), np.inf)
@@ -111,7 +113,8 @@ def link_tables(task: PlanTask, hosts: Sequence[Host]) -> Links:
 
 
 def placement_problem(task: PlanTask, shape: PipelineShape, links: Links) -> Problem:
-    """Hosts as DT-FM's devices: what a host's stage reduces, and what its pipelines send on, in one step."""
+    """Build the placement problem whose devices are hosts: what a host's stage reduces, and what its pipelines send
+    on, in one step."""
     run, a, parallel = task.run, task.architecture, shape.parallel
     chosen = [links.place[host.region, host.host] for host in shape.hosts]
     size = 2 if trains_in_bf16(run.deepspeed) else 4

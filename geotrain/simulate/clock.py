@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class Clock:
-    """now: virtual seconds since the run began. What is to happen is data: a function or method by its name, and its
-    arguments, so that a clock can be pickled."""
+    """The clock of a virtual world. now: virtual seconds since the run began. What is to happen is data: a function
+    or method by its name, and its arguments, so that a clock can be pickled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -64,13 +64,13 @@ class Promise(Generic[T]):
         return self._done
 
     def result(self) -> T:
-        """Raises RuntimeError when it is not known yet: the virtual world cannot block."""
+        """Return the result. Raises RuntimeError when it is not known yet: the virtual world cannot block."""
         if not self._done:
             raise RuntimeError("asked for a result that has not happened yet")
         return self._result
 
     def keep(self, result: T) -> None:
-        """The result is known now. The process that waits for it goes on at once, within this call."""
+        """Keep the result, which is known now. The process that waits for it goes on at once, within this call."""
         self._done, self._result = True, result
         if self._then is not None:
             then, self._then = self._then, None
@@ -103,7 +103,7 @@ class VirtualProcess:
         return None, {"clock": self.clock, "dead": self.dead, "script": None}
 
     def go_on(self, script: Script) -> None:
-        """After unpickling. script: waits first for what is among the clock's events already."""
+        """Go on after unpickling. script: waits first for what is among the clock's events already."""
         self.script = script
         next(script)
 

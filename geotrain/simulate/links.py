@@ -1,4 +1,4 @@
-"""Virtual links: when do bytes arrive that leave now? What the bytes mean plays no part.
+"""Virtual links, which tell when bytes arrive that leave now. What the bytes mean plays no part.
 
 A pipe is one direction of a link, a first-in-first-out queue in front of a fixed rate. On a shared link all senders
 wait in one queue; on one that is not shared each sender has a queue of its own (the published environments are like
@@ -17,10 +17,9 @@ SEGMENT_BITS = 8 * 1460  # of TCP on Ethernet
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """gbps: of each direction. latency_s: one way. jitter_s: mean of the exponential delay added to a message.
-    loss: share of packets lost. streams: TCP connections that share the load. shared: one queue for all senders.
-    outages: (from_s, to_s) spans without any service, in order.
-    """
+    """A link. gbps: of each direction. latency_s: one way. jitter_s: mean of the exponential delay added to a
+    message. loss: share of packets lost. streams: TCP connections that share the load. shared: one queue for all
+    senders. outages: (from_s, to_s) spans without any service, in order."""
 
     gbps: float
     latency_s: float = 0.0
@@ -39,8 +38,8 @@ class LinkSpec:
 
     @property
     def bytes_per_s(self) -> float:
-        """Goodput: what is lost is sent again, and TCP slows down to MSS/RTT · √(3/2p) a stream (Mathis et al.,
-        The macroscopic behavior of the TCP congestion avoidance algorithm, 1997)."""
+        """Compute the goodput: what is lost is sent again, and TCP slows down to MSS/RTT · √(3/2p) a stream (Mathis
+        et al., The macroscopic behavior of the TCP congestion avoidance algorithm, 1997)."""
         bits = self.gbps * 1e9 * (1 - self.loss)
         if self.loss and self.latency_s:
             bits = min(bits, self.streams * SEGMENT_BITS / (2 * self.latency_s) * sqrt(1.5 / self.loss))
@@ -73,7 +72,7 @@ class Pipe:
         self._last: dict[str, float] = {}  # channel → the last arrival: messages do not overtake
 
     def arrival(self, now: float, size_bytes: int, sender: str) -> float:
-        """When a message that is handed over now has arrived whole."""
+        """Return when a message that is handed over now has arrived whole."""
         channel = "" if self.spec.shared else sender
         end = self._serve(now, size_bytes, channel)
         if self.trunk is not None:
@@ -83,7 +82,7 @@ class Pipe:
         return arrival
 
     def control_arrival(self, now: float) -> float:
-        """The same for a few bytes, which slip in between the packets of large messages."""
+        """Return when a few bytes have arrived, which slip in between the packets of large messages."""
         return self._after_outage(now) + self._delay_s()
 
     def _delay_s(self) -> float:
@@ -117,10 +116,10 @@ class VirtualNetwork(Protocol):
     """Links between members (workers, region servers) and the server above them, in virtual time."""
 
     def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        """When a message between the member and the server has arrived whole that is handed over now."""
+        """Return when a message between the member and the server has arrived whole that is handed over now."""
 
     def control_arrival(self, way: Way, now: float, member: str) -> float:
-        """The same for a message of a few bytes."""
+        """Return when a message of a few bytes has arrived."""
 
 
 class Star:
@@ -159,8 +158,9 @@ class Star:
 
 @dataclass(frozen=True)
 class StepShape:
-    """How a transfer may hide inside an inner step: a layer's gradient is complete once its backward pass is, and its
-    new weights are needed by its next forward pass. Forward takes a third of step_s, backward two thirds.
+    """The shape of an inner step, beside which a transfer may hide: a layer's gradient is complete once its backward
+    pass is, and its new weights are needed by its next forward pass. Forward takes a third of step_s, backward two
+    thirds.
 
     layers: of each fragment, the transformer layers in it.
     """
@@ -169,7 +169,8 @@ class StepShape:
     layers: tuple[tuple[int, ...], ...]
 
     def spare_s(self, layer: int) -> tuple[float, float]:
-        """(seconds before the end of a step at which the layer is ready, seconds after it at which it is needed)."""
+        """Return (seconds before the end of a step at which the layer is ready, seconds after it at which it is
+        needed)."""
         each = self.step_s / (1 + max(i for members in self.layers for i in members))
         return layer * each * 2 / 3, layer * each / 3
 
@@ -195,7 +196,8 @@ class Ring:
         self.pipe = Pipe(replace(self.spec, shared=False, latency_s=self.hops * self.spec.latency_s), "ring")
 
     def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        """All members hand in together, so nothing waits on its way up; the ring's time is that of the way down."""
+        """Return the arrival of a message over the ring. All members hand in together, so nothing waits on its way
+        up; the ring's time is that of the way down."""
         if way == "up":
             return now
         carried_bytes = round(self.factor * size_bytes)
@@ -206,7 +208,7 @@ class Ring:
         return max(now, self._by_layer(now, member, work_s, fragments))
 
     def _by_layer(self, now: float, member: str, work_s: float, fragments: tuple[int, ...]) -> float:
-        """The time at which the next step may begin, its forward pass finding every layer in time."""
+        """Return the time at which the next step may begin, its forward pass finding every layer in time."""
         assert self.shape is not None
         layers = sorted((i for f in fragments for i in self.shape.layers[f]), reverse=True)
         free, resume = self._free.get(member, 0.0), now

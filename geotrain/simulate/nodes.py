@@ -33,7 +33,7 @@ from geotrain.simulate.sizes import LinkSizes
 
 
 def nothing(*_: Any) -> None:
-    """A call that is not needed. No lambda, which could not be pickled."""
+    """Do nothing: a call that is not needed. No lambda, which could not be pickled."""
 
 
 class VirtualClient:
@@ -64,7 +64,8 @@ class VirtualClient:
         return applied
 
     def pull(self, sequence: int, fragments: tuple[int, ...]) -> Promise[Answer]:
-        """Asked for together with the push; the server answers once it can."""
+        """Return a promise of the answer, which was asked for together with the push; the server answers once it
+        can."""
         answer: Promise[Answer] = Promise()
         self.pulls[sequence] = (fragments, answer)
         if sequence == 0:  # there is no push that would let the server look for an answer
@@ -84,17 +85,17 @@ class VirtualClient:
         self._control("up", self._if_alive, self.node.on_message, self, message)
 
     def granted(self, lease: Lease | Finished) -> None:
-        """The server's reply to a lease request leaves for the member."""
+        """Send the server's reply to a lease request to the member."""
         self._control("down", self._if_alive, self.on_lease, lease)
 
     def answered(self, answer: Answer, size_bytes: int) -> None:
-        """The server's answer leaves for the member."""
+        """Send the server's answer to the member."""
         fragments, promise = self.pulls.pop(answer.sequence)
         arrival = self.network.arrival("down", self.clock.now, self.name, size_bytes, fragments)
         self.clock.at(arrival, self._if_alive, promise.keep, answer)
 
     def _control(self, way: Way, call: Callable[..., None], *args: Any) -> None:
-        """Have the call happen when a message of a few bytes that leaves now has arrived."""
+        """Schedule the call for when a message of a few bytes that leaves now has arrived."""
         self.clock.at(self.network.control_arrival(way, self.clock.now, self.name), call, *args)
 
     def _if_alive(self, call: Callable[..., None], *args: Any) -> None:
@@ -124,15 +125,15 @@ class Node:
         self._of_joins: list[Send] = []
 
     def on_join(self, join: Join) -> Welcome:
-        """A join takes no time. What the server sends because of it leaves with its next message."""
+        """Join a member, which takes no time. What the server sends because of it leaves with its next message."""
         handled = self.server.handle(join)
         self._of_joins += handled.sends
         welcome: Welcome = handled.reply
         return welcome
 
     def on_message(self, uplink: VirtualClient | None, message: Message, taken: Callable[[], None] = nothing) -> None:
-        """A message has come over this connection of a member; None: from the server above. taken: called when it has
-        been handled, unless the member dies before."""
+        """Handle a message that has come over this connection of a member; None: from the server above. taken: called
+        when it has been handled, unless the member dies before."""
         self.work.on(message, self._fragments(message), self._if_there, uplink, message, taken)
 
     def _if_there(self, uplink: VirtualClient | None, message: Message, taken: Callable[[], None]) -> None:
@@ -179,13 +180,13 @@ class Node:
         uplink.answered(answer, sum(table[f] for f in fragments))
 
     def forget(self, uplink: VirtualClient) -> None:
-        """Its member died."""
+        """Forget a member that died."""
         uplink.alive = False
         self._parked = {key: other for key, other in self._parked.items() if other is not uplink}
 
 
 class GlobalNode(Node):
-    """applied: called after every update. ended: when everyone has left."""
+    """The global server. applied: called after every update. ended: when everyone has left."""
 
     server: GlobalServer
 

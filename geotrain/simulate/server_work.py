@@ -1,4 +1,4 @@
-"""A server's time: one thread, which does one thing after another."""
+"""Counts a server's time: one thread, which does one thing after another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from geotrain.simulate.sizes import Sizes
 
 
 def seconds_of(place: Place, sizes: Sizes, rates: ServerRates | None) -> ServerSeconds:
-    """rates: None: a server takes no time."""
+    """Compute how long servers work, for the cost model. rates: None: a server takes no time."""
     if rates is None:
         return ServerSeconds()
     members = sizes.local if place.above else sizes.wide
@@ -22,20 +22,20 @@ def seconds_of(place: Place, sizes: Sizes, rates: ServerRates | None) -> ServerS
 
 
 class ServerWork:
-    """busy_s: how long it has worked so far."""
+    """The work of one server. busy_s: how long it has worked so far."""
 
     def __init__(self, clock: Clock, seconds: ServerSeconds) -> None:
         self.clock, self.seconds = clock, seconds
         self.busy_s = self._free_s = 0.0
 
     def on(self, message: Message, fragments: tuple[int, ...], call: Callable[..., None], *args: Any) -> None:
-        """Have the call happen when the message has been worked on, after all that came before it."""
+        """Schedule the call for when the message has been worked on, after all that came before it."""
         of = self.seconds.update if isinstance(message, UpdatePart) else self.seconds.merge
         counts = isinstance(message, UpdatePart | Answer) and of
         self._after(sum(of[f] for f in fragments) if counts else 0.0, call, *args)
 
     def to_send(self, fragments: tuple[int, ...], call: Callable[..., None], *args: Any) -> None:
-        """Have the call happen when an update of these fragments has been coded."""
+        """Schedule the call for when an update of these fragments has been coded."""
         self._after(sum(self.seconds.send[f] for f in fragments) if self.seconds.send else 0.0, call, *args)
 
     def _after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes a message has on the wire, from the real model and the codecs' own exact formula."""
+"""Computes how many bytes a message has on the wire, from the real model and the codecs' own exact formula."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class LinkSizes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """numels: elements of each fragment of the model whose training is simulated."""
+    """Sizes of messages. numels: elements of each fragment of the model whose training is simulated."""
 
     config: OuterConfig
     numels: tuple[int, ...]
 
     @cached_property
     def wide(self) -> LinkSizes:
-        """Message sizes between the global server and its members."""
+        """Return the message sizes between the global server and its members."""
         return self._on_link(self.config.up, self.config.down)
 
     @cached_property
     def local(self) -> LinkSizes:
-        """Message sizes between a region server and its workers."""
+        """Return the message sizes between a region server and its workers."""
         return self._on_link(self.config.local, self.config.local)
 
     def _on_link(self, up: CodecConfig, down: CodecConfig) -> LinkSizes:

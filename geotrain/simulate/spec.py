@@ -1,5 +1,5 @@
-"""The world that is simulated, as plain data: who computes where and how fast, over which links, and what goes wrong
-at what time."""
+"""Describes the world that is simulated, as plain data: who computes where and how fast, over which links, and what
+goes wrong at what time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LOCAL = LinkSpec(gbps=100.0, shared=False)
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """step_s: seconds of one inner step. away: (from_s, to_s) spans in which the worker is dead; at to_s it starts
-    again, as a new incarnation. A first span that begins at 0 makes it join late."""
+    """A simulated worker. step_s: seconds of one inner step. away: (from_s, to_s) spans in which the worker is dead;
+    at to_s it starts again, as a new incarnation. A first span that begins at 0 makes it join late."""
 
     name: str
     step_s: float
@@ -23,7 +23,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class RegionSpec:
-    """link: to the global server. local: between its workers and its region server."""
+    """A simulated region. link: to the global server. local: between its workers and its region server."""
 
     name: str
     workers: tuple[WorkerSpec, ...]
@@ -33,7 +33,7 @@ class RegionSpec:
 
 @dataclass(frozen=True)
 class RingSpec:
-    """Exchanges are a ring all-reduce of all workers: `geotrain.simulate.links.Ring`."""
+    """A ring in place of a server: exchanges are a ring all-reduce of all workers: `geotrain.simulate.links.Ring`."""
 
     link: LinkSpec
     factor: float
@@ -43,12 +43,10 @@ class RingSpec:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """home: the region that the global server stands in, if in any. trunk: a link that all other regions share on
-    their way to it.
-    ring: what a flat synchronous run exchanges over, in place of links to the global server.
-    speeds_known: measured before the run: the first leases are cut by all workers' speeds already. Otherwise, as in
-    production, a speed is known once its worker has trained a job.
-    """
+    """A simulated world. home: the region that the global server stands in, if in any. trunk: a link that all other
+    regions share on their way to it. ring: what a flat synchronous run exchanges over, in place of links to the
+    global server. speeds_known: measured before the run: the first leases are cut by all workers' speeds already.
+    Otherwise, as in production, a speed is known once its worker has trained a job."""
 
     regions: tuple[RegionSpec, ...]
     seed: int = 0
@@ -62,7 +60,7 @@ class WorldSpec:
         return tuple(w for r in self.regions for w in r.workers)
 
     def without(self, region: str) -> WorldSpec:
-        """One region less. Raises ValueError for the last one, or one that is not there."""
+        """Return this world with one region less. Raises ValueError for the last one, or one that is not there."""
         left = tuple(r for r in self.regions if r.name != region)
         if len(left) == len(self.regions) or not left:
             names = ", ".join(r.name for r in self.regions)
@@ -71,7 +69,7 @@ class WorldSpec:
 
 
 def world_of_cluster(cluster: ClusterConfig, step_s: dict[str, float], seed: int = 0) -> WorldSpec:
-    """The world of a cluster file. step_s: seconds of an inner step of each worker.
+    """Build the world of a cluster file. step_s: seconds of an inner step of each worker.
 
     Raises ConfigError when a region's link to "global" is not described.
     """

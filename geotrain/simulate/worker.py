@@ -24,17 +24,18 @@ class Learner(Weights, Protocol):
     every_step: bool  # whether it matters at which inner step weights are adopted
 
     def born(self) -> None:
-        """A new incarnation begins."""
+        """Begin a new incarnation."""
 
     def train(self, lease: Lease, first: int, steps: int) -> None:
-        """Inner steps first … first + steps − 1 (counted from 0) of the lease."""
+        """Train inner steps first … first + steps − 1 (counted from 0) of the lease."""
 
     def job_done(self, lease: Lease) -> dict[str, float]:
-        """Metrics of the job's last update."""
+        """Return the metrics of the job's last update."""
 
 
 class Idle:
-    """Timing only: nothing is learned, no delta weighs anything. parameter_map: of the stand-in tensors."""
+    """A learner for timing only: nothing is learned, no delta weighs anything. parameter_map: of the stand-in
+    tensors."""
 
     every_step = False
 
@@ -65,7 +66,7 @@ class Idle:
 
 
 class OneRank:
-    """The ranks of a simulated worker are one."""
+    """The ranks of a simulated worker, which are one."""
 
     rank, world_size = 0, 1
 
@@ -80,8 +81,8 @@ class OneRank:
 
 
 class SimWorker:
-    """Lives through its spec's spans. lost_s: seconds of training that died with it. job_starts_s: when each of its
-    jobs began."""
+    """A simulated worker, alive in its spec's spans. lost_s: seconds of training that died with it. job_starts_s:
+    when each of its jobs began."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class SimWorker:
         self.lives, self.trained_steps, self.lost_s = 0, 0, 0.0
         self.job_starts_s: list[float] = []
         self.left = False
-        # What a incarnation knows is here and not in its script, so that another script can go on with it.
+        # What an incarnation knows is here and not in its script, so that another script can go on with it.
         self.lease: Lease | Finished | None = None
         self._following: Pending[Any] | None = None  # the lease after it
         self._done = 0  # inner steps of the lease
@@ -109,7 +110,7 @@ class SimWorker:
 
     @property
     def trained_s(self) -> float:
-        """Seconds spent in inner steps until now, lost ones included."""
+        """Count the seconds spent in inner steps until now, lost ones included."""
         return self._past_s + (0.0 if self._burst_s is None else self.clock.now - self._burst_s)
 
     @property
@@ -124,7 +125,7 @@ class SimWorker:
         self._past_s, self._burst_s = self.trained_s, None
 
     def live(self, uplink: VirtualClient) -> VirtualProcess:
-        """A incarnation over this connection."""
+        """Live one incarnation over this connection."""
         self.lives += 1
         self.learner.born()
         uplink.on_delivered = self._delivered
@@ -133,7 +134,7 @@ class SimWorker:
         return VirtualProcess(self.clock, self._life())
 
     def go_on(self, process: VirtualProcess) -> None:
-        """Go on with a incarnation that was pickled with all around it while inner steps were under way."""
+        """Go on with an incarnation that was pickled with all around it while inner steps were under way."""
         process.go_on(self._jobs())
 
     def _delivered(self, leases: tuple[int, ...]) -> None:
@@ -184,6 +185,7 @@ class SimWorker:
 
 @lru_cache(maxsize=4096)
 def stops(fragments: int, period: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """(inner step of a job, fragments whose delta leaves after it); the last step is always there."""
+    """List where deltas leave: (inner step of a job, fragments whose delta leaves after it); the last step is always
+    there."""
     dues = ((step, fragments_due(fragments, period, step)) for step in range(1, period + 1))
     return tuple((step, due) for step, due in dues if due or step == period)

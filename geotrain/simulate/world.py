@@ -63,7 +63,7 @@ def timing_task(
     samples_per_step: int,
     server_rates: ServerRates | None = None,
 ) -> VirtualTask:
-    """Timing only: a fragment is one number on the servers, and travels with its true size.
+    """Build a task for timing only: a fragment is one number on the servers, and travels with its true size.
 
     model: the real model's parameters; no tensor of it is made. steps: inner steps of all workers together.
     """
@@ -84,7 +84,7 @@ def timing_task(
 
 
 def stand_in(model: ParameterMap) -> ParameterMap:
-    """A parameter map with as many fragments, of one element each."""
+    """Build a parameter map with as many fragments, of one element each."""
     firsts = [replace(f.parameters[0], shape=(1,)) for f in model.fragments]
     if len(firsts) == 1:
         return ParameterMap(firsts)
@@ -107,7 +107,7 @@ def rare_collections() -> Iterator[None]:
 
 
 class VirtualWorld:
-    """watch: called with the world after every update that the global server applied.
+    """A run in virtual time. watch: called with the world after every update that the global server applied.
 
     A world can be pickled, while it is `at_rest`, if its task's learners and `watch` can; `wake` makes what comes of
     it go on, as if nothing had been.
@@ -156,13 +156,13 @@ class VirtualWorld:
         return all(process.dead or self.workers[name].in_steps for name, (_, process) in self._lives.items())
 
     def wake(self) -> None:
-        """After unpickling."""
+        """Set the living workers going again, after unpickling."""
         for name, (_, process) in self._lives.items():
             if not process.dead:
                 self.workers[name].go_on(process)
 
     def report(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return the run's figures as plain JSON data."""
         end = max(self.clock.now, 1e-9)
         lease_table = self.top.server.lease_table
         committed_steps = lease_table.committed_samples / self.task.samples_per_step

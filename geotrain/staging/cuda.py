@@ -31,7 +31,7 @@ CHUNK = 1 << 24  # elements of a pinned buffer of `HostStaging`, which has two: 
 
 
 def staging_for(state_device: str, device: torch.device, masters: Sequence[Tensor]) -> Staging:
-    """The staging of a rank that trains on `device`. state_device: `outer.state_device`."""
+    """Make the staging of a rank that trains on `device`. state_device: `outer.state_device`."""
     if device.type != "cuda":
         return SynchronousStaging(device)
     offloaded = any(master.is_cpu for master in masters)
@@ -66,7 +66,7 @@ class _HostBuffer:
 
 
 class NoStreams:
-    """In place of `torch.cuda`, its streams and events, where there is no GPU: all is done when a call returns."""
+    """Stands in for `torch.cuda`, its streams and events, where there is no GPU: all is done when a call returns."""
 
     def Stream(self, device: torch.device) -> NoStreams:
         return self
@@ -102,7 +102,7 @@ class CudaStaging(SameDevice):
             yield
 
     def mark(self) -> Any:
-        """An event that follows everything now enqueued on the exchange's stream."""
+        """Record an event that follows everything now enqueued on the exchange's stream."""
         return self._stream.record_event()
 
     def wait(self, mark: Any, *made: Tensor) -> None:
@@ -150,7 +150,7 @@ class CudaStaging(SameDevice):
         return future
 
     def bring(self, key: int, payload: bytes, check: Callable[[Tensor], None]) -> Tensor:
-        """The payload as a uint8 tensor on the device. `check` sees it first, in host memory, and may raise.
+        """Bring the payload to the device, as a uint8 tensor. `check` sees it first, in host memory, and may raise.
 
         Call it inside `beside`. key: names the host buffer, as for `fetch`.
         """
@@ -174,8 +174,8 @@ class CudaStaging(SameDevice):
         self._thread.shutdown()
 
     def _buffer(self, direction: str, key: int, size: int) -> _HostBuffer:
-        """The buffer of this name, after waiting until nothing uses it. Its last use was in the exchange before, so
-        the wait is short."""
+        """Return the buffer of this name, after waiting until nothing uses it. Its last use was in the exchange
+        before, so the wait is short."""
         buffer = self._buffers.get((direction, key))
         if buffer is not None:
             if buffer.reader is not None:
@@ -208,8 +208,8 @@ class HostStaging:
         self._made: Future[Any] | None = None  # the newest delta
 
     def read(self, masters: Sequence[Tensor], into: Tensor) -> None:
-        """Each chunk is copied from its buffer while the next one crosses. The host waits for what training has
-        enqueued, and so does all that it enqueues afterwards."""
+        """Copy the masters to the host in chunks: each is copied from its buffer while the next one crosses. The host
+        waits for what training has enqueued, and so does all that it enqueues afterwards."""
         under_way: tuple[Tensor, Tensor, Any] | None = None
         for master, place in self._chunks(masters, into):
             if master.device != self._on:  # the optimizer was offloaded to the host
@@ -231,7 +231,8 @@ class HostStaging:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Nothing is beside here but deltas in the making, which use what is worked on inside."""
+        """Context for work on what deltas in the making use: it waits for the newest of them. Nothing else runs
+        beside training here."""
         self.wait(self._made)
         yield
 
@@ -257,7 +258,8 @@ class HostStaging:
         return _Chained(self._thread.submit(call))
 
     def _chunks(self, masters: Sequence[Tensor], *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Parts of the masters, with the parts of each vector that lie beside them, none longer than a buffer."""
+        """Cut the masters into parts, with the parts of each vector that lie beside them, none longer than a
+        buffer."""
         begin = 0
         for master in masters:
             beside = [vector[begin : begin + master.numel()] for vector in vectors]
@@ -265,7 +267,7 @@ class HostStaging:
             begin += master.numel()
 
     def _next(self) -> _Pinned:
-        """The buffer that was used longest ago, after waiting for that use's end."""
+        """Return the buffer that was used longest ago, after waiting for that use's end."""
         if len(self._pinned) < 2:
             pinned = self._on.type == "cuda"
             self._pinned.append(_Pinned(torch.empty(self._chunk, dtype=torch.float32, pin_memory=pinned)))
@@ -277,7 +279,7 @@ class HostStaging:
         return buffer
 
     def _over(self, part: Tensor) -> Tensor:
-        """A part of a vector on the GPU, for what training enqueues."""
+        """Copy a part of a vector to the GPU, for what training enqueues."""
         buffer = self._next()
         there = buffer.values[: part.numel()]
         there.copy_(part)

@@ -58,7 +58,7 @@ def two_in_a_region(train_samples: int = 64, **changes: Any) -> World:
 
 
 def rejoin(world: World, worker: str, incarnation: str) -> int:
-    """A incarnation of the worker joins. Returns the number of its next job."""
+    """An incarnation of the worker joins. Returns the number of its next job."""
     region, fake = world.workers[worker]
     fake.sequence = world.regions[region].members[worker].sequence
     for join in fake.joins(world.identity, incarnation):

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/monitoring.md from the code.
+"""Makes the lists of docs/monitoring.md from the code.
 
 `python -m tests.support.monitoring_tables docs/monitoring.md` renews them.
 """
@@ -7,62 +7,66 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from inspect import formatannotation
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 from geotrain.common.files import whole_file
 from geotrain.monitor.events import KINDS
 from geotrain.monitor.metrics import collector
 from geotrain.monitor.registry import METRICS
+from geotrain.outer.events import Event
 from geotrain.outer.metrics import Metric
 
 
-def events_table() -> str:
-    """The events, a row for each of their fields."""
-    rows = ["| event | field | type | what |", "|---|---|---|---|"]
-    for name, kind in KINDS.items():
-        rows.append(f"| **{name}** | | | {' '.join((kind.__doc__ or '').split())} |")
-        hints = get_type_hints(kind, include_extras=True)
-        for field in fields(kind):
-            hint, text = _split(hints[field.name])
-            rows.append(f"| | `{field.name}` | {hint} | {text} |")
-    return "\n".join(rows)
+def events_list() -> str:
+    """The events with their fields; a field that means the same in several events is explained once, before them."""
+    described = {name: described_fields(kind) for name, kind in KINDS.items()}
+    seen = Counter(field for found in described.values() for field in found.items())
+    shared = [f"- `{name}` {text}" for (name, text), events in seen.items() if events > 1]
+    lines = ["Fields that several events have:", "", *shared, "", "The events, with the names of these fields:", ""]
+    for event, found in described.items():
+        names = ", ".join(f"`{name}`" for name, text in found.items() if seen[name, text] > 1)
+        text = " ".join((KINDS[event].__doc__ or "").split())
+        lines.append(f"- **{event}** ({names}): {text}" if names else f"- **{event}**: {text}")
+        lines += [f"  - `{name}` {text}" for name, text in found.items() if seen[name, text] == 1]
+    return "\n".join(lines)
 
 
-def metrics_table() -> str:
-    """The metrics, a row for each."""
-    rows = ["| metric | type | labels | what |", "|---|---|---|---|"]
-    for metric in METRICS:
-        (family,) = collector(metric).describe()
-        total = "_total" if family.type == "counter" else ""
-        rows.append(f"| `{family.name}{total}` | {family.type} | {', '.join(metric.labels)} | {metric.help} |")
-    return "\n".join(rows)
+def described_fields(kind: type[Event]) -> dict[str, str]:
+    """The event's fields: type in brackets and meaning; a measured one's meaning is its metric's."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if name in kind.__dataclass_fields__:
+            plain, note = get_args(hint)[:2]
+            text = f"`{_exported(note)}`" if isinstance(note, Metric) else note
+            found[name] = f"({formatannotation(plain).replace('| None', 'or null')}): {text}"
+    return found
 
 
-TABLES: dict[str, Callable[[], str]] = {"events": events_table, "metrics": metrics_table}
+def metrics_list() -> str:
+    """The metrics, each with its labels."""
+    labels = {metric: f"{{{','.join(metric.labels)}}}" if metric.labels else "" for metric in METRICS}
+    return "\n".join(f"- `{_exported(metric)}{labels[metric]}`: {metric.help}" for metric in METRICS)
+
+
+LISTS: dict[str, Callable[[], str]] = {"events": events_list, "metrics": metrics_list}
 
 
 def renewed(text: str) -> str:
     """Return the page's text, with what stands between `<!-- NAME -->` and `<!-- end -->` made anew."""
-    for name, table in TABLES.items():
-        made = f"<!-- {name} -->\n{table()}\n<!-- end -->".replace("\\", r"\\")
-        text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", made, text, flags=re.DOTALL)
+    for name, made in LISTS.items():
+        block = f"<!-- {name} -->\n{made()}\n<!-- end -->".replace("\\", r"\\")
+        text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", block, text, flags=re.DOTALL)
     return text
 
 
-def _split(hint: Any) -> tuple[str, str]:
-    """Return the type in words, and the description."""
-    text = ""
-    if get_origin(hint) is Annotated:
-        hint, note = get_args(hint)[:2]
-        text = note.help if isinstance(note, Metric) else note
-    options = [o for o in get_args(hint) if o is not NoneType] if NoneType in get_args(hint) else []
-    if options:
-        return f"{_split(options[0])[0]} or null", text
-    return getattr(hint, "__name__", str(hint)) if not get_args(hint) else str(hint), text
+def _exported(metric: Metric) -> str:
+    """The metric's name in Prometheus."""
+    (family,) = collector(metric).describe()
+    return f"{family.name}_total" if family.type == "counter" else str(family.name)
 
 
 if __name__ == "__main__":

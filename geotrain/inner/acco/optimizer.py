@@ -144,7 +144,7 @@ class AccoOptimizer(ZeROOptimizer):
         return masters
 
     def _counted_spans(self, placed: Sequence[tuple[nn.Parameter, LocalParameter]]) -> list[tuple[int, int]]:
-        """[begin, end) of the parts of the shard whose squares this rank adds to the global gradient norm.
+        """List [begin, end) of the parts of the shard whose squares this rank adds to the global gradient norm.
 
         Over all ranks they are every element of the model once.
         """
@@ -303,7 +303,7 @@ class AccoOptimizer(ZeROOptimizer):
         self._gather(self._buffers.weights, self._masters, parts)
 
     def _parts(self, parameters: Collection[nn.Parameter]) -> list[tuple[int, Tensor]]:
-        """(owner, view) of what each shard holds of these parameters' weights."""
+        """List (owner, view) of what each shard holds of these parameters' weights."""
         wanted, flat = set(parameters), self._buffers.weights
         begins = {
             parameter: offset

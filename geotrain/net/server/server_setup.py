@@ -43,7 +43,7 @@ class ServerSetup:
     launch: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: the cluster file has no such server or shard."""
+        """Check the names. Raises ConfigError: the cluster file has no such server or shard."""
         shards = len(shards_of(self.cluster, self.server))
         if self.shard is not None and not 0 <= self.shard < shards:
             raise ConfigError(f"server {self.server!r} has {shards} shards in the cluster file, and no {self.shard}")

@@ -37,7 +37,7 @@ class Collective:
     size_bytes: float
 
     def sent_bytes(self, ranks: int) -> float:
-        """By each of them."""
+        """Count the bytes that each of `ranks` ranks sends."""
         return (ranks - 1) * (self.size_bytes / ranks if self.kind == "all-to-all" else self.size_bytes)
 
 
@@ -55,7 +55,7 @@ def ranks_among(work: Work) -> dict[Among, int]:
 
 
 def context_exchanges(work: Work) -> Collectives:
-    """Around one layer's attention."""
+    """Exchanges of context ranks around one layer's attention."""
     a, parallel = work.architecture, work.parallel
     if parallel.context == 1:
         return Collectives((), ())
@@ -99,7 +99,7 @@ def expert_exchanges(work: Work) -> Collectives:
 
 
 def sent_bytes(work: Work, exchanges: Sequence[Collective]) -> float:
-    """By a rank."""
+    """Count the bytes that a rank sends in these exchanges."""
     ranks = ranks_among(work)
     return sum(exchange.sent_bytes(ranks[exchange.among]) for exchange in exchanges)
 
@@ -110,8 +110,8 @@ def sent_bytes(work: Work, exchanges: Sequence[Collective]) -> float:
 def stage_seconds(
     exchanges: Sequence[Collective], table: RankTable, stage: int, network: LinkTable
 ) -> tuple[list[float], list[Sent]]:
-    """Seconds of these exchanges by replica of a pipeline stage, one after the other, and the bytes that cross
-    regions. All groups of the stage exchange at the same time, and their ranks wait for each other."""
+    """Compute the seconds of these exchanges by replica of a pipeline stage, one after the other, and the bytes that
+    cross regions. All groups of the stage exchange at the same time, and their ranks wait for each other."""
     seconds, crossing = [0.0] * table.replicas, [Sent(float) for _ in range(table.replicas)]
     for exchange in exchanges:
         groups = table.groups(stage, exchange.among)
@@ -132,7 +132,7 @@ def stage_seconds(
 
 
 def _ways(exchange: Collective, ranks: Sequence[RankDevice], network: LinkTable) -> list[Way]:
-    """Who sends what to whom; nothing is listed of ranks that are all on one host."""
+    """List who sends what to whom; nothing is listed of ranks that are all on one host."""
     n = len(ranks)
     if len({(rank.region, rank.host) for rank in ranks}) == 1:
         return []
@@ -152,8 +152,8 @@ def _ways(exchange: Collective, ranks: Sequence[RankDevice], network: LinkTable)
 def _group_seconds(
     exchange: Collective, ranks: Sequence[RankDevice], ways: Sequence[Way], shared: Mapping[tuple[str, ...], float]
 ) -> float:
-    """shared: bytes of all groups over lines that ranks share, by the lines' keys; a line without a key is the
-    sender's own."""
+    """Compute the seconds of one group's exchange. shared: bytes of all groups over lines that ranks share, by the
+    lines' keys; a line without a key is the sender's own."""
     n = len(ranks)
     if not ways:
         return 8e-9 * exchange.sent_bytes(n) / min(rank.device.host_gbps for rank in ranks)

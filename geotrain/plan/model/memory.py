@@ -14,7 +14,8 @@ from geotrain.staging.cuda import CHUNK
 
 
 def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
-    """Bytes on the device. Raises ConfigError when the worker cannot run this parallel layout.
+    """Estimate the bytes that a rank takes on its device, by what they are used for. Raises ConfigError when the
+    worker cannot run this parallel layout.
 
     outer: what the outer loop keeps for each parameter that the rank owns (`outer_bytes`), unless it lies in host
     memory (`host_memory`).

@@ -24,8 +24,8 @@ Among = Literal["context", "expert", "tensor", "tensor and expert"]  # ranks tha
 
 @dataclass(frozen=True)
 class Line:
-    """One direction between two places. key: lines with the same key share one rate; empty: nobody shares it.
-    latency_s: one way."""
+    """One direction of a link between two places. key: lines with the same key share one rate; empty: nobody shares
+    it. latency_s: one way."""
 
     key: tuple[str, ...]
     gbps: float
@@ -72,13 +72,13 @@ class RankTable:
         return self.ranks[(stage * self.copies + copy) * self.tp + tensor]
 
     def waiting(self, stage: int, replica: int) -> Sequence[RankDevice]:
-        """The ranks that wait for each other in every layer of a replica's stage, by tensor, context and expert
+        """List the ranks that wait for each other in every layer of a replica's stage, by tensor, context and expert
         parallelism."""
         together = lcm(self.cp, self.ep)
         return self._copies(stage, replica * self.cp // together * together, together)
 
     def groups(self, stage: int, among: Among) -> list[RankGroup]:
-        """Those groups of a stage that have more than one rank."""
+        """List the groups of a stage that exchange: those of more than one rank."""
         copies = {"context": self.cp, "tensor": 1}.get(among, self.ep)
         whole = among in ("tensor", "tensor and expert")  # all tensor ranks are in one group
         found = []
@@ -102,7 +102,7 @@ class LinkTable:
         self.links = {frozenset(link.regions): link for link in cluster.links}
 
     def device(self, host: HostConfig, whose: str) -> DeviceConfig:
-        """Raises ConfigError when the host names none."""
+        """Return the kind of a host's accelerators. Raises ConfigError when the host names none."""
         if host.device is None:
             kinds = ", ".join(sorted(self.cluster.devices)) or "describe one there"
             raise ConfigError(
@@ -123,7 +123,8 @@ class LinkTable:
         return self.links.get(frozenset((one, other)))
 
     def between_regions(self, one: str, other: str) -> Line:
-        """one, other: regions, or "global"; the same region twice: between its hosts. Raises ConfigError."""
+        """Find the line between two places. one, other: regions, or "global"; the same region twice: between its
+        hosts. Raises ConfigError."""
         link = self.link(one, other)
         if link is None:
             what = f"between hosts of region {one!r}" if one == other else f"between {one!r} and {other!r}"
@@ -135,7 +136,8 @@ class LinkTable:
         return Line((one, other), link.gbps, link.rtt_ms / 2000, link.usd_per_gb or 0.0)
 
     def between(self, one: RankDevice, other: RankDevice) -> Line:
-        """A region's line to another is shared by all that goes that way, a host's by what leaves the host."""
+        """Find the line between two ranks. A region's line to another is shared by all that goes that way, a host's
+        by what leaves the host."""
         if one.region != other.region:
             return self.between_regions(one.region, other.region)
         if one.host == other.host:
@@ -145,7 +147,8 @@ class LinkTable:
         return Line((one.region, one.host), line.gbps, line.latency_s, line.usd_per_gb)
 
     def inside(self, region: str) -> Line:
-        """Line between a worker and its region's server: the region's network; of a single host, that host's own."""
+        """Find the line between a worker and its region's server: the region's network; of a single host, that host's
+        own."""
         if self.link(region, region) is not None:
             return self.between_regions(region, region)
         config = self.cluster.region(region)

@@ -1,5 +1,5 @@
-"""How long the pipelines of a step take: Megatron-core's one-forward-one-backward schedule, as a timetable; and how
-many micro-batches each data-parallel replica computes.
+"""Predicts how long the pipelines of a step take: Megatron-core's one-forward-one-backward schedule, as a timetable;
+and how many micro-batches each data-parallel replica computes.
 
 Stage s of p does p − s − 1 forwards, then alternates forward and backward, then does the backwards that are left
 (PipeDream-Flush; Narayanan et al., arXiv 2104.04473, section 2.2). A stage computes or communicates, never both:
@@ -21,7 +21,8 @@ Transfer = tuple[str, int, int]  # "forward" or "backward"; the edge, counted fr
 
 @dataclass(frozen=True)
 class Stages:
-    """forward_s, backward_s: of one micro-batch, by stage. edge_s: one transfer between stage s and s + 1."""
+    """Times of a pipeline's stages. forward_s, backward_s: of one micro-batch, by stage. edge_s: one transfer between
+    stage s and s + 1."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -83,7 +84,8 @@ def _operations(s: int, p: int, m: int) -> list[tuple[str, tuple[Transfer, ...]]
     for)."""
 
     def transfer(way: str, edge: int, i: int) -> tuple[Transfer, ...]:
-        """None beyond the first and the last stage, and of a micro-batch that there is not."""
+        """Return a transfer, in a tuple; an empty one beyond the first and the last stage, and for a micro-batch that
+        does not exist."""
         return ((way, edge, i),) if 0 <= edge < p - 1 and i < m else ()
 
     warm = min(p - s - 1, m)
@@ -102,15 +104,16 @@ def _operations(s: int, p: int, m: int) -> list[tuple[str, tuple[Transfer, ...]]
 
 @dataclass(frozen=True)
 class Shares:
-    """micro_batches: of each replica in a step. part_s: seconds of each part of it, until all replicas are done."""
+    """The replicas' shares of a step. micro_batches: of each replica in a step. part_s: seconds of each part of it,
+    until all replicas are done."""
 
     micro_batches: tuple[int, ...]
     part_s: tuple[float, ...]
 
 
 def even_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shares:
-    """Equal numbers of micro-batches; a step is one pipeline, which its parts divide. parts: micro-batches of a
-    replica."""
+    """Give all replicas equal numbers of micro-batches; a step is one pipeline, which its parts divide. parts:
+    micro-batches of a replica."""
     whole = sum(parts)
     slowest = max(pipeline_seconds(stages, whole) for stages in dict.fromkeys(replicas))
     return Shares((whole,) * len(replicas), tuple(part / whole * slowest for part in parts))
@@ -118,9 +121,9 @@ def even_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shares:
 
 @lru_cache(maxsize=256)
 def claimed_shares(replicas: tuple[Stages, ...], parts: tuple[int, ...]) -> Shares:
-    """Micro-batches of each replica under `acco.balance`: part i of a step is a pool of parts[i] a replica. A
-    pipeline claims as many at once as it has stages, all begin with one claim, and whoever is done first claims
-    next."""
+    """Predict the micro-batches of each replica under `acco.balance`: part i of a step is a pool of parts[i] a
+    replica. A pipeline claims as many at once as it has stages, all begin with one claim, and whoever is done first
+    claims next."""
     taken, part_s = [0] * len(replicas), list[float]()
     for part in parts:
         if not part:

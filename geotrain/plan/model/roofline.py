@@ -131,7 +131,8 @@ class Roofline:
 
 
 def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares = EXPECTED) -> Roofline:
-    """replicas: data-parallel ones. The parallel layout must be one that `check_layout` allows."""
+    """Compute the roofline of a worker's step. replicas: data-parallel ones. The parallel layout must be one that
+    `check_layout` allows."""
     a, parallel = work.architecture, work.parallel
     micro_batches = accumulation_steps(work.deepspeed, replicas)
     stages = parallel.pipeline
@@ -196,8 +197,8 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
     def product(
         rows: float, k: float, n: float, weights: float, times: int, size: int, fp8: bool = False
     ) -> Iterator[Operation]:
-        """[rows, k] · [k, n]. weights: k · n, of all experts together. size: bytes of an element. fp8: both factors
-        are cast before."""
+        """Yield the operations of the product [rows, k] · [k, n], forward and backward. weights: k · n, of all
+        experts together. size: bytes of an element. fp8: both factors are cast before."""
         factor = 1 if fp8 else size
         for _ in range(times + 2):
             yield Operation("products", 2.0 * rows * k * n, factor * (rows * k + weights) + size * rows * n, fp8)

@@ -72,9 +72,9 @@ def worker_timing(name: str, region: str, step: StepTime) -> WorkerTiming:
 
 @dataclass(frozen=True)
 class WorkerPace:
-    """local_steps: H of this worker. job_s: from the beginning of one job to that of the next. wait_s: the part of it
-    that is no step. stop_s: the part of the wait in which the weights are made whole; all replicas get all of them
-    `gatherings` times a job."""
+    """The pace of one worker. local_steps: its H. job_s: from the beginning of one job to that of the next. wait_s:
+    the part of it that is no step. stop_s: the part of the wait in which the weights are made whole; all replicas get
+    all of them `gatherings` times a job."""
 
     local_steps: int
     job_s: float
@@ -85,11 +85,12 @@ class WorkerPace:
 
 @dataclass(frozen=True)
 class RegionPace:
-    """round_s: between two exchanges of a fragment with the global server. trip_s: of the largest fragment, up and
-    down. updates: workers' updates in a round; K, or more where the link does not keep up. busy: share of the time
-    that its link to the global server carries payload in its busier direction; 1: the link sets the pace.
-    server_busy: that its server works; 1: the server does. staleness: global versions that pass, on average, between
-    two exchanges, and so between a delta's anchor and its arrival. up_bytes, down_bytes: of a round."""
+    """The pace of one region. round_s: between two exchanges of a fragment with the global server. trip_s: of the
+    largest fragment, up and down. updates: workers' updates in a round; K, or more where the link does not keep up.
+    busy: share of the time that its link to the global server carries payload in its busier direction; 1: the link
+    sets the pace. server_busy: that its server works; 1: the server does. staleness: global versions that pass, on
+    average, between two exchanges, and so between a delta's anchor and its arrival. up_bytes, down_bytes: of a
+    round."""
 
     round_s: float
     trip_s: float
@@ -103,7 +104,7 @@ class RegionPace:
 
 @dataclass(frozen=True)
 class ExchangePace:
-    """global_busy: share of the time that the global server works."""
+    """The pace of the whole outer loop. global_busy: share of the time that the global server works."""
 
     workers: dict[str, WorkerPace]
     regions: dict[str, RegionPace]
@@ -111,7 +112,7 @@ class ExchangePace:
 
 
 def payloads(outer: OuterConfig, numels: Sequence[int]) -> Payloads:
-    """numels: elements of each fragment."""
+    """Count the bytes of each fragment's payloads. numels: elements of each fragment."""
 
     def coded(config: CodecConfig) -> tuple[int, ...]:
         codec = make_codec(config)
@@ -128,7 +129,8 @@ def server_times(
     top_shards: int,
     rates: ServerRates = MEASURED,
 ) -> ServerTimes:
-    """numels, sizes: of each fragment. shards: how many each region's server has; top_shards: the global one."""
+    """Compute the seconds that servers take for each fragment. numels, sizes: of each fragment. shards: how many each
+    region's server has; top_shards: the global one."""
     wide = sizes.wide_up, sizes.wide_down
     near = server_seconds(place_of("region", outer, 1), numels, (sizes.local, sizes.local), wide, rates)
     top = server_seconds(place_of("global", outer, 1), numels, wide, wide, rates)
@@ -143,8 +145,8 @@ def pace(
     inside: Mapping[str, Line],
     servers: ServerTimes | None = None,
 ) -> ExchangePace:
-    """wide: region → its line to the global server. inside: region → its workers' lines to its server. servers: None:
-    they take no time."""
+    """Compute the steady pace of workers and regions. wide: region → its line to the global server. inside: region →
+    its workers' lines to its server. servers: None: they take no time."""
     fastest = min(w.step_s for w in workers)
     alone = {}  # of each worker, a job that waits for no answer
     for w in workers:
@@ -273,7 +275,7 @@ class _Loop:
 
 
 def stops(outer: OuterConfig, fragments: int, steps: int) -> tuple[int, int]:
-    """How often a job settles and refreshes, as `geotrain.outer.exchange` does.
+    """Count how often a job settles and refreshes, as `geotrain.outer.exchange` does.
 
     Every delta that leaves settles, and so does every answer that is adopted, which then refreshes. What happens
     after the same inner step is settled once: the second finds nothing under way. No answer is taken to be late.
@@ -288,7 +290,7 @@ def _stops(fragments: int, steps: int, tau: int) -> tuple[int, int]:
 
 
 def _added(*columns: Sequence[float]) -> list[float]:
-    """The sum for each fragment."""
+    """Add up the numbers of each fragment."""
     return [sum(each) for each in zip(*columns, strict=True)]
 
 

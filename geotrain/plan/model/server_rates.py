@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerRates:
-    """of_parameter: ns of a parameter, by stage. of_byte: ns of a byte of a payload, by stage. recovery_s_per_gb: of
-    its snapshot, until it listens. All of one thread; note: how they were measured."""
+    """Measured rates of a server's work. of_parameter: ns of a parameter, by stage. of_byte: ns of a byte of a
+    payload, by stage. recovery_s_per_gb: of its snapshot, until it listens. All of one thread; note: how they were
+    measured."""
 
     hardware: str
     note: str

@@ -25,9 +25,9 @@ PROCESS_BYTES = 300 << 20  # Python, torch, gRPC; measured
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """kept: bytes of what it holds all the time, at most, by what it is. passing: of what comes and goes. snapshot:
-    bytes of one. mirrors: bytes of those that are on the disk. disk: theirs, of all snapshots, while one is written,
-    and of the journal.
+    """The needs of one server. kept: bytes of what it holds all the time, at most, by what it is. passing: of what
+    comes and goes. snapshot: bytes of one. mirrors: bytes of those that are on the disk. disk: theirs, of all
+    snapshots, while one is written, and of the journal.
 
     update_s: one update of every parameter by one member, from the first byte in to the last byte out. send_s: of a
     region, what sending all of its progress up and merging the answer costs; up_bytes: of that. recovery_s: from a
@@ -77,7 +77,7 @@ def place_of(role: Literal["region", "global"], outer: OuterConfig, members: int
 def server_needs(
     place: Place, outer: OuterConfig, parameter_map: ParameterMap, snapshots: int, rates: ServerRates = MEASURED
 ) -> ServerNeeds:
-    """snapshots: how many are kept (`checkpoint.keep`)."""
+    """Compute the needs of one server. snapshots: how many are kept (`checkpoint.keep`)."""
     bf16_state = outer.server_state == "bf16"
     numel, chunks, at_once = parameter_map.numel, parameter_map.chunks, _at_once(parameter_map, outer)
     due = [chunk for chunk in chunks if chunk.fragment in at_once]
@@ -134,7 +134,7 @@ def server_needs(
 def update_stages(
     place: Place, in_bytes: float, numel: float, out_bytes: float, rates: ServerRates = MEASURED
 ) -> dict[str, float]:
-    """Seconds of a member's update of so many parameters, by stage."""
+    """Compute the seconds of a member's update of so many parameters, by stage."""
     byte, parameter = rates.of_byte, rates.of_parameter
     answer = parameter["answer"]
     if sends_changes(place.down):  # it is coded as a region's progress is, and decoded into the mirror
@@ -150,13 +150,13 @@ def update_stages(
 
 
 def send_stages(numel: float, up_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
-    """Seconds of a region's update of so many parameters to the global server, by stage."""
+    """Compute the seconds of a region's update of so many parameters to the global server, by stage."""
     ns = {"up_encode": rates.of_parameter["up_encode"] * numel, "frames_out": rates.of_byte["frames_out"] * up_bytes}
     return {stage: value / 1e9 for stage, value in ns.items()}
 
 
 def merge_stages(place: Place, numel: float, down_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
-    """Seconds of the answer to it, by stage."""
+    """Compute the seconds of merging the global server's answer, by stage."""
     ns = {stage: rates.of_byte[stage] * down_bytes for stage in ("frames_in", "journal_write", "journal_flush")}
     ns["merge"] = rates.of_parameter["merge"] * numel
     if place.on_disk and place.above is not None and sends_changes(place.above[1]):
@@ -185,8 +185,8 @@ def server_seconds(
     above: tuple[Sequence[int], Sequence[int]],
     rates: ServerRates = MEASURED,
 ) -> ServerSeconds:
-    """members, above: bytes of each fragment's payloads up and down, with the members, and with the global server
-    (a region's)."""
+    """Compute the seconds of a server's work. members, above: bytes of each fragment's payloads up and down, with the
+    members, and with the global server (a region's)."""
 
     def of(stages: Callable[..., dict[str, float]], *figures: Sequence[int]) -> tuple[float, ...]:
         return tuple(sum(stages(*of_one, rates).values()) for of_one in zip(*figures, strict=True))
@@ -200,7 +200,7 @@ def server_seconds(
 
 
 def coded(codec: CodecConfig, chunks: Sequence[Chunk]) -> int:
-    """Bytes of these chunks."""
+    """Count the bytes of these chunks when coded."""
     bytes_of = cache(make_codec(codec).encoded_bytes)
     return sum(bytes_of(chunk.numel) for chunk in chunks)
 

@@ -1,4 +1,4 @@
-"""How long one inner step of one worker takes, and why.
+"""Predicts how long one inner step of one worker takes, and why.
 
 A step is the pipeline's timetable with the communication of tensor, context and expert ranks inside its stages
 (`exchanges`), then the reduction of the gradients over the ranks that have the same parameters, then a few small
@@ -72,7 +72,8 @@ class StepTime:
 
 
 def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> StepTime:
-    """ranks: of the worker, in their order; the parallel layout must be one that `check_layout` allows.
+    """Predict the seconds of a worker's step. ranks: of the worker, in their order; the parallel layout must be one
+    that `check_layout` allows.
 
     Raises ConfigError when a link's figure is missing.
     """
@@ -129,8 +130,8 @@ class _Stage:
 def _pipelines(
     work: Work, table: RankTable, network: LinkTable, parts: tuple[int, int], sent: Sent
 ) -> tuple[tuple[float, ...], _Stage, int]:
-    """(seconds of the step's two parts until the slowest replica is done; its busiest stage; how many micro-batches
-    it computes). parts: micro-batches of a replica before and after ACCO's commit is adopted.
+    """Compute (seconds of the step's two parts until the slowest replica is done; its busiest stage; how many
+    micro-batches it computes). parts: micro-batches of a replica before and after ACCO's commit is adopted.
 
     An activation of a micro-batch has tokens · hidden elements, of which each context rank has its part; every tensor
     rank sends that whole to its peer, with sequence parallelism its part of it.
@@ -179,7 +180,7 @@ def _stages(
     sparse = sum(map(a.has_experts, range(stage * layers, (stage + 1) * layers)))
 
     def seconds(of_layer: Collectives, count: int) -> list[tuple[float, float]]:
-        """(forward, backward) of each replica."""
+        """Return the seconds (forward, backward) of each replica."""
         ways = []
         for exchanges in (of_layer.forward, of_layer.backward):
             took, crossed = stage_seconds(exchanges, table, stage, network)
@@ -221,10 +222,11 @@ def _exposed(travel_s: float, compute_s: float, buckets: int) -> float:
 def _tensor_seconds(
     work: Work, network: LinkTable, stage: int, group: Sequence[RankDevice], size_bytes: int
 ) -> tuple[float, float]:
-    """(forward, backward) of a micro-batch: two all-reduces a layer each way, of the activations (Megatron-LM, arXiv
-    1909.08053, section 3; reduce-scatter and all-gather under sequence parallelism move the same), once more in
-    backward when layers are computed again; one for the embedding, one for the head's input. Of a layer whose only
-    MLPs are routed experts one is left: the other is part of what tokens cost on their way to these."""
+    """Compute the seconds (forward, backward) of tensor ranks' exchanges for a micro-batch: two all-reduces a layer
+    each way, of the activations (Megatron-LM, arXiv 1909.08053, section 3; reduce-scatter and all-gather under
+    sequence parallelism move the same), once more in backward when layers are computed again; one for the embedding,
+    one for the head's input. Of a layer whose only MLPs are routed experts one is left: the other is part of what
+    tokens cost on their way to these."""
     a, pp = work.architecture, work.parallel.pipeline
     once = all_reduce_seconds(_ring(group, network), size_bytes)
     layers = range(stage * a.layers // pp, (stage + 1) * a.layers // pp)
@@ -237,8 +239,8 @@ def _tensor_seconds(
 def _between_replicas(
     work: Work, table: RankTable, network: LinkTable
 ) -> tuple[float, Sent, float, dict[tuple[str, str], float]]:
-    """(seconds and bytes between regions of a step's gradients and new weights; the same of the weights alone), of
-    all stages at once.
+    """Compute (seconds and bytes between regions of a step's gradients and new weights; the same of the weights
+    alone), of all stages at once.
 
     ZeRO-1 and ACCO reduce-scatter gradients, DeepSpeed's other stages all-reduce their buckets
     (`use_multi_rank_bucket_allreduce`; without it, each part goes to its owner only), ZeRO 2 after every micro-batch.
@@ -292,7 +294,8 @@ def _between_replicas(
 
 
 def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent) -> float:
-    """A tied embedding lies at both ends of a pipeline: their gradients are summed by an all-reduce of two ranks."""
+    """Compute the seconds of reducing tied embeddings. One lies at both ends of a pipeline: their gradients are
+    summed by an all-reduce of two ranks."""
     if table.pp == 1 or not work.architecture.tied_embeddings:
         return 0.0
     a = work.architecture
@@ -306,24 +309,24 @@ def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent
 
 
 def _share(flows: Counter[tuple[str, ...]], line: Line) -> int:
-    """How many flows use the line at once."""
+    """Count the flows that use the line at once."""
     return flows[line.key] if line.key else 1
 
 
 def _ring(ranks: Sequence[RankDevice], network: LinkTable) -> list[Line]:
-    """Each rank's line to the next, the last one's to the first."""
+    """List each rank's line to the next, the last one's to the first."""
     return [network.between(one, other) for one, other in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
 
 
 def all_reduce_seconds(ring: Sequence[Line], size_bytes: float, share: int = 1) -> float:
-    """n − 1 hops that reduce and n − 1 that gather, each of 1/n of the bytes over every line at once (Patarasuk and
-    Yuan, Bandwidth optimal all-reduce algorithms, 2009)."""
+    """Compute the seconds of a ring all-reduce: n − 1 hops that reduce and n − 1 that gather, each of 1/n of the
+    bytes over every line at once (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009)."""
     n = len(ring)
     return 2 * (n - 1) * max(line.seconds(size_bytes / n, share) for line in ring)
 
 
 def _count(sent: Sent, one: RankDevice, other: RankDevice, size_bytes: float, both_ways: bool = False) -> None:
-    """Only what crosses regions is counted."""
+    """Count bytes between two ranks, if they cross regions."""
     if one.region != other.region:
         sent[one.region, other.region] += size_bytes
         if both_ways:

@@ -1,4 +1,4 @@
-"""How much arithmetic a step is: floating-point operations, from the architecture alone."""
+"""Counts the arithmetic of a step: floating-point operations, from the architecture alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class TokenFlops:
 
 
 def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops:
-    """2 operations for each weight that a token meets (Narayanan et al., arXiv 2104.04473, appendix).
+    """Count the forward operations of one token: 2 for each weight that a token meets (Narayanan et al., arXiv
+    2104.04473, appendix).
 
     Attention: a token's query meets, on average, half of the sequence's keys and as many values, 2 operations for
     each element of either: 2 · (q + v) · sequence/2. (PaLM, arXiv 2204.02311, appendix B, counts the masked half,
@@ -87,7 +88,7 @@ def useful_flops(a: Architecture, sequence_length: int) -> float:
 def stage_flops(
     a: Architecture, sequence_length: int, stage: int, stages: int, recompute: str, imbalance: float = 1.0
 ) -> tuple[float, float]:
-    """(forward, backward) operations of one token in a pipeline stage. Recomputation is part of backward:
+    """Count the (forward, backward) operations of one token in a pipeline stage. Recomputation is part of backward:
     `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198, section 5).
     imbalance: as in `Work`; then of the rank whose experts get most tokens."""
     layers = a.layers // stages

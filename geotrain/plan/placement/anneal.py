@@ -79,7 +79,7 @@ class Annealer:
         return _Tables(orders, stage_costs(self.problem, table), link_times(self.problem, table))
 
     def _costs(self, tables: _Tables) -> tuple[Floats, Floats]:
-        """(B,) cost of each table, and what is annealed: the cost with a share of the sums."""
+        """Compute the (B,) cost of each table, and what is annealed: the cost with a share of the sums."""
         compute = self.problem.compute_s[tables.orders[:, : self.problem.placed]]
         cost = tables.rows.max(1) + 2 * tables.links.max(2).sum(1) + compute.max(1)
         return cost, cost + SUM_WEIGHT * (tables.rows.sum(1) + compute.sum(1))
@@ -92,7 +92,7 @@ class Annealer:
         self.best[better], self.best_cost[better] = proposed.orders[better], cost[better]
 
     def _select(self) -> None:
-        """The better half of the chains goes on twice, from the cheapest tables that they met."""
+        """Select chains: the better half goes on twice, from the cheapest tables that they met."""
         chosen = np.resize(np.argsort(self.best_cost, kind="stable")[: (self.chains + 1) // 2], self.chains)
         self.best, self.best_cost = self.best[chosen], self.best_cost[chosen]
         self.now = self._tables(self.best.copy())
@@ -120,7 +120,8 @@ class Annealer:
         return _Tables(orders, rows, self._links(orders))
 
     def _runs(self) -> tuple[Ints, Ints]:
-        """(B, length) cells of two runs of stages in a pipeline each; of the same stages where they would overlap."""
+        """Draw the (B, length) cells of two runs of stages in a pipeline each; of the same stages where they would
+        overlap."""
         stages, replicas = self.problem.stages, self.problem.replicas
         length = int(self.rng.integers(stages // 2)) + 1
         first, second = np.sort(self.rng.integers(stages - length + 1, size=(2, self.chains)), axis=0)
@@ -131,7 +132,8 @@ class Annealer:
         return one[:, None] + steps, two[:, None] + steps
 
     def _exchange(self, stage: int) -> tuple[Ints, Ints]:
-        """(B, 1) cells of a device of `stage`, and of the device with which changing places seems cheapest."""
+        """Find the (B, 1) cells of a device of `stage`, and of the device with which changing places seems
+        cheapest."""
         problem, orders, rows = self.problem, self.now.orders, self.now.rows
         pipeline = self.rng.integers(problem.replicas, size=(self.chains,))
         mine = stage * problem.replicas + pipeline
@@ -163,7 +165,8 @@ class Annealer:
         return mine[:, None], seems.argmin(1)[:, None]
 
     def _paths(self, stage: int, pipeline: Ints, device: Ints) -> Floats:
-        """(B, N) the pipeline's time if `device` of this stage and pipeline changed places with the one of a cell.
+        """Compute, (B, N), the pipeline's time if `device` of this stage and pipeline changed places with the one of
+        a cell.
 
         Edge e joins stages e − 1 and e; edges 0 and S join nothing and cost nothing. An edge costs the dearest of the
         links that change and of those that remain: `remaining`, without that of one pipeline.
@@ -208,12 +211,12 @@ class Annealer:
         return path
 
     def _grid(self, by_cell: NDArray[Any]) -> NDArray[Any]:
-        """(B, N) → (B, S, D): without the idle cells."""
+        """Reshape (B, N) to (B, S, D), without the idle cells."""
         shape = self.problem.stages, self.problem.replicas
         return by_cell[:, : self.problem.placed].reshape(self.chains, *shape)
 
     def _to_cells(self, times: Floats, device: Ints) -> Floats:
-        """(B, N) link of each chain's device to the device of each cell."""
+        """Return the (B, N) link of each chain's device to the device of each cell."""
         return np.take(times, device[:, None] * self.devices + self.now.orders)
 
     def _links(self, orders: Ints) -> Floats:

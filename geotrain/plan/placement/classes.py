@@ -22,8 +22,8 @@ CHUNK = 4_000_000  # elements of a temporary
 
 @dataclass(frozen=True)
 class Classes:
-    """label: (N,) class of each device; sizes: (K,); gradient_s, activation_s: (K, K) links between classes, on the
-    diagonal between two devices of one (inf in a class of one).
+    """Devices in classes. label: (N,) class of each device; sizes: (K,); gradient_s, activation_s: (K, K) links
+    between classes, on the diagonal between two devices of one (inf in a class of one).
 
     vectors: (V, K) every way to draw a stage of D devices.
     """
@@ -36,14 +36,14 @@ class Classes:
 
 
 def like_classes(problem: Problem, limit: int = MAX_VECTORS) -> Classes | None:
-    """Classes of devices with exactly equal links to all others; None where there are more than MAX_CLASSES, or
-    where a stage could be drawn in more than `limit` ways."""
+    """Find the classes of devices with exactly equal links to all others; None where there are more than MAX_CLASSES,
+    or where a stage could be drawn in more than `limit` ways."""
     _, label = np.unique(alike(problem).argmax(axis=1), return_inverse=True)
     return classes_of(problem, label, limit) if label.max() < MAX_CLASSES else None
 
 
 def classes_of(problem: Problem, label: Ints, limit: int) -> Classes | None:
-    """The classes that these labels say; None where a stage could be drawn in more than `limit` ways."""
+    """Build the classes that these labels say; None where a stage could be drawn in more than `limit` ways."""
     sizes = np.bincount(label)
     vectors = stage_vectors(sizes, problem.replicas, limit)
     if vectors is None:
@@ -56,7 +56,7 @@ def classes_of(problem: Problem, label: Ints, limit: int) -> Classes | None:
 
 
 def stage_vectors(sizes: Ints, total: int, limit: int) -> Ints | None:
-    """(V, K) all count vectors with 0 ≤ v ≤ sizes and sum `total`; None if there are more than `limit`."""
+    """List, (V, K), all count vectors with 0 ≤ v ≤ sizes and sum `total`; None if there are more than `limit`."""
     partial = np.zeros((1, 0), dtype=np.int64)
     for k, size in enumerate(sizes):
         rest = int(sizes[k + 1 :].sum())
@@ -70,15 +70,15 @@ def stage_vectors(sizes: Ints, total: int, limit: int) -> Ints | None:
 
 
 def vector_costs(classes: Classes) -> Floats:
-    """(V,) data-parallel cost of each stage vector."""
+    """Compute the (V,) data-parallel cost of each stage vector."""
     links = np.where(np.isfinite(classes.gradient_s), classes.gradient_s, 0.0)  # a class of one has no partner
     sums = classes.vectors @ links - np.diag(links)
     return np.asarray(np.where(classes.vectors > 0, sums, -np.inf).max(axis=1))
 
 
 def bottlenecks(vectors: Ints, sizes: Ints, activation_s: Floats, dearest_s: Floats) -> Floats:
-    """(V, V) bottleneck transport times between stage vectors, one of which follows the other: inf where both
-    together need more devices of a class than there are.
+    """Compute the (V, V) bottleneck transport times between stage vectors, one of which follows the other: inf where
+    both together need more devices of a class than there are.
 
     dearest_s: (V,); the entry (v, w) is inf where it is more than dearest_s of v or of w. Links of at most t carry
     every device of one stage to a device of its own of the next if and only if every set of classes reaches at least

@@ -126,14 +126,15 @@ def _check_entries(name: str, values: Floats, bad: NDArray[np.bool_], rule: str)
 
 
 def off_diagonal(matrix: Floats) -> Floats:
-    """The matrix with inf on its diagonal."""
+    """Return the matrix with inf on its diagonal."""
     out = matrix.copy()
     np.fill_diagonal(out, np.inf)
     return out
 
 
 def alike(problem: Problem) -> NDArray[np.bool_]:
-    """(N, N): whether two devices have equal links to all others, to nine digits: compared by a random projection."""
+    """Tell, (N, N), whether two devices have equal links to all others, to nine digits: compared by a random
+    projection."""
     weights, unlike = np.random.default_rng(0).random(problem.devices), np.zeros((problem.devices,) * 2, dtype=bool)
     for times in (problem.gradient_s, problem.activation_s):
         total = times @ weights
@@ -144,18 +145,19 @@ def alike(problem: Problem) -> NDArray[np.bool_]:
 
 
 def stage_costs(problem: Problem, groups: Ints) -> Floats:
-    """(…, D) device ids → (…,) data-parallel cost of each stage."""
+    """Compute each stage's data-parallel cost: (…, D) device ids → (…,)."""
     links = np.take(problem.gradient_s, groups[..., :, None] * problem.devices + groups[..., None, :])
     return np.asarray(links.sum(axis=-1).max(axis=-1))
 
 
 def link_times(problem: Problem, tables: Ints) -> Floats:
-    """(…, S, D) device ids → (…, S−1, D) activation links, pipeline by pipeline."""
+    """Look up activation links, pipeline by pipeline: (…, S, D) device ids → (…, S−1, D)."""
     return np.take(problem.activation_s, tables[..., :-1, :] * problem.devices + tables[..., 1:, :])
 
 
 def table_costs(problem: Problem, tables: Ints) -> Floats:
-    """(…, S, D) device ids → (…,) total cost of each table as it stands: rows in order, columns as pipelines."""
+    """Compute each table's total cost as it stands, (…, S, D) device ids → (…,): rows in order, columns as
+    pipelines."""
     data_parallel = stage_costs(problem, tables).max(axis=-1)
     pipeline = link_times(problem, tables).max(axis=-1).sum(axis=-1)
     compute = problem.compute_s[tables].max(axis=(-1, -2))
@@ -203,7 +205,7 @@ def open_tour(edges: Floats) -> list[int]:
 
 
 def arrange(problem: Problem, groups: Ints) -> Ints:
-    """(S, D) partition → (S, D) table with its stages in tour order and its pipelines as columns.
+    """Arrange an (S, D) partition as a table with its stages in tour order and its pipelines as columns.
 
     Up to EXACT_TOUR_STAGES stages the table's total is the partition's cost; beyond, the order of rows is kept.
     """
@@ -268,8 +270,9 @@ def link_bound(problem: Problem) -> float:
 
 
 def quick_bound_of_hidden(problem: Problem, shared: bool) -> float:
-    """The same where gradients travel while devices compute (s): with ACCO. shared: replicas take of a step's work as
-    they get to it (`acco.balance`), at best with the S·D fastest devices' rates together, over the cheapest links."""
+    """Lower bound on the cost (s) where gradients travel while devices compute, as with ACCO. shared: replicas take
+    of a step's work as they get to it (`acco.balance`), at best with the S·D fastest devices' rates together, over
+    the cheapest links."""
     if not shared:
         return max(_quick_gradients(problem), _quick_activations(problem) + compute_bound(problem))
     computed = problem.placed / float((1 / np.sort(problem.compute_s)[: problem.placed]).sum())
@@ -279,7 +282,7 @@ def quick_bound_of_hidden(problem: Problem, shared: bool) -> float:
 
 
 def compute_bound(problem: Problem) -> float:
-    """The S·D-th fastest device computes, at best, the longest."""
+    """Lower bound on the slowest placed device's compute time: at best that of the S·D-th fastest."""
     return float(np.sort(problem.compute_s)[problem.placed - 1])
 
 

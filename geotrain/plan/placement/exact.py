@@ -70,8 +70,8 @@ class _Labels:
 
 
 def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: int) -> tuple[Optimum | None, bool]:
-    """The cheapest over classes that was found below the threshold (s), and whether it is proven that nothing below
-    the threshold is cheaper.
+    """Search for the cheapest placement over classes below the threshold (s); returns it and whether it is proven
+    that nothing below the threshold is cheaper.
 
     max_work: about ten nanoseconds each, but counted; a band has at most a third of what is left.
     """
@@ -88,7 +88,8 @@ def cheapest_below(classes: Classes, stages: int, threshold: float, max_work: in
 
 
 def bands(classes: Classes, stages: int, threshold: float) -> list[tuple[float, float]]:
-    """(least, most) of a placement's dearest stage (s), ascending: together all that cost less than the threshold."""
+    """List (least, most) of a placement's dearest stage (s), ascending: together all that cost less than the
+    threshold."""
     costs = vector_costs(classes)
     least = float(costs.min())
     most = threshold - 2 * (stages - 1) * float(classes.activation_s.min()) if stages > 1 else threshold
@@ -203,7 +204,7 @@ class BandSearch:
         return grown
 
     def _join(self, halves: list[_Labels], placed: int, best: Optimum | None) -> Optimum | None:
-        """The cheapest below `best` and the threshold that is made of a beginning and a reversed ending."""
+        """Find the cheapest below `best` and the threshold that is made of a beginning and a reversed ending."""
         one, two = halves[placed], halves[self.stages - placed]
         if not len(one) or not len(two):
             return best
@@ -248,8 +249,8 @@ class BandSearch:
 
 
 def _merges(activation_s: Floats) -> tuple[Floats, Ints]:
-    """(M,) times from the dearest down, and (M, K) the part of the cluster that each class lies in, parts being what
-    only edges of that time or more join."""
+    """Return (M,) times from the dearest down, and (M, K) the part of the cluster that each class lies in, parts
+    being what only edges of that time or more join."""
     merges: list[tuple[float, Ints]] = []
     for time in np.unique(activation_s[np.isfinite(activation_s)]):
         found, part = connected_components(activation_s < time, directed=False)

@@ -46,8 +46,8 @@ IDLE_WINDOWS = 8
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to try. turns: of all chains together; exact_work: the work allowed to a complete search over
-    classes (see `geotrain.plan.placement.exact`)."""
+    """Limits on the work of a search. turns: of all chains together; exact_work: the work allowed to a complete
+    search over classes (see `geotrain.plan.placement.exact`)."""
 
     turns: int
     exact_work: int = 2_000_000
@@ -58,7 +58,7 @@ class Effort:
 
 
 def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placement:
-    """The cheapest placement found. Stops at once where it is proven that nothing is cheaper."""
+    """Search for the cheapest placement. Stops at once where it is proven that nothing is cheaper."""
     effort = effort or Effort(min(MOST_TURNS, MOST_LOOKS // problem.devices))
     rng = np.random.default_rng(seed)
     floor = quick_bound(problem) * (1 + ROUNDING)
@@ -82,7 +82,7 @@ def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placeme
 
 
 def exact_over_classes(problem: Problem, best: Placement, max_work: int) -> tuple[Placement, bool]:
-    """The better of `best` and the optimum over classes of devices, and whether nothing can be cheaper.
+    """Return the better of `best` and the optimum over classes of devices, and whether nothing can be cheaper.
 
     Does nothing where there are too many classes.
     """
@@ -100,7 +100,7 @@ def exact_over_classes(problem: Problem, best: Placement, max_work: int) -> tupl
 
 
 def polish(problem: Problem, orders: Ints) -> Placement:
-    """The best of the first few orders, after exact matchings and tour."""
+    """Improve the first few orders by exact matchings and an exact tour; returns the best."""
     shape = (problem.stages, problem.replicas)
     tables = [order[: problem.placed].reshape(shape) for order in orders[:POLISHED]]
     return min(
@@ -113,7 +113,8 @@ def polish(problem: Problem, orders: Ints) -> Placement:
 
 
 def start_orders(problem: Problem) -> Ints:
-    """(count, N): permutations of the devices; the first S·D entries are the table row by row, the rest is idle."""
+    """Make (count, N) permutations of the devices; the first S·D entries are the table row by row, the rest is
+    idle."""
     rows, columns = problem.stages, problem.replicas
     tilings = []  # flat cells of the table, tile after tile; tiles and the cells in them by rows or by columns
     for height in (h for h in range(1, rows + 1) if rows % h == 0):
@@ -131,8 +132,8 @@ def start_orders(problem: Problem) -> Ints:
 
 
 def near_orders(problem: Problem) -> list[Ints]:
-    """Devices in orders in which near ones are neighbours: the leaves of an average-linkage tree, and the same with
-    well connected devices first (a tree may scatter those that are equally far from everything)."""
+    """Find orders of the devices in which near ones are neighbours: the leaves of an average-linkage tree, and the
+    same with well connected devices first (a tree may scatter those that are equally far from everything)."""
     leaves = np.arange(problem.devices)
     if problem.devices > 2:
         apart = problem.activation_s / max(problem.activation_s.mean(), 1e-30)
@@ -143,7 +144,7 @@ def near_orders(problem: Problem) -> list[Ints]:
 
 
 def _leave_out(problem: Problem, near: Ints) -> list[tuple[Ints, Ints]]:
-    """Ways to split the order into devices kept and devices idle."""
+    """List ways to split the order into devices kept and devices idle."""
     if problem.idle == 0:
         return [(near, near[:0])]
     splits = []
@@ -160,7 +161,8 @@ def _leave_out(problem: Problem, near: Ints) -> list[tuple[Ints, Ints]]:
 
 
 def annealed(problem: Problem, ranked: Ints, turns: int, floor: float, rng: Generator) -> Ints:
-    """(CHAINS, N) orders, cheapest first, after `turns` of all chains; ends early once a cost reaches `floor`.
+    """Anneal; returns (CHAINS, N) orders, cheapest first, after `turns` of all chains; ends early once a cost reaches
+    `floor`.
 
     ranked: (few, N) starts, the cheapest first. Every other chain begins at one of them, the rest at random tables.
     """
