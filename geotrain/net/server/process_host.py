@@ -31,6 +31,7 @@ from geotrain.net.storage.journal import JournalFull
 from geotrain.net.storage.recovery import Machine, Recovered, begin_snapshot, finish_snapshot
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.transport.certs import Role, Trust, identity
+from geotrain.net.transport.deadlines import first_of
 from geotrain.outer.messages import Send
 
 log = logging.getLogger(__name__)
@@ -82,16 +83,7 @@ class ProcessHost(ABC, Generic[Machine]):
 
     async def _until_over(self) -> None:
         """Return when one of the works is done. Raises what ended it."""
-        works: list[asyncio.Future[Any]] = [self.server_thread.failure]
-        works += [asyncio.ensure_future(work) for work in (self.stop.wait(), *self._works())]
-        try:
-            done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
-            for work in done:
-                work.result()
-        finally:
-            for work in works:
-                work.cancel()
-            await asyncio.gather(*works, return_exceptions=True)
+        await first_of(self.server_thread.failure, self.stop.wait(), *self._works())
 
     # -- what differs
 

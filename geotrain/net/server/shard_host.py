@@ -35,6 +35,7 @@ from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.storage.timeline import Timeline, read_timeline, write_timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import open_channel
+from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
 from geotrain.outer.server.shard_server import ShardServer
@@ -130,17 +131,10 @@ class ShardHost(ProcessHost[ShardServer]):
         hello = rpc.ShardHello(self.setup.server, machine.index, machine.number, machine.commands, self.timeline.name)
         await call.write(wire.pack(hello))
         received: asyncio.Queue[Any] = asyncio.Queue(GROUP)
-        parts = self._write(call), self._say_state(), self._read(call, received), self._execute(received)
-        tasks = [asyncio.ensure_future(each) for each in parts]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await first_of(self._write(call), self._say_state(), self._read(call, received), self._execute(received))
         finally:
             call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, call: Any) -> None:
         while True:

@@ -25,7 +25,7 @@ from geotrain.net.storage.remote_snapshots import Copies, beside
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.storage.timeline import Timeline, read_timeline, who_goes_back, write_timeline
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.deadlines import within
+from geotrain.net.transport.deadlines import first_of, within
 from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.outer.shards.protocol import Froze, HeldAnswer, HeldPart
 from geotrain.outer.shards.remote import Holdings, RemoteShards
@@ -116,15 +116,8 @@ class ShardSessions:
 
     async def _unless_lost(self, what: Awaitable[T]) -> T:
         """Await `what`, or raise ShardLost when a shard is lost first."""
-        wanted, lost = asyncio.ensure_future(what), asyncio.ensure_future(self.until_lost())
-        try:
-            await asyncio.wait([wanted, lost], return_when=asyncio.FIRST_COMPLETED)
-            if lost.done():
-                lost.result()
-            return wanted.result()
-        finally:
-            wanted.cancel()
-            lost.cancel()
+        result: T = await first_of(self.until_lost(), what)
+        return result
 
     async def until_lost(self) -> None:
         """Wait until a shard is lost, and raise ShardLost then."""
