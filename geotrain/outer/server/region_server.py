@@ -57,6 +57,8 @@ class RegionServer(Server):
     """
 
     rule: RegionRule
+    over = False  # whether the global server has said that all data of the run is committed
+    finished = False  # whether the global server has taken this server's Leave
 
     def __init__(
         self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, rule: RegionRule,
@@ -78,18 +80,8 @@ class RegionServer(Server):
         self.newest: set[int] | None = set() if validates else None
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
         self.first_versions = [0] * len(parameter_map.fragments)
-        self._over = False  # the global server has said that all data of the run is committed
         self.gone = False  # this server's Leave is on its way to the global server
-        self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self._due = False  # `go_on` is to look for what must be sent up
-
-    @property
-    def over(self) -> bool:
-        return self._over
-
-    @property
-    def finished(self) -> bool:
-        return self.done
 
     def workers_of(self, member: str) -> tuple[str, ...]:
         return (member,)
@@ -116,11 +108,11 @@ class RegionServer(Server):
                     self._release(self.leases.recall(name))
                 return None
             case RunComplete():  # workers that died are not waited for any more, since nothing is left to train
-                self._over = True
+                self.over = True
                 self._send_what_is_due()
                 return None
             case Leave() if message.member == self.name:  # our own, said to us once the global server has taken it
-                self.done = True
+                self.finished = True
                 self._events.append(Left(self.name))
                 return None
             case UpdateRejected() if message.member == self.name:
@@ -350,7 +342,7 @@ class RegionServer(Server):
 
     def begin_again(self) -> None:
         super().begin_again()
-        self._over = self.gone = self.done = False
+        self.over = self.gone = self.finished = False
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
         """Move the leases of a worker's update from "held" to "trained". Those that went back while it counted as
@@ -382,9 +374,9 @@ class RegionServer(Server):
         meta["region"] = {
             "sequence": self.sequence,
             "first_versions": list(self.first_versions),
-            "over": self._over,
+            "over": self.over,
             "gone": self.gone,
-            "done": self.done,
+            "done": self.finished,
             "global_versions": list(self.global_versions),
             "fingerprints": {str(chunk): known for chunk, known in self.shards.own_fingerprints().items()},
             **self.leases.state(),
@@ -400,7 +392,7 @@ class RegionServer(Server):
         super().load(tensors, meta)
         saved = meta["region"]
         self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
-        self._over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
+        self.over, self.gone, self.finished = saved["over"], saved["gone"], saved["done"]
         self.first_versions = list(saved["first_versions"])
         self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
