@@ -22,7 +22,8 @@ export class WorldMap {
   build(members, width) {
     const of = members.length;
     const many = of > 12;
-    this.height = many ? Math.min(width, 620) : Math.min(430, Math.max(220, width * 0.6));
+    this.narrow = width < 460;
+    this.height = many ? Math.min(width, 620) : Math.min(430, Math.max(200, width * 0.62));
     this.size = many ? Math.max(5, Math.min(11, (2.2 * width) / of)) : 23;
     const root = svg("svg", { viewBox: `0 0 ${width} ${this.height}`, role: "img", "aria-label": "Map of regions" });
     this.links = svg("g", {}, root);
@@ -100,8 +101,9 @@ export class WorldMap {
       const speed = member.state === "up" && member.tokens_per_s ? `${count(member.tokens_per_s)} tokens/s` : WORDS[member.state];
       say(node.small, gone ? `lost ${span(now_s - member.since_s)} ago` : speed);
       node.small.style.fill = gone ? "var(--bad)" : "";
-      const most = Math.max(rates.up, rates.down);
-      say(node.load, gone || most <= 0 ? "" : capacity ? percent(most / capacity) : `${bytes(most)}/s`);
+      const load = capacity ? [percent(Math.max(rates.up, rates.down) / capacity)] : [];
+      const rate = capacity && this.narrow ? [] : [`${bytes(rates.up + rates.down)}/s`];
+      say(node.load, gone || rates.up + rates.down <= 0 ? "" : [...rate, ...load].join(" · "));
     });
     say(this.version, `v ${Math.max(0, ...versions)}`);
   }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from collections.abc import Coroutine
@@ -46,8 +45,6 @@ from geotrain.outer.messages import Send, Validated
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.remote import RemoteShards
-
-log = logging.getLogger(__name__)
 
 SNAPSHOT_RETRY_S = 30.0
 TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
@@ -139,7 +136,7 @@ class ServerHost(ProcessHost[Server]):
                 status = {**self.service.status(), "page": None, "metrics": None}
                 write_whole(self.folder / STATUS, json.dumps(status))  # before links close, and their bytes are gone
             except OutputError as error:  # it must not hide why the server ends
-                self._report(str(error))
+                self.report(str(error))
             if self.region_client is not None:
                 await self.region_client.close()
 
@@ -168,7 +165,7 @@ class ServerHost(ProcessHost[Server]):
             except StoreError as error:
                 if not out_of_room(error):
                     raise
-                self._report(str(error))
+                self.report(str(error))
                 if self.stop.is_set():
                     return
                 with suppress(TimeoutError):
@@ -194,7 +191,7 @@ class ServerHost(ProcessHost[Server]):
         said = shards.farewell(FAREWELL_S if shards.ready or self.ended_before else 0.0)
         deaf = await first_of(self.stop.wait(), said)
         for shard in [] if self.stop.is_set() else deaf:
-            self._report(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
+            self.report(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
 
     async def _last_upload(self) -> None:
         """Wait for the last snapshot's copy. Without it the snapshot is still on this machine's disk, so it is no
@@ -203,7 +200,7 @@ class ServerHost(ProcessHost[Server]):
             try:
                 await self.uploader.finish(LAST_UPLOAD_S)
             except StoreError as error:
-                self._report(str(error))
+                self.report(str(error))
 
     async def _until_finished(self) -> None:
         """Return when the server has finished and this process should end in good order."""
@@ -222,7 +219,7 @@ class ServerHost(ProcessHost[Server]):
         if evaluate is None or not server.final_validation:
             return
         if self.shards is not None:
-            self._report("the final weights are in other processes: `geotrain eval` validates them, with an export")
+            self.report("the final weights are in other processes: `geotrain eval` validates them, with an export")
             return
         given_up = threading.Event()
 
@@ -236,7 +233,7 @@ class ServerHost(ProcessHost[Server]):
             seconds = time.monotonic() - began_s
             await self.server_thread.say(Validated(GLOBAL, number, version, loss, seconds))
         except Exception as error:  # whatever it is, the run is trained, and its weights are to be written
-            self._report(f"the final weights are not validated: {error}; `geotrain eval` does it with an export")
+            self.report(f"the final weights are not validated: {error}; `geotrain eval` does it with an export")
         finally:
             given_up.set()
 
@@ -247,7 +244,7 @@ class ServerHost(ProcessHost[Server]):
             try:
                 await self._snapshot()
             except StoreError as error:  # the older ones are whole, so the server can go on
-                self._report(str(error))
+                self.report(str(error))
                 await asyncio.sleep(SNAPSHOT_RETRY_S)
 
     async def _write_traffic(self) -> None:
