@@ -47,21 +47,17 @@ class BlockChecksums:
     """Computes the CRC-32 of each BLOCK_BYTES of what is passed to `update`; the last block may be shorter."""
 
     def __init__(self) -> None:
-        self._whole, self._checksum, self._filled = bytearray(), 0, 0
+        self._checksums, self._rest = bytearray(), bytearray()  # rest: of a block that is not whole yet
 
     def update(self, content: bytes) -> None:
-        rest = memoryview(content)
-        while len(rest):
-            part = rest[: BLOCK_BYTES - self._filled]
-            self._checksum, self._filled = zlib.crc32(part, self._checksum), self._filled + len(part)
-            if self._filled == BLOCK_BYTES:
-                self._whole += _CHECKSUM.pack(self._checksum)
-                self._checksum = self._filled = 0
-            rest = rest[len(part) :]
+        self._rest += content
+        while len(self._rest) >= BLOCK_BYTES:
+            self._checksums += _CHECKSUM.pack(zlib.crc32(self._rest[:BLOCK_BYTES]))
+            del self._rest[:BLOCK_BYTES]
 
     def content(self) -> bytes:
         """Return the content of `<prefix>.crc`: 4 bytes a block, little-endian."""
-        return bytes(self._whole) + (_CHECKSUM.pack(self._checksum) if self._filled else b"")
+        return bytes(self._checksums) + (_CHECKSUM.pack(zlib.crc32(self._rest)) if self._rest else b"")
 
 
 class TokenWriter:

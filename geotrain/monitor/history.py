@@ -19,6 +19,7 @@ MAX_MARKS = 1000  # of these and the next two, the oldest are forgotten
 MAX_VALIDATIONS = 500
 TICKS = 200  # merges of each member, with their staleness
 _PHASES = {"pause": "paused", "resume": "running", "stop": "stopping"}  # what a person says → what follows
+RATES = "sent_bytes_per_s", "received_bytes_per_s"  # fields of MemberSampled
 RATE_S = 120.0  # speeds are means over the last so many seconds
 
 
@@ -248,8 +249,10 @@ class History:
         sample = m.sample or events.MemberSampled(name, 0.0, 0, 0, 0.0, 0.0, 0, {})
         if m.sampled_s > (m.updated_s or 0):
             metrics = metrics | sample.metrics  # those of its heartbeat are newer
-        fresh = now_s - m.sampled_s < 60 and m.state == "up"
+        still = {} if now_s - m.sampled_s < 60 and m.state == "up" else dict.fromkeys(RATES, 0.0)
         return {
+            **asdict(sample),
+            **still,
             "name": name,
             "state": m.state,
             "since_s": m.since_s,
@@ -260,12 +263,6 @@ class History:
             "shares": time_shares(metrics),
             "staleness": [m.staleness.get(f) for f in range(len(self.facts.fragments))],
             "delta_norm": sum(norm**2 for norm in m.norms.values()) ** 0.5 if m.norms else None,
-            "sent_bytes": sample.sent_bytes,
-            "received_bytes": sample.received_bytes,
-            "sent_bytes_per_s": sample.sent_bytes_per_s if fresh else 0.0,
-            "received_bytes_per_s": sample.received_bytes_per_s if fresh else 0.0,
-            "refused": sample.refused,
-            "says": sample.metrics,
         }
 
 

@@ -55,7 +55,7 @@ SIZES = {PRODUCT: 31_339, ("benchmarks",): 11_060}
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself
     # http.server
-    *("do_GET", "log_message", "server_bind", "service_actions", "handle_error"),
+    *("do_GET", "log_message", "service_actions", "handle_error"),
     # DeepSpeed: of its engine, of an optimizer, of an `mpu`
     *("_configure_zero_optimizer", "_configure_bf16_optimizer"),
     "create_grad_acc_hooks",

@@ -82,7 +82,7 @@ function health(state, late_ms) {
     return pill("bad", `the global server's disk is nearly full: ${bytes(state.server.disk_free_bytes)} left`);
   }
   const down = state.shards.filter((v) => !v.up).map((v) => `the global server's shard ${v.shard}`);
-  down.push(...state.members.filter((m) => m.says.shards_down).map((m) => `${m.says.shards_down} of the shards of ${m.name}`));
+  down.push(...state.members.filter((m) => m.metrics.shards_down).map((m) => `${m.metrics.shards_down} of the shards of ${m.name}`));
   if (down.length) return pill("bad", `${down.join(", ")} down; updates wait for it`);
   if (refused.length) return pill("warn", `messages of ${list(refused)} were refused; see below`);
   if (slow.length) return pill("warn", `${list(slow)} ${slow.length > 1 ? "are" : "is"} slow: ${percent(pace.get(slow[0].name))} of the median`);

@@ -8,7 +8,7 @@ const SLOW = 0.6; // a region is called slow below this share of the median spee
 export function paces(state) {
   const speeds = state.members
     .filter((m) => m.state === "up" && m.tokens_per_s)
-    .map((m) => [m.name, m.tokens_per_s / Math.max(1, m.says.workers || state.facts.members[m.name].workers)]);
+    .map((m) => [m.name, m.tokens_per_s / Math.max(1, m.metrics.workers || state.facts.members[m.name].workers)]);
   const sorted = speeds.map(([, v]) => v).sort((a, b) => a - b);
   const median = sorted[Math.floor((sorted.length - 1) / 2)] ?? 1;
   const upper = sorted[Math.floor(sorted.length / 2)] ?? median;
@@ -101,9 +101,9 @@ export class Members {
     lines.push(...described(m, worker));
     if (m.delta_norm !== null) lines.push(`delta norm ${count(m.delta_norm)}`);
     for (const name of ["workers", "retries", "shards_down"]) {
-      if (m.says[name] !== undefined) lines.push(`${name.replace("_", " ")} ${m.says[name]}`);
+      if (m.metrics[name] !== undefined) lines.push(`${name.replace("_", " ")} ${m.metrics[name]}`);
     }
-    lines.push(...described(m.says, server).map((text) => `server: ${text}`));
+    lines.push(...described(m.metrics, server).map((text) => `server: ${text}`));
     return lines.join("\n") || "no update yet";
   }
 

@@ -1,12 +1,11 @@
 // A lane for each region: merges are ticks, joins and losses are marks, and the time for which it was lost is a band.
 import { clock, colour, html, say, svg, timeTicks, tipOn } from "./format.js";
 
-const KINDS = {
-  joined: ["var(--good)", "joined"], found: ["var(--good)", "back"], lost: ["var(--bad)", "lost"],
-  left: ["var(--faint)", "left"], refused: ["var(--warn)", "refused"],
-  quarantined: ["var(--bad)", "quarantined"], unbanned: ["var(--good)", "unbanned"], snapshot: ["var(--accent)", "snapshot"],
-  steered: ["var(--ink)", "steered"], start: ["var(--ink)", "start"], trouble: ["var(--bad)", "trouble"],
-};
+const COLOURS = { joined: "good", found: "good", unbanned: "good", lost: "bad", quarantined: "bad", trouble: "bad", refused: "warn",
+  left: "faint", snapshot: "accent" };
+const colourOf = (kind) => `var(--${COLOURS[kind] ?? "ink"})`;
+const SHAPES = { lost: "M-4-4 4 4M4-4-4 4", snapshot: "M0-4 4 0 0 4-4 0Z", left: "M-4-4h8v8h-8Z", start: "M-3.500-5 5 0-3.500 5Z" };
+const DOT = "M-4.500 0a4.500 4.500 0 1 0 9 0a4.500 4.500 0 1 0-9 0"; // of all others
 const SHOWN = 60; // marks in the list below
 
 export class Timeline {
@@ -68,12 +67,8 @@ export class Timeline {
       const at = names.indexOf(member);
       if (t < begin || at < 0) continue;
       const g = svg("g", { transform: `translate(${x(t).toFixed(1)} ${y(at)})` }, root);
-      const fill = KINDS[kind]?.[0] ?? "var(--ink)";
-      if (kind === "lost") svg("path", { d: "M-4-4 4 4M4-4-4 4", stroke: fill, "stroke-width": 2.4, "stroke-linecap": "round" }, g);
-      else if (kind === "snapshot") svg("path", { d: "M0-4 4 0 0 4-4 0Z", fill, opacity: 0.75 }, g);
-      else if (kind === "left") svg("rect", { x: -4, y: -4, width: 8, height: 8, rx: 1.5, fill }, g);
-      else if (kind === "start") svg("path", { d: "M-3.500-5 5 0-3.500 5Z", fill }, g);
-      else svg("circle", { r: 4.5, fill, stroke: "var(--card)", "stroke-width": 1.5 }, g);
+      const fill = colourOf(kind);
+      svg("path", { d: SHAPES[kind] ?? DOT, fill, stroke: fill, "stroke-width": kind === "lost" ? 2.4 : 0, "stroke-linecap": "round" }, g);
       svg("rect", { x: -8, y: -8, width: 16, height: 16, fill: "transparent" }, g);
       tipOn(g, () => `${clock(t)}  ${member || "global"}\n${text}`);
     }
@@ -87,7 +82,7 @@ export class Timeline {
     this.list.replaceChildren(...told.map(([, t, kind, member, text]) => {
       const item = html("li");
       html("time", {}, item, clock(t));
-      html("i", {}, item).style.background = KINDS[kind]?.[0] ?? "var(--ink)";
+      html("i", {}, item).style.background = colourOf(kind);
       const words = html("span", {}, item);
       if (member) html("b", {}, words, `${member} `);
       words.append(text);
