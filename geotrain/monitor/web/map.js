@@ -1,127 +1,84 @@
 // The regions around the global server, each with its link: how full it is, and how much flows which way.
-import { PARTS, PART_COLOURS, PART_WORDS, bytes, colour, count, html, percent, say, set, span, svg, tipOn } from "./format.js";
+import { PARTS, PART_COLOURS, bytes, colour, count, markup, percent, span } from "./format.js";
 
-const LOADS = [[0.6, 0.6], [0.3, 0.9], [0.1, 1.3], [0.02, 1.9], [0, 2.6]]; // from which load on, a dash's seconds
+const PERIODS = [[0.6, 0.6], [0.3, 0.9], [0.1, 1.3], [0.02, 1.9], [0, 2.6]]; // from which load on, seconds of a dash
 const STATES = { up: "var(--good)", lost: "var(--bad)", away: "var(--comm)", left: "var(--faint)" };
 export const WORDS = { up: "training", lost: "lost", away: "not here yet", left: "finished" };
+const isMany = (members) => members.length > 12;
 
-export class WorldMap {
-  constructor(parent) {
-    Object.assign(this, { parent, key: "" });
-  }
+export const mapHeight = (members, width) => (isMany(members) ? Math.min(width, 620) : Math.min(430, Math.max(200, width * 0.62)));
 
-  show(state) {
-    this.state = state;
-    const width = Math.max(280, this.parent.clientWidth);
-    const key = `${width} ${state.members.map((m) => m.name)}`;
-    if (key !== this.key) this.build(state.members, width);
-    this.key = key;
-    this.update(state);
-  }
-
-  build(members, width) {
-    const of = members.length;
-    const many = of > 12;
-    this.narrow = width < 460;
-    this.height = many ? Math.min(width, 620) : Math.min(430, Math.max(200, width * 0.62));
-    this.size = many ? Math.max(5, Math.min(11, (2.2 * width) / of)) : 23;
-    const root = svg("svg", { viewBox: `0 0 ${width} ${this.height}`, role: "img", "aria-label": "Map of regions" });
-    this.links = svg("g", {}, root);
-    const [cx, cy] = [width / 2, this.height / 2];
-    const rx = many ? Math.min(cx, cy) - 82 : Math.min(cx - 62, 300);
-    const ry = many ? rx : cy - this.size - 36;
-    this.nodes = members.map((member, i) => {
-      const angle = (2 * Math.PI * i) / of - (of <= 2 ? Math.PI : Math.PI / 2); // two stand left and right
-      return this.node(root, member.name, colour(i, of), [cx, cy], [cx + rx * Math.cos(angle), cy + ry * Math.sin(angle)], angle, many);
-    });
-    const hub = svg("g", { class: "hub", "text-anchor": "middle" }, root);
-    svg("circle", { cx, cy, r: 30, fill: "var(--accent)" }, hub);
-    svg("text", { x: cx, y: cy - 1, "font-size": 12.5 }, hub, "global");
-    this.version = svg("text", { x: cx, y: cy + 14, class: "sub", "font-size": 11 }, hub);
-    this.nodes.forEach((node, i) => tipOn(node.g, () => this.tip(i)));
-    this.parent.replaceChildren(root);
-  }
-
-
-  node(root, name, stroke, [cx, cy], [x, y], angle, many) {
-    const long = Math.hypot(cx - x, cy - y) || 1;
-    const beside = [-(cy - y) / long, (cx - x) / long].map((d) => d * (many ? 1.5 : 5));
-    const flows = Object.fromEntries([["up", 1], ["down", -1]].map(([way, sign]) => {
-      const [sx, sy] = beside.map((d) => d * sign);
-      const ends = { x1: cx + sx, y1: cy + sy, x2: x + sx, y2: y + sy, stroke }; // what goes up runs backwards
-      return [way, { base: svg("line", { ...ends, class: "link" }, this.links), dash: svg("line", { ...ends, class: `flow ${way}` }, this.links) }];
-    }));
-    const g = svg("g", { class: "node", "text-anchor": "middle" }, root);
-    svg("circle", { class: "disc", cx: x, cy: y, r: this.size + 1 }, g);
-    const ring = { cx: x, cy: y, r: this.size - (many ? 1 : 3), pathLength: 1, "stroke-width": many ? 2 : 5, transform: `rotate(-90 ${x} ${y})` };
-    svg("circle", { ...ring, class: "track" }, g);
-    const arcs = PARTS.map((part) => svg("circle", { ...ring, class: "arc", stroke: PART_COLOURS[part] }, g));
-    const core = svg("circle", { class: "core", cx: x, cy: y, r: many ? this.size / 2 : 5 }, g);
-    if (many) {
-      const left = Math.cos(angle) < -0.001;
-      const out = [x + (this.size + 6) * Math.cos(angle), y + (this.size + 6) * Math.sin(angle)];
-      svg("text", { x: out[0], y: out[1], dy: "0.35em", "font-size": 10.5, "text-anchor": left ? "end" : "start",
-        transform: `rotate(${(angle * 180) / Math.PI + (left ? 180 : 0)} ${out})` }, g, name);
-      return { g, flows, arcs, core };
-    }
-    const line = y < cy - 20 ? y - this.size - 20 : y + this.size + 16;
-    svg("text", { x, y: line, class: "label" }, g, name);
-    const small = svg("text", { x, y: line + 14 }, g);
-    const load = svg("text", { class: "load", x: x + (cx - x) * 0.45, y: y + (cy - y) * 0.45 + 4 }, g);
-    return { g, flows, arcs, core, small, load };
-  }
-
-  update({ members, facts, versions, now_s }) {
-    const peak = Math.max(1, ...members.flatMap((m) => [m.sent_bytes_per_s, m.received_bytes_per_s]));
-    const thickest = this.size > 12 ? 9 : 5;
-    members.forEach((member, i) => {
-      const node = this.nodes[i];
-      const gone = member.state === "lost";
-      const rates = { up: member.received_bytes_per_s, down: member.sent_bytes_per_s };
-      const capacity = facts.members[member.name].gbps * 125e6; // bytes a second; 0: the cluster file states none
-      for (const [way, rate] of Object.entries(rates)) {
-        const { base, dash } = node.flows[way];
-        const load = Math.min(1, rate / (capacity || peak));
-        const thick = 2 + (thickest - 2) * Math.sqrt(load);
-        const seconds = `${LOADS.find(([from]) => load >= from)[1]}s`;
-        base.setAttribute("stroke-width", thick.toFixed(1));
-        dash.setAttribute("stroke-width", Math.min(4, thick * 0.7).toFixed(1));
-        base.classList.toggle("gone", gone);
-        dash.classList.toggle("still", rate <= 0 || gone);
-        if (dash.style.animationDuration !== seconds) dash.style.animationDuration = seconds; // begins anew
-      }
-      let begin = 0;
-      PARTS.forEach((part, k) => {
-        const share = member.state === "up" ? member.shares[part] ?? 0 : 0;
-        set(node.arcs[k], { "stroke-dasharray": `${share} 1`, "stroke-dashoffset": -begin, visibility: share > 0 ? "visible" : "hidden" });
-        begin += share;
-      });
-      node.core.setAttribute("fill", STATES[member.state]);
-      if (!node.small) return;
-      const speed = member.state === "up" && member.tokens_per_s ? `${count(member.tokens_per_s)} tokens/s` : WORDS[member.state];
-      say(node.small, gone ? `lost ${span(now_s - member.since_s)} ago` : speed);
-      node.small.style.fill = gone ? "var(--bad)" : "";
-      const load = capacity ? [percent(Math.max(rates.up, rates.down) / capacity)] : [];
-      const rate = capacity && this.narrow ? [] : [`${bytes(rates.up + rates.down)}/s`];
-      say(node.load, gone || rates.up + rates.down <= 0 ? "" : [...rate, ...load].join(" · "));
-    });
-    say(this.version, `v ${Math.max(0, ...versions)}`);
-  }
-
-  tip(i) {
-    const m = this.state.members[i];
-    const { gbps, rtt_ms } = this.state.facts.members[m.name];
+export function worldMap({ members, facts, versions, now_s }, width) {
+  const [of, many, height] = [members.length, isMany(members), mapHeight(members, width)];
+  const [cx, cy] = [width / 2, height / 2];
+  const rx = many ? Math.min(cx, cy) - 82 : Math.min(cx - 62, 300);
+  const size = many ? Math.max(3, Math.min(11, (2.5 * rx) / of)) : 23;
+  const ry = many ? rx : cy - size - 36;
+  const peak = Math.max(1, ...members.flatMap((m) => [m.sent_bytes_per_s, m.received_bytes_per_s]));
+  const placed = members.map((m, i) => {
+    const angle = (2 * Math.PI * i) / of - (of <= 2 ? Math.PI : Math.PI / 2); // two stand left and right
+    const [x, y] = [cx + rx * Math.cos(angle), cy + ry * Math.sin(angle)];
+    const { gbps, rtt_ms } = facts.members[m.name];
     const lines = [`${m.name} — ${WORDS[m.state]}`]; // its speed, time and rates are in its row below
     lines.push(`so far ${bytes(m.received_bytes)} up, ${bytes(m.sent_bytes)} down`);
     if (gbps) lines.push(`link ${gbps} Gbit/s, ${rtt_ms} ms`);
-    return lines.join("\n");
-  }
+    const capacity = gbps * 125e6; // bytes a second; 0: not known
+    return { m, x, y, angle, size, many, stroke: colour(i, of), capacity, tip: lines.join("\n") };
+  });
+  return markup`${placed.map((p) => link(p, cx, cy, peak))}${placed.map((p) => node(p, cx, cy, now_s, width < 460))}
+    <g class="hub" text-anchor="middle"><circle cx="${cx}" cy="${cy}" r="30" fill="var(--accent)"/>
+    <text x="${cx}" y="${cy - 1}" font-size="12.5">global</text>
+    <text x="${cx}" y="${cy + 14}" font-size="11" class="sub">v ${Math.max(0, ...versions)}</text></g>`;
 }
 
-export function mapLegend(parent) {
-  for (const part of PARTS) {
-    const item = html("span", {}, parent);
-    html("i", {}, item).style.background = PART_COLOURS[part];
-    item.append(PART_WORDS[part]);
-  }
+// Two lines side by side; what flows up runs from the region to the hub.
+function link({ m, x, y, size, many, stroke, capacity }, cx, cy, peak) {
+  const long = Math.hypot(cx - x, cy - y) || 1;
+  const gone = m.state === "lost";
+  return [[1, m.received_bytes_per_s], [-1, m.sent_bytes_per_s]].map(([sign, rate]) => {
+    const load = Math.min(1, rate / (capacity || peak));
+    const thick = 2 + (size > 12 ? 7 : 3) * Math.sqrt(load);
+    const [dx, dy] = [cy - y, x - cx].map((d) => (d / long) * sign * (many ? 1.5 : 5));
+    const way = markup`d="M${cx + dx} ${cy + dy}L${x + dx} ${y + dy}" stroke="${stroke}"`;
+    const period_s = PERIODS.find(([from]) => load >= from)[1];
+    return markup`<path class="link ${gone ? "gone" : ""}" ${way} stroke-width="${thick.toFixed(1)}"/>
+      <path class="flow ${rate <= 0 || gone ? "still" : ""}" ${way} stroke-width="${Math.min(4, thick * 0.7).toFixed(1)}">
+      <animate attributeName="stroke-dashoffset" from="0" to="${14 * sign}" dur="${period_s}s" repeatCount="indefinite"/></path>`;
+  });
+}
+
+function node({ m, x, y, angle, size, many, capacity, tip }, cx, cy, now_s, narrow) {
+  const centre = markup`cx="${x}" cy="${y}"`;
+  const ring = markup`${centre} r="${size - (many ? 1 : 3)}" pathLength="1" stroke-width="${many ? 2 : 5}" transform="rotate(-90 ${x} ${y})"`;
+  let begin = 0;
+  const arcs = PARTS.map((part) => {
+    const share = m.state === "up" ? m.shares[part] ?? 0 : 0;
+    begin += share;
+    const dash = markup`stroke-dasharray="${share} 1" stroke-dashoffset="${share - begin}"`;
+    return share ? markup`<circle ${ring} class="arc" stroke="${PART_COLOURS[part]}" ${dash}/>` : "";
+  });
+  return markup`<g class="node" text-anchor="middle" data-tip="${tip}"><circle class="disc" ${centre} r="${size + 1}"/>
+    <circle ${ring} class="track"/>${arcs}<circle ${centre} r="${many ? size / 2 : 5}" fill="${STATES[m.state]}"/>
+    ${many ? nameAround(m, x, y, angle, size) : words(m, x, y, size, cx, cy, now_s, capacity, narrow)}</g>`;
+}
+
+function nameAround(m, x, y, angle, size) {
+  const left = Math.cos(angle) < -0.001;
+  const at = [x + (size + 6) * Math.cos(angle), y + (size + 6) * Math.sin(angle)];
+  const turn = (angle * 180) / Math.PI + (left ? 180 : 0);
+  return markup`<text x="${at[0]}" y="${at[1]}" dy="0.35em" font-size="10.5" text-anchor="${left ? "end" : "start"}"
+    transform="rotate(${turn} ${at.join(" ")})">${m.name}</text>`;
+}
+
+function words(m, x, y, size, cx, cy, now_s, capacity, narrow) {
+  const line = y < cy - 20 ? y - size - 20 : y + size + 16;
+  const speed = m.state === "up" && m.tokens_per_s ? `${count(m.tokens_per_s)} tokens/s` : WORDS[m.state];
+  const rates = [m.received_bytes_per_s, m.sent_bytes_per_s];
+  const sum = rates[0] + rates[1];
+  const load = capacity ? [percent(Math.max(...rates) / capacity)] : [];
+  const rate = capacity && narrow ? [] : [`${bytes(sum)}/s`];
+  const on = [x + (cx - x) * 0.45, y + (cy - y) * 0.45 + 4]; // the link
+  return markup`<text x="${x}" y="${line}" class="label">${m.name}</text>
+    <text x="${x}" y="${line + 14}" class="${m.state}">${m.state === "lost" ? `lost ${span(now_s - m.since_s)} ago` : speed}</text>
+    <text class="load" x="${on[0]}" y="${on[1]}">${m.state === "lost" || sum <= 0 ? "" : [...rate, ...load].join(" · ")}</text>`;
 }
