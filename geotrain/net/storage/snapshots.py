@@ -33,9 +33,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from geotrain.common.files import locked, make_folder, sync
+from geotrain.common.files import locked, make_folder, size_and_checksum, sync
 from geotrain.config import shard_name
-from geotrain.net.storage.frozen_state import CHUNK_BYTES, FrozenState
+from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.shards.shard import MIRRORS
 from geotrain.parameters.chunks import deal
@@ -334,11 +334,8 @@ def _read(path: Path, mirror_store: MirrorStore, size: int, crc: int) -> Tensor:
 
 
 def _verify(path: Path, size: int, crc: int) -> None:
-    """Compare a file with its length and checksum, a block at a time. Raises DamagedSnapshot, OSError."""
-    found = read = 0
-    with path.open("rb") as file:
-        while content := file.read(CHUNK_BYTES):
-            found, read = crc32(content, found), read + len(content)
+    """Compare a file with its length and checksum. Raises DamagedSnapshot, OSError."""
+    read, found = size_and_checksum(path)
     if read != size:
         raise DamagedSnapshot(f"{path.name} has {read} bytes instead of {size}")
     if found != crc:
