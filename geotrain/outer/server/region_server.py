@@ -42,11 +42,14 @@ from geotrain.outer.messages import (
     update_id,
 )
 from geotrain.outer.rules import Counts, RegionRule
-from geotrain.outer.server.member import MOST_LEASES, mean_metrics
+from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Handled, Server
 from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
+
+# Attributes that a snapshot keeps as they are.
+SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions"
 
 
 class RegionServer(Server):
@@ -58,7 +61,6 @@ class RegionServer(Server):
 
     rule: RegionRule
     over = False  # whether the global server has said that all data of the run is committed
-    finished = False  # whether the global server has taken this server's Leave
 
     def __init__(
         self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, rule: RegionRule,
@@ -81,7 +83,12 @@ class RegionServer(Server):
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
         self.first_versions = [0] * len(parameter_map.fragments)
         self.gone = False  # this server's Leave is on its way to the global server
+        self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self._due = False  # `go_on` is to look for what must be sent up
+
+    @property
+    def finished(self) -> bool:
+        return self.done
 
     def workers_of(self, member: str) -> tuple[str, ...]:
         return (member,)
@@ -112,7 +119,7 @@ class RegionServer(Server):
                 self._send_what_is_due()
                 return None
             case Leave() if message.member == self.name:  # our own, said to us once the global server has taken it
-                self.finished = True
+                self.done = True
                 self._events.append(Left(self.name))
                 return None
             case UpdateRejected() if message.member == self.name:
@@ -342,7 +349,7 @@ class RegionServer(Server):
 
     def begin_again(self) -> None:
         super().begin_again()
-        self.over = self.gone = self.finished = False
+        self.over = self.gone = self.done = False
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
         """Move the leases of a worker's update from "held" to "trained". Those that went back while it counted as
@@ -372,12 +379,7 @@ class RegionServer(Server):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
         meta["region"] = {
-            "sequence": self.sequence,
-            "first_versions": list(self.first_versions),
-            "over": self.over,
-            "gone": self.gone,
-            "done": self.finished,
-            "global_versions": list(self.global_versions),
+            **attributes(self, SAVED),
             "fingerprints": {str(chunk): known for chunk, known in self.shards.own_fingerprints().items()},
             **self.leases.state(),
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
@@ -391,9 +393,7 @@ class RegionServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         saved = meta["region"]
-        self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
-        self.over, self.gone, self.finished = saved["over"], saved["gone"], saved["done"]
-        self.first_versions = list(saved["first_versions"])
+        set_attributes(self, SAVED, saved)
         self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for s, weight, leases, metrics, deltas in saved["in_flight"]:
