@@ -25,11 +25,10 @@ EMPTY_S = 3.0
 
 @dataclass(frozen=True)
 class ShardsAbove:
-    """Lists the shards of the server above. owner: chunk → its shard. fragments: chunk → its fragment."""
+    """Lists the shards of the server above. owner: chunk → its shard."""
 
     addresses: tuple[str, ...]
     owner: tuple[int, ...]
-    fragments: tuple[int, ...]
     trust: Trust | None
 
     def of(self, shard: int, entries: Sequence[Any]) -> tuple[Any, ...]:
@@ -51,7 +50,6 @@ def shards_above(
     return ShardsAbove(
         tuple(map(str, addresses)),
         tuple(owner[chunk.index] for chunk in parameter_map.chunks),
-        tuple(chunk.fragment for chunk in parameter_map.chunks),
         trust_between(cluster, role, name, "shard", server),
     )
 
