@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -229,15 +230,11 @@ class ShardSessions:
     async def _converse(self, context: Any, hello: rpc.ShardHello, queue: asyncio.Queue[bytes]) -> None:
         try:
             self._timelines[hello.shard] = hello.timeline
-            tasks: list[asyncio.Future[Any]] = [
-                asyncio.ensure_future(each) for each in (self._write(context, queue), self._read(context, hello))
-            ]
-            others = [] if self._ending else [self.lost]
+            ways = [asyncio.ensure_future(way) for way in (self._write(context, queue), self._read(context, hello))]
             await self._begin()
-            await asyncio.wait([*tasks, *others], return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            others = [] if self._ending else [self.until_lost()]
+            with suppress(Exception):  # however the stream ends, the shard calls again
+                await first_of(*ways, *others)
         finally:
             if not self._ending:
                 self._lose(ShardLost(f"{self.server}: the stream to shard {hello.shard} has ended"))
