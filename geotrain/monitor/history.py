@@ -182,8 +182,8 @@ class History:
             case events.Steered():
                 self._phase = _PHASES.get(event.what, self._phase)
         if type(event) in MARKS:
-            kind, member, text = MARKS[type(event)]
-            self._mark(now_s, kind, getattr(event, member, ""), text(event))
+            kind, member, words = MARKS[type(event)]
+            self._mark(now_s, kind, getattr(event, member, ""), words(event))
 
     def _apply_update(self, event: events.UpdateApplied, now_s: float) -> None:
         member = self._members[event.member]
