@@ -23,7 +23,6 @@ from geotrain.common.files import make_folder, out_of_room, sync
 T = TypeVar("T")
 FORMAT = 2
 _MANIFEST = "manifest.json"
-_CHUNK_BYTES = 16 << 20  # so much is checksummed at once
 _REPLACED = ".replaced.tmp"  # ends the name of a checkpoint that was moved aside for a newer one of the same tag
 _TIMEOUT_S = 1800.0  # how long a rank that has written its file waits for the others
 
@@ -124,15 +123,6 @@ def prepare(temporary: Path) -> int:
         shutil.rmtree(left_over)
     temporary.mkdir()
     return max((manifest["number"] for manifest, _ in manifests(temporary.parent)), default=0)
-
-
-def size_and_checksum(path: Path) -> list[int]:
-    """Compute (length in bytes, crc32) of a file. Raises OSError."""
-    size = checksum = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return [size, checksum]
 
 
 def finish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:

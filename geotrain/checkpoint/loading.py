@@ -23,9 +23,9 @@ from geotrain.checkpoint.folders import (
     bring_back,
     manifests,
     rank_file,
-    size_and_checksum,
 )
 from geotrain.checkpoint.state import kind_of, layout_of_ranks, state_of
+from geotrain.common.files import size_and_checksum
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
 from geotrain.optimizers.inner_optimizer import set_step_count
@@ -117,7 +117,7 @@ def _damage(ranks: RanksOfWorker, manifest: dict[str, Any], folder: Path) -> str
     names = _needed(ranks.rank, manifest)
     for name in names[ranks.rank :: ranks.size] if manifest["shared"] else names:
         try:
-            if size_and_checksum(folder / manifest["tag"] / name) != manifest["files"][name]:
+            if list(size_and_checksum(folder / manifest["tag"] / name)) != manifest["files"][name]:
                 return f"{name} differs from what was written (its length or its checksum is wrong)"
         except OSError as error:
             return f"{name}: {error.strerror}"

@@ -25,10 +25,9 @@ from geotrain.checkpoint.folders import (
     finish,
     prepare,
     rank_file,
-    size_and_checksum,
 )
 from geotrain.checkpoint.state import described, state_of
-from geotrain.common.files import sync
+from geotrain.common.files import size_and_checksum, sync
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
 from geotrain.staging.cuda import CudaStaging, NoStreams
@@ -153,7 +152,7 @@ class Checkpoints:
         together(lambda: drop(self._folder, self._keep) if shared.leads else None, self._folder)
 
 
-def _write_file(path: Path, tensors: dict[str, Tensor], places: list[Any]) -> list[int]:
+def _write_file(path: Path, tensors: dict[str, Tensor], places: list[Any]) -> tuple[int, int]:
     """Write a rank's file; returns its length in bytes and its checksum."""
     save_file(tensors, path, metadata={"shards": json.dumps(places, separators=(",", ":"))})
     sync(path)

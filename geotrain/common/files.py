@@ -17,10 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from zlib_ng.zlib_ng import crc32
+
 _MARKER = ".geotrain.json"  # lists the files that were written here, so that no others are ever deleted
 _PARTIAL, _ASIDE = ".partial", ".old"  # suffixes of temporary folders, behind a random word
 
 
+_BLOCK_BYTES = 16 << 20  # so much is checksummed at once
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
@@ -117,6 +120,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def size_and_checksum(path: Path) -> tuple[int, int]:
+    """Compute (length in bytes, crc32) of a file, a block at a time. Raises OSError."""
+    size = checksum = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            size, checksum = size + len(block), crc32(block, checksum)
+    return size, checksum
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

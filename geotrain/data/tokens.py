@@ -1,16 +1,16 @@
 """The .bin/.idx pairs of token files, in the format of Megatron-core's indexed dataset.
 
 .bin holds the tokens, .idx the lengths of the documents. They are written and read here because Megatron-core writes
-in place and trusts what it reads. Ours appear whole or not at all, and what is read of them is checked before it is
-used. An index has 20 bytes a document, 90 GB for 10 TB of text: it is never in memory whole.
+whole documents from memory and trusts what it reads. Here what is read is checked before it is used. An index has 20
+bytes a document, 90 GB for 10 TB of text: it is never in memory whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import struct
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from geotrain.common.files import sync
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
@@ -49,44 +47,35 @@ class BlockChecksums:
     """Computes the CRC-32 of each BLOCK_BYTES of what is passed to `update`; the last block may be shorter."""
 
     def __init__(self) -> None:
-        self._whole, self._checksum, self._filled = bytearray(), 0, 0
+        self._checksums, self._rest = bytearray(), bytearray()  # rest: of a block that is not whole yet
 
     def update(self, content: bytes) -> None:
-        rest = memoryview(content)
-        while len(rest):
-            part = rest[: BLOCK_BYTES - self._filled]
-            self._checksum, self._filled = zlib.crc32(part, self._checksum), self._filled + len(part)
-            if self._filled == BLOCK_BYTES:
-                self._whole += _CHECKSUM.pack(self._checksum)
-                self._checksum = self._filled = 0
-            rest = rest[len(part) :]
+        self._rest += content
+        while len(self._rest) >= BLOCK_BYTES:
+            self._checksums += _CHECKSUM.pack(zlib.crc32(self._rest[:BLOCK_BYTES]))
+            del self._rest[:BLOCK_BYTES]
 
     def content(self) -> bytes:
         """Return the content of `<prefix>.crc`: 4 bytes a block, little-endian."""
-        return bytes(self._whole) + (_CHECKSUM.pack(self._checksum) if self._filled else b"")
+        return bytes(self._checksums) + (_CHECKSUM.pack(zlib.crc32(self._rest)) if self._rest else b"")
 
 
 class TokenWriter:
-    """Writes documents to `prefix`.bin and `prefix`.idx. `close()` gives both their names; it replaces an old pair.
+    """Writes documents to `prefix`.bin and `prefix`.idx, in place: `whole_folder` lets their folder appear whole.
 
-    A context manager: an exception inside discards what was written.
-    documents, tokens: how many so far. digest: sha256 of the .bin file's content so far. checksums: of its
-    blocks.
+    A context manager, which closes both; an exception inside discards them. documents, tokens: how many so far.
+    digest: sha256 of the .bin file's content so far. checksums: of its blocks. Raises OSError.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        """Open temporary files. vocab_size: all ids must be below it. Raises DataError if they cannot be written."""
+        """Begin the files. vocab_size: all ids must be below it."""
         self.prefix, self.vocab_size, self.dtype = prefix, vocab_size, token_dtype(vocab_size)
         self.documents = self.tokens = 0
         self.digest, self.checksums = hashlib.sha256(), BlockChecksums()
-        self._final, self._closed = _pair(prefix), False
-        self._temporary = tuple(path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in self._final)
-        self._lengths_path = self._temporary[1].with_suffix(".lengths.tmp")  # they may be more than memory holds
-        try:
-            self._final[0].parent.mkdir(parents=True, exist_ok=True)
-            self._data, self._lengths = self._temporary[0].open("wb"), self._lengths_path.open("wb")
-        except OSError as error:
-            raise DataError(f"{prefix}: cannot be written: {error.strerror}") from None
+        self._paths = _pair(prefix)
+        self._data = self._paths[0].open("wb")
+        # They may be more than memory holds.
+        self._lengths = tempfile.TemporaryFile(dir=self._paths[0].parent)  # noqa: SIM115
 
     def add_document(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
         """Append one document. Raises DataError for an empty one or an id outside the vocabulary."""
@@ -98,63 +87,45 @@ class TokenWriter:
             wrong = low if low < 0 else high
             raise DataError(f"{self.prefix}: token id {wrong} is outside the vocabulary of {self.vocab_size}")
         content = tokens.astype(self.dtype).tobytes()
-        try:
-            self._data.write(content)
-            self._lengths.write(_LENGTH.pack(tokens.size))
-        except OSError as error:
-            self.discard()
-            raise DataError(f"{self.prefix}: writing failed: {error.strerror}; free some space") from None
+        self._data.write(content)
+        self._lengths.write(_LENGTH.pack(tokens.size))
         self.digest.update(content)
         self.checksums.update(content)
         self.documents, self.tokens = self.documents + 1, self.tokens + tokens.size
 
     def close(self) -> None:
-        """Make both files durable and give them their names. Raises DataError, leaving nothing behind."""
-        if self._closed:
+        """Write the index. Raises DataError where there is no document, and leaves no file then."""
+        if self._data.closed:
             return
-        try:
-            if not self.documents:
-                raise DataError(f"{self.prefix}: no document was added; an empty token file is of no use")
-            self._data.close()
-            self._lengths.close()
-            code = next(code for code, dtype in _DTYPES.items() if dtype == self.dtype)
-            with self._temporary[1].open("wb") as index:
-                # The format has bounds because Megatron's documents may have several sequences; ours have one each.
-                index.write(_HEADER.pack(_MAGIC, 1, code, self.documents, self.documents + 1))
-                index.writelines(lengths.tobytes() for lengths in self._read_lengths())
-                end = 0
-                for lengths in self._read_lengths():
-                    ends = end + np.cumsum(lengths, dtype="<i8")
-                    index.write(((ends - lengths) * self.dtype.itemsize).tobytes())
-                    end = ends[-1]
-                for first in range(0, self.documents + 1, _AT_ONCE):
-                    bounds = np.arange(first, min(first + _AT_ONCE, self.documents + 1), dtype="<i8")
-                    index.write(bounds.tobytes())
-            # Contents first: otherwise a power failure could leave a file with its name and without its content.
-            for path in self._temporary:
-                sync(path)
-            # An old .idx beside a new .bin would be a mixture. Without .idx there is no data set: a crash between the
-            # two renames leaves none.
-            self._final[1].unlink(missing_ok=True)
-            for temporary, final in zip(self._temporary, self._final, strict=True):
-                temporary.replace(final)
-        except OSError as error:
-            raise DataError(f"{self.prefix}: writing failed: {error.strerror}; free some space") from None
-        finally:
+        if not self.documents:
             self.discard()
+            raise DataError(f"{self.prefix}: no document was added; an empty token file is of no use")
+        self._data.close()
+        code = next(code for code, dtype in _DTYPES.items() if dtype == self.dtype)
+        with self._paths[1].open("wb") as index, self._lengths:
+            # The format has bounds because Megatron's documents may have several sequences; ours have one each.
+            index.write(_HEADER.pack(_MAGIC, 1, code, self.documents, self.documents + 1))
+            index.writelines(lengths.tobytes() for lengths in self._read_lengths())
+            end = 0
+            for lengths in self._read_lengths():
+                ends = end + np.cumsum(lengths, dtype="<i8")
+                index.write(((ends - lengths) * self.dtype.itemsize).tobytes())
+                end = ends[-1]
+            for first in range(0, self.documents + 1, _AT_ONCE):
+                bounds = np.arange(first, min(first + _AT_ONCE, self.documents + 1), dtype="<i8")
+                index.write(bounds.tobytes())
 
     def _read_lengths(self) -> Iterator[npt.NDArray[np.int32]]:
-        with self._lengths_path.open("rb") as file:
-            while part := file.read(_AT_ONCE * _LENGTH.size):
-                yield np.frombuffer(part, "<i4")
+        self._lengths.seek(0)
+        while part := self._lengths.read(_AT_ONCE * _LENGTH.size):
+            yield np.frombuffer(part, "<i4")
 
     def discard(self) -> None:
-        """Drop what was written. After `close()` there is nothing left to drop."""
-        self._closed = True
+        """Drop what was written."""
         for file in (self._data, self._lengths):
             with contextlib.suppress(OSError):  # a full disk may fail again when buffers are flushed
                 file.close()
-        for path in (*self._temporary, self._lengths_path):
+        for path in self._paths:
             path.unlink(missing_ok=True)
 
     def __enter__(self) -> TokenWriter:

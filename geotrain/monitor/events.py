@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import threading
 import time
@@ -27,6 +28,8 @@ from geotrain.outer.events import *  # noqa: F403 (what servers know to have hap
 from geotrain.outer.events import Event, MemberName
 from geotrain.outer.metrics import *  # noqa: F403 (the event of a worker's job)
 from geotrain.outer.metrics import Metric
+
+log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 << 20  # a log file of this size is rotated
 OLDER_FILES = 3  # so many rotated files are kept
@@ -244,6 +247,11 @@ class EventLog:
                 self._append(record.to_line())
             except OSError:
                 self.dropped += 1
+
+    def report(self, trouble: str) -> None:
+        """Tell people of trouble: in the process's own log, and by an event."""
+        log.error("%s", trouble)
+        self.write(Trouble(trouble))
 
     def _append(self, line: str) -> None:
         """Append a whole line, or nothing. Raises OSError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +19,21 @@ MAX_MARKS = 1000  # of these and the next two, the oldest are forgotten
 MAX_VALIDATIONS = 500
 TICKS = 200  # merges of each member, with their staleness
 _PHASES = {"pause": "paused", "resume": "running", "stop": "stopping"}  # what a person says → what follows
+RATES = "sent_bytes_per_s", "received_bytes_per_s"  # fields of MemberSampled
 RATE_S = 120.0  # speeds are means over the last so many seconds
+
+
+# Event → kind of the mark that it leaves, the field that names the member, and the text.
+MARKS: dict[type[events.Event], tuple[str, str, Callable[[Any], str]]] = {
+    events.Recovery: ("start", "", lambda e: f"the global server started; {e.replayed} messages replayed"),
+    events.UpdateRefused: ("refused", "member", lambda e: e.reason[:200]),
+    events.Quarantined: ("quarantined", "member", lambda e: f"quarantined: {e.reason[:200]}"),
+    events.Unbanned: ("unbanned", "member", lambda e: "may come back"),
+    events.Steered: ("steered", "region", lambda e: f"a person said: {e.what}"),
+    events.SnapshotWritten: ("snapshot", "", lambda e: f"snapshot {e.number} in {e.seconds:.1f} s"),
+    events.UpdatesLost: ("trouble", "", lambda e: f"{e.updates} acknowledged updates were lost"),
+    events.Trouble: ("trouble", "", lambda e: e.what[:200]),
+}
 
 
 @dataclass(frozen=True)
@@ -163,24 +177,13 @@ class History:
                         self._members[name].state = "away"
                 if self._phase == "stopping":  # it has stopped, and is resumed
                     self._phase = "running"
-                self._mark(now_s, "start", "", f"the global server started; {event.replayed} messages replayed")
-            case events.UpdateRefused():
-                self._mark(now_s, "refused", event.member, event.reason[:200])
-            case events.Quarantined():
-                self._mark(now_s, "quarantined", event.member, f"quarantined: {event.reason[:200]}")
-            case events.Unbanned():
-                self._mark(now_s, "unbanned", event.member, "may come back")
             case events.ValidationDone():
                 self._validations.append([self._number, now_s, event.tokens, round(event.loss, 5)])
             case events.Steered():
                 self._phase = _PHASES.get(event.what, self._phase)
-                self._mark(now_s, "steered", event.region, f"a person said: {event.what}")
-            case events.SnapshotWritten():
-                self._mark(now_s, "snapshot", "", f"snapshot {event.number} in {event.seconds:.1f} s")
-            case events.UpdatesLost():
-                self._mark(now_s, "trouble", "", f"{event.updates} acknowledged updates were lost")
-            case events.Trouble():
-                self._mark(now_s, "trouble", "", event.what[:200])
+        if type(event) in MARKS:
+            kind, member, words = MARKS[type(event)]
+            self._mark(now_s, kind, getattr(event, member, ""), words(event))
 
     def _apply_update(self, event: events.UpdateApplied, now_s: float) -> None:
         member = self._members[event.member]
@@ -246,8 +249,10 @@ class History:
         sample = m.sample or events.MemberSampled(name, 0.0, 0, 0, 0.0, 0.0, 0, {})
         if m.sampled_s > (m.updated_s or 0):
             metrics = metrics | sample.metrics  # those of its heartbeat are newer
-        fresh = now_s - m.sampled_s < 60 and m.state == "up"
+        still = {} if now_s - m.sampled_s < 60 and m.state == "up" else dict.fromkeys(RATES, 0.0)
         return {
+            **asdict(sample),
+            **still,
             "name": name,
             "state": m.state,
             "since_s": m.since_s,
@@ -258,12 +263,6 @@ class History:
             "shares": time_shares(metrics),
             "staleness": [m.staleness.get(f) for f in range(len(self.facts.fragments))],
             "delta_norm": sum(norm**2 for norm in m.norms.values()) ** 0.5 if m.norms else None,
-            "sent_bytes": sample.sent_bytes,
-            "received_bytes": sample.received_bytes,
-            "sent_bytes_per_s": sample.sent_bytes_per_s if fresh else 0.0,
-            "received_bytes_per_s": sample.received_bytes_per_s if fresh else 0.0,
-            "refused": sample.refused,
-            "says": sample.metrics,
         }
 
 

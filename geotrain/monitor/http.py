@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -135,8 +136,8 @@ class HttpServer:
         return any([hmac.compare_digest(text.encode(), self.token.encode()) for text in shown])
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+class _Server(ThreadingTCPServer):  # `HTTPServer` would look up the host's name, which may take seconds
+    daemon_threads = allow_reuse_address = True
     request_queue_size = 16
 
     def __init__(self, address: tuple[str, int], site: HttpServer) -> None:
@@ -145,13 +146,6 @@ class _Server(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Bind like http.server, but without its reverse look-up of the host's name, which may take seconds."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.deadlines) >= MAX_CONNECTIONS:

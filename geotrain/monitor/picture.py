@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from geotrain.common.files import OutputError
-from geotrain.monitor.events import JobTrained, Record
+from geotrain.monitor.events import Follower, JobTrained
 from geotrain.outer.events import Merged, SentUp, ValidationDone
 
 Points = list[tuple[float, float]]
@@ -57,10 +57,10 @@ def story(folder: Path, sequence_length: int) -> tuple[dict[str, Points], Points
     validations: Points = []
     sent: dict[str, Points] = {}
     for path in sorted((folder / "events").glob("*.jsonl")):
-        jobs = [r.event for r in records(path) if isinstance(r.event, JobTrained)]
+        jobs = [r.event for r in Follower(path).read() if isinstance(r.event, JobTrained)]
         if jobs:
             losses[path.stem] = [(job.start * sequence_length + job.tokens, job.loss) for job in jobs]
-    servers = {p.parent.name: records(p) for p in sorted((folder / "servers").glob("*/events.jsonl"))}
+    servers = {p.parent.name: list(Follower(p).read()) for p in sorted((folder / "servers").glob("*/events.jsonl"))}
     begin_s = min((r.time_s for of_site in servers.values() for r in of_site), default=0.0)
     for site, of_site in servers.items():
         sums = {"up": 0, "down": 0}
@@ -73,9 +73,3 @@ def story(folder: Path, sequence_length: int) -> tuple[dict[str, Points], Points
                 sums[way] += event.payload_bytes
                 sent.setdefault(f"{site} {way}", []).append((record.time_s - begin_s, sums[way]))
     return losses, validations, sent
-
-
-def records(path: Path) -> list[Record]:
-    """The records in a log's newest file. The last line of a log in use may be half written, and is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [record for line in lines if (record := Record.from_line(line))]

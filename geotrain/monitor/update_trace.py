@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from geotrain.common.names import GLOBAL
 from geotrain.monitor.events import (
@@ -98,34 +99,29 @@ class _Tracer:
             match record.event:
                 case LeaseBegun(job=job):
                     begun[job] = record
+                    continue
                 case UpdateEncoded(update=name, job=job) as made if name == update:
                     if job in begun:
-                        lease = begun[job].event
-                        assert isinstance(lease, LeaseBegun)
-                        until = lease.start + lease.samples
-                        words = f"begins lease {lease.lease} (job {job}, samples {lease.start:,} to {until - 1:,})"
-                        self._add(begun[job], member, words)
-                    parts = ", ".join(map(str, made.fragments))
-                    self._add(record, member, f"encoded: fragments {parts}, {made.payload_bytes:,} bytes of rank 0")
-                    found["encoded"] = at
+                        lease: Any = begun[job].event
+                        samples = f"samples {lease.start:,} to {lease.start + lease.samples - 1:,}"
+                        self._add(begun[job], member, f"begins lease {lease.lease} (job {job}, {samples})")
+                    stage, parts = "encoded", ", ".join(map(str, made.fragments))
+                    words = f"encoded: fragments {parts}, {made.payload_bytes:,} bytes of rank 0"
                 case SentUp(sequence=number) as sent if number == sequence:
-                    parts = ", ".join(map(str, sent.fragments))
-                    words = (
-                        f"sent up as {update}: fragments {parts}, {sent.weight} updates, {sent.payload_bytes:,} bytes"
-                    )
-                    self._add(record, member, words)
-                    found["encoded"] = found["sent"] = at
+                    stage, parts = "sent", ", ".join(map(str, sent.fragments))
+                    words = f"sent up as {update}: fragments {parts}, "
+                    words += f"{sent.weight} updates, {sent.payload_bytes:,} bytes"
                 case UpdateStage(update=name, stage="sent" | "adopted" as stage) if name == update:
                     words = {"sent": "sending begins", "adopted": "answer adopted"}[stage]
-                    self._add(record, member, words)
-                    found[stage] = at
                 case Acknowledged(member=name, sequence=number) if (name, number) == (member, sequence):
-                    self._add(record, member, "acknowledged")
-                    found["acknowledged"] = at
+                    stage = words = "acknowledged"
                 case Merged(sequence=number, global_versions=versions) if number == sequence:
-                    newest = ", ".join(map(str, versions))
-                    self._add(record, member, f"merged the answer to {update}: global versions {newest}")
-                    found["adopted"] = at
+                    stage, newest = "adopted", ", ".join(map(str, versions))
+                    words = f"merged the answer to {update}: global versions {newest}"
+                case _:
+                    continue
+            self._add(record, member, words)
+            found[stage] = at
         return found
 
     def _above(self, member: str, server: str, sequence: int) -> dict[str, int]:
@@ -159,14 +155,13 @@ class _Tracer:
         """Where an update that the server has not applied is held."""
         update, log = update_id(member, sequence), self.logs.get(server, ())
         if "refused" in known and ("sent" in known or member not in self.logs):
-            refused = log[known["refused"]].event
-            assert isinstance(refused, UpdateRefused)
+            refused: Any = log[known["refused"]].event
             return f"refused by {server}: {refused.reason}"
         if "arrived" in known:
             return f"at {server}: waits for the parts of the other ranks of {member}"
         if member not in self.logs:
             return f"not applied by {server}, and no events of {member} are here: they lie on its machine"
-        if "encoded" not in known:
+        if not known.keys() & {"encoded", "sent"}:
             made = [int(name.rpartition("/")[2]) for name in self._encoded(member)]
             newest = f"its newest is {update_id(member, max(made))}" if made else "it has made none"
             return f"{member} has not made {update}; {newest}"
@@ -190,8 +185,7 @@ class _Tracer:
         """Follow an update that the region has applied (record `at` of its log) to the global server, fragment by
         fragment."""
         log, held, followed = self.logs[region], list[str](), set[int]()
-        applied = log[at].event
-        assert isinstance(applied, UpdateApplied)
+        applied: Any = log[at].event
         travelling = self._travelling(log[:at])
         for fragment in applied.fragments:
             sent = self._sent_with(region, fragment, at, travelling.get(fragment))

@@ -317,8 +317,7 @@ Message = (
 @dataclass(frozen=True)
 class Send:
     """A message for somebody else, which a state machine returns because it has no socket: deliver `message` to
-    `part` of member `to` (`GLOBAL` is the global server)."""
+    member `to` (`GLOBAL` is the global server)."""
 
     to: str
     message: Message
-    part: int = 0

@@ -1,17 +1,16 @@
-"""Checks that the slices of all ranks together are the model. Takes memory by the number of slices: a vector of
+"""Checks that the slices of all ranks together are the model. Takes memory by the number of rows: a vector of
 counts would take some hundred gigabytes for a large model in one fragment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from heapq import merge
-from itertools import pairwise
-from math import lcm
 from operator import attrgetter
+
+import numpy as np
 
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, StridedSlice
 
-MOST_STEPS = 1 << 20  # of `not_once`: a second or two; the ranks of a model of 70 B parameters need some thousands
+MOST_ROWS = 1 << 21  # a second and 100 MB; the ranks of a model of 70 B parameters have some thousands
 
 
 def check_coverage(parameter_map: ParameterMap, chunk: int, slices: Iterable[StridedSlice]) -> None:
@@ -33,30 +32,18 @@ def check_coverage(parameter_map: ParameterMap, chunk: int, slices: Iterable[Str
 def not_once(slices: Iterable[StridedSlice], size: int) -> int | None:
     """Find the first element below `size` that is not named by exactly one of the slices; None: every one is.
 
-    Between two neighbouring ends of slices, those that reach across repeat themselves with their strides, so one
-    period shows all of it. slices: within [0, size), their rows apart. Raises ParameterMapError when they are
-    entangled as no ranks' are, so that to follow them would take long.
+    slices: within [0, size), their rows apart. Raises ParameterMapError where they have more rows than those of ranks
+    have once their columns are joined.
     """
-    chunks = sorted(_side_by_side(slices), key=lambda chunk: chunk.start, reverse=True)
-    edges = sorted({0, size, *(chunk.start for chunk in chunks), *(chunk.stop for chunk in chunks)})
-    across, steps = list[StridedSlice](), 0
-    for begin, end in pairwise(edges):
-        across = [chunk for chunk in across if chunk.stop > begin]
-        while chunks and chunks[-1].start == begin:
-            across.append(chunks.pop())
-        at, end = begin, min(end, begin + lcm(*(chunk.stride for chunk in across if chunk.count > 1)))
-        steps += len(across)
-        for first, stop in merge(*(_rows(chunk, begin, end) for chunk in across)):
-            if first != at:
-                return min(first, at)
-            at, steps = stop, steps + 1
-            if steps > MOST_STEPS:
-                raise ParameterMapError(
-                    f"slices with {len(edges)} ends lie within each other as those of no ranks do"
-                )
-        if at < end:
-            return at
-    return None
+    joined = [StridedSlice(s.start, s.numel) if s.length == s.stride else s for s in _side_by_side(slices)]
+    if (rows := sum(s.count for s in joined)) > MOST_ROWS:
+        raise ParameterMapError(f"slices with {rows} rows lie within each other as those of no ranks do")
+    begins = np.concatenate([*(s.start + s.stride * np.arange(s.count) for s in joined), [size]])
+    lengths = np.repeat([*(s.length for s in joined), 0], [*(s.count for s in joined), 1])
+    order = np.argsort(begins)
+    begins, ends = begins[order], np.concatenate([[0], (begins + lengths)[order][:-1]])
+    wrong = np.flatnonzero(begins != ends)  # each row begins where the one before ends, and the last ends at `size`
+    return int(min(begins[wrong[0]], ends[wrong[0]])) if wrong.size else None
 
 
 def _names(chunk: StridedSlice, element: int) -> bool:
@@ -81,15 +68,3 @@ def _side_by_side(slices: Iterable[StridedSlice]) -> Iterator[StridedSlice]:
         before = chunk
     if before:
         yield before
-
-
-def _rows(chunk: StridedSlice, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Return [first, stop) of the slice's rows, cut to [begin, end), which lies between its start and its stop."""
-    if chunk.count == 1 or chunk.length == chunk.stride:
-        yield begin, end
-        return
-    first = begin - (begin - chunk.start) % chunk.stride
-    while first < end:
-        if first + chunk.length > begin:
-            yield max(first, begin), min(first + chunk.length, end)
-        first += chunk.stride

@@ -6,11 +6,13 @@ server reads values.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from geotrain.common.files import OutputError, make_folder, sync
 from geotrain.config import ConfigError
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 DTYPES = ("F32", "BF16", "F16")
-_LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 # What wrappers (DDP, torch.compile, activation checkpointing) put into the names of a model's parameters.
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -33,25 +34,12 @@ def plain_name(name: str) -> str:
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Read name → shape of each tensor of the file, in the order in which they lie there. Raises ConfigError."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 2 <= size <= _LONGEST_HEADER:
-                raise ValueError("its header has no length")
-            header: dict[str, Any] = json.loads(file.read(size))
-            header.pop("__metadata__", None)
-            end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            if path.stat().st_size != end:
-                raise ValueError(f"it has {path.stat().st_size} bytes, its header says {end}")
-            ordered = sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0]))
-    except OSError as error:
-        raise ConfigError(f"model.weights: {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(f"model.weights: {path}: not a whole safetensors file ({error}); write it anew") from None
-    for name, entry in ordered:
-        if entry["dtype"] not in DTYPES:
-            raise ConfigError(f"model.weights: {path}: {name} is stored as {entry['dtype']}; use {', '.join(DTYPES)}")
-    shapes = {name: tuple(map(int, entry["shape"])) for name, entry in ordered if 0 not in entry["shape"]}
+    with _opened(path, "numpy") as file:
+        kinds = {name: file.get_slice(name) for name in file.offset_keys()}
+        for name, tensor in kinds.items():
+            if (dtype := tensor.get_dtype()) not in DTYPES:
+                raise ConfigError(f"model.weights: {path}: {name} is stored as {dtype}; use {', '.join(DTYPES)}")
+        shapes = {name: tuple(tensor.get_shape()) for name, tensor in kinds.items() if 0 not in tensor.get_shape()}
     if not shapes:
         raise ConfigError(f"model.weights: {path}: holds no parameters")
     return shapes
@@ -59,14 +47,21 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def read_values(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor as stored) of each parameter, one at a time. Raises ConfigError."""
-    from safetensors import SafetensorError, safe_open
+    with _opened(path, "pt") as file:
+        for name in read_shapes(path):
+            yield name, file.get_tensor(name)
 
+
+@contextmanager
+def _opened(path: Path, framework: str) -> Iterator[Any]:
+    """Open a safetensors file, whose library checks its header against its size. Raises ConfigError."""
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in read_shapes(path):
-                yield name, file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model.weights: {path}: cannot be read ({error})") from None
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"model.weights: {path}: cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise ConfigError(f"model.weights: {path}: not a whole safetensors file ({error}); write it anew") from None
 
 
 def save_parameters(path: str | Path, model: nn.Module | Iterable[tuple[str, Tensor]]) -> None:

@@ -107,7 +107,8 @@ def misuse(folder: str) -> dict[str, Any]:
     """Damage, lose and mistake checkpoints. On two ranks, TP 2."""
     import torch.distributed as dist
 
-    from geotrain.checkpoint.folders import CheckpointError, sealed, size_and_checksum
+    from geotrain.checkpoint.folders import CheckpointError, sealed
+    from geotrain.common.files import size_and_checksum
 
     seen: dict[str, Any] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
     wire_bytes = metered.sent_bytes if way == "up" else metered.received_bytes
     assert UPDATE_BYTES < wire_bytes < 1.5 * UPDATE_BYTES
     assert large.regions["eu"].server.members["a"].updates == (1 if way == "up" else 0)
-    assert not large.regions["eu"].service.uploads._uploads
+    assert not large.regions["eu"].service.uploads._kept
     worker.close()
 
 
@@ -112,22 +113,20 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
     worker.join()
     part = worker.parts(worker.lease(), (0,))[0]
     changed = dataclasses.replace(part, metrics={"loss": 2.0})
-    uploads = large.regions["eu"].service.uploads
+    service = large.regions["eu"].service
+    uploads, came = service.uploads, service.fragment_bytes["a"].up
 
     async def work() -> tuple[int, int, int]:
         link = GrpcClient(worker.clients[0].address, "a", "life-1")
         call = link._channel.stream_stream("/geotrain.Outer/push")()
-        for number, frame in enumerate(wire.frames(part)):
-            if number == 8:
-                break
+        header, *some = islice(wire.frames(part), 8)
+        for frame in (header, *some):
             await call.write(frame)
-        header = wire.crc_of(next(wire.frames(part)))
-        while uploads.data_frames(("a", 0), header) < 7:  # `do` has a deadline
+        while came.total() < sum(map(len, some)):  # `do` has a deadline
             await asyncio.sleep(0.01)
         call.cancel()
-        while uploads._uploads["a", 0].busy:
+        while not (kept := uploads.data_frames(("a", 0), wire.crc_of(header))):
             await asyncio.sleep(0.01)
-        kept = uploads.data_frames(("a", 0), header)
         other = wire.crc_of(next(wire.frames(changed)))
         nothing = uploads.data_frames(("a", 0), other)
         link._broken[0] = other  # it asks where to go on
@@ -155,22 +154,20 @@ def test_what_is_kept_is_bounded_in_bytes_and_time():
     now = [0.0]
     uploads = ResumableUploads(limit_bytes=int(2.5 * MB), keep_s=100, clock=lambda: now[0])
     crcs = {}
-    for number in range(4):
-        now[0] += 1
+    for number in range(3):
         header, reader = half(MB, number)
         crcs[number] = wire.crc_of(header)
-        uploads.begin(("a", number), reader, again=False)
-    assert len(uploads._uploads) == 4  # streams feed them
-    for number in range(3):
-        uploads.end(("a", number), uploads._uploads["a", number].reader, keep=True)
+        uploads.keep(("a", number), reader)
         now[0] += 1
-    assert [uploads.data_frames(("a", n), crcs[n]) for n in range(4)] == [0, 1, 1, 1]  # the oldest is given up
-    now[0] = 105.5
+    assert [uploads.data_frames(("a", n), crcs[n]) for n in range(3)] == [0, 1, 1]  # the oldest is given up
+    now[0] = 101.5
     uploads.trim()
-    assert [uploads.data_frames(("a", n), crcs[n]) for n in range(4)] == [0, 0, 1, 1]
-    now[0] = 1000
+    assert [uploads.data_frames(("a", n), crcs[n]) for n in range(3)] == [0, 0, 1]
+    uploads.keep(("a", 2), reader)  # begins its time anew
+    now[0] = 200
     uploads.trim()
-    assert list(uploads._uploads) == [("a", 3)]
+    assert uploads.data_frames(("a", 2), crcs[2]) == 1 and uploads.take(("a", 2), reader) is reader
+    assert not uploads.data_frames(("a", 2), crcs[2])
 
 
 def test_a_pace_follows_the_link():

@@ -30,7 +30,7 @@ def test_the_book_is_asked_again_where_a_shard_has_forgotten_the_answer(monkeypa
     monkeypatch.setattr(GrpcClient, "pull", pull)
 
     async def main() -> Answer:
-        link = ShardedLink("127.0.0.1:1", "a", "1", None, ShardsAbove(("127.0.0.1:2",), (0,), (0,), None))
+        link = ShardedLink("127.0.0.1:1", "a", "1", None, ShardsAbove(("127.0.0.1:2",), (0,), None))
         try:
             return await link.persist(lambda: link.pull(0, 3, (0,), 100), 20)
         finally:

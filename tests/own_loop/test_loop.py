@@ -281,13 +281,9 @@ def test_a_file_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(OutputError, match="cannot be written: No space left"):
             geotrain.save_parameters(path, network())
     assert path.read_bytes() == whole and {file.name for file in tmp_path.iterdir()} == {path.name, "run.json"}
-    for damage, message in [
-        (whole[:-4], "its header says"),
-        (b"\xff" * 64, "no length"),
-        (whole[:40], "not a whole"),
-    ]:
+    for damage in (whole[:-4], b"\xff" * 64, whole[:40], b""):
         path.write_bytes(damage)
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match="not a whole safetensors file"):
             read_shapes(path)
     with pytest.raises(OutputError, match="no parameter that requires a gradient"):
         geotrain.save_parameters(path, model[1])

@@ -1,9 +1,10 @@
 // Asks the server for what is new, once a second, and shows it.
-import { LossChart, smoothed } from "./chart.js";
-import { bytes, clock, count, day, described, html, percent, say, span } from "./format.js";
-import { Members, isSlow, paces } from "./members.js";
-import { WorldMap, mapLegend } from "./map.js";
-import { Timeline } from "./timeline.js";
+import { followPointer, lossChart, smoothed } from "./chart.js";
+import { PARTS, PART_COLOURS, PART_WORDS, bytes, clock, count, day, described, dot } from "./format.js";
+import { hideTip, markup, percent, showTip, span } from "./format.js";
+import { mapHeight, worldMap } from "./map.js";
+import { isSlow, memberRows, paces } from "./members.js";
+import { markList, timeline } from "./timeline.js";
 
 const EVERY_MS = 1000; // from an answer to the next question
 const HIDDEN_MS = 15000; // the same while nobody sees the page
@@ -12,10 +13,13 @@ const $ = (id) => document.getElementById(id);
 
 // What the server has said so far; `epoch` and `number` say which of it the next answer may leave out.
 const known = { epoch: "", number: 0, points: [], validations: [], marks: [], ticks: {}, state: null, answered: 0 };
-const map = new WorldMap($("map"));
-const chart = new LossChart($("loss"));
-const members = new Members($("members"));
-const timeline = new Timeline($("timeline"), $("marks"));
+const view = { axis: "tokens", part: 1, period_s: 0 }; // what was pressed
+let drawn = { points: [] }; // the loss chart
+
+const shown = {}; // an element's markup, by its id
+function put(id, content) {
+  if (shown[id] !== String(content)) $(id).innerHTML = shown[id] = String(content);
+}
 
 async function ask() {
   const begin_ms = performance.now();
@@ -41,24 +45,30 @@ function take(state) {
   known.validations = [...known.validations, ...state.validations].slice(-500);
   known.marks = [...known.marks, ...state.marks].slice(-1000);
   for (const [name, more] of Object.entries(state.ticks)) known.ticks[name] = [...(known.ticks[name] ?? []), ...more].slice(-200);
-  const fresh = state.full || state.points.length + state.validations.length > 0;
   Object.assign(known, { epoch: state.epoch, number: state.number, state, answered: performance.now() });
-  show(state, fresh);
+  show();
 }
 
-function show(state, fresh) {
+function show() {
+  const { state, marks, ticks } = known;
+  const names = state.members.map((m) => m.name);
   document.title = `${state.facts.run} – GeoTrain`;
-  say($("run"), state.facts.run);
-  const levels = state.members.every((m) => state.facts.members[m.name].region === m.name) ? "region" : "worker";
-  say($("facts"), `${count(state.facts.parameters)} parameters · ${plural(state.members.length, levels)} · ${plural(state.facts.fragments.length, "fragment")}`);
+  put("run", markup`${state.facts.run}`);
+  const levels = names.every((name) => state.facts.members[name].region === name) ? "region" : "worker";
+  const sizes = [plural(names.length, levels), plural(state.facts.fragments.length, "fragment")];
+  put("facts", markup`${[`${count(state.facts.parameters)} parameters`, ...sizes].join(" · ")}`);
   health(state, 0);
-  figures(state);
-  map.show(state);
-  chart.height = window.innerWidth > 860 ? map.height : 300; // as high as the map beside it
-  if (fresh) chart.show(known.points, known.validations, state.members.map((m) => m.name));
-  members.show(state, known.ticks);
-  timeline.show(state, known.marks, known.ticks);
-  footer(state);
+  put("figures", figures(state).join(""));
+  const width = Math.max(280, $("map").parentElement.clientWidth - 36);
+  const height = mapHeight(state.members, width);
+  $("map").setAttribute("viewBox", `0 0 ${width} ${height}`); // it stays: its animations go on
+  put("map", worldMap(state, width));
+  drawn = lossChart(known, names, view, Math.max(260, $("loss").clientWidth), window.innerWidth > 860 ? height : 300);
+  put("loss", drawn.markup);
+  put("members", memberRows(state, ticks).join(""));
+  put("timeline", timeline(state, marks, ticks, Math.max(260, $("timeline").clientWidth), view.period_s));
+  put("marks", markList(marks).join(""));
+  put("server", footer(state).map((text) => markup`<span>${text}</span>`).join(""));
 }
 
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
@@ -67,7 +77,7 @@ const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
 function pill(kind, text) {
   $("health").className = `health ${kind}`;
-  say($("health").querySelector("span"), text);
+  put("health", markup`<i></i><span>${text}</span>`);
 }
 
 function health(state, late_ms) {
@@ -82,7 +92,7 @@ function health(state, late_ms) {
     return pill("bad", `the global server's disk is nearly full: ${bytes(state.server.disk_free_bytes)} left`);
   }
   const down = state.shards.filter((v) => !v.up).map((v) => `the global server's shard ${v.shard}`);
-  down.push(...state.members.filter((m) => m.says.shards_down).map((m) => `${m.says.shards_down} of the shards of ${m.name}`));
+  down.push(...state.members.filter((m) => m.metrics.shards_down).map((m) => `${m.metrics.shards_down} of the shards of ${m.name}`));
   if (down.length) return pill("bad", `${down.join(", ")} down; updates wait for it`);
   if (refused.length) return pill("warn", `messages of ${list(refused)} were refused; see below`);
   if (slow.length) return pill("warn", `${list(slow)} ${slow.length > 1 ? "are" : "is"} slow: ${percent(pace.get(slow[0].name))} of the median`);
@@ -108,13 +118,19 @@ function figures(state) {
   const training = state.members.filter((m) => m.state === "up" && m.shares.compute !== undefined);
   const busy = training.reduce((sum, m) => sum + m.shares.compute, 0) / Math.max(1, training.length);
   const checked = known.validations.length ? `${known.validations[known.validations.length - 1][3].toFixed(3)} validated` : "";
-  figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", checked, trend(smooth));
-  figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share);
-  figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min");
-  figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : "");
-  figure("busy", "Computing", training.length ? percent(busy) : "–", "", "of the workers' time");
-  figure("wan", "Between regions", `${bytes(upRate + downRate)}/s`, "", `↑ ${bytes(upRate)}/s ↓ ${bytes(downRate)}/s`);
+  return [
+    figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", checked, trend(smooth)),
+    figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share),
+    figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min"),
+    figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : ""),
+    figure("busy", "Computing", training.length ? percent(busy) : "–", "", "of the workers' time"),
+    figure("wan", "Between regions", `${bytes(upRate + downRate)}/s`, "", `↑ ${bytes(upRate)}/s ↓ ${bytes(downRate)}/s`),
+  ];
 }
+
+const figure = (key, title, value, unit, text, share = null) => markup`<dl class="figure" id="figure-${key}"><dt>${title}</dt>
+  <dd><span>${value}</span><small>${unit}</small></dd>
+  ${share === null ? "" : markup`<progress max="1" value="${Math.min(1, share)}" aria-label="${title}"></progress>`}<p>${text}</p></dl>`;
 
 const when = (time_s) => (time_s - Date.now() / 1000 > 72000 ? day(time_s) : clock(time_s, false));
 
@@ -126,54 +142,40 @@ function trend(smooth) {
   return `${change < 0 ? "▼" : "▲"} ${Math.abs(change).toFixed(3)}, last fifth`;
 }
 
-const made = {}; // a figure's elements, by its key: made once, and then only their text changes
-function figure(key, title, value, unit, text, share = null) {
-  if (!made[key]) {
-    const root = html("dl", { class: "figure", id: `figure-${key}` }, $("figures"));
-    html("dt", {}, root, title);
-    const dd = html("dd", {}, root);
-    const big = html("span", {}, dd);
-    const small = html("small", {}, dd);
-    const bar = share === null ? null : html("progress", { max: "1", "aria-label": title }, root);
-    made[key] = { big, small, bar, under: html("p", {}, root) };
-  }
-  const { big, small, bar, under } = made[key];
-  say(big, value);
-  say(small, unit);
-  say(under, text);
-  if (bar) bar.value = Math.min(1, share);
-}
-
-function footer(state) {
-  const s = state.server;
-  if (!s) return;
-  const parts = ["global server:", ...described(s, state.facts.metrics.server)];
-  parts.push(`journal flush ${s.journal_flushes ? `${((1000 * s.journal_flush_s) / s.journal_flushes).toFixed(1)} ms` : "–"}`);
-  for (const v of state.shards) {
-    parts.push(v.up ? `shard ${v.shard}: ${v.commands} commands, memory ${bytes(v.rss_bytes)}, snapshot after ${v.saved} commands` : `shard ${v.shard}: down`);
-  }
-  const old = [...$("server").children].map((c) => c.textContent).join();
-  if (old !== parts.join()) $("server").replaceChildren(...parts.map((text) => html("span", {}, null, text)));
+function footer({ server: s, facts, shards }) {
+  if (!s) return [];
+  const flush = s.journal_flushes ? `${((1000 * s.journal_flush_s) / s.journal_flushes).toFixed(1)} ms` : "–";
+  const each = shards.map((v) => (v.up ? `shard ${v.shard}: ${v.commands} commands, memory ${bytes(v.rss_bytes)}, snapshot after ${v.saved} commands`
+    : `shard ${v.shard}: down`));
+  return ["global server:", ...described(s, facts.metrics.server), `journal flush ${flush}`, ...each];
 }
 
 // ---- what can be pressed
 
-function pressed(id, choose) {
+function pressed(id, key, choose) {
   $(id).addEventListener("click", (event) => {
     const button = event.target.closest("button");
     if (!button) return;
     for (const other of $(id).children) other.setAttribute("aria-pressed", String(other === button));
-    choose(button.dataset);
+    view[key] = choose(button.dataset);
+    if (known.state) show();
   });
 }
-pressed("loss-switch", ({ x }) => { chart.axis = x; chart.draw(); });
-pressed("loss-zoom", ({ part }) => { chart.part = Number(part); chart.draw(); });
-pressed("timeline-switch", ({ s }) => { timeline.period_s = Number(s); timeline.draw(); });
-mapLegend($("map-legend"));
+pressed("loss-switch", "axis", ({ x }) => x);
+pressed("loss-zoom", "part", ({ part }) => Number(part));
+pressed("timeline-switch", "period_s", ({ s }) => Number(s));
+put("map-legend", PARTS.map((part) => markup`<span>${dot(PART_COLOURS[part])}${PART_WORDS[part]}</span>`).join(""));
+followPointer($("loss"), () => known.state.members.map((m) => m.name), () => drawn);
+// A tooltip is the text of the element's data-tip.
+document.addEventListener("pointermove", (event) => {
+  const element = event.target.closest("[data-tip]");
+  if (element) showTip(event, element.dataset.tip);
+  else if (!event.target.closest("#loss")) hideTip();
+});
 let drawing = 0;
 function drawAgain() {
   cancelAnimationFrame(drawing);
-  drawing = requestAnimationFrame(() => { if (known.state) show(known.state, true); });
+  drawing = requestAnimationFrame(() => { if (known.state) show(); });
 }
 document.addEventListener("visibilitychange", drawAgain);
 window.addEventListener("resize", drawAgain);

@@ -54,25 +54,16 @@ export function colour(index, of = 0) {
   return `hsl(${Math.round((215 + index * 137.508) % 360)} 62% 52%)`;
 }
 
-function made(element, attributes, parent, text) {
-  set(element, attributes);
-  if (text !== null) element.textContent = text; // never markup: names and reasons come from other machines
-  if (parent) parent.append(element);
-  return element;
+// Markup from a template. What is put in is text and never markup, since names and reasons come from other machines;
+// but for what was made by this function, and lists of that.
+const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
+class Markup extends String {}
+export function markup(parts, ...values) {
+  const put = (value) => (value instanceof Markup ? value : String(value ?? "").replace(/[&<>"']/g, (c) => ESCAPES[c]));
+  return new Markup(String.raw({ raw: parts }, ...values.map((value) => [value].flat(Infinity).map(put).join(""))));
 }
-export const svg = (name, attributes = {}, parent = null, text = null) =>
-  made(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, parent, text);
-export const html = (name, attributes = {}, parent = null, text = null) =>
-  made(document.createElement(name), attributes, parent, text);
+export const dot = (fill) => markup`<svg class="dot" viewBox="0 0 10 10"><circle cx="5" cy="5" r="5" fill="${fill}"/></svg>`;
 export const line = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
-
-export function set(element, attributes) {
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-}
-
-export function say(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
 
 // About `wanted` round numbers from low to high.
 export function ticks(low, high, wanted, steps = [1, 2, 2.5, 5, 10]) {
@@ -99,16 +90,10 @@ export function timeTicks(low, high, wanted) {
 
 export function showTip(event, text) {
   const box = document.getElementById("tip");
-  say(box, text);
+  box.textContent = text;
   box.hidden = false;
   const x = Math.min(event.clientX + 14, window.innerWidth - box.offsetWidth - 8);
   const below = event.clientY + 16 + box.offsetHeight < window.innerHeight;
   box.style.transform = `translate(${Math.max(8, x)}px, ${below ? event.clientY + 16 : event.clientY - box.offsetHeight - 12}px)`;
 }
 export function hideTip() { document.getElementById("tip").hidden = true; }
-
-// text: a function that gives the tooltip's text; it is called at each move, so the text is never out of date
-export function tipOn(element, text) {
-  element.addEventListener("pointermove", (event) => showTip(event, text()));
-  element.addEventListener("pointerleave", hideTip);
-}

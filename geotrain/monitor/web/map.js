@@ -1,171 +1,84 @@
 // The regions around the global server, each with its link: how full it is, and how much flows which way.
-import { PARTS, PART_COLOURS, bytes, colour, count, html, percent, say, set, span, svg, tipOn } from "./format.js";
+import { PARTS, PART_COLOURS, bytes, colour, count, markup, percent, span } from "./format.js";
 
-// A link's dashes run the faster, the fuller it is.
-const BUCKETS = [0, 0.02, 0.1, 0.3, 0.6]; // from which load on
-const SECONDS = [2.6, 1.9, 1.3, 0.9, 0.6]; // of one period
+const PERIODS = [[0.6, 0.6], [0.3, 0.9], [0.1, 1.3], [0.02, 1.9], [0, 2.6]]; // from which load on, seconds of a dash
 const STATES = { up: "var(--good)", lost: "var(--bad)", away: "var(--comm)", left: "var(--faint)" };
 export const WORDS = { up: "training", lost: "lost", away: "not here yet", left: "finished" };
+const isMany = (members) => members.length > 12;
 
-export class WorldMap {
-  constructor(parent) {
-    Object.assign(this, { parent, key: "", nodes: [], members: [], infos: {} });
-  }
+export const mapHeight = (members, width) => (isMany(members) ? Math.min(width, 620) : Math.min(430, Math.max(200, width * 0.62)));
 
-  show(state) {
-    this.members = state.members;
-    this.infos = state.facts.members;
-    const width = Math.max(280, this.parent.clientWidth);
-    const key = `${width} ${state.members.map((m) => m.name)}`;
-    if (key !== this.key) {
-      this.key = key;
-      this.build(state.members, width);
-    }
-    this.update(state);
-  }
-
-  build(members, width) {
-    const many = members.length > 12;
-    const low = members.length <= 2 && width < 460 ? 200 : 330;
-    const height = many ? Math.min(width, 620) : Math.max(low, Math.min(430, width * (low < 330 ? 0.5 : 0.72)));
-    this.height = height;
-    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Map of regions" });
-    this.links = svg("g", {}, root);
-    const front = svg("g", {}, root);
-    const narrow = width < 460;
-    const size = many ? Math.max(5, Math.min(11, (2.2 * width) / members.length)) : narrow ? 19 : 25;
-    const reach = many ? (narrow ? 34 : 82) : narrow ? 52 : 76;
-    let [cx, cy] = [width / 2, height / 2 - (many ? 0 : 8)];
-    const [rx, ry] = many ? [Math.min(cx, cy) - reach, Math.min(cx, cy) - reach] : [Math.min(cx - reach, 300), cy - size - 34];
-    // one or two regions stand left and right; an odd number begins at the top, an even one at the top left
-    const of = members.length;
-    const first = of <= 2 ? Math.PI : of % 2 || many ? Math.PI / 2 : Math.PI / 2 + Math.PI / of;
-    const angles = members.map((_, i) => (2 * Math.PI * i) / of - first);
-    const wide = Math.max(0.3, ...angles.map((a) => Math.abs(Math.cos(a))));
-    const [top, bottom] = [Math.min(-0.3, ...angles.map(Math.sin)), Math.max(0.3, ...angles.map(Math.sin))];
-    const high = (bottom - top) / 2;
-    cy -= (ry * (top + bottom)) / 2 / high; // centres the whole picture, not the hub
-    this.nodes = members.map((member, i) => {
-      const angle = angles[i];
-      const at = [cx + (rx * Math.cos(angle)) / wide, cy + (ry * Math.sin(angle)) / high];
-      return this.node(front, member.name, i, members.length, at, [cx, cy], size, angle, many, narrow);
-    });
-    const roomy = !(many && narrow);
-    const hub = svg("g", { class: "hub", "text-anchor": "middle" }, front);
-    svg("circle", { cx, cy, r: roomy ? 33 : 20, fill: "var(--accent)" }, hub);
-    if (roomy) svg("text", { x: cx, y: cy - 1, "font-size": 12.5 }, hub, "global");
-    this.hubText = roomy ? svg("text", { x: cx, y: cy + 14, class: "sub", "font-size": 11 }, hub, "") : null;
-    tipOn(hub, () => `global server\nversion ${this.version ?? 0}`);
-    this.parent.replaceChildren(root);
-  }
-
-  node(parent, name, i, of, [x, y], [cx, cy], size, angle, many, narrow) {
-    const [dx, dy] = [cx - x, cy - y];
-    const length = Math.hypot(dx, dy) || 1;
-    const side = [(-dy / length) * (many ? 1.5 : 5), (dx / length) * (many ? 1.5 : 5)];
-    const flows = {};
-    for (const [way, sign] of [["up", 1], ["down", -1]]) {
-      const bend = many ? 0 : 14 * sign;
-      const from = [x + sign * side[0], y + sign * side[1]];
-      const to = [cx + sign * side[0], cy + sign * side[1]];
-      const middle = [(from[0] + to[0]) / 2 + (side[0] / 5) * bend, (from[1] + to[1]) / 2 + (side[1] / 5) * bend];
-      // drawn from the hub to the region; what goes up runs backwards
-      const d = `M${to} Q${middle} ${from}`;
-      const base = svg("path", { class: "link", d, stroke: colour(i, of) }, this.links);
-      const dash = svg("path", { class: `flow ${way}`, d, stroke: colour(i, of) }, this.links);
-      flows[way] = { base, dash, bucket: -1 };
-    }
-    const g = svg("g", { class: "node", "text-anchor": "middle" }, parent);
-    const node = { g, flows, size };
-    svg("circle", { class: "disc", cx: x, cy: y, r: size + 1 }, g);
-    const ring = { cx: x, cy: y, r: size - (many ? 1 : 3), "stroke-width": many ? 2 : 5, transform: `rotate(-90 ${x} ${y})` };
-    svg("circle", { ...ring, class: "track" }, g);
-    node.circumference = 2 * Math.PI * ring.r;
-    node.arcs = PARTS.map((part) => svg("circle", { ...ring, class: "arc", stroke: PART_COLOURS[part] }, g));
-    node.core = svg("circle", { class: "core", cx: x, cy: y, r: many ? size * 0.5 : 5 }, g);
-    if (many) {
-      if (!narrow) {
-        const out = [cx - dx * (1 + (size + 6) / length), cy - dy * (1 + (size + 6) / length)];
-        const turn = (angle * 180) / Math.PI;
-        const left = Math.cos(angle) < 0;
-        svg("text", { x: out[0], y: out[1], dy: "0.35em", "font-size": 10.5, "text-anchor": left ? "end" : "start",
-          transform: `rotate(${left ? turn + 180 : turn} ${out})` }, g, name);
-      }
-    } else {
-      const above = y < cy - 20;
-      const line = above ? [y - size - 20, y - size - 7] : [y + size + 16, y + size + 30];
-      svg("text", { x, y: line[0], class: "label" }, g, name);
-      node.small = svg("text", { x, y: line[1] }, g, "");
-      node.narrow = narrow;
-      const share = narrow ? 0.42 : 0.46;
-      node.load = svg("text", { class: "load", x: x + dx * share, y: y + dy * share + 4, "text-anchor": "middle" }, parent, "");
-    }
-    tipOn(g, () => this.tip(i));
-    return node;
-  }
-
-  update(state) {
-    const peak = Math.max(1, ...state.members.flatMap((m) => [m.sent_bytes_per_s, m.received_bytes_per_s]));
-    state.members.forEach((member, i) => {
-      const node = this.nodes[i];
-      const gone = member.state === "lost";
-      const { gbps } = this.infos[member.name];
-      const capacity = gbps ? (gbps * 1e9) / 8 : null;
-      for (const [way, rate] of [["up", member.received_bytes_per_s], ["down", member.sent_bytes_per_s]]) {
-        const flow = node.flows[way];
-        const load = capacity ? Math.min(1, rate / capacity) : rate / peak;
-        const bucket = rate <= 0 || gone ? -2 : BUCKETS.findLastIndex((b) => load >= b);
-        const thick = (node.size > 12 ? 2 : 1) + (node.size > 12 ? 7 : 3) * Math.sqrt(load);
-        flow.base.setAttribute("stroke-width", thick.toFixed(1));
-        flow.dash.setAttribute("stroke-width", Math.min(4, thick * 0.7).toFixed(1));
-        flow.base.classList.toggle("gone", gone);
-        if (bucket !== flow.bucket) {
-          flow.bucket = bucket;
-          flow.dash.classList.toggle("still", bucket < 0);
-          if (bucket >= 0) flow.dash.style.animationDuration = `${SECONDS[bucket]}s`;
-        }
-      }
-      let begin = 0;
-      PARTS.forEach((part, k) => {
-        const share = member.state === "up" ? member.shares[part] ?? 0 : 0;
-        const long = share * node.circumference;
-        set(node.arcs[k], {
-          "stroke-dasharray": `${long.toFixed(2)} ${node.circumference.toFixed(2)}`,
-          "stroke-dashoffset": (-begin * node.circumference).toFixed(2),
-          "stroke-width": node.size > 12 ? 5 : 2,
-          visibility: share > 0 ? "visible" : "hidden",
-        });
-        begin += share;
-      });
-      node.core.setAttribute("fill", STATES[member.state]);
-      if (node.small) {
-        const speed = member.tokens_per_s ? `${count(member.tokens_per_s)} tokens/s` : WORDS[member.state];
-        say(node.small, gone ? `lost ${span(state.now_s - member.since_s)} ago` : member.state === "up" ? speed : WORDS[member.state]);
-        node.small.style.fill = gone ? "var(--bad)" : "";
-        const rate = member.sent_bytes_per_s + member.received_bytes_per_s;
-        const busiest = Math.max(member.sent_bytes_per_s, member.received_bytes_per_s);
-        const load = capacity ? percent(busiest / capacity) : "";
-        say(node.load, gone || rate <= 0 ? "" : !capacity ? `${bytes(rate)}/s` : node.narrow ? load : `${bytes(rate)}/s · ${load}`);
-      }
-    });
-    this.version = Math.max(0, ...state.versions);
-    if (this.hubText) say(this.hubText, `v ${this.version}`);
-  }
-
-  tip(i) {
-    const m = this.members[i];
-    const info = this.infos[m.name];
+export function worldMap({ members, facts, versions, now_s }, width) {
+  const [of, many, height] = [members.length, isMany(members), mapHeight(members, width)];
+  const [cx, cy] = [width / 2, height / 2];
+  const rx = many ? Math.min(cx, cy) - 82 : Math.min(cx - 62, 300);
+  const size = many ? Math.max(3, Math.min(11, (2.5 * rx) / of)) : 23;
+  const ry = many ? rx : cy - size - 36;
+  const peak = Math.max(1, ...members.flatMap((m) => [m.sent_bytes_per_s, m.received_bytes_per_s]));
+  const placed = members.map((m, i) => {
+    const angle = (2 * Math.PI * i) / of - (of <= 2 ? Math.PI : Math.PI / 2); // two stand left and right
+    const [x, y] = [cx + rx * Math.cos(angle), cy + ry * Math.sin(angle)];
+    const { gbps, rtt_ms } = facts.members[m.name];
     const lines = [`${m.name} — ${WORDS[m.state]}`]; // its speed, time and rates are in its row below
     lines.push(`so far ${bytes(m.received_bytes)} up, ${bytes(m.sent_bytes)} down`);
-    if (info.gbps) lines.push(`link ${info.gbps} Gbit/s, ${info.rtt_ms} ms`);
-    return lines.join("\n");
-  }
+    if (gbps) lines.push(`link ${gbps} Gbit/s, ${rtt_ms} ms`);
+    const capacity = gbps * 125e6; // bytes a second; 0: not known
+    return { m, x, y, angle, size, many, stroke: colour(i, of), capacity, tip: lines.join("\n") };
+  });
+  return markup`${placed.map((p) => link(p, cx, cy, peak))}${placed.map((p) => node(p, cx, cy, now_s, width < 460))}
+    <g class="hub" text-anchor="middle"><circle cx="${cx}" cy="${cy}" r="30" fill="var(--accent)"/>
+    <text x="${cx}" y="${cy - 1}" font-size="12.5">global</text>
+    <text x="${cx}" y="${cy + 14}" font-size="11" class="sub">v ${Math.max(0, ...versions)}</text></g>`;
 }
 
-export function mapLegend(parent) {
-  for (const [part, text] of [["compute", "computing"], ["communication", "exposed communication"], ["waiting", "waiting"]]) {
-    const item = html("span", {}, parent);
-    html("i", {}, item).style.background = PART_COLOURS[part];
-    item.append(text);
-  }
+// Two lines side by side; what flows up runs from the region to the hub.
+function link({ m, x, y, size, many, stroke, capacity }, cx, cy, peak) {
+  const long = Math.hypot(cx - x, cy - y) || 1;
+  const gone = m.state === "lost";
+  return [[1, m.received_bytes_per_s], [-1, m.sent_bytes_per_s]].map(([sign, rate]) => {
+    const load = Math.min(1, rate / (capacity || peak));
+    const thick = 2 + (size > 12 ? 7 : 3) * Math.sqrt(load);
+    const [dx, dy] = [cy - y, x - cx].map((d) => (d / long) * sign * (many ? 1.5 : 5));
+    const way = markup`d="M${cx + dx} ${cy + dy}L${x + dx} ${y + dy}" stroke="${stroke}"`;
+    const period_s = PERIODS.find(([from]) => load >= from)[1];
+    return markup`<path class="link ${gone ? "gone" : ""}" ${way} stroke-width="${thick.toFixed(1)}"/>
+      <path class="flow ${rate <= 0 || gone ? "still" : ""}" ${way} stroke-width="${Math.min(4, thick * 0.7).toFixed(1)}">
+      <animate attributeName="stroke-dashoffset" from="0" to="${14 * sign}" dur="${period_s}s" repeatCount="indefinite"/></path>`;
+  });
+}
+
+function node({ m, x, y, angle, size, many, capacity, tip }, cx, cy, now_s, narrow) {
+  const centre = markup`cx="${x}" cy="${y}"`;
+  const ring = markup`${centre} r="${size - (many ? 1 : 3)}" pathLength="1" stroke-width="${many ? 2 : 5}" transform="rotate(-90 ${x} ${y})"`;
+  let begin = 0;
+  const arcs = PARTS.map((part) => {
+    const share = m.state === "up" ? m.shares[part] ?? 0 : 0;
+    begin += share;
+    const dash = markup`stroke-dasharray="${share} 1" stroke-dashoffset="${share - begin}"`;
+    return share ? markup`<circle ${ring} class="arc" stroke="${PART_COLOURS[part]}" ${dash}/>` : "";
+  });
+  return markup`<g class="node" text-anchor="middle" data-tip="${tip}"><circle class="disc" ${centre} r="${size + 1}"/>
+    <circle ${ring} class="track"/>${arcs}<circle ${centre} r="${many ? size / 2 : 5}" fill="${STATES[m.state]}"/>
+    ${many ? nameAround(m, x, y, angle, size) : words(m, x, y, size, cx, cy, now_s, capacity, narrow)}</g>`;
+}
+
+function nameAround(m, x, y, angle, size) {
+  const left = Math.cos(angle) < -0.001;
+  const at = [x + (size + 6) * Math.cos(angle), y + (size + 6) * Math.sin(angle)];
+  const turn = (angle * 180) / Math.PI + (left ? 180 : 0);
+  return markup`<text x="${at[0]}" y="${at[1]}" dy="0.35em" font-size="10.5" text-anchor="${left ? "end" : "start"}"
+    transform="rotate(${turn} ${at.join(" ")})">${m.name}</text>`;
+}
+
+function words(m, x, y, size, cx, cy, now_s, capacity, narrow) {
+  const line = y < cy - 20 ? y - size - 20 : y + size + 16;
+  const speed = m.state === "up" && m.tokens_per_s ? `${count(m.tokens_per_s)} tokens/s` : WORDS[m.state];
+  const rates = [m.received_bytes_per_s, m.sent_bytes_per_s];
+  const sum = rates[0] + rates[1];
+  const load = capacity ? [percent(Math.max(...rates) / capacity)] : [];
+  const rate = capacity && narrow ? [] : [`${bytes(sum)}/s`];
+  const on = [x + (cx - x) * 0.45, y + (cy - y) * 0.45 + 4]; // the link
+  return markup`<text x="${x}" y="${line}" class="label">${m.name}</text>
+    <text x="${x}" y="${line + 14}" class="${m.state}">${m.state === "lost" ? `lost ${span(now_s - m.since_s)} ago` : speed}</text>
+    <text class="load" x="${on[0]}" y="${on[1]}">${m.state === "lost" || sum <= 0 ? "" : [...rate, ...load].join(" · ")}</text>`;
 }

@@ -1,5 +1,5 @@
 // One row a region: what its time goes to, its speed, how stale its updates are, what its link carries.
-import { PARTS, PART_WORDS, bytes, clock, colour, count, described, html, line, percent, say, span, svg, tipOn } from "./format.js";
+import { PARTS, PART_COLOURS, PART_WORDS, bytes, clock, colour, count, described, dot, line, markup, percent, span } from "./format.js";
 import { WORDS } from "./map.js";
 
 const SLOW = 0.6; // a region is called slow below this share of the median speed
@@ -8,7 +8,7 @@ const SLOW = 0.6; // a region is called slow below this share of the median spee
 export function paces(state) {
   const speeds = state.members
     .filter((m) => m.state === "up" && m.tokens_per_s)
-    .map((m) => [m.name, m.tokens_per_s / Math.max(1, m.says.workers || state.facts.members[m.name].workers)]);
+    .map((m) => [m.name, m.tokens_per_s / Math.max(1, m.metrics.workers || state.facts.members[m.name].workers)]);
   const sorted = speeds.map(([, v]) => v).sort((a, b) => a - b);
   const median = sorted[Math.floor((sorted.length - 1) / 2)] ?? 1;
   const upper = sorted[Math.floor(sorted.length / 2)] ?? median;
@@ -16,101 +16,59 @@ export function paces(state) {
 }
 export const isSlow = (pace) => pace !== undefined && pace < SLOW;
 
-export class Members {
-  constructor(parent) {
-    Object.assign(this, { parent, key: "", rows: [] });
-  }
+// Rows of all members, those that need a look first. ticks: name → merges, with their staleness.
+export function memberRows(state, ticks) {
+  const pace = paces(state);
+  const rows = state.members.map((m, i) => row(state, m, colour(i, state.members.length), pace.get(m.name), ticks[m.name] ?? []));
+  return rows.sort((a, b) => a.order - b.order).map((r) => r.markup);
+}
 
-  show(state, ticks) {
-    this.state = state;
-    const key = state.members.map((m) => m.name).join(" ");
-    if (key !== this.key) {
-      this.key = key;
-      this.build(state);
-    }
-    const pace = paces(state);
-    const peak = Math.max(1, ...state.members.flatMap((m) => [m.sent_bytes_per_s, m.received_bytes_per_s]));
-    state.members.forEach((member, i) => this.update(this.rows[i], member, pace.get(member.name), ticks[member.name] ?? [], state.now_s, peak));
-  }
+function row({ now_s, facts }, m, own, pace, ticks) {
+  const [kind, text, why] = m.state === "lost" ? ["bad", `lost ${span(now_s - m.since_s)} ago`]
+    : m.state !== "up" ? [m.state === "away" ? "warn" : "calm", WORDS[m.state]]
+    : isSlow(pace) ? ["warn", `slow: ${percent(pace)}`, `${percent(pace)} of the median speed of a worker`]
+    : m.refused ? ["warn", `${m.refused} refused`] : ["", ""];
+  const known = m.shares.compute !== undefined;
+  const worst = PARTS.slice(1).reduce((a, b) => ((m.shares[a] ?? 0) >= (m.shares[b] ?? 0) ? a : b));
+  const rest = known && m.shares[worst] >= 0.1 ? [`${percent(m.shares[worst])} ${PART_WORDS[worst]}`] : [];
+  const mfu = m.mfu ? [`MFU ${percent(m.mfu)}`] : [];
+  let begin = 0;
+  const bars = PARTS.map((part) => {
+    const [x, share] = [begin, m.shares[part] ?? 0];
+    begin += share;
+    return markup`<rect x="${x}" width="${share}" height="1" fill="${PART_COLOURS[part]}"/>`;
+  });
+  const recent = ticks.slice(-60).map((t) => t[2]);
+  const high = Math.max(1, ...recent);
+  const spark = recent.length > 1 ? line(recent.map((v, i) => [(120 * i) / (recent.length - 1), 24 - (22 * v) / high])) : "";
+  const stale = m.staleness.filter((v) => v !== null);
+  return { order: kind === "bad" ? 1 : kind === "warn" ? 2 : 3, markup: markup`<div class="row" data-member="${m.name}" data-state="${m.state}">
+    <div class="name">${dot(own)}<b title="${m.name}">${m.name}</b><span class="badge ${kind}" title="${why}">${text}</span></div>
+    <div class="c-share" data-tip="${shareTip(m, facts.metrics)}">
+      <svg class="bar" viewBox="0 0 1 1" preserveAspectRatio="none">${bars}</svg>
+      <div class="under">${known ? [`${percent(m.shares.compute)} computing`, ...rest, ...mfu].join(" · ") : "no update yet"}</div></div>
+    <div class="right c-speed">${m.state === "up" ? count(m.tokens_per_s) : "–"}</div>
+    <div class="right c-loss">${m.loss === null ? "–" : m.loss.toFixed(3)}</div>
+    <div class="spark c-stale" data-tip="${staleTip(m, facts.fragments)}"><svg viewBox="0 0 120 26" preserveAspectRatio="none">
+      <path fill="none" stroke="${own}" stroke-width="1.5" vector-effect="non-scaling-stroke" d="${spark}"/></svg>
+      <b>${stale.length ? Math.max(...stale) : "–"}</b></div>
+    <div class="c-link">↑ ${bytes(m.received_bytes_per_s)}/s   ↓ ${bytes(m.sent_bytes_per_s)}/s</div>
+    <div class="right under c-heard">${m.state === "left" || m.silent_s === null ? "–" : `${span(m.silent_s)} ago`}</div></div>` };
+}
 
-  build(state) {
-    const titles = html("div", { class: "row title" });
-    this.parent.className = "rows";
-    for (const [text, right] of [["region"], ["time"], ["tokens/s", 1], ["loss", 1], ["staleness of its updates"], ["link: up ↑ and down ↓"], ["heard", 1]]) {
-      html("div", right ? { class: "right" } : {}, titles, text);
-    }
-    this.rows = state.members.map((member, i) => this.row(member, i, state.members.length));
-    this.parent.replaceChildren(titles, ...this.rows.map((r) => r.root));
+function shareTip(m, { worker, server }) {
+  const lines = PARTS.filter((p) => m.shares[p] !== undefined).map((p) => `${PART_WORDS[p]} ${(100 * m.shares[p]).toFixed(1)} %`);
+  if (m.updated_s) lines.push(`last merge ${clock(m.updated_s)}, ${m.updates} so far`);
+  lines.push(...described(m, worker));
+  if (m.delta_norm !== null) lines.push(`delta norm ${count(m.delta_norm)}`);
+  for (const name of ["workers", "retries", "shards_down"]) {
+    if (m.metrics[name] !== undefined) lines.push(`${name.replace("_", " ")} ${m.metrics[name]}`);
   }
+  lines.push(...described(m.metrics, server).map((text) => `server: ${text}`));
+  return lines.join("\n") || "no update yet";
+}
 
-  row(member, i, of) {
-    const root = html("div", { class: "row", "data-member": member.name });
-    const name = html("div", { class: "name" }, root);
-    html("i", {}, name).style.background = colour(i, of);
-    html("b", { title: member.name }, name, member.name);
-    const badge = html("span", { class: "badge" }, name);
-    const share = html("div", { class: "c-share" }, root);
-    const bar = html("div", { class: "bar" }, share);
-    const parts = Object.fromEntries(PARTS.map((part) => [part, html("span", { class: part }, bar)]));
-    const shareText = html("div", { class: "under" }, share);
-    const speed = html("div", { class: "right c-speed" }, root);
-    const loss = html("div", { class: "right c-loss" }, root);
-    const stale = html("div", { class: "spark c-stale" }, root);
-    const spark = svg("svg", { viewBox: "0 0 120 26", preserveAspectRatio: "none" }, stale);
-    const sparkLine = svg("path", { fill: "none", stroke: colour(i, of), "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" }, spark);
-    const staleText = html("b", {}, stale);
-    const link = html("div", { class: "c-link" }, root);
-    const heard = html("div", { class: "right under c-heard" }, root);
-    tipOn(share, () => this.shareTip(i));
-    tipOn(stale, () => this.staleTip(i));
-    return { root, badge, parts, shareText, speed, loss, sparkLine, staleText, link, heard };
-  }
-
-  update(row, member, pace, ticks, now_s, peak) {
-    row.root.dataset.state = member.state;
-    const [kind, text, why] = member.state === "lost" ? ["bad", `lost ${span(now_s - member.since_s)} ago`]
-      : member.state !== "up" ? [member.state === "away" ? "warn" : "calm", WORDS[member.state]]
-      : isSlow(pace) ? ["warn", `slow: ${percent(pace)}`, `${percent(pace)} of the median speed of a worker`]
-      : member.refused ? ["warn", `${member.refused} refused`] : ["", ""];
-    row.badge.className = `badge ${kind}`;
-    say(row.badge, text);
-    row.badge.title = why ?? "";
-    row.root.style.order = kind === "bad" ? 1 : kind === "warn" ? 2 : 3; // those that need a look come first
-    for (const part of PARTS) row.parts[part].style.flexGrow = String(member.shares[part] ?? 0);
-    const known = member.shares.compute !== undefined;
-    const worst = PARTS.slice(1).reduce((a, b) => ((member.shares[a] ?? 0) >= (member.shares[b] ?? 0) ? a : b));
-    const rest = known && member.shares[worst] >= 0.1 ? [`${percent(member.shares[worst])} ${PART_WORDS[worst]}`] : [];
-    const mfu = member.mfu ? [`MFU ${percent(member.mfu)}`] : [];
-    say(row.shareText, known ? [`${percent(member.shares.compute)} computing`, ...rest, ...mfu].join(" · ") : "no update yet");
-    say(row.speed, member.state === "up" ? count(member.tokens_per_s) : "–");
-    say(row.loss, member.loss === null ? "–" : member.loss.toFixed(3));
-    const recent = ticks.slice(-60).map((t) => t[2]);
-    const high = Math.max(1, ...recent);
-    row.sparkLine.setAttribute("d", recent.length > 1 ? line(recent.map((v, i) => [(120 * i) / (recent.length - 1), 24 - (22 * v) / high])) : "");
-    const stale = member.staleness.filter((v) => v !== null);
-    say(row.staleText, stale.length ? String(Math.max(...stale)) : "–");
-    say(row.link, `↑ ${bytes(member.received_bytes_per_s)}/s   ↓ ${bytes(member.sent_bytes_per_s)}/s`);
-    say(row.heard, member.state === "left" || member.silent_s === null ? "–" : `${span(member.silent_s)} ago`);
-  }
-
-  shareTip(i) {
-    const m = this.state.members[i];
-    const lines = PARTS.filter((p) => m.shares[p] !== undefined).map((p) => `${PART_WORDS[p]} ${(100 * m.shares[p]).toFixed(1)} %`);
-    if (m.updated_s) lines.push(`last merge ${clock(m.updated_s)}, ${m.updates} so far`);
-    const { worker, server } = this.state.facts.metrics;
-    lines.push(...described(m, worker));
-    if (m.delta_norm !== null) lines.push(`delta norm ${count(m.delta_norm)}`);
-    for (const name of ["workers", "retries", "shards_down"]) {
-      if (m.says[name] !== undefined) lines.push(`${name.replace("_", " ")} ${m.says[name]}`);
-    }
-    lines.push(...described(m.says, server).map((text) => `server: ${text}`));
-    return lines.join("\n") || "no update yet";
-  }
-
-  staleTip(i) {
-    const m = this.state.members[i];
-    const shown = this.state.facts.fragments.slice(0, 12);
-    const lines = shown.map((name, f) => `${name}: ${m.staleness[f] ?? "–"}`);
-    return ["versions that passed since its anchor", ...lines, ...(this.state.facts.fragments.length > 12 ? ["…"] : [])].join("\n");
-  }
+function staleTip(m, fragments) {
+  const lines = fragments.slice(0, 12).map((name, f) => `${name}: ${m.staleness[f] ?? "–"}`);
+  return ["versions that passed since its anchor", ...lines, ...(fragments.length > 12 ? ["…"] : [])].join("\n");
 }

@@ -13,7 +13,7 @@ import resource
 import socket
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,13 +47,13 @@ class Stranger:
 def too_many(strangers: list[Stranger], most_an_address: int, most: int) -> list[Stranger]:
     """Choose those to be shut, so that no address has more than `most_an_address` and all have no more than `most`:
     the oldest of each address, then the oldest of all."""
-    by_address: defaultdict[str, list[Stranger]] = defaultdict(list)
+    stay, shut = Counter[str](), list[Stranger]()
     for stranger in sorted(strangers, key=lambda stranger: stranger.since_s, reverse=True):
-        by_address[stranger.address].append(stranger)
-    shut = [stranger for each in by_address.values() for stranger in each[most_an_address:]]
-    rest = [stranger for each in by_address.values() for stranger in each[:most_an_address]]
-    rest.sort(key=lambda stranger: stranger.since_s, reverse=True)
-    return shut + rest[most:]
+        if stay[stranger.address] < most_an_address and stay.total() < most:
+            stay[stranger.address] += 1
+        else:
+            shut.append(stranger)
+    return shut
 
 
 class ConnectionGuard:

@@ -194,8 +194,9 @@ class GrpcService:
         # Not wanted is, for example, an update that was applied before: its acknowledgement was lost.
         wanted = await self._judged(part, self.server_thread.read(lambda: self.server.admit(part)))
         if wanted:
-            self._only_one(part.member, part.part)
-            reader = self.uploads.begin((part.member, part.part), reader, resumed)
+            await self._only_one(part.member, part.part)
+            kept = self.uploads.take((part.member, part.part), reader)
+            reader = kept if resumed else reader
             await self._take_data_frames(context, part, reader)
             await self._judged(part, self.server_thread.say(reader.message))
         return rpc.Ack(self.server.members[part.member].sequence)
@@ -245,7 +246,7 @@ class GrpcService:
         member = await self._check_incarnation(context, resume.member, resume.incarnation, resume.part)
         if resume.part not in member.joined:
             raise Refused(f"{resume.member}: part {resume.part} has not joined")
-        self._only_one(resume.member, resume.part)
+        await self._only_one(resume.member, resume.part)
         have = rpc.Have(self.uploads.data_frames((resume.member, resume.part), resume.header))
         await self._deadlines[resume.member].frame(context.write(wire.pack(have)))
 
@@ -263,9 +264,8 @@ class GrpcService:
             keep = isinstance(error, wire.DamagedError)
             raise
         finally:
-            keep = keep and not reader.complete
-            self.uploads.end(rank, reader, keep)
-            if keep:
+            if keep and not reader.complete:
+                self.uploads.keep(rank, reader)
                 asyncio.get_running_loop().call_later(self.uploads.keep_s, self.uploads.trim)
 
     async def _pull(self, request: bytes, context: Any) -> None:
@@ -419,14 +419,15 @@ class GrpcService:
                     await self.server_thread.say(UpdateRejected(said.member, said.incarnation, refused.reason))
             raise
 
-    def _only_one(self, member: str, part: int) -> None:
-        """Cancel the task that receives an earlier update of this rank, which sends one at a time: so it has given
-        the earlier one up."""
+    async def _only_one(self, member: str, part: int) -> None:
+        """End the task that receives an earlier update of this rank, which sends one at a time: so it has given the
+        earlier one up. Afterwards what came of that is kept."""
         task = asyncio.current_task()
         assert task is not None
         older, self._receiving[member, part] = self._receiving.get((member, part)), task
-        if older is not None and older is not task and not older.done():
+        if older is not None and older is not task:
             older.cancel()
+            await asyncio.wait([older], timeout=HEADER_S)
 
     def _handled(self, handler: Handler) -> Handler:
         """Wrap a handler: limit its calls, and turn its exceptions into gRPC status codes."""

@@ -21,7 +21,7 @@ from typing import Any, Generic
 
 from geotrain.common.files import write_whole
 from geotrain.config import is_loopback
-from geotrain.monitor.events import EventLog, SnapshotWritten, Trouble
+from geotrain.monitor.events import EventLog, SnapshotWritten
 from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_limit
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.server_setup import LISTENING, ServerSetup
@@ -31,6 +31,7 @@ from geotrain.net.storage.journal import JournalFull
 from geotrain.net.storage.recovery import Machine, Recovered, begin_snapshot, finish_snapshot
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.transport.certs import Role, Trust, identity
+from geotrain.net.transport.deadlines import first_of
 from geotrain.outer.messages import Send
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ProcessHost(ABC, Generic[Machine]):
 
     def __init__(self, setup: ServerSetup, recovered: Recovered[Machine], events: EventLog) -> None:
         self.setup, self.events, self.folder = setup, events, setup.folder
+        self.report = events.report
         self.server: Machine = recovered.server
         self.store, self.journal = recovered.store, recovered.journal
         self.credentials = setup.credentials()
@@ -67,7 +69,7 @@ class ProcessHost(ABC, Generic[Machine]):
             write_whole(listening, json.dumps({"address": f"{address.host}:{port}", "pid": os.getpid()}))
             if self.credentials is None and not is_loopback(address.host):
                 log.warning("listening on %s without TLS: set `security` in the cluster file", address)
-            guard = ConnectionGuard(port, self.service.peers, raise_file_limit(), self._report)
+            guard = ConnectionGuard(port, self.service.peers, raise_file_limit(), self.report)
             guard.start()
             await self._until_over()
             await self._end()
@@ -82,16 +84,7 @@ class ProcessHost(ABC, Generic[Machine]):
 
     async def _until_over(self) -> None:
         """Return when one of the works is done. Raises what ended it."""
-        works: list[asyncio.Future[Any]] = [self.server_thread.failure]
-        works += [asyncio.ensure_future(work) for work in (self.stop.wait(), *self._works())]
-        try:
-            done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
-            for work in done:
-                work.result()
-        finally:
-            for work in works:
-                work.cancel()
-            await asyncio.gather(*works, return_exceptions=True)
+        await first_of(self.server_thread.failure, self.stop.wait(), *self._works())
 
     # -- what differs
 
@@ -119,10 +112,6 @@ class ProcessHost(ABC, Generic[Machine]):
     def trust(self, role: Role, name: str) -> Trust | None:
         """Make what a link of this process to that server needs; None: plaintext."""
         return Trust(self.credentials, identity(role, name)) if self.credentials else None
-
-    def _report(self, trouble: str) -> None:
-        log.error("%s", trouble)
-        self.events.write(Trouble(trouble))
 
     async def _snapshot(self) -> str:
         """Write a snapshot; returns where it is. Raises StoreError."""

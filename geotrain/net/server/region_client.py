@@ -43,13 +43,14 @@ from geotrain.outer.server.region_server import RegionServer
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+CONNECT_S = 60.0  # how long the first connection may take
 FOREVER_S = 30 * 24 * 3600.0  # how long a region waits for a global server that it has known
 
 
 class RegionClient:
     """Runs beside a region server's thread and hands it what the global server says.
 
-    server: the region server on that thread. connect_s: how long the first connection may take.
+    server: the region server on that thread.
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
     on_acknowledged: called with the sequence of each update that the global server has taken.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
@@ -62,7 +63,6 @@ class RegionClient:
         server: RegionServer,
         address: str,
         *,
-        connect_s: float = 60.0,
         trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
         on_acknowledged: Callable[[int], None] = lambda sequence: None,
@@ -71,7 +71,7 @@ class RegionClient:
         own: ShardSessions | None = None,
     ) -> None:
         self.server_thread, self.server = server_thread, server
-        self.connect_s, self.on_lost, self.on_acknowledged = connect_s, on_lost, on_acknowledged
+        self.on_lost, self.on_acknowledged = on_lost, on_acknowledged
         self.metrics = metrics
         incarnation = self.server.name, self.server.incarnation
         self.link: GrpcClient = GrpcClient(address, *incarnation, trust)
@@ -101,7 +101,7 @@ class RegionClient:
         `close`, so that its bytes can be counted.
         """
         try:
-            within_s = self.connect_s
+            within_s = CONNECT_S
             while not self.server.finished:
                 await self._session(within_s)  # also ends when the global server was restarted
                 self.connected, within_s = False, FOREVER_S

@@ -21,6 +21,7 @@ from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.server.region_server import mean_metrics
 
 LOOK_S = 1.0  # time between two looks for lost members
+IN_HEARTBEATS = "queue", "in_flight", "pending", "retries", "rss_bytes", "disk_free_bytes"  # fields of ServerSampled
 LOST_BEATS = 3  # a member that was silent for the time of so many heartbeats counts as lost
 
 
@@ -61,8 +62,7 @@ class Sampler:
                 continue  # this process itself was stopped meanwhile and could not hear the members
             self.look_for_lost()
             if time.monotonic() - self._sampled_s >= self.sample_s:
-                with suppress(OSError, psutil.Error):  # /proc cannot be read where no file descriptor is free
-                    self.sample()
+                self.sample()
 
     def look_for_lost(self) -> None:
         now_s = time.monotonic()
@@ -83,58 +83,50 @@ class Sampler:
         for name, member in self.server_thread.server.members.items():
             if member.joined:
                 self._sample_member(name, traffic.get(name, Traffic()), now_s, elapsed_s)
-        server_thread, status, link = self.server_thread, self.server_thread.status, self.region_client
-        total, free = self._disk()
-        (flushes_before, flush_s_before), self._flushes = (
-            self._flushes,
-            (server_thread.flushes, server_thread.flush_s),
-        )
-        self.events.write(
-            ServerSampled(
-                rss_bytes=self._process.memory_info().rss,
-                disk_free_bytes=free,
-                disk_total_bytes=total,
-                queue=server_thread.waiting,
-                calls=server_thread.calls,
-                journal_bytes=server_thread.journal.segment_bytes,
-                journal_flushes=self._flushes[0] - flushes_before,
-                journal_flush_s=round(self._flushes[1] - flush_s_before, 6),
-                versions=list(status["versions"]),
-                wide_area_sent_bytes=self.wide_area.sent_bytes,
-                wide_area_received_bytes=self.wide_area.received_bytes,
-                **{name: status.get(name, 0) for name in ("in_flight", "pending", "open_leases")},
-                retries=link.link.retries if link else 0,
-                connected=link is None or link.connected,
-            )
-        )
-
+        self.events.write(self._measured())
+        self._flushes = self.server_thread.flushes, self.server_thread.flush_s
         for each in self._shards():
             self.events.write(ShardSampled(**each))
+
+    def _measured(self) -> ServerSampled:
+        """Measure the server."""
+        server_thread, status, link = self.server_thread, self.server_thread.status, self.region_client
+        rss_bytes = disk_total_bytes = disk_free_bytes = 0
+        with suppress(OSError, psutil.Error):  # where no file descriptor is free
+            rss_bytes = self._process.memory_info().rss
+            disk_total_bytes, _, disk_free_bytes = shutil.disk_usage(self.folder)
+        return ServerSampled(
+            rss_bytes=rss_bytes,
+            disk_free_bytes=disk_free_bytes,
+            disk_total_bytes=disk_total_bytes,
+            queue=server_thread.waiting,
+            calls=server_thread.calls,
+            journal_bytes=server_thread.journal.segment_bytes,
+            journal_flushes=server_thread.flushes - self._flushes[0],
+            journal_flush_s=round(server_thread.flush_s - self._flushes[1], 6),
+            versions=list(status["versions"]),
+            wide_area_sent_bytes=self.wide_area.sent_bytes,
+            wide_area_received_bytes=self.wide_area.received_bytes,
+            **{name: status.get(name, 0) for name in ("in_flight", "pending", "open_leases")},
+            retries=link.link.retries if link else 0,
+            connected=link is None or link.connected,
+        )
 
     def _shards(self) -> list[dict[str, Any]]:
         return self.service.shards.status() if self.service.shards else []
 
     def metrics(self) -> dict[str, float]:
         """Collect the numbers that a region's heartbeat carries to the global server."""
-        status = self.server_thread.status
+        status, measured = self.server_thread.status, self._measured()
         here = [m for m in status["members"].values() if m["joined"] and not m["left"]]
-        means = mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here])
-        rss_bytes = 0
-        with suppress(OSError, psutil.Error):  # as in `run`
-            rss_bytes = self._process.memory_info().rss
         return {
-            **means,
+            **mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here]),
+            **{name: float(getattr(measured, name)) for name in IN_HEARTBEATS},
             "workers": float(len(here)),
-            "queue": float(self.server_thread.waiting),
-            "in_flight": float(status.get("in_flight", 0)),
-            "pending": float(status.get("pending", 0)),
             "region_version": float(max(status["versions"], default=0)),
             "refused_workers": float(sum(m["refused"] for m in status["members"].values())),
             "lost_workers": float(len(self._lost)),
-            "retries": float(self.region_client.link.retries if self.region_client else 0),
             "shards_down": float(sum(not each["up"] for each in self._shards())),
-            "rss_bytes": float(rss_bytes),
-            "disk_free_bytes": float(self._disk()[1]),
         }
 
     def _sample_member(self, name: str, traffic: Traffic, now_s: float, elapsed_s: float) -> None:
@@ -153,10 +145,3 @@ class Sampler:
                 self.service.beats.get(name, {}),
             )
         )
-
-    def _disk(self) -> tuple[int, int]:
-        """Measure the disk of the server's folder: (total, free) bytes; zeros where it cannot be measured."""
-        with suppress(OSError):
-            usage = shutil.disk_usage(self.folder)
-            return usage.total, usage.free
-        return 0, 0

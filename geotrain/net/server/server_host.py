@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from collections.abc import Coroutine
@@ -39,15 +38,13 @@ from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped
 from geotrain.net.storage.remote_snapshots import Copies, Uploader
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.transport import rpc
-from geotrain.net.transport.deadlines import within
+from geotrain.net.transport.deadlines import first_of, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
 from geotrain.outer.messages import Send, Validated
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.remote import RemoteShards
-
-log = logging.getLogger(__name__)
 
 SNAPSHOT_RETRY_S = 30.0
 TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
@@ -91,7 +88,7 @@ class ServerHost(ProcessHost[Server]):
                 far,
                 *names,
                 Lineage(self.folder, self.copies),
-                self._note_dismissed,
+                lambda shard: self._note(Dismissed(shard)),
                 self.dismissed,
             )
             if self.uploader is not None:
@@ -139,7 +136,7 @@ class ServerHost(ProcessHost[Server]):
                 status = {**self.service.status(), "page": None, "metrics": None}
                 write_whole(self.folder / STATUS, json.dumps(status))  # before links close, and their bytes are gone
             except OutputError as error:  # it must not hide why the server ends
-                self._report(str(error))
+                self.report(str(error))
             if self.region_client is not None:
                 await self.region_client.close()
 
@@ -168,7 +165,7 @@ class ServerHost(ProcessHost[Server]):
             except StoreError as error:
                 if not out_of_room(error):
                     raise
-                self._report(str(error))
+                self.report(str(error))
                 if self.stop.is_set():
                     return
                 with suppress(TimeoutError):
@@ -182,9 +179,6 @@ class ServerHost(ProcessHost[Server]):
 
         await self.server_thread.alone(note)
 
-    async def _note_dismissed(self, shard: int) -> None:
-        await self._note(Dismissed(shard))
-
     async def _wait_for_shards(self) -> None:
         """Wait until all shards are there. A server that had ended waits for none: to those that are left it says
         farewell."""
@@ -194,13 +188,10 @@ class ServerHost(ProcessHost[Server]):
     async def _farewell(self, shards: ShardSessions) -> None:
         """Wait until the shards have heard that the server ended in good order, or until this process is told to
         end, as they are then, too."""
-        said = asyncio.ensure_future(shards.farewell(FAREWELL_S if shards.ready or self.ended_before else 0.0))
-        stopped = asyncio.ensure_future(self.stop.wait())
-        await asyncio.wait([said, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for shard in [] if stopped.done() else said.result():
-            self._report(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
-        for task in (said, stopped):
-            task.cancel()
+        said = shards.farewell(FAREWELL_S if shards.ready or self.ended_before else 0.0)
+        deaf = await first_of(self.stop.wait(), said)
+        for shard in [] if self.stop.is_set() else deaf:
+            self.report(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
 
     async def _last_upload(self) -> None:
         """Wait for the last snapshot's copy. Without it the snapshot is still on this machine's disk, so it is no
@@ -209,7 +200,7 @@ class ServerHost(ProcessHost[Server]):
             try:
                 await self.uploader.finish(LAST_UPLOAD_S)
             except StoreError as error:
-                self._report(str(error))
+                self.report(str(error))
 
     async def _until_finished(self) -> None:
         """Return when the server has finished and this process should end in good order."""
@@ -228,7 +219,7 @@ class ServerHost(ProcessHost[Server]):
         if evaluate is None or not server.final_validation:
             return
         if self.shards is not None:
-            self._report("the final weights are in other processes: `geotrain eval` validates them, with an export")
+            self.report("the final weights are in other processes: `geotrain eval` validates them, with an export")
             return
         given_up = threading.Event()
 
@@ -242,7 +233,7 @@ class ServerHost(ProcessHost[Server]):
             seconds = time.monotonic() - began_s
             await self.server_thread.say(Validated(GLOBAL, number, version, loss, seconds))
         except Exception as error:  # whatever it is, the run is trained, and its weights are to be written
-            self._report(f"the final weights are not validated: {error}; `geotrain eval` does it with an export")
+            self.report(f"the final weights are not validated: {error}; `geotrain eval` does it with an export")
         finally:
             given_up.set()
 
@@ -253,7 +244,7 @@ class ServerHost(ProcessHost[Server]):
             try:
                 await self._snapshot()
             except StoreError as error:  # the older ones are whole, so the server can go on
-                self._report(str(error))
+                self.report(str(error))
                 await asyncio.sleep(SNAPSHOT_RETRY_S)
 
     async def _write_traffic(self) -> None:
@@ -263,12 +254,18 @@ class ServerHost(ProcessHost[Server]):
                 await asyncio.sleep(TRAFFIC_EVENT_S)
             finally:  # also when cancelled at the end, so that the last seconds are told
                 recent, seconds = self.tcp_counters.take_recent(), round(time.monotonic() - began_s, 3)
-                sent = recent.sent_bytes, recent.peak_sent_bytes
-                received = recent.received_bytes, recent.peak_received_bytes
-                # A region server sends up and receives from above; the global server the other way round.
-                up, down = (received, sent) if self.server.name == GLOBAL else (sent, received)
-                self.events.write(LinkTraffic(seconds, up[0], down[0], up[1], down[1]))
+                self.events.write(LinkTraffic(seconds, **self._up_and_down(recent)))
                 self._keep_traffic()
+
+    def _up_and_down(self, wide_area: Traffic) -> dict[str, int]:
+        """Name the bytes on wide-area links by their way: a region server sends up, the global server down."""
+        sent, received = ("down", "up") if self.server.name == GLOBAL else ("up", "down")
+        return {
+            f"{sent}_bytes": wide_area.sent_bytes,
+            f"{received}_bytes": wide_area.received_bytes,
+            f"peak_{sent}_bytes_per_s": wide_area.peak_sent_bytes,
+            f"peak_{received}_bytes_per_s": wide_area.peak_received_bytes,
+        }
 
     def _traffic_before(self) -> Traffic:
         """Read what earlier incarnations of this server have counted on its wide-area links; nothing where no file
@@ -283,13 +280,9 @@ class ServerHost(ProcessHost[Server]):
 
     def _keep_traffic(self) -> None:
         """Write the counts for the next incarnation. Those after the last call before a kill are missing there."""
-
-        def counts(traffic: Traffic) -> list[int]:
-            return [traffic.sent_bytes, traffic.received_bytes, traffic.peak_sent_bytes, traffic.peak_received_bytes]
-
-        peers = {name: counts(traffic) for name, traffic in self._traffic().items()}
+        peers = {name: traffic.counts for name, traffic in self._traffic().items()}
         with suppress(OutputError):  # the disk may be full
-            write_whole(self.folder / TRAFFIC, json.dumps({"links": counts(self.tcp_counters.total), "peers": peers}))
+            write_whole(self.folder / TRAFFIC, json.dumps({"links": self.tcp_counters.total.counts, "peers": peers}))
 
     def _snapshot_is_due(self) -> bool:
         enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.parameter_map.numel)
@@ -351,30 +344,18 @@ class ServerHost(ProcessHost[Server]):
         links: bytes on the wide-area links, up towards the global server and down from it, their highest rates over a
         second, and each fragment's part of the bytes. peers: bytes with each member, and each fragment's part.
         """
-        members = self._traffic()
-        total = self.tcp_counters.total
         parameter_map, by_member = self.server.parameter_map, self.service.fragment_bytes
         fragments = FragmentBytes()
         above = [self.region_client.link.fragment_bytes] if self.region_client else []
         for counted in by_member.values() if self.server.name == GLOBAL else above:
             fragments.add(counted)
-        sent, received = ("up", "down") if self.server.name != GLOBAL else ("down", "up")
+        peers = {}
+        for name, traffic in self._traffic().items():
+            counts = {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
+            peers[name] = {**counts, "fragments": by_member[name].status(parameter_map)}
         return {
-            "links": {
-                f"{sent}_bytes": total.sent_bytes,
-                f"{received}_bytes": total.received_bytes,
-                f"peak_{sent}_bytes_per_s": total.peak_sent_bytes,
-                f"peak_{received}_bytes_per_s": total.peak_received_bytes,
-                "fragments": fragments.status(parameter_map),
-            },
-            "peers": {
-                name: {
-                    "sent_bytes": t.sent_bytes,
-                    "received_bytes": t.received_bytes,
-                    "fragments": by_member[name].status(parameter_map),
-                }
-                for name, t in members.items()
-            },
+            "links": {**self._up_and_down(self.tcp_counters.total), "fragments": fragments.status(parameter_map)},
+            "peers": peers,
             "connected": self.region_client is None or self.region_client.connected,
             "snapshot_updates": self.saved_updates,
             "full": self.server_thread.full,

@@ -221,8 +221,7 @@ def _recovered(
         kinds,
     )
     for fault in recovered.faults:
-        log.error("%s", fault)
-        events.write(Trouble(fault))
+        events.report(fault)
     events.write(Recovery(recovered.replayed))
     return recovered
 

@@ -35,6 +35,7 @@ from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.storage.timeline import Timeline, read_timeline, write_timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import open_channel
+from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
 from geotrain.outer.server.shard_server import ShardServer
@@ -113,7 +114,7 @@ class ShardHost(ProcessHost[ShardServer]):
             except (wire.DamagedError, asyncio.InvalidStateError):
                 pass  # the stream ended
             except Refused as refused:
-                self._report(refused.reason)
+                self.report(refused.reason)
             finally:
                 await self._end_session()
                 ended_well = call.done() and await call.code() is StatusCode.OK
@@ -130,17 +131,10 @@ class ShardHost(ProcessHost[ShardServer]):
         hello = rpc.ShardHello(self.setup.server, machine.index, machine.number, machine.commands, self.timeline.name)
         await call.write(wire.pack(hello))
         received: asyncio.Queue[Any] = asyncio.Queue(GROUP)
-        parts = self._write(call), self._say_state(), self._read(call, received), self._execute(received)
-        tasks = [asyncio.ensure_future(each) for each in parts]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await first_of(self._write(call), self._say_state(), self._read(call, received), self._execute(received))
         finally:
             call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -202,7 +196,7 @@ class ShardHost(ProcessHost[ShardServer]):
                 try:
                     await self._save(checkpoint_id)
                 except StoreError as error:  # the older ones are whole
-                    self._report(str(error))
+                    self.report(str(error))
             case rpc.Farewell():
                 self._dismissed = True
                 asyncio.get_running_loop().call_later(FAREWELL_S, self.stop.set)
@@ -245,7 +239,7 @@ class ShardHost(ProcessHost[ShardServer]):
             try:
                 await link.persist(partial(link.push, own), ABOVE_S)
             except Refused as refused:  # the coordinator above is asked too, and what it says counts
-                self._report(f"{self.setup.server}: the shard above refuses an update's chunks: {refused.reason}")
+                self.report(f"{self.setup.server}: the shard above refuses an update's chunks: {refused.reason}")
 
     async def _fetch(self, fetch: rpc.Fetch) -> None:
         wanted = {w.chunk: w.version for w in fetch.answer.weights if w.chunk in self.server.chunks}
@@ -274,7 +268,7 @@ class ShardHost(ProcessHost[ShardServer]):
             self.events.write(SnapshotUploaded(number, size, time.monotonic() - began_s))
         except StoreError as error:  # the coordinator tries again
             trouble = str(error)[: wire.MAX_TEXT]
-            self._report(trouble)
+            self.report(trouble)
         self._out.put_nowait(rpc.Uploaded(request.checkpoint_id, trouble))
 
     async def _save(self, checkpoint_id: str, ended: bool = False) -> asyncio.Future[int]:
@@ -283,7 +277,7 @@ class ShardHost(ProcessHost[ShardServer]):
 
         def done(_: Any) -> None:
             if (error := writing.exception()) is not None:
-                self._report(str(error))
+                self.report(str(error))
             else:
                 self.saved, self.checkpoint_id = commands, checkpoint_id
 

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from geotrain.net.storage.remote_snapshots import Copies, beside
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.storage.timeline import Timeline, read_timeline, who_goes_back, write_timeline
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.deadlines import within
+from geotrain.net.transport.deadlines import first_of, within
 from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.outer.shards.protocol import Froze, HeldAnswer, HeldPart
 from geotrain.outer.shards.remote import Holdings, RemoteShards
@@ -116,15 +117,8 @@ class ShardSessions:
 
     async def _unless_lost(self, what: Awaitable[T]) -> T:
         """Await `what`, or raise ShardLost when a shard is lost first."""
-        wanted, lost = asyncio.ensure_future(what), asyncio.ensure_future(self.until_lost())
-        try:
-            await asyncio.wait([wanted, lost], return_when=asyncio.FIRST_COMPLETED)
-            if lost.done():
-                lost.result()
-            return wanted.result()
-        finally:
-            wanted.cancel()
-            lost.cancel()
+        result: T = await first_of(self.until_lost(), what)
+        return result
 
     async def until_lost(self) -> None:
         """Wait until a shard is lost, and raise ShardLost then."""
@@ -236,15 +230,11 @@ class ShardSessions:
     async def _converse(self, context: Any, hello: rpc.ShardHello, queue: asyncio.Queue[bytes]) -> None:
         try:
             self._timelines[hello.shard] = hello.timeline
-            tasks: list[asyncio.Future[Any]] = [
-                asyncio.ensure_future(each) for each in (self._write(context, queue), self._read(context, hello))
-            ]
-            others = [] if self._ending else [self.lost]
+            ways = [asyncio.ensure_future(way) for way in (self._write(context, queue), self._read(context, hello))]
             await self._begin()
-            await asyncio.wait([*tasks, *others], return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            others = [] if self._ending else [self.until_lost()]
+            with suppress(Exception):  # however the stream ends, the shard calls again
+                await first_of(*ways, *others)
         finally:
             if not self._ending:
                 self._lose(ShardLost(f"{self.server}: the stream to shard {hello.shard} has ended"))

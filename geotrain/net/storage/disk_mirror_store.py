@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +20,8 @@ import torch
 from torch import Tensor
 
 from geotrain.config import OuterConfig
-from geotrain.monitor.events import EventLog, Trouble
+from geotrain.monitor.events import EventLog
 from geotrain.outer.mirror_store import MirrorStore
-
-log = logging.getLogger(__name__)
 
 LEAVING = 1  # so many vectors may be on their way to the disk while another is used
 _C = ctypes.CDLL(None, use_errno=True)
@@ -115,12 +112,7 @@ class DiskMirrorStore(MirrorStore):
 
 def mirror_store_of(outer: OuterConfig, folder: Path, events: EventLog) -> MirrorStore:
     """Make the mirror store of the server whose state is in `folder`."""
-
-    def report(what: str) -> None:
-        log.error("%s", what)
-        events.write(Trouble(what))
-
-    return DiskMirrorStore(folder, report) if outer.mirrors == "disk" else MirrorStore()
+    return DiskMirrorStore(folder, events.report) if outer.mirrors == "disk" else MirrorStore()
 
 
 def on_disk(vector: Tensor) -> bool:

@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from geotrain.common.files import locked, make_folder, sync
+from geotrain.common.files import locked, make_folder, size_and_checksum, sync
 from geotrain.config import shard_name
-from geotrain.net.storage.frozen_state import CHUNK_BYTES, FrozenState
+from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.shards.shard import MIRRORS
 from geotrain.parameters.chunks import deal
@@ -45,9 +46,8 @@ SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
-KINDS = {name: dtype for dtype, name in DTYPES.items()}
 DISPENSABLE = ("held.", "answer.")  # what members were sent: without it they are sent whole weights
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)  # what damage can look like
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)  # what damage can look like
 HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
 
 
@@ -278,16 +278,8 @@ def _load(
 
 def check(folder: Path) -> None:
     """Read a snapshot's files without keeping them, and bring them to the disk. Raises DamagedSnapshot, OSError."""
-    for tensor, (size, crc) in checked_meta((folder / META).read_bytes(), folder)["files"].items():
-        name = _file(tensor)
-        found = read = 0
-        with (folder / name).open("rb") as file:
-            while content := file.read(CHUNK_BYTES):
-                found, read = crc32(content, found), read + len(content)
-        if read != size:
-            raise DamagedSnapshot(f"{name} has {read} bytes instead of {size}")
-        if found != crc:
-            raise DamagedSnapshot(f"{name} differs from what was written (its checksum is wrong)")
+    for tensor, stated in checked_meta((folder / META).read_bytes(), folder)["files"].items():
+        _verify(folder / _file(tensor), *stated)
     for path in (*folder.iterdir(), folder):
         sync(path)
 
@@ -335,31 +327,16 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
 def _read(path: Path, mirror_store: MirrorStore, size: int, crc: int) -> Tensor:
     """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. mirror_store: where the
     tensor then lies. Raises DamagedSnapshot."""
-    if path.stat().st_size != size:
-        raise DamagedSnapshot(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
-    with path.open("rb") as file:
-        head = file.read(8)
-        text_bytes = struct.unpack("<Q", head)[0]
-        if text_bytes > size - len(head):
-            raise DamagedSnapshot(f"{path.name}: its header is said to have {text_bytes} bytes")
-        text = file.read(text_bytes)
-        found = crc32(head + text)
-        stated = json.loads(text)["tensor"]
-        dtype = KINDS[stated["dtype"]]
-        if prod(stated["shape"]) * dtype.itemsize != size - len(head) - len(text):
-            raise DamagedSnapshot(f"{path.name}: its header does not fit its size")
-        tensor = mirror_store.room(stated["shape"], dtype)
-        data = _bytes_of(tensor)
-        for start in range(0, len(data), CHUNK_BYTES):
-            chunk = data[start : start + CHUNK_BYTES]
-            if file.readinto(chunk) != len(chunk):
-                raise DamagedSnapshot(f"{path.name} ends early")
-            found = crc32(chunk, found)
+    _verify(path, size, crc)
+    with safe_open(path, framework="pt") as file:
+        mapped = file.get_tensor("tensor")
+        return mirror_store.room(mapped.shape, mapped.dtype).copy_(mapped)
+
+
+def _verify(path: Path, size: int, crc: int) -> None:
+    """Compare a file with its length and checksum. Raises DamagedSnapshot, OSError."""
+    read, found = size_and_checksum(path)
+    if read != size:
+        raise DamagedSnapshot(f"{path.name} has {read} bytes instead of {size}")
     if found != crc:
         raise DamagedSnapshot(f"{path.name} differs from what was written (its checksum is wrong)")
-    return tensor
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """View the tensor's memory as bytes."""
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

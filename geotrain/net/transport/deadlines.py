@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -22,6 +22,22 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     """
     async with asyncio.timeout(seconds):
         return await work
+
+
+async def first_of(*works: Awaitable[Any]) -> Any:
+    """Await several things at once until the first has ended, cancel the others, and return its result.
+
+    Of several that have ended, the first of the arguments counts. Raises what one of them has ended with.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        results = [task.result() for task in tasks if task in done]  # of all, since any may raise
+        return results[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class FrameDeadline:

@@ -13,6 +13,7 @@ from typing import Any
 from geotrain.config import ClusterConfig, shards_of
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Role, Trust, trust_between
+from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.outer.messages import Answer, UpdatePart
 from geotrain.parameters.chunks import deal
@@ -25,11 +26,10 @@ EMPTY_S = 3.0
 
 @dataclass(frozen=True)
 class ShardsAbove:
-    """Lists the shards of the server above. owner: chunk → its shard. fragments: chunk → its fragment."""
+    """Lists the shards of the server above. owner: chunk → its shard."""
 
     addresses: tuple[str, ...]
     owner: tuple[int, ...]
-    fragments: tuple[int, ...]
     trust: Trust | None
 
     def of(self, shard: int, entries: Sequence[Any]) -> tuple[Any, ...]:
@@ -51,7 +51,6 @@ def shards_above(
     return ShardsAbove(
         tuple(map(str, addresses)),
         tuple(owner[chunk.index] for chunk in parameter_map.chunks),
-        tuple(chunk.fragment for chunk in parameter_map.chunks),
         trust_between(cluster, role, name, "shard", server),
     )
 
@@ -76,23 +75,15 @@ class ShardedLink(GrpcClient):
 
     async def push(self, part: UpdatePart) -> int:
         """Push to all shards at once, again and again, until the coordinator has taken the part or refuses it."""
-        pushes = [
-            asyncio.ensure_future(shard.persist(partial(shard.push, replace(part, deltas=own)), SHARD_S))
-            for i, shard in enumerate(self.shards)
-            if (own := self.above.of(i, part.deltas))
-        ]
-        taken = asyncio.ensure_future(self.commit(part))
-        try:
-            waiting = {taken, *pushes}
-            while not taken.done():
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for push in done - {taken}:
-                    push.result()
-            return taken.result()
-        finally:
-            for task in (taken, *pushes):
-                task.cancel()
-            await asyncio.gather(taken, *pushes, return_exceptions=True)
+
+        async def push_to(shard: GrpcClient, own: UpdatePart) -> None:
+            await shard.persist(partial(shard.push, own), SHARD_S)
+            await asyncio.Future()  # never done: the coordinator's word ends it
+
+        shares = [(shard, self.above.of(i, part.deltas)) for i, shard in enumerate(self.shards)]
+        pushes = [push_to(shard, replace(part, deltas=own)) for shard, own in shares if own]
+        applied: int = await first_of(self.commit(part), *pushes)
+        return applied
 
     async def pull(
         self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S

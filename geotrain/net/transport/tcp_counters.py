@@ -47,6 +47,11 @@ class Traffic:
         self.peak_sent_bytes = max(self.peak_sent_bytes, sum(s for _, s, _ in self.window))
         self.peak_received_bytes = max(self.peak_received_bytes, sum(r for _, _, r in self.window))
 
+    @property
+    def counts(self) -> list[int]:
+        """The sums and peaks, in the order in which the constructor takes them."""
+        return [self.sent_bytes, self.received_bytes, self.peak_sent_bytes, self.peak_received_bytes]
+
     def join(self, other: Traffic) -> None:
         """Add another connection's bytes (not its peaks, which may not have been at the same time)."""
         self.sent_bytes += other.sent_bytes

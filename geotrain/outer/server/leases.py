@@ -15,7 +15,7 @@ from typing import Any
 
 from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused, Validated
-from geotrain.outer.server.member import MOST_JOBS
+from geotrain.outer.server.member import MOST_JOBS, attributes, set_attributes
 
 RETURNED_KEPT = 4096  # leases that came back, which a late update may still name as trained
 FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
@@ -24,6 +24,8 @@ MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
 MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
 PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
 LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint, a slow disk, a first compilation
+# Attributes of a table that a snapshot keeps as they are.
+SAVED = "next_lease", "next_start", "committed_samples", "repeated_samples", "dismissed", "step_s"
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
 
@@ -168,27 +170,19 @@ class LeaseTable:
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, from which `load` restores the table."""
         return {
-            "next_lease": self.next_lease,
-            "next_start": self.next_start,
+            **attributes(self, SAVED),
             "pool": [list(r) for r in self.pool],
             "open": [list(astuple(lease)) for lease in self.open.values()],
             "returned": [list(astuple(lease)) for lease in self.returned.values()],
-            "committed_samples": self.committed_samples,
-            "repeated_samples": self.repeated_samples,
-            "dismissed": self.dismissed,
-            "step_s": self.step_s,
             "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
-        self.next_lease, self.next_start = state["next_lease"], state["next_start"]
+        set_attributes(self, SAVED, state)
         self.pool = [(start, samples) for start, samples in state["pool"]]
         self.open = {lease.lease: lease for lease in (Lease(*saved) for saved in state["open"])}
         self.returned = {lease.lease: lease for lease in (Lease(*saved) for saved in state["returned"])}
-        self.committed_samples, self.repeated_samples = state["committed_samples"], state["repeated_samples"]
-        self.dismissed = dict(state["dismissed"])
-        self.step_s = dict(state["step_s"])
         self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}
         self._held = {}
         for lease in self.open.values():
@@ -389,7 +383,7 @@ class Validations:
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, from which `load` restores the state."""
-        return {"number": self.number, "due_samples": self.due_samples, "latest": self.latest}
+        return attributes(self, ("number", "due_samples", "latest"))
 
     def load(self, state: dict[str, Any]) -> None:
         self.number, self.latest = state["number"], state["latest"]

@@ -139,13 +139,11 @@ class Member:
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, from which `load` restores what outlives the server."""
         came = [[fragment, job] for fragment, job in sorted(self.came.items())]
-        saved = {name: copy(getattr(self, name)) for name in SAVED}
-        return {**saved, "phase": self.phase.value, "owed": sorted(self.owed), "came": came}
+        return {**attributes(self, SAVED), "phase": self.phase.value, "owed": sorted(self.owed), "came": came}
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
-        for name in SAVED:
-            setattr(self, name, copy(state[name]))  # share no list with the state
+        set_attributes(self, SAVED, state)
         self.phase, self.owed, self.came = MemberPhase(state["phase"]), set(state["owed"]), dict(state["came"])
 
     def status(self) -> dict[str, Any]:
@@ -153,6 +151,17 @@ class Member:
         shown = ("left", "restarts", "updates", "sequence", "job", "refused", "quarantined", "fault")
         # What the member says of itself stands first: it cannot overwrite what this server knows of it.
         return {**self.metrics, "joined": self.complete, **{name: getattr(self, name) for name in shown}}
+
+
+def attributes(owner: object, names: Sequence[str]) -> dict[str, Any]:
+    """Copy attributes for a state, from which `set_attributes` restores them."""
+    return {name: copy(getattr(owner, name)) for name in names}
+
+
+def set_attributes(owner: object, names: Sequence[str], state: Mapping[str, Any]) -> None:
+    """Restore attributes from a state, with which they share no list."""
+    for name in names:
+        setattr(owner, name, copy(state[name]))
 
 
 def check_identity(join: Join, ours: Identity, data: str) -> None:

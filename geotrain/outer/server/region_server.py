@@ -42,11 +42,14 @@ from geotrain.outer.messages import (
     update_id,
 )
 from geotrain.outer.rules import Counts, RegionRule
-from geotrain.outer.server.member import MOST_LEASES, mean_metrics
+from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Handled, Server
 from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
+
+# Attributes that a snapshot keeps as they are.
+SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions"
 
 
 class RegionServer(Server):
@@ -57,6 +60,7 @@ class RegionServer(Server):
     """
 
     rule: RegionRule
+    over = False  # whether the global server has said that all data of the run is committed
 
     def __init__(
         self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, rule: RegionRule,
@@ -78,14 +82,9 @@ class RegionServer(Server):
         self.newest: set[int] | None = set() if validates else None
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
         self.first_versions = [0] * len(parameter_map.fragments)
-        self._over = False  # the global server has said that all data of the run is committed
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self._due = False  # `go_on` is to look for what must be sent up
-
-    @property
-    def over(self) -> bool:
-        return self._over
 
     @property
     def finished(self) -> bool:
@@ -116,7 +115,7 @@ class RegionServer(Server):
                     self._release(self.leases.recall(name))
                 return None
             case RunComplete():  # workers that died are not waited for any more, since nothing is left to train
-                self._over = True
+                self.over = True
                 self._send_what_is_due()
                 return None
             case Leave() if message.member == self.name:  # our own, said to us once the global server has taken it
@@ -350,7 +349,7 @@ class RegionServer(Server):
 
     def begin_again(self) -> None:
         super().begin_again()
-        self._over = self.gone = self.done = False
+        self.over = self.gone = self.done = False
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
         """Move the leases of a worker's update from "held" to "trained". Those that went back while it counted as
@@ -380,12 +379,7 @@ class RegionServer(Server):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
         meta["region"] = {
-            "sequence": self.sequence,
-            "first_versions": list(self.first_versions),
-            "over": self._over,
-            "gone": self.gone,
-            "done": self.done,
-            "global_versions": list(self.global_versions),
+            **attributes(self, SAVED),
             "fingerprints": {str(chunk): known for chunk, known in self.shards.own_fingerprints().items()},
             **self.leases.state(),
             "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
@@ -399,9 +393,7 @@ class RegionServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         saved = meta["region"]
-        self.sequence, self.global_versions = saved["sequence"], list(saved["global_versions"])
-        self._over, self.gone, self.done = saved["over"], saved["gone"], saved["done"]
-        self.first_versions = list(saved["first_versions"])
+        set_attributes(self, SAVED, saved)
         self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for s, weight, leases, metrics, deltas in saved["in_flight"]:

@@ -8,10 +8,9 @@ chunk, so the number of shards changes no bit. Slices and payloads reach a shard
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -207,73 +206,58 @@ FromShards = HeldPart | HeldAnswer | Froze  # reports of remote shards that the 
 # -- the interface
 
 
-class Shards(ABC):
+class Shards(Protocol):
     """A server's shards, as its coordinator uses them, wherever they are."""
 
     parameter_map: ParameterMap
 
-    @abstractmethod
     def unwrap(self, message: Message | FromShards) -> Message | None:
         """Note what the message says to the shards' side; return what the coordinator is to handle, if anything."""
 
-    @abstractmethod
     def execute(self, command: Command) -> None:
         """Give a command to all shards."""
 
-    @abstractmethod
     def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
         """Decode a member's update, all of whose parts were received. Results by chunk and part. Changes no state."""
 
-    @abstractmethod
     def receive_part(self, part: UpdatePart) -> UpdatePart:
         """Receive a part of an update that the coordinator has accepted; return it without its payloads."""
 
-    @abstractmethod
     def receive(self, message: Join | Answer) -> list[Decoded]:
         """Receive slices or global weights that the coordinator has accepted. Returns the faults of the weights,
         which change nothing before they are merged."""
 
-    @abstractmethod
     def as_received(self, part: UpdatePart) -> UpdatePart | HeldPart:
         """Restore the message of a part given to `receive_part`, as long as its update is not whole."""
 
-    @abstractmethod
     def going_up(self, update: UpdatePart) -> UpdatePart:
         """Fill in the payloads, or their sizes, of an update to the global server that is in flight."""
 
-    @abstractmethod
     def answer(self, member: str, part: int, sequence: int, versions: Mapping[int, int]) -> tuple[ChunkWeights, ...]:
         """Weights of a frozen answer for one rank; without payloads where members get these from the shards.
 
         versions: fragment → version, as frozen.
         """
 
-    @abstractmethod
     def copied(self, member: str, part: int, versions: Sequence[int]) -> tuple[ChunkWeights, ...]:
         """Copied weights (`Copy`) for one rank, like `answer`. versions: by fragment."""
 
-    @abstractmethod
     def fingerprints_of(self, member: str) -> dict[int, tuple[int, int]]:
         """Chunk → fingerprints of what the member holds, after and before the last weights sent. Empty where weights
         travel whole. Remote shards' may lag (see `settled`)."""
 
-    @abstractmethod
     def settled(self, member: str) -> bool:
         """Whether `fingerprints_of` covers all that was frozen for the member."""
 
-    @abstractmethod
     def was_sent(self, member: str) -> bool:
         """Whether changes are coded against what the member was sent."""
 
-    @abstractmethod
     def own_fingerprints(self) -> dict[int, int]:
         """Chunk → fingerprint of what the global server sent."""
 
-    @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and JSON data that the server's own snapshot keeps of its shards."""
 
-    @abstractmethod
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any], members: Collection[str]) -> dict[str, Any]:
         """Load from a server's whole state. Returns what of `meta["sent"]` is usable, by member.
 

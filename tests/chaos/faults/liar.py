@@ -65,7 +65,7 @@ def main() -> int:
         return 0
     above = shards_above(cluster, parameter_map, "worker", worker, region)
     if above is not None:  # the first shard is told of a chunk that is not there
-        above = replace(above, owner=(*above.owner, *[0] * NOWHERE), fragments=(*above.fragments, *[0] * NOWHERE))
+        above = replace(above, owner=(*above.owner, *[0] * NOWHERE))
     with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust, shards=above)) as client:
         try:
             sequence = client.join(join).sequence
