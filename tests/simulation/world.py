@@ -22,7 +22,7 @@ import torch
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig, parse
-from geotrain.monitor.events import EventLog
+from geotrain.monitor.events import EventLog, Trouble
 from geotrain.net.server import grpc_service, process_host, server_host, server_thread
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
@@ -172,6 +172,9 @@ class _Events:
     def write(self, event: Event) -> None:
         if self.alive:
             self.world.note(self.name, event)
+
+    def report(self, trouble: str) -> None:
+        self.write(Trouble(trouble))
 
 
 class _Condition:
