@@ -12,9 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from geotrain.config import ConfigError, ParallelConfig
 from geotrain.parameters.parameter_map import parameter_count
@@ -91,7 +93,10 @@ def one_rank(folder: str) -> dict[str, Any]:
     seen["norms"], seen["threads"] = [], []
     for stage in (0, 1, 2):
         engine = start(LLAMA, ParallelConfig(), deepspeed_block(stage, gradient_clipping=0.0))
-        seen["norms"].append(engine.train_step(micro_batches(engine, 0), 0).grad_norm)
+        with mock.patch.object(dist, "all_reduce", mock.Mock(side_effect=dist.all_reduce)) as reduce:
+            seen["norms"].append(engine.train_step(micro_batches(engine, 0), 0).grad_norm)
+        if stage == 0:
+            seen["reduced"] = [call.args[0].numel() for call in reduce.call_args_list]
         expected = torch.stack([p.grad.norm() for p in gradients(engine)]).norm()
         seen["norms"].append(float(expected))
         stop(engine)
@@ -148,6 +153,8 @@ def test_one_engine(tmp_path: Path) -> None:
     assert (tmp_path / "job" / "Train_Samples_lr.csv").exists()
     assert "step=3" in seen["log"] and "fwd" in seen["log"]
 
+    # Who has no replicas reduces no gradients: numbers of a micro-batch's tokens are the most.
+    assert seen["reduced"] and max(seen["reduced"]) <= 2 * SEQUENCE
     for measured, expected in zip(seen["norms"][::2], seen["norms"][1::2], strict=True):
         assert measured == pytest.approx(expected, rel=1e-4)
     assert seen["threads"][0] == seen["threads"][2], "the process groups of engines that are closed are gone"

@@ -81,10 +81,11 @@ def losses(model: Any, config: dict[str, Any], tokens: torch.Tensor) -> tuple[to
     """(cross entropy, balancing and z losses) of a micro-batch, by the papers' equations on transformers' logits."""
     if config["model_type"] == "deepseek_v3":
         return _losses_by_sequence(model, config, tokens)
-    out = model(tokens[:, :-1], output_router_logits=True)
+    sparse = "num_experts_per_tok" in config
+    out = model(tokens[:, :-1], **({"output_router_logits": True} if sparse else {}))
     main = torch.nn.functional.cross_entropy(out.logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
-    chosen, balance = config["num_experts_per_tok"], torch.zeros(())
-    for logits in out.router_logits:
+    chosen, balance = config.get("num_experts_per_tok", 0), torch.zeros(())
+    for logits in out.router_logits if sparse else ():
         logits = logits.reshape(-1, logits.shape[-1])
         shares = logits.softmax(-1)
         took = torch.zeros_like(shares).scatter(1, shares.topk(chosen).indices, 1.0).mean(0) / chosen

@@ -47,6 +47,7 @@ LLAMA = {
 }
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 QWEN_2 = {**QWEN, "num_hidden_layers": 2}  # of two layers
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
 
 
 preload("geotrain.inner.build", "geotrain.checkpoint.saving")
