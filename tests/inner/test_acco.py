@@ -18,34 +18,34 @@ from tests.support.inner_worlds import BATCH, SEQUENCE, run_world
 
 PER_STEP = 1e-6
 
-LOSSLESS = [
-    Case("exact"),
+# Each form, against what makes it differ; layouts of the lossless ones also train as one process (test_layouts.py).
+TWO = [
     Case("exact", unequal=True),
-    Case("exact", "qwen", tensor=2, sequence=True, recompute="selective"),
-    Case("exact", "qwen", pipeline=2, recompute="full"),
-    Case("stale"),
-    Case("stale", unequal=True, steps=8),
-    Case("stale", "qwen", tensor=2, steps=8),
-    Case("none", steps=8, clip=0.0, chunks=True),
     Case("exact", "qwen", muon=True),
-    Case("stale", "qwen", tensor=2, steps=8, muon=True),
+    Case("stale", unequal=True),
+    Case("stale", "qwen", tensor=2, muon=True),
+    Case("none", clip=0.0, chunks=True),
+    Case("int4", tensor=2, chunks=True),
+    Case("int4", unequal=True),
+    Case("int4", "qwen", chunks=True, muon=True),
+    Case("local", pipeline=2),
+    Case("local", muon=True),
 ]
-LOSSY = [
-    Case("int4", steps=8, recompute="full"),
-    Case("int4", steps=8, chunks=True),
-    Case("int4", tensor=2, steps=8),
-    Case("int4", unequal=True, steps=8),
+FOUR = [Case("int4", tensor=2, ranks=4, unequal=True), Case("int4", tensor=2, ranks=4, muon=True)]
+MORE_OF_TWO = [
+    Case("exact", steps=20),
+    Case("exact", "qwen", tensor=2, sequence=True, recompute="selective", steps=20),
+    Case("exact", "qwen", pipeline=2, recompute="full", steps=20),
+    Case("stale", steps=20),
+    Case("stale", "qwen", tensor=2, steps=8),
+    Case("int4", recompute="full", steps=8),
     Case("local", steps=8),
-    Case("local", pipeline=2, steps=8),
-    Case("int4", "qwen", steps=8, chunks=True, muon=True),
-    Case("local", steps=8, muon=True),
 ]
-FOUR = [
+MORE_OF_FOUR = [
     Case("exact", "qwen", tensor=2, sequence=True, ranks=4, steps=8),
-    Case("stale", "qwen", pipeline=2, ranks=4, steps=8, unequal=True),
-    Case("int4", tensor=2, ranks=4, steps=8, unequal=True),
-    Case("int4", tensor=2, ranks=4, steps=8, muon=True),
+    Case("stale", "qwen", pipeline=2, ranks=4, unequal=True),
 ]
+LONG = pytest.mark.long("geotrain/inner", "geotrain/parallelism")
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +94,11 @@ def close_but_for_rounding(now: Weights, expected: Weights, committed: Weights) 
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_the_reference(gradients: dict[str, Any], tmp_path: Path) -> None:
-    cases = LOSSLESS + LOSSY
-    ranks = run_world(2, run_cases, cases, tmp_path)
+@pytest.mark.parametrize(
+    "cases", [TWO, FOUR, pytest.param(MORE_OF_TWO, marks=LONG), pytest.param(MORE_OF_FOUR, marks=LONG)]
+)
+def test_every_form_trains_as_the_reference(cases: list[Case], gradients: dict[str, Any], tmp_path: Path) -> None:
+    ranks = run_world(cases[0].ranks, run_cases, cases, tmp_path)
     for i, case in enumerate(cases):
-        compare(case, [r[i] for r in ranks], gradients, close_but_for_rounding if case in LOSSY else close)
-
-
-@pytest.mark.slow
-def test_four_ranks_train_as_the_reference(gradients: dict[str, Any], tmp_path: Path) -> None:
-    ranks = run_world(4, run_cases, FOUR, tmp_path)
-    for i, case in enumerate(FOUR):
-        compare(case, [r[i] for r in ranks], gradients, close_but_for_rounding if case.form == "int4" else close)
+        lossy = case.form in ("int4", "local")
+        compare(case, [r[i] for r in ranks], gradients, close_but_for_rounding if lossy else close)

@@ -25,7 +25,7 @@ from tests.support.acco_reference import Flat, Gradient, Reference, Settings
 from tests.support.inner_worlds import (
     BATCH,
     LLAMA,
-    QWEN,
+    QWEN_2,
     architecture,
     assemble,
     batch,
@@ -38,7 +38,7 @@ from tests.support.inner_worlds import (
 )
 from tests.support.transformers_models import loss_of, transformers_model
 
-MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": {**QWEN, "num_hidden_layers": 2}}
+MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": QWEN_2}
 SYNCHRONOUS = 2
 OUTWAITED_S = 60.0
 
@@ -51,7 +51,7 @@ class Case:
     pipeline: int = 1
     sequence: bool = False
     ranks: int = 2
-    steps: int = 20
+    steps: int = 6
     unequal: bool = False
     recompute: str = "none"
     clip: float = 0.5
