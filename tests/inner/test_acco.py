@@ -10,52 +10,42 @@ from typing import Any
 import pytest
 import torch
 
-from geotrain.config import AccoConfig
 from geotrain.parallelism.acco_forms import first_part
 from tests.support.acco_reference import Weights
-from tests.support.acco_worlds import MODELS, Case, Step, canonical, distance, masters, oracle, reference, run_cases
+from tests.support.acco_worlds import Case, Step, canonical, distance, masters, oracle, reference, run_cases
 from tests.support.inner_worlds import BATCH, SEQUENCE, run_world
+from tests.support.layouts import MODELS
 
 PER_STEP = 1e-6
 
-# Each form, against what makes it differ; layouts of the lossless ones also train as one process (test_layouts.py).
+# Each form with what makes it differ; layouts of those without rounding train as one process, too (test_layouts.py).
 TWO = [
-    Case("exact", unequal=True),
-    Case("exact", "qwen", muon=True),
-    Case("stale", unequal=True),
-    Case("stale", "qwen", tensor=2, muon=True),
-    Case("none", clip=0.0, chunks=True),
-    Case("int4", tensor=2, chunks=True),
-    Case("int4", unequal=True),
-    Case("int4", "qwen", chunks=True, muon=True),
-    Case("local", pipeline=2),
-    Case("local", muon=True),
+    Case(replicas=2, acco="exact, balanced"),
+    Case("qwen", replicas=2, acco="exact", optimizer="Muon"),
+    Case(replicas=2, acco="stale, balanced"),
+    Case("qwen", tensor="2", acco="stale", optimizer="Muon"),
+    Case(replicas=2, acco="none", clip=0.0, chunks=True),
+    Case(tensor="2", acco="int4", chunks=True),
+    Case(replicas=2, acco="int4, balanced"),
+    Case("qwen", replicas=2, acco="int4", optimizer="Muon", chunks=True),
+    Case(pipeline=2, acco="local"),
+    Case(replicas=2, acco="local", optimizer="Muon"),
 ]
-FOUR = [Case("int4", tensor=2, ranks=4, unequal=True), Case("int4", tensor=2, ranks=4, muon=True)]
-MORE_OF_TWO = [
-    Case("exact", steps=20),
-    Case("exact", "qwen", tensor=2, sequence=True, recompute="selective", steps=20),
-    Case("exact", "qwen", pipeline=2, recompute="full", steps=20),
-    Case("stale", steps=20),
-    Case("stale", "qwen", tensor=2, steps=8),
-    Case("int4", recompute="full", steps=8),
-    Case("local", steps=8),
+FOUR = [
+    Case(replicas=2, tensor="2", acco="int4, balanced"),
+    Case(replicas=2, tensor="2", acco="int4", optimizer="Muon"),
+    Case("qwen", replicas=2, pipeline=2, acco="stale, balanced"),
 ]
-MORE_OF_FOUR = [
-    Case("exact", "qwen", tensor=2, sequence=True, ranks=4, steps=8),
-    Case("stale", "qwen", pipeline=2, ranks=4, unequal=True),
-]
-LONG = pytest.mark.long("geotrain/inner", "geotrain/parallelism")
 
 
 @pytest.fixture(scope="module")
 def gradients() -> dict[str, Any]:
-    return {name: oracle(model) for name, model in MODELS.items()}
+    return {name: oracle(MODELS[name]) for name in ("llama", "qwen")}
 
 
 def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], check_now: Callable[..., bool]) -> None:
     ref = reference(case, gradients[case.model])
-    speakers = ranks[: case.tensor * case.dp : case.tensor]  # one of each replica
+    speakers = ranks[: case.parallel.tensor * case.replicas : case.parallel.tensor]  # one of each replica
     counts = []
     for step, steps in enumerate(zip(*ranks, strict=True)):
         parts = [of_replica[step].parts for of_replica in speakers]
@@ -72,14 +62,13 @@ def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], chec
         assert check_now(now, ref.now, committed), (case, step)
         ref.now = now  # each step is judged by itself
     assert all(sum(c) == BATCH for c in counts), f"{case}, {counts}"
-    usual = BATCH // case.dp
+    usual = BATCH // case.replicas
     if case.unequal:
         held_back = [c for step, c in enumerate(counts) if case.held_back(step, 0)]
         assert len(held_back) > 1 and all(fast > slow for fast, slow in held_back), "the fast replica took more"
     else:
         assert all(c == usual for c in itertools.chain(*counts))
-        split = first_part(AccoConfig(prediction=case.form), usual)  # type: ignore[arg-type]
-        assert len(parts[0][0]) == split, "the last window is split as planned"
+        assert len(parts[0][0]) == first_part(case.settings, usual), "the last window is split as planned"
 
 
 def close(now: Weights, expected: Weights, committed: Weights) -> bool:
@@ -94,9 +83,7 @@ def close_but_for_rounding(now: Weights, expected: Weights, committed: Weights) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [TWO, FOUR, pytest.param(MORE_OF_TWO, marks=LONG), pytest.param(MORE_OF_FOUR, marks=LONG)]
-)
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four"])
 def test_every_form_trains_as_the_reference(cases: list[Case], gradients: dict[str, Any], tmp_path: Path) -> None:
     ranks = run_world(cases[0].ranks, run_cases, cases, tmp_path)
     for i, case in enumerate(cases):

@@ -31,7 +31,6 @@ from tests.support.inner_worlds import (
     start,
     stop,
     train,
-    write,
 )
 
 FIRST, THEN, LAST = range(3), range(3, 6), range(6, 7)
@@ -42,8 +41,7 @@ SAVED = ("int4", "stale")  # those that keep most; the others go on from checkpo
 
 def engine_for(form: str | None, model: dict[str, Any] = QWEN_2, **block: Any) -> Any:
     """With ACCO's form, or without: DeepSpeed's ZeRO-1."""
-    acco = None if form is None else AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
-    return start(model, ParallelConfig(), deepspeed_block(1, micro=1, **block), acco=acco)
+    return start(model, ParallelConfig(), deepspeed_block(1, **block), acco=form)
 
 
 # ------------------------------------------------------------------------------- what two replicas do, on each rank
@@ -52,11 +50,10 @@ def engine_for(form: str | None, model: dict[str, Any] = QWEN_2, **block: Any) -
 def two_replicas(folder: str) -> dict[str, Any]:
     return {
         "checkpoint": {form: canonical_checkpoint(f"{folder}/{form}", form) for form in SAVED},
-        "overwritten": {form: overwritten(form) for form in SAVED},
         "bf16": {form: train_bf16(form) for form in (None, *FORMS)},
         "large": {form: large(form) for form in ("stale", "local")},
         "watched": watched(f"{folder}/csv"),
-        "bad settings": [refusal(bad_run(*settings, ranks=2)) for *settings, _ in BAD_SETTINGS],
+        "bad setting": refusal(bad_run(*BAD_SETTINGS[0][:-1], ranks=2)),
     }
 
 
@@ -118,19 +115,6 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
     return seen
 
 
-def overwritten(form: str) -> dict[str, Any]:
-    engine = engine_for(form)
-    (first,) = train(engine, range(1))
-    train(engine, range(1, 4))
-    engine.settle()
-    was_ahead = engine.optimizer.has_prediction
-    write(engine, canonical_weights(engine.architecture))
-    now_ahead = engine.optimizer.has_prediction
-    (again,) = train(engine, range(1))
-    stop(engine)
-    return {"ahead": (was_ahead, now_ahead), "first": first, "again": again}
-
-
 def settled(engine: Any) -> list[Any]:
     engine.settle()
     return pushed(engine)
@@ -162,7 +146,7 @@ def live_bytes() -> int:
 def large(form: str) -> dict[str, Any]:
     before = live_bytes()
     engine = engine_for(form, LARGE)
-    train(engine, range(6))
+    train(engine, range(3))
     engine.settle()
     parameters = sum(p.numel() for p in engine.module.parameters())
     scratch = engine.optimizer.communication._scratch
@@ -223,15 +207,6 @@ def test_a_run_goes_to_zero_1_and_back(ranks: list[dict[str, Any]], form: str) -
     one, other = (assemble(a, [rank[which][1] for rank in seen]) for which in ("zero", "acco"))
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", SAVED)
-def test_overwritten_masters_restart_the_prediction(ranks: list[dict[str, Any]], form: str) -> None:
-    for rank in ranks:
-        seen = rank["overwritten"][form]
-        assert seen["ahead"] == (True, False)
-        assert seen["again"] == pytest.approx(seen["first"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -311,10 +286,8 @@ def test_bad_settings_are_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_bad_settings_are_refused_by_a_rank(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        for told, (*_, message) in zip(rank["bad settings"], BAD_SETTINGS, strict=True):
-            assert message in told
+def test_a_bad_setting_is_refused_by_a_rank(ranks: list[dict[str, Any]]) -> None:
+    assert all(BAD_SETTINGS[0][-1] in rank["bad setting"] for rank in ranks)
 
 
 def test_a_window_s_gradients_may_be_summed_in_fp32() -> None:

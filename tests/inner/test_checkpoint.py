@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from geotrain.config import ParallelConfig
 from geotrain.parameters.parameter_map import StridedSlice
 from tests.support.checkpoints import load, save
-from tests.support.expert_models import DEEPSEEK, QWEN_MOE
+from tests.support.families import DEEPSEEK, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
     MUON,

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from geotrain.config import ParallelConfig
+from tests.support.families import MISTRAL
 from tests.support.inner_worlds import LLAMA, QWEN_2, SEQUENCE, deepspeed_block, run_world, start, stop
 from tests.support.inner_worlds import batch as random_batch
 
 END = 0
-LLAMA_2 = {**LLAMA, "num_hidden_layers": 2}
-MODELS = {"llama": LLAMA_2, "qwen": QWEN_2, "mistral": {**LLAMA_2, "model_type": "mistral", "sliding_window": 5}}
+MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": QWEN_2, "mistral": {**MISTRAL, "num_hidden_layers": 2}}
 
 
 def packed() -> torch.Tensor:

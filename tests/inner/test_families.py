@@ -8,15 +8,22 @@ from typing import Any
 import torch
 
 from geotrain.config import ParallelConfig
-from tests.support.expert_models import (
+from tests.support.families import (
     DEEPSEEK,
+    LATENT_YARN,
+    LINEAR,
+    LLAMA_3,
+    MISTRAL,
     MIXTRAL,
+    QWEN2,
     QWEN2_MOE,
     QWEN_MOE,
+    YARN,
     biased_gates,
     losses,
     move_biases,
     transformers_experts,
+    transformers_model,
 )
 from tests.support.inner_worlds import (
     LLAMA,
@@ -32,7 +39,6 @@ from tests.support.inner_worlds import (
     train,
     write,
 )
-from tests.support.transformers_models import transformers_model
 
 
 def reference_curve(model: Any, config: dict[str, Any], steps: range) -> list[tuple[float, float]]:
@@ -60,28 +66,7 @@ def reference_curve(model: Any, config: dict[str, Any], steps: range) -> list[tu
     return curve
 
 
-LLAMA_3 = {
-    **LLAMA,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-}
-YARN = {**QWEN, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
-LINEAR = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
-QWEN2 = {**LLAMA, "model_type": "qwen2"}
-MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5, "head_dim": 12}
 DENSE = (LLAMA, QWEN, LLAMA_3, YARN, LINEAR, QWEN2, MISTRAL)
-LATENT_YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 SPARSE = (
     QWEN_MOE,
     {**QWEN_MOE, "norm_topk_prob": False},

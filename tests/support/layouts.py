@@ -9,7 +9,7 @@ from typing import Any
 from geotrain.config import AccoConfig, ParallelConfig
 from geotrain.parallelism.acco_forms import FORMS, check_acco
 from geotrain.parallelism.checks import accumulation_steps, check_layout
-from tests.support.expert_models import DEEPSEEK, MIXTRAL, QWEN2_MOE, QWEN_MOE
+from tests.support.families import DEEPSEEK, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, MUON, QWEN_2, SEQUENCE, architecture, deepspeed_block
 
 LLAMA_2 = {**LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 4}  # TP 2 × CP 2 take a head of four each
@@ -17,8 +17,8 @@ DENSE = {
     "llama": LLAMA_2,
     "packed": LLAMA_2,  # samples hold several documents, and attention stays inside them
     "qwen": QWEN_2,
-    "qwen2": {**LLAMA, "num_hidden_layers": 2, "model_type": "qwen2"},  # with biases
-    "mistral": {**LLAMA, "num_hidden_layers": 2, "model_type": "mistral", "sliding_window": 5},  # packed, too
+    "qwen2": {**QWEN2, "num_hidden_layers": 2},  # with biases
+    "mistral": {**MISTRAL, "num_hidden_layers": 2},  # packed, too
 }
 SPARSE = {
     "qwen_moe": {**QWEN_MOE, "num_key_value_heads": 4},
