@@ -75,7 +75,7 @@ SPARSE = (
     DEEPSEEK,
     {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": LATENT_YARN},  # as Moonlight
 )
-STEPS = range(6)
+STEPS = range(5)
 
 
 def with_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

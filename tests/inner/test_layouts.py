@@ -30,7 +30,7 @@ from tests.support.inner_worlds import (
     start,
     stop,
 )
-from tests.support.layouts import CHOICES, CUTS, DENSE, MODELS, PACKED, SPARSE, Choice, Layout
+from tests.support.layouts import CHOICES, DENSE, MODELS, PACKED, SPARSE, Choice, Layout, pairs_of
 
 FIRST, THEN = range(3), range(3, 6)
 END_OF_DOCUMENT = 0
@@ -224,9 +224,7 @@ def test_the_planner_s_bytes_are_those_that_are_sent(played: dict[Layout, list[A
 # Choices that never go together, and what a user is told.
 REFUSED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...], str]] = [
     ("expert", ("2", "2 by gathering"), "model", tuple(DENSE), "no experts"),
-    ("expert", ("2", "2 by gathering"), "kind", ("dense",), "no experts"),
     ("tensor", ("2",), "model", tuple(SPARSE), "with experts needs parallel.sequence = true"),
-    ("tensor", ("2",), "kind", ("sparse",), "with experts needs parallel.sequence = true"),
     ("tensor", ("2",), "expert", ("2", "2 by gathering"), "with experts needs parallel.sequence = true"),
     ("context", (2,), "model", ("deepseek",), "context = 2 does not go with the latent attention of a deepseek_v3"),
     ("zero", ("2",), "pipeline", (2,), "stage = 2 does not go with parallel.pipeline = 2"),
@@ -237,12 +235,6 @@ REFUSED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...], str]] = [
     ("zero", ("1 offloaded",), "acco", CHOICES["acco"][1:], "does not go with deepspeed.zero_optimization.offload"),
     ("expert", ("2", "2 by gathering"), "acco", CHOICES["acco"][1:], "does not go with parallel.expert = 2"),
 ]
-
-
-def layout_of(chosen: dict[str, Any]) -> Layout:
-    """A layout of two replicas with these choices, of a model that goes with them where none is named."""
-    kind = chosen.pop("kind", "sparse" if "expert" in chosen else "dense")
-    return Layout(**{"replicas": 2, "model": {"dense": "llama", "sparse": "mixtral"}[kind], **chosen})
 
 
 def refused_pairs() -> dict[frozenset[Choice], str]:
@@ -257,12 +249,11 @@ def test_all_pairs_of_choices_are_trained_or_refused() -> None:
     choices = {**CHOICES, "kind": ("dense", "sparse")}
     pairs = {
         frozenset(((one, a), (other, b)))
-        for one, other in itertools.combinations(choices, 2)
-        if "model" not in (one, other) or {one, other} & set(CUTS)
+        for one, other in pairs_of(choices)
         for a, b in itertools.product(choices[one], choices[other])
-    } - {frozenset((("model", m), ("kind", k))) for m in MODELS for k in ("dense", "sparse")}
+    }
     trained = set().union(*(layout.pairs for layout in LAYOUTS))
-    assert pairs - trained == refused_pairs().keys() & pairs
+    assert pairs - trained == refused_pairs().keys()
     for layout in LAYOUTS:
         layout.check()
     singles = {choice for pair in set().union(*(layout.pairs for layout in LAYOUTS[:SHORT])) for choice in pair}
@@ -273,6 +264,7 @@ def test_all_pairs_of_choices_are_trained_or_refused() -> None:
     "pair", refused_pairs(), ids=lambda pair: ", ".join(f"{n} {v}" for n, v in sorted(pair, key=str))
 )
 def test_what_does_not_go_together_is_refused(pair: frozenset[Choice]) -> None:
+    chosen: dict[str, Any] = dict(pair)
     with pytest.raises(ConfigError) as error:
-        layout_of(dict(pair)).check()
+        Layout(**{"replicas": 2, "model": "mixtral" if "expert" in chosen else "llama"} | chosen).check()
     assert refused_pairs()[pair] in str(error.value)

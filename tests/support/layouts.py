@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,7 +32,7 @@ PACKED = ("packed", "mistral")
 
 Value = str | int
 Choice = tuple[str, Value]
-CUTS = ("tensor", "pipeline", "context", "expert", "optimizer")  # how matrices are cut, or stepped whole
+CUTS = {"tensor", "pipeline", "context", "expert", "optimizer"}  # how matrices are cut, or stepped whole
 # What may be chosen, and the values of each; `2+` is tensor and sequence parallelism.
 CHOICES: dict[str, tuple[Value, ...]] = {
     "model": tuple(MODELS),
@@ -120,13 +121,20 @@ class Layout:
 
     @property
     def pairs(self) -> set[frozenset[Choice]]:
-        """What it tries together: two choices each. A model's names and shapes meet how matrices are cut; the rest
-        only knows whether it has experts. In bf16 figures are rough, so that it shows for that choice alone."""
+        """What it tries together: two choices each. In bf16 figures are rough, so that it shows for that choice
+        alone."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen["kind"] = "dense" if self.model in DENSE else "sparse"
-        met = {
-            frozenset(((one, chosen[one]), (other, chosen[other])))
-            for one, other in itertools.combinations(chosen, 2)
-            if "model" not in (one, other) or {one, other} & set(CUTS)
-        }
+        met = {frozenset(((one, chosen[one]), (other, chosen[other]))) for one, other in pairs_of(chosen)}
         return met if self.precision == "fp32" else {pair for pair in met if ("precision", self.precision) in pair}
+
+
+def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of choices that must meet. A model's names and shapes meet how matrices are cut; all else only knows its
+    kind, which is whether it has experts."""
+    return [
+        (one, other)
+        for one, other in itertools.combinations(names, 2)
+        if ("model" not in (one, other) or {one, other} & CUTS)
+        and ("kind" not in (one, other) or not {one, other} & CUTS)
+    ]
