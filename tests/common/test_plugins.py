@@ -19,7 +19,7 @@ from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.memory import memory_per_rank
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.checkpoints import load, save
-from tests.support.expert_models import transformers_experts
+from tests.support.families import transformers_experts
 from tests.support.inner_worlds import (
     QWEN_2,
     batch,

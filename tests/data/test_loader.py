@@ -1,5 +1,4 @@
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from geotrain.data import loader
 from geotrain.data.loader import LeasedLoader, SampleSource, validation_batches
 from geotrain.data.tokens import DataError
+from tests.support.executors import AtOnce
 
 SEQUENCE = 4
 SAMPLES = 36  # per epoch
@@ -70,7 +70,8 @@ def test_a_later_lease_needs_no_history() -> None:
     assert [trained(b.own) for b in later] == [trained(b.own) for b in whole[3:]]
 
 
-def test_the_next_step_is_read_ahead_and_no_further() -> None:
+def test_the_next_step_is_read_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "ThreadPoolExecutor", AtOnce)
     reads: list[int] = []
 
     class Watched(SampleSource):
@@ -80,13 +81,7 @@ def test_the_next_step_is_read_ahead_and_no_further() -> None:
 
     watched = Watched(np.arange(200, dtype=np.uint16), SEQUENCE, 1, 1000, "tokens")
     steps = LeasedLoader(watched, 6, 6, 0, 1).steps(0, 36)
-    assert reads == []
-    next(steps)
-    for expected in ([0, 6], [0, 6, 12]):
-        deadline = time.monotonic() + 60
-        while len(reads) < len(expected) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(0.02)
+    for expected in ([], [0, 6], [0, 6, 12]):
         assert reads == expected
         next(steps)
 

@@ -142,38 +142,29 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def damage(folder: Path, how: str) -> None:
-    manifest = json.loads((folder / "train.json").read_text())
-    if how == "no manifest":
-        (folder / "train.json").unlink()
-    elif how == "manifest":
-        (folder / "train.json").write_text('{"tokens": 3')
-    elif how == "foreign":
-        (folder / "train.json").write_text(json.dumps({**manifest, "tokens": 7}))
-    elif how == "no bin":
-        (folder / "train.bin").unlink()
-    elif how == "cut":
-        os.truncate(folder / "train.bin", 100)
-    elif how == "index":
-        (folder / "train.idx").write_bytes(b"x" * 50)
-
-
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("damage", "message"),
     [
-        ("no manifest", r"train\.json: cannot be read: No such file.*`geotrain prepare` writes it"),
-        ("manifest", r"train\.json: damaged; prepare the data again"),
-        ("foreign", r"train: the \.bin/\.idx pair has \d+ tokens .* states 7"),
-        ("no bin", r"train\.bin: cannot be read: No such file"),
-        ("cut", r"train\.bin holds 50 tokens but"),
-        ("index", r"train\.idx: is no Megatron index file"),
+        (
+            lambda f: (f / "train.json").unlink(),
+            r"train\.json: cannot be read: No such file.*`geotrain prepare` writes it",
+        ),
+        (lambda f: (f / "train.json").write_text('{"tokens": 3'), r"train\.json: damaged; prepare the data again"),
+        (lambda f: state_tokens(f / "train.json", 7), r"train: the \.bin/\.idx pair has \d+ tokens .* states 7"),
+        (lambda f: (f / "train.bin").unlink(), r"train\.bin: cannot be read: No such file"),
+        (lambda f: os.truncate(f / "train.bin", 100), r"train\.bin holds 50 tokens but"),
+        (lambda f: (f / "train.idx").write_bytes(b"x" * 50), r"train\.idx: is no Megatron index file"),
     ],
 )
-def test_damaged_data_are_refused(prepared: Path, tmp_path: Path, how: str, message: str) -> None:
+def test_damaged_data_are_refused(prepared: Path, tmp_path: Path, damage: Any, message: str) -> None:
     shutil.copytree(prepared, tmp_path / "out")
-    damage(tmp_path / "out", how)
+    damage(tmp_path / "out")
     with pytest.raises(DataError, match=message):
         open_dataset(tmp_path / "out/train", 264)
+
+
+def state_tokens(manifest: Path, tokens: int) -> None:
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "tokens": tokens}))
 
 
 def test_a_changed_bit_and_a_small_model_are_refused(prepared: Path, tmp_path: Path) -> None:
@@ -295,7 +286,7 @@ def test_a_dying_process_is_an_error() -> None:
 
 
 def test_an_endless_block_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "BLOCK_DEADLINE_S", 0.01)  # a process takes longer to start
+    monkeypatch.setattr(prepare_module, "BLOCK_DEADLINE_S", 0.0)
     blocks = iter([TextBlock("a.txt", "text", 1, (b"text",), 1)])
     with pytest.raises(DataError, match=r"a\.txt:1: tokenizing from here took over 0 s"):
         next(_encode_all(blocks, Encoder(byte_tokenizer(), "text", 0.0), 1))

@@ -160,16 +160,23 @@ def test_what_is_in_the_cache_needs_no_server_and_what_is_damaged_there_is_fetch
 
 
 def test_a_server_that_is_killed_and_started_again_is_waited_for(
-    tmp_path: Path, folder: Path, server: Server
+    tmp_path: Path, folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failed = threading.Event()
+
+    class Told(remote.RetryBackoff):
+        def pause_s(self) -> float:
+            failed.set()
+            return super().pause_s()
+
+    monkeypatch.setattr(remote, "RetryBackoff", Told)
     tokens, whole = opened(f"{server.url}/train", BlockCache(tmp_path, 1)), here(folder)
     assert (tokens[:1000] == whole[:1000]).all()
     server.kill()
     found: list[np.ndarray] = []
     reader = threading.Thread(target=lambda: found.append(tokens[BLOCK_BYTES : BLOCK_BYTES + 1000]))
     reader.start()
-    reader.join(0.5)
-    assert reader.is_alive(), "there is nobody who could have answered"
+    assert failed.wait(60), "there is nobody who could have answered"
     server.start()
     reader.join(60)
     assert (found[0] == whole[BLOCK_BYTES : BLOCK_BYTES + 1000]).all()

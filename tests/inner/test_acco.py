@@ -10,52 +10,42 @@ from typing import Any
 import pytest
 import torch
 
-from geotrain.config import AccoConfig
 from geotrain.parallelism.acco_forms import first_part
 from tests.support.acco_reference import Weights
-from tests.support.acco_worlds import MODELS, Case, Step, canonical, distance, masters, oracle, reference, run_cases
+from tests.support.acco_worlds import Case, Step, canonical, distance, masters, oracle, reference, run_cases
 from tests.support.inner_worlds import BATCH, SEQUENCE, run_world
+from tests.support.layouts import MODELS
 
 PER_STEP = 1e-6
 
-LOSSLESS = [
-    Case("exact"),
-    Case("exact", unequal=True),
-    Case("exact", "qwen", tensor=2, sequence=True, recompute="selective"),
-    Case("exact", "qwen", pipeline=2, recompute="full"),
-    Case("stale"),
-    Case("stale", unequal=True, steps=8),
-    Case("stale", "qwen", tensor=2, steps=8),
-    Case("none", steps=8, clip=0.0, chunks=True),
-    Case("exact", "qwen", muon=True),
-    Case("stale", "qwen", tensor=2, steps=8, muon=True),
-]
-LOSSY = [
-    Case("int4", steps=8, recompute="full"),
-    Case("int4", steps=8, chunks=True),
-    Case("int4", tensor=2, steps=8),
-    Case("int4", unequal=True, steps=8),
-    Case("local", steps=8),
-    Case("local", pipeline=2, steps=8),
-    Case("int4", "qwen", steps=8, chunks=True, muon=True),
-    Case("local", steps=8, muon=True),
+# Each form with what makes it differ; layouts of those without rounding train as one process, too (test_layouts.py).
+TWO = [
+    Case(replicas=2, acco="exact, balanced"),
+    Case("qwen", replicas=2, acco="exact", optimizer="Muon"),
+    Case(replicas=2, acco="stale, balanced"),
+    Case("qwen", tensor="2", acco="stale", optimizer="Muon"),
+    Case(replicas=2, acco="none", clip=0.0, chunks=True),
+    Case(tensor="2", acco="int4", chunks=True),
+    Case(replicas=2, acco="int4, balanced"),
+    Case("qwen", replicas=2, acco="int4", optimizer="Muon", chunks=True),
+    Case(pipeline=2, acco="local"),
+    Case(replicas=2, acco="local", optimizer="Muon"),
 ]
 FOUR = [
-    Case("exact", "qwen", tensor=2, sequence=True, ranks=4, steps=8),
-    Case("stale", "qwen", pipeline=2, ranks=4, steps=8, unequal=True),
-    Case("int4", tensor=2, ranks=4, steps=8, unequal=True),
-    Case("int4", tensor=2, ranks=4, steps=8, muon=True),
+    Case(replicas=2, tensor="2", acco="int4, balanced"),
+    Case(replicas=2, tensor="2", acco="int4", optimizer="Muon"),
+    Case("qwen", replicas=2, pipeline=2, acco="stale, balanced"),
 ]
 
 
 @pytest.fixture(scope="module")
 def gradients() -> dict[str, Any]:
-    return {name: oracle(model) for name, model in MODELS.items()}
+    return {name: oracle(MODELS[name]) for name in ("llama", "qwen")}
 
 
 def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], check_now: Callable[..., bool]) -> None:
     ref = reference(case, gradients[case.model])
-    speakers = ranks[: case.tensor * case.dp : case.tensor]  # one of each replica
+    speakers = ranks[: case.parallel.tensor * case.replicas : case.parallel.tensor]  # one of each replica
     counts = []
     for step, steps in enumerate(zip(*ranks, strict=True)):
         parts = [of_replica[step].parts for of_replica in speakers]
@@ -72,14 +62,13 @@ def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], chec
         assert check_now(now, ref.now, committed), (case, step)
         ref.now = now  # each step is judged by itself
     assert all(sum(c) == BATCH for c in counts), f"{case}, {counts}"
-    usual = BATCH // case.dp
+    usual = BATCH // case.replicas
     if case.unequal:
         held_back = [c for step, c in enumerate(counts) if case.held_back(step, 0)]
         assert len(held_back) > 1 and all(fast > slow for fast, slow in held_back), "the fast replica took more"
     else:
         assert all(c == usual for c in itertools.chain(*counts))
-        split = first_part(AccoConfig(prediction=case.form), usual)  # type: ignore[arg-type]
-        assert len(parts[0][0]) == split, "the last window is split as planned"
+        assert len(parts[0][0]) == first_part(case.settings, usual), "the last window is split as planned"
 
 
 def close(now: Weights, expected: Weights, committed: Weights) -> bool:
@@ -94,15 +83,9 @@ def close_but_for_rounding(now: Weights, expected: Weights, committed: Weights) 
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_the_reference(gradients: dict[str, Any], tmp_path: Path) -> None:
-    cases = LOSSLESS + LOSSY
-    ranks = run_world(2, run_cases, cases, tmp_path)
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four"])
+def test_every_form_trains_as_the_reference(cases: list[Case], gradients: dict[str, Any], tmp_path: Path) -> None:
+    ranks = run_world(cases[0].ranks, run_cases, cases, tmp_path)
     for i, case in enumerate(cases):
-        compare(case, [r[i] for r in ranks], gradients, close_but_for_rounding if case in LOSSY else close)
-
-
-@pytest.mark.slow
-def test_four_ranks_train_as_the_reference(gradients: dict[str, Any], tmp_path: Path) -> None:
-    ranks = run_world(4, run_cases, FOUR, tmp_path)
-    for i, case in enumerate(FOUR):
-        compare(case, [r[i] for r in ranks], gradients, close_but_for_rounding if case.form == "int4" else close)
+        lossy = case.form in ("int4", "local")
+        compare(case, [r[i] for r in ranks], gradients, close_but_for_rounding if lossy else close)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import AccoConfig, ParallelConfig
-from tests.support.inner_worlds import QWEN, deepspeed_block, micro_batches, run_world, start, stop, train
+from geotrain.config import ParallelConfig
+from tests.support.inner_worlds import QWEN_2, deepspeed_block, micro_batches, run_world, start, stop, train
 
-MODEL = {**QWEN, "num_hidden_layers": 2}
 JOBS = {
     "exact": ["predict", "commit"],
     "int4": ["predict", "commit"],
@@ -26,8 +25,7 @@ def beside_compute(form: str) -> list[str]:
 
     No time is compared: where the engine waits for a job before it computes, the job waits for the engine, and its
     deadline ends the training."""
-    acco = AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
-    engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=1), acco=acco)
+    engine = start(QWEN_2, ParallelConfig(), deepspeed_block(1), acco=form)
     ended: list[str] = []
     train(engine, range(2))
     engine.settle()

@@ -12,9 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from geotrain.config import ConfigError, ParallelConfig
 from geotrain.parameters.parameter_map import parameter_count
@@ -24,6 +26,7 @@ from tests.support.inner_worlds import (
     QWEN,
     SEQUENCE,
     Given,
+    canonical_weights,
     deepspeed_block,
     micro_batches,
     run_config,
@@ -31,11 +34,27 @@ from tests.support.inner_worlds import (
     start,
     stop,
     train,
+    write,
 )
 
 
+def refused() -> list[str]:
+    from geotrain.inner.build import build_engine
+
+    errors = []
+    for parallel, block in (
+        (ParallelConfig(tensor=2), deepspeed_block(1)),
+        (ParallelConfig(), deepspeed_block(3)),
+        (ParallelConfig(), deepspeed_block(1, optimizer={"type": "AdamW", "params": {"learning_rate": 1.0}})),
+    ):
+        with pytest.raises(ConfigError) as error:
+            build_engine(run_config(LLAMA, block), parallel, block)
+        errors.append(str(error.value))
+    return errors
+
+
 def one_rank(folder: str) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"refused": refused()}
     said, logged = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         engine = start(QWEN, ParallelConfig(), deepspeed_block(1))
@@ -91,7 +110,10 @@ def one_rank(folder: str) -> dict[str, Any]:
     seen["norms"], seen["threads"] = [], []
     for stage in (0, 1, 2):
         engine = start(LLAMA, ParallelConfig(), deepspeed_block(stage, gradient_clipping=0.0))
-        seen["norms"].append(engine.train_step(micro_batches(engine, 0), 0).grad_norm)
+        with mock.patch.object(dist, "all_reduce", mock.Mock(side_effect=dist.all_reduce)) as reduce:
+            seen["norms"].append(engine.train_step(micro_batches(engine, 0), 0).grad_norm)
+        if stage == 0:
+            seen["reduced"] = [call.args[0].numel() for call in reduce.call_args_list]
         expected = torch.stack([p.grad.norm() for p in gradients(engine)]).norm()
         seen["norms"].append(float(expected))
         stop(engine)
@@ -109,21 +131,17 @@ def gradients(engine: Any) -> list[torch.nn.Parameter]:
     hooks = engine.optimizer._grad_acc_hooks if hasattr(engine.optimizer, "_grad_acc_hooks") else []
     for hook in hooks:
         hook.remove()
-    start_again(engine)
+    write(engine, canonical_weights(engine.architecture))
     tokens = torch.cat(micro_batches(engine, 0))
     with platform.megatron_runtime():
         engine.module(tokens[:, :-1], None, None, labels=tokens[:, 1:]).mean().backward()
     return list(engine.module.parameters())
 
 
-def start_again(engine: Any) -> None:
-    from tests.support.inner_worlds import canonical_weights, write
-
-    write(engine, canonical_weights(engine.architecture))
-
-
 def test_one_engine(tmp_path: Path) -> None:
     (seen,) = run_world(1, one_rank, str(tmp_path))
+    for error, words in zip(seen["refused"], ("tensor 2", "stage = 3", "learning_rate"), strict=True):
+        assert words in error
     assert seen["noise"] == ""
     assert seen["about"] == (0, 0, 1, True, True)
 
@@ -148,31 +166,11 @@ def test_one_engine(tmp_path: Path) -> None:
     assert (tmp_path / "job" / "Train_Samples_lr.csv").exists()
     assert "step=3" in seen["log"] and "fwd" in seen["log"]
 
+    # Who has no replicas reduces no gradients: numbers of a micro-batch's tokens are the most.
+    assert seen["reduced"] and max(seen["reduced"]) <= 2 * SEQUENCE
     for measured, expected in zip(seen["norms"][::2], seen["norms"][1::2], strict=True):
         assert measured == pytest.approx(expected, rel=1e-4)
     assert seen["threads"][0] == seen["threads"][2], "the process groups of engines that are closed are gone"
-
-
-def refused() -> list[str]:
-    from geotrain.inner.build import build_engine
-
-    errors = []
-    for parallel, block in (
-        (ParallelConfig(tensor=2), deepspeed_block(1)),
-        (ParallelConfig(), deepspeed_block(3)),
-        (ParallelConfig(), deepspeed_block(1, optimizer={"type": "AdamW", "params": {"learning_rate": 1.0}})),
-    ):
-        try:
-            build_engine(run_config(LLAMA, block), parallel, block)
-        except ConfigError as error:
-            errors.append(str(error))
-    return errors
-
-
-def test_build_engine_refuses_what_cannot_run() -> None:
-    (errors,) = run_world(1, refused)
-    assert len(errors) == 3
-    assert "tensor 2" in errors[0] and "stage = 3" in errors[1] and "learning_rate" in errors[2]
 
 
 def test_imports_leave_torch_as_it_was() -> None:

@@ -1,31 +1,18 @@
-"""Attention inside documents: a packed sample must give what its documents give one by one."""
+"""Attention inside documents: a packed sample gives what its documents give one by one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from geotrain.config import ParallelConfig
-from tests.support.inner_worlds import (
-    LLAMA,
-    QWEN,
-    SEQUENCE,
-    Given,
-    canonical_weights,
-    deepspeed_block,
-    run_config,
-    run_world,
-    start,
-    stop,
-    write,
-)
+from tests.support.families import MISTRAL
+from tests.support.inner_worlds import LLAMA, QWEN_2, SEQUENCE, deepspeed_block, run_world, start, stop
 from tests.support.inner_worlds import batch as random_batch
 
 END = 0
-MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5}
-MODELS = {"llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL}
+MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": QWEN_2, "mistral": {**MISTRAL, "num_hidden_layers": 2}}
 
 
 def packed() -> torch.Tensor:
@@ -72,39 +59,3 @@ def test_a_packed_sample_gives_what_its_documents_give_alone() -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=name)
         torch.testing.assert_close(whole[0, :4], together[0, :4], rtol=1e-5, atol=1e-5)
         assert (whole[0, 4:] - together[0, 4:]).abs().max() > 1e-3, "documents must matter"
-
-
-def curves(layouts: list[tuple[str, int, int, bool, int, str]]) -> list[Any]:
-    from geotrain.inner.build import build_engine
-
-    results = []
-    for name, tensor, pipeline, sequence, stage, recompute in layouts:
-        parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence)
-        block = deepspeed_block(stage)
-        engine = build_engine(run_config(MODELS[name], block, recompute), parallel, block, 120, end_of_document=END)
-        write(engine, canonical_weights(engine.architecture))
-        steps = []
-        for step in range(3):
-            tokens = random_batch(step).clone()
-            tokens[:, ::5] = END
-            mine = tokens.chunk(engine.dp_size)[engine.dp_rank]
-            result = engine.train_step(Given(mine.split(2)), step)
-            steps.append((result.loss, result.grad_norm))
-        results.append(steps)
-        stop(engine)
-    return results
-
-
-@pytest.mark.slow
-def test_every_layout_trains_packed_documents_as_one_process() -> None:
-    layouts = [
-        ("qwen", 2, 1, True, 1, "full"),
-        ("llama", 2, 1, False, 2, "selective"),
-        ("mistral", 1, 2, False, 1, "none"),
-        ("llama", 1, 1, False, 2, "none"),
-    ]
-    by_rank = run_world(2, curves, layouts)
-    (alone,) = run_world(1, curves, [(name, 1, 1, False, 0, "none") for name, *_ in layouts])
-    for found in by_rank:
-        for layout, ours, expected in zip(layouts, found, alone, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5, msg=str(layout))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,19 +16,11 @@ from benchmarks.trace.recorder import Recorder, recorded
 from geotrain.config import ParallelConfig, architecture_from_hf
 from geotrain.parallelism.acco_forms import FORMS
 from geotrain.parallelism.local_parameters import local_parameters
+from tests.support.executors import AtOnce
 from tests.support.inner_worlds import run_world
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8
-
-
-class AtOnce:
-    """An executor that runs a job where it is submitted: a mode of torch's dispatcher belongs to one thread."""
-
-    def submit(self, job: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(job())
-        return done
 
 
 def windows(*forms: str) -> list[tuple[int, Counter[str], Counter[str]]]:
@@ -69,7 +60,7 @@ def window(form: str, mesh: Any) -> tuple[int, Counter[str], Counter[str]]:
     settings = AdamWSettings()
     adamw = InnerOptimizer(parameter_groups(placed, settings, EXPERTS), settings)
     optimizer = AccoOptimizer(adamw, placed, mesh, FORMS[form], 1.0, torch.bfloat16, 0, 60.0, lambda outcome: None)
-    optimizer.communication._thread = AtOnce()  # type: ignore[assignment]
+    optimizer.communication._thread = AtOnce()  # type: ignore[assignment]  # a mode of torch's dispatcher belongs to one thread
     optimizer.count(torch.zeros((), device="meta"), 4)
     with recorded() as prediction:
         optimizer.predict()

@@ -24,7 +24,7 @@ from geotrain.launch.check import check_worker
 from geotrain.launch.host_check import hosts_of
 from geotrain.parallelism.checks import check_deterministic, check_layout
 from geotrain.parallelism.transformer_engine import asked_by, check_device, check_transformer_engine
-from tests.support.expert_models import DEEPSEEK, QWEN_MOE
+from tests.support.families import DEEPSEEK, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, architecture, deepspeed_block, run_config, run_world, start, stop, train
 
 FP8 = PrecisionConfig(fp8="hybrid")

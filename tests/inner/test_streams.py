@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from geotrain.config import AccoConfig, ParallelConfig
+from geotrain.config import ParallelConfig
 from tests.support.cuda_emulator import Cuda, Event, Stream
 from tests.support.inner_worlds import LLAMA, deepspeed_block, masters, micro_batches, run_world, start, stop
 
@@ -44,8 +44,7 @@ def run(cuda: Cuda, form: str | None, folder: Path | None = None) -> None:
             stack.enter_context(mock.patch.object(module, "platform", GPU))
         stack.enter_context(mock.patch.object(platform, "_cpu_stand_ins", lambda: stand_ins))
         with cuda.in_place():
-            acco = None if form is None else AccoConfig(prediction=form, synchronous_steps=1)  # type: ignore[arg-type]
-            engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=4), acco=acco)
+            engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=4), acco=form)
         given = [micro_batches(engine, step) for step in range(3)]
         stack.enter_context(cuda.emulated())
         for batches in given:

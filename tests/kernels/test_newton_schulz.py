@@ -127,15 +127,20 @@ def test_nothing_of_nothing(shape):
     assert kernels.orthogonalize(torch.zeros(shape)).shape == shape
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"must be \[batch, rows, columns\], is float32 of shape \(3, 4\)"):
-        kernels.orthogonalize(torch.zeros(3, 4))
-    with pytest.raises(ValueError, match="matrices must be contiguous float32 or bfloat16, is float64"):
-        kernels.orthogonalize(torch.zeros(1, 3, 4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="contiguous"):
-        kernels.orthogonalize(torch.zeros(1, 3, 4).mT)
-    for coefficients in ((), ((1.0, 0.0, math.nan),)):
-        with pytest.raises(ValueError, match="finite triples, one a step, at least one"):
-            kernels.orthogonalize(torch.zeros(1, 3, 4), coefficients)
-    no_gradient = kernels.orthogonalize(torch.ones(1, 2, 2, requires_grad=True))
-    assert not no_gradient.requires_grad
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([torch.zeros(3, 4)], r"must be \[batch, rows, columns\], is float32 of shape \(3, 4\)"),
+        ([torch.zeros(1, 3, 4, dtype=torch.float64)], "matrices must be contiguous float32 or bfloat16, is float64"),
+        ([torch.zeros(1, 3, 4).mT], "contiguous"),
+        ([torch.zeros(1, 3, 4), ()], "finite triples, one a step, at least one"),
+        ([torch.zeros(1, 3, 4), ((1.0, 0.0, math.nan),)], "finite triples, one a step, at least one"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        kernels.orthogonalize(*arguments)
+
+
+def test_a_result_has_no_gradient():
+    assert not kernels.orthogonalize(torch.ones(1, 2, 2, requires_grad=True)).requires_grad

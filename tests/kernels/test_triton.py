@@ -27,27 +27,23 @@ from tests.support.kernel_cases import (
     format_id,
 )
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
+
+
+WHOLE = pytest.mark.long("kernels")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_under_the_interpreter():
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=WHOLE)])
+def test_under_the_interpreter(every):
     # the variable is read when a kernel is defined, so this needs a process of its own
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        str(TESTS / "support" / "interpreted_kernels.py"),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=TESTS.parent)
+    command = [sys.executable, "-m", "tests.support.interpreted_kernels", str(every)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(PAYLOAD_FORMATS) + 2} passed" in done.stdout
+    assert done.stdout.split() == [format_id(fmt) for fmt in PAYLOAD_FORMATS[::every]]
 
 
 KERNELS = {
@@ -56,8 +52,8 @@ KERNELS = {
 }
 
 
-def sample() -> list[tuple[triton_aot.Launch, str]]:
-    """Sample what `benchmarks.aot` compiles: of each kernel three, each for another target; the largest blocks
+def sample(each: int) -> list[tuple[triton_aot.Launch, str]]:
+    """Sample what `benchmarks.aot` compiles: so many of each kernel, each for another target; the largest blocks
     first."""
     found, targets = [], list(triton_aot.TARGETS)
     kept: dict[str, int] = dict.fromkeys(KERNELS, 0)
@@ -66,16 +62,17 @@ def sample() -> list[tuple[triton_aot.Launch, str]]:
             for launch in case.launches(target):
                 name = launch.kernel.__name__
                 turn = (sorted(KERNELS).index(name) + 2 * kept[name]) % len(targets)
-                if kept[name] < 3 and targets[turn] == target:
+                if kept[name] < each and targets[turn] == target:
                     kept[name] += 1
                     found.append((launch, target))
     return found
 
 
 @pytest.mark.slow
-def test_compiles_ahead_of_time_for_every_target():
+@pytest.mark.parametrize("each", [1, pytest.param(3, marks=WHOLE)])
+def test_compiles_ahead_of_time_for_every_target(each):
     """A sample of the space; all of it takes minutes (`python -m benchmarks.aot`)."""
-    found = sample()
+    found = sample(each)
     assert {launch.kernel.__name__ for launch, _ in found} == KERNELS
     assert {target for _, target in found} == set(triton_aot.TARGETS)
     wrong = [(finding, launch) for launch, target in found if (finding := aot.look(launch, target)).wrong]

@@ -130,47 +130,68 @@ def test_a_stale_build_is_not_used(monkeypatch, tmp_path):
         assert cpu.library.__wrapped__() is None
 
 
-def test_what_would_corrupt_memory_is_refused():
-    x = torch.zeros(10)
-    with pytest.raises(ValueError, match="momentum must have 10 elements"):
-        kernels.outer_update(x, x.clone(), torch.zeros(9), OuterStep(0.7, moves_momentum=True))
-    with pytest.raises(ValueError, match="needs an accumulator"):
-        kernels.outer_update(x, x.clone(), x.clone(), OuterStep(0.1))
-    with pytest.raises(ValueError, match="a step that moves the momentum needs one"):
-        kernels.outer_update(x, x.clone(), None, OuterStep(0.1, moves_momentum=True))
-    with pytest.raises(ValueError, match="grad must be contiguous float32 or bfloat16"):
-        kernels.adam_step(x, x, x, torch.zeros(20)[::2], AdamStep(1e-3, 0.9, 0.95, 1e-8, 0, 1))
-    with pytest.raises(ValueError, match="not committed, needs out"):
-        kernels.adam_step(x, x, x, x, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0, 1), commit=False)
-    with pytest.raises(ValueError, match="squares must have 2 elements"):
-        kernels.dequantize(
-            torch.zeros(20_000, dtype=torch.uint8), torch.zeros(5000), PayloadFormat("fp32"),
-            squares=torch.zeros(1, dtype=torch.float64),
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="payload must be 24 bytes"):
-        kernels.dequantize(torch.zeros(5, dtype=torch.uint8), torch.zeros(16), PayloadFormat("int4"))
+X, STEP = torch.zeros(10), AdamStep(1e-3, 0.9, 0.95, 1e-8, 0, 1)
+SQUARES = torch.zeros(1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: kernels.outer_update(X, X, X[1:], OuterStep(0.7, moves_momentum=True)),
+            "momentum must have 10 elem",
+        ),
+        (lambda: kernels.outer_update(X, X, X, OuterStep(0.1)), "needs an accumulator"),
+        (
+            lambda: kernels.outer_update(X, X, None, OuterStep(0.1, moves_momentum=True)),
+            "moves the momentum needs one",
+        ),
+        (
+            lambda: kernels.adam_step(X, X, X, torch.zeros(20)[::2], STEP),
+            "grad must be contiguous float32 or bfloat16",
+        ),
+        (lambda: kernels.adam_step(X, X, X, X, STEP, commit=False), "not committed, needs out"),
+        (lambda: kernels.dequantize(coded(5), torch.zeros(16), PayloadFormat("int4")), "payload must be 24 bytes"),
+        (
+            lambda: kernels.dequantize(coded(20_000), torch.zeros(5000), PayloadFormat("fp32"), squares=SQUARES),
+            "squares must have 2 elements",
+        ),
+    ],
+)
+def test_what_would_corrupt_memory_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def coded(size_bytes):
+    return torch.zeros(size_bytes, dtype=torch.uint8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["x86-64", *(pytest.param(each, marks=pytest.mark.long("kernels/csrc")) for each in ("x86-64-v3", "x86-64-v4"))],
+)
 def test_every_instruction_set_gives_the_same_bits(architecture, tmp_path, monkeypatch):
     """The library carries clones for three of them and picks one; here each is forced and compared."""
     if architecture == "x86-64-v4" and "avx512vl" not in Path("/proc/cpuinfo").read_text():
         architecture = "x86-64-v2"  # what this machine cannot run, it cannot compare
     sources = sorted((ROOT / "kernels/csrc").glob("*.c"))
-    flags = [
-        "-O3",
-        "-ffp-contract=off",
-        "-fwrapv",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fopenmp",
-        "-shared",
-        "-fPIC",
-    ]
+    flags = ["-O3", "-ffp-contract=off", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
     built = tmp_path / f"_fast{sysconfig.get_config_var('EXT_SUFFIX')}"
     macros = ["-DGEOTRAIN_NO_CLONES", '-DGEOTRAIN_SOURCE="none"']
-    command = ["gcc", *flags, *macros, f"-march={architecture}", *map(str, sources), "-o", str(built), "-lm"]
+    command = [
+        "gcc",
+        *flags,
+        "-shared",
+        "-fPIC",
+        *macros,
+        f"-march={architecture}",
+        *map(str, sources),
+        "-o",
+        str(built),
+        "-lm",
+    ]
     subprocess.run(command, check=True, timeout=560)
     monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
     forced = cpu.library.__wrapped__()

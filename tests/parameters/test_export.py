@@ -22,48 +22,24 @@ from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
+from tests.support import families
 
-BASE = {
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LLAMA: dict[str, Any] = {"model_type": "llama", "rope_theta": 5000.0, "rms_norm_eps": 1e-5, **BASE}
-QWEN3: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": True, "torch_dtype": "float16", **BASE}
-QWEN2: dict[str, Any] = {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": False, **BASE}
-MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": None, "head_dim": 12, **BASE}
-LLAMA_3: dict[str, Any] = {
-    **LLAMA,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-}
-QWEN3_MOE: dict[str, Any] = {
-    **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    **{"norm_topk_prob": True, "router_z_loss_coef": 0.001, "head_dim": 12, **BASE},
-}
-QWEN2_MOE: dict[str, Any] = {
-    **QWEN3_MOE,
-    "model_type": "qwen2_moe",
-    "shared_expert_intermediate_size": 40,
-    "head_dim": 8,
-}
-DEEPSEEK: dict[str, Any] = {
-    **{key: value for key, value in BASE.items() if key != "num_key_value_heads"},
-    **{"model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 20},
-    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
-}
-MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.02, **BASE}
-YARN: dict[str, Any] = {**QWEN3, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+SMALL = {"vocab_size": 264, "num_hidden_layers": 2}
+LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN = (
+    {**config, **SMALL}
+    for config in (
+        families.LLAMA,
+        families.LLAMA_3,
+        families.MIXTRAL,
+        families.QWEN_MOE,
+        families.QWEN2_MOE,
+        families.YARN,
+    )
+)
+QWEN3 = {key: value for key, value in families.QWEN.items() if key != "head_dim"} | SMALL | {"torch_dtype": "float16"}
+QWEN2 = {**families.QWEN2, **SMALL, "rope_theta": 1e6}
+MISTRAL = {**families.MISTRAL, **SMALL, "sliding_window": None}
+DEEPSEEK = {key: value for key, value in families.DEEPSEEK.items() if key != "num_key_value_heads"} | SMALL
 FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, QWEN3_MOE, MIXTRAL, LLAMA_3, YARN, QWEN2_MOE, DEEPSEEK]
 NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn", "qwen2_moe", "deepseek_v3"]
 
@@ -248,47 +224,40 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
 NORM = "model.norm.weight"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: (f / "config.json").unlink(), r"config\.json: cannot be read: No such file"),
-        (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), r"config\.json: not a JSON object"),
-        (lambda f: (f / "model.safetensors").unlink(), "GeoTrain reads safetensors only"),
-        (lambda f: os.truncate(f / "model.safetensors", 5000), r"model\.safetensors: damaged or not safetensors"),
-        (lambda f: (f / "model.safetensors").write_text("x" * 50), r"model\.safetensors: damaged or not safetensors"),
-        (
-            lambda f: edit_tensors(f, **{NORM: None}),
-            r"tensor model\.norm\.weight is missing, which config\.json asks",
-        ),
-        (
-            lambda f: edit_tensors(f, **{"lm_head.weight": None}),
-            "set tie_word_embeddings to true if the head is tied",
-        ),
-        (lambda f: edit_tensors(f, a=torch.ones(1), b=torch.ones(1)), "tensors a, b are unknown"),
-        (lambda f: edit_tensors(f, **{NORM: torch.ones(31)}), r"has shape \[31\]; config\.json says \[32\]"),
-        (lambda f: edit_tensors(f, **{NORM: torch.ones(32).int()}), "is stored as I32; use F32, BF16 or F16"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
-    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out")
-    damage(tmp_path / "out")
-    with pytest.raises(HFCheckpointError, match=message):
-        read_checkpoint(tmp_path / "out")
+DAMAGES: list[tuple[Any, str]] = [
+    (lambda f: (f / "config.json").unlink(), r"config\.json: cannot be read: No such file"),
+    (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON"),
+    (lambda f: (f / "config.json").write_text("[]"), r"config\.json: not a JSON object"),
+    (lambda f: (f / "model.safetensors").unlink(), "GeoTrain reads safetensors only"),
+    (lambda f: os.truncate(f / "model.safetensors", 5000), r"model\.safetensors: damaged or not safetensors"),
+    (lambda f: (f / "model.safetensors").write_text("x" * 50), r"model\.safetensors: damaged or not safetensors"),
+    (
+        lambda f: edit_tensors(f, **{NORM: None}),
+        r"tensor model\.norm\.weight is missing, which config\.json asks",
+    ),
+    (
+        lambda f: edit_tensors(f, **{"lm_head.weight": None}),
+        "set tie_word_embeddings to true if the head is tied",
+    ),
+    (lambda f: edit_tensors(f, a=torch.ones(1), b=torch.ones(1)), "tensors a, b are unknown"),
+    (lambda f: edit_tensors(f, **{NORM: torch.ones(31)}), r"has shape \[31\]; config\.json says \[32\]"),
+    (lambda f: edit_tensors(f, **{NORM: torch.ones(32).int()}), "is stored as I32; use F32, BF16 or F16"),
+]
+DAMAGES_OF_PARTS: list[tuple[Any, str]] = [
+    (lambda f: next(f.glob("model-00002*")).unlink(), r"model-00002-of-\d+\.safetensors: missing"),
+    (lambda f: edit_index(f, lambda m: m.update(x="../x.safetensors")), "lies outside the folder"),
+    (lambda f: edit_index(f, lambda m: m.update(x=m[NORM])), r"tensor 'x' is missing, though .* puts it there"),
+    (lambda f: edit_index(f, lambda m: m.pop(NORM)), r"tensor model\.norm\.weight is missing"),
+    (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "damaged: no weight_map"),
+]
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: next(f.glob("model-00002*")).unlink(), r"model-00002-of-\d+\.safetensors: missing"),
-        (lambda f: edit_index(f, lambda m: m.update(x="../x.safetensors")), "lies outside the folder"),
-        (lambda f: edit_index(f, lambda m: m.update(x=m[NORM])), r"tensor 'x' is missing, though .* puts it there"),
-        (lambda f: edit_index(f, lambda m: m.pop(NORM)), r"tensor model\.norm\.weight is missing"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "damaged: no weight_map"),
-    ],
+    ("part_bytes", "damage", "message"),
+    [*((1 << 30, *row) for row in DAMAGES), *((30_000, *row) for row in DAMAGES_OF_PARTS)],
 )
-def test_a_damaged_sharded_checkpoint_is_refused(tmp_path: Path, damage: Any, message: str) -> None:
-    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out", max_shard_bytes=30_000)
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, part_bytes: int, damage: Any, message: str) -> None:
+    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out", max_shard_bytes=part_bytes)
     damage(tmp_path / "out")
     with pytest.raises(HFCheckpointError, match=message):
         read_checkpoint(tmp_path / "out")

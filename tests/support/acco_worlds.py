@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from geotrain.config import AccoConfig, ParallelConfig
+from geotrain.config import AccoConfig
 from geotrain.inner.acco import communication_thread
 from geotrain.inner.acco import optimizer as acco_optimizer
 from geotrain.inner.acco.flat_buffer import FlatBuffer
@@ -22,63 +22,51 @@ from geotrain.parallelism.local_parameters import local_parameters
 from geotrain.parallelism.whole_matrices import pack
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.acco_reference import Flat, Gradient, Reference, Settings
+from tests.support.families import loss_of, transformers_model
 from tests.support.inner_worlds import (
     BATCH,
-    LLAMA,
-    QWEN,
     architecture,
     assemble,
     batch,
     canonical_weights,
-    deepspeed_block,
     micro_batches,
     pushed,
     start,
     stop,
 )
-from tests.support.transformers_models import loss_of, transformers_model
+from tests.support.layouts import MODELS, Layout
 
-MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": {**QWEN, "num_hidden_layers": 2}}
-SYNCHRONOUS = 2
+SYNCHRONOUS, STEPS = 2, 6
 OUTWAITED_S = 60.0
 
 
 @dataclass(frozen=True)
-class Case:
-    form: str
-    model: str = "llama"
-    tensor: int = 1
-    pipeline: int = 1
-    sequence: bool = False
-    ranks: int = 2
-    steps: int = 20
-    unequal: bool = False
-    recompute: str = "none"
+class Case(Layout):
+    """A layout with a form of ACCO, in micro-batches of a sequence. Balanced, replicas do unequal parts of a step."""
+
     clip: float = 0.5
-    muon: bool = False
     chunks: bool = False  # what is coded, or sent over gloo, at once is a small part of a shard
 
     @property
-    def parallel(self) -> ParallelConfig:
-        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline, sequence=self.sequence)
+    def form(self) -> str:
+        return self.acco.partition(",")[0]
 
     @property
-    def acco(self) -> AccoConfig:
+    def unequal(self) -> bool:
+        return "balanced" in self.acco
+
+    @property
+    def settings(self) -> AccoConfig:
         return AccoConfig(prediction=self.form, synchronous_steps=SYNCHRONOUS, balance=self.unequal)  # type: ignore[arg-type]
-
-    @property
-    def dp(self) -> int:
-        return self.ranks // (self.tensor * self.pipeline)
 
     def part_sizes(self, step: int) -> tuple[int, int]:
         """The worker's micro-batches before and after the last commit arrives."""
-        first = BATCH if step < SYNCHRONOUS else self.dp * first_part(self.acco, BATCH // self.dp)
+        first = BATCH if step < SYNCHRONOUS else self.replicas * first_part(self.settings, BATCH // self.replicas)
         return first, BATCH - first
 
     def held_back(self, step: int, part: int) -> bool:
         """Whether the slow replica begins only when all that was free is taken."""
-        own = self.dp * self.pipeline
-        return self.unequal and step % 4 == 1 and self.part_sizes(step)[part] > own
+        return self.unequal and step % 4 == 1 and self.part_sizes(step)[part] > self.replicas * self.pipeline
 
 
 @dataclass(frozen=True)
@@ -113,10 +101,8 @@ def _run(case: Case, folder: Path) -> list[Step]:
 
 def _run_whole(case: Case, folder: Path) -> list[Step]:
     folder.mkdir(exist_ok=True)
-    block = deepspeed_block(1, micro=1, gradient_clipping=case.clip)
-    if case.muon:
-        block["optimizer"] = {**block["optimizer"], "type": "Muon"}
-    engine = start(MODELS[case.model], case.parallel, block, case.recompute, case.acco)
+    block = {**case.block, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": case.clip}
+    engine = start(MODELS[case.model], case.parallel, block, case.recompute, case.settings)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     schedule, optimizer = engine._run_schedule, engine.optimizer
     assert not case.chunks or len(optimizer._prediction._chunks[0]) > 1
@@ -130,7 +116,7 @@ def _run_whole(case: Case, folder: Path) -> list[Step]:
 
     engine._run_schedule = watched
     steps: list[Any] = []
-    for step in range(case.steps):
+    for step in range(STEPS):
         given = Shared(case, folder, step) if case.unequal else micro_batches(engine, step)
         result = engine.train_step(given, step)
         now, held_up = optimizer._buffers.weights.clone(), step % 4 == 3 or not case.unequal
@@ -191,22 +177,22 @@ def flats(case: Case) -> list[Flat]:
     numels = [p.numel for p in canonical_parameters(a)]
     begins = {p.name: sum(numels[:i]) for i, p in enumerate(canonical_parameters(a))}
     result = []
-    for tp_rank, stage in itertools.product(range(case.tensor), range(case.pipeline)):
+    for tp_rank, stage in itertools.product(range(case.parallel.tensor), range(case.pipeline)):
         places = local_parameters(a, case.parallel, tp_rank, stage)
         kinds = [[p for p in places if (not p.decays) + p.sums_over_tp == kind] for kind in range(3)]
         groups: list[list[Any]] = [kind for kind in kinds if kind]
         sizes = [[p.numel for p in group] for group in groups]
-        if case.muon:
+        if case.optimizer == "Muon":
             decaying, *norms = groups
             matrices = [p for p in decaying if p.is_hidden_matrix]
             groups = [[p for p in decaying if not p.is_hidden_matrix], *norms]
             groups = [group for group in groups if group]
             sizes = [[p.numel for p in group] for group in groups]
             head = FlatBuffer(sizes, 1).numel
-            sequence = pack([p.numel for p in matrices], case.dp, head, CODE_BLOCK).sequence
+            sequence = pack([p.numel for p in matrices], case.replicas, head, CODE_BLOCK).sequence
             groups.append([matrices[i] if i >= 0 else None for i in sequence])
             sizes.append([matrices[i].numel if i >= 0 else -i for i in sequence])
-        layout = FlatBuffer(sizes, case.dp)
+        layout = FlatBuffer(sizes, case.replicas)
         order = torch.full((layout.numel,), -1)
         for place, offset in zip(itertools.chain(*groups), itertools.chain(*layout.offsets), strict=True):
             if place is None:
@@ -218,7 +204,7 @@ def flats(case: Case) -> list[Flat]:
                 for run in place.runs
             ]
             order[offset : offset + place.numel] = torch.cat(rows)
-        result.append(Flat(order, case.dp))
+        result.append(Flat(order, case.replicas))
     return result
 
 
@@ -228,7 +214,7 @@ def canonical(case: Case, ranks: list[Tensor]) -> dict[str, Tensor]:
     whole = torch.zeros(sum(p.numel for p in parameters), dtype=torch.float64)
     layouts = flats(case)
     for rank, flat in enumerate(ranks):  # ranks are ordered tensor, data, pipeline
-        tp_rank, stage = rank % case.tensor, rank // (case.tensor * case.dp)
+        tp_rank, stage = rank % case.parallel.tensor, rank // (case.parallel.tensor * case.replicas)
         order = layouts[tp_rank * case.pipeline + stage].order
         whole[order[order >= 0]] = flat[order >= 0].double()
     parts = whole.split([p.numel for p in parameters])
@@ -245,7 +231,7 @@ def reference(case: Case, gradient: Gradient) -> Reference:
         1e-8,
         lambda name: 0.1 * decays[name],
         SYNCHRONOUS,
-        lambda name: case.muon and name.endswith("_proj.weight"),
+        lambda name: case.optimizer == "Muon" and name.endswith("_proj.weight"),
     )
     weights = {name: w.double() for name, w in canonical_weights(a).items()}
     return Reference(settings, weights, gradient, flats(case))

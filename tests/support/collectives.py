@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -49,3 +50,55 @@ def watched(seen: list[tuple[str, float]]) -> Any:
         return collective
 
     return replaced({name: partial(noted, name) for name in SENT})
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[tuple[str, str]]]:
+    """Bytes of `Collective.size_bytes` that this rank has to send inside it, by kind and ranks among which."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    groups = {
+        "context": parallel_state.get_context_parallel_group(),
+        "expert": parallel_state.get_expert_model_parallel_group(),
+        "tensor": parallel_state.get_expert_tensor_parallel_group(),
+        "tensor and expert": parallel_state.get_expert_tensor_and_model_parallel_group(),
+    }
+    found: Counter[tuple[str, str]] = Counter()
+
+    def counting(kind: str, real: Any, part: int) -> Any:
+        """part: which argument is this rank's part, or all that it divides; a list has its own last."""
+
+        def call(*args: Any, group: Any = None, **more: Any) -> Any:
+            for among, known in groups.items():
+                if known is group and group.size() > 1:
+                    sent = args[part]
+                    found[kind, among] += sent.numel() * sent.element_size()
+            return real(*args, group=group, **more)
+
+        return call
+
+    def unequal(real: Any) -> Any:
+        """The stand-ins for gloo: what they send is what NCCL's would."""
+
+        def call(one: Any, other: Any, group: Any = None) -> Any:
+            own = other if isinstance(one, list) else one
+            found["ring", "tensor"] += own.numel() * own.element_size() if group is groups["tensor"] else 0
+            with mock.patch.object(dist, "all_to_all_single", plain):
+                return real(one, other, group=group)
+
+        return call
+
+    from geotrain.inner.runtime import platform
+
+    plain = dist.all_to_all_single
+    with (
+        mock.patch.object(dist, "all_to_all_single", counting("all-to-all", plain, 1)),
+        mock.patch.object(mappings, "dist_all_gather_func", counting("ring", mappings.dist_all_gather_func, 1)),
+        mock.patch.object(
+            mappings, "dist_reduce_scatter_func", counting("ring", mappings.dist_reduce_scatter_func, 0)
+        ),
+        mock.patch.object(platform, "_gather_unequal", unequal(platform._gather_unequal)),
+        mock.patch.object(platform, "_scatter_unequal", unequal(platform._scatter_unequal)),
+    ):
+        yield found

@@ -10,10 +10,12 @@ import torch
 
 class Event:
     def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name, self.happened = log, name, threading.Event()
+        self.log, self.name = log, name
+        self.happened, self.waited_for = threading.Event(), threading.Event()
 
     def synchronize(self) -> None:
         self.log.append(f"{threading.current_thread().name.split('_')[0]} waits for {self.name}")
+        self.waited_for.set()
         assert self.happened.wait(60)
 
 

@@ -47,6 +47,7 @@ LLAMA = {
 }
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 QWEN_2 = {**QWEN, "num_hidden_layers": 2}  # of two layers
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
 
 
 preload("geotrain.inner.build", "geotrain.checkpoint.saving")
@@ -135,14 +136,18 @@ def start(
     parallel: ParallelConfig,
     block: dict[str, Any],
     recompute: str = "none",
-    acco: AccoConfig | None = None,
+    acco: AccoConfig | str | None = None,
     precision: PrecisionConfig | None = None,
+    end_of_document: int | None = None,
 ) -> Any:
-    """An engine with the canonical test weights."""
+    """Build an engine with the canonical test weights. acco: settings, or a form that predicts from step 1 on."""
     from geotrain.inner.build import build_engine
 
+    if isinstance(acco, str):
+        acco = AccoConfig(prediction=acco, synchronous_steps=1)  # type: ignore[arg-type]
     gc.collect()  # the threads of a former engine's groups, two dozen that look for work all the time, end with it
-    engine = build_engine(run_config(model, block, recompute, acco), parallel, block, 120, precision=precision)
+    run = run_config(model, block, recompute, acco)
+    engine = build_engine(run, parallel, block, 120, end_of_document=end_of_document, precision=precision)
     write(engine, canonical_weights(engine.architecture))
     return engine
 

@@ -66,6 +66,23 @@ OUTER["streaming, late"] = OUTER["streaming, overlapped"].model_copy(
 )
 
 
+MODEL = {**LLAMA, "num_hidden_layers": 2}
+
+
+def run_of(outer: OuterConfig, acco: AccoConfig | None = None, **more: Any) -> RunConfig:
+    run = run_config(MODEL, deepspeed_block(1), acco=acco)
+    data = run.data.model_copy(update={"train_samples": STEPS * BATCH})
+    return run.model_copy(update={"outer": outer, "data": data, **more})
+
+
+def loader_of() -> Any:
+    """A loader of random tokens, the same at each call."""
+    from geotrain.data.loader import LeasedLoader, SampleSource
+
+    tokens = torch.randint(0, VOCABULARY, (40 * SEQUENCE,), generator=torch.Generator().manual_seed(3)).numpy()
+    return LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
+
+
 def member_of(run: RunConfig, servers: LocalServers, client: LocalClient, folder: str, **more: Any) -> RunMember:
     """The only worker of these servers, which saves into the folder."""
     saving = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"folder": folder})})
@@ -79,23 +96,21 @@ def try_both() -> dict[str, Any]:
 def try_outer_loops() -> dict[str, Any]:
     """Train in one process, one setting after the other; returns losses and the servers' end state for each, and
     without any."""
-    from geotrain.data.loader import LeasedLoader, SampleSource
     from geotrain.inner.build import build_engine
     from geotrain.inner.runtime.parallel import shut_down
     from geotrain.worker.trainer import Trainer
 
     results: dict[str, Any] = {}
-    tokens = torch.randint(0, VOCABULARY, (40 * SEQUENCE,), generator=torch.Generator().manual_seed(3)).numpy()
+    # In steps that wait for their own commit: they are ZeRO-1's.
+    balanced = AccoConfig(prediction="stale", synchronous_steps=STEPS, balance=True)
+    validated = {"monitor": MonitorConfig(validate_every_samples=4 * BATCH)}
     for name, outer in [("alone", None), *OUTER.items()]:
-        block = deepspeed_block(1)
-        run = run_config(LLAMA, block).model_copy(update={"outer": outer or TAKES_THE_WORKERS_WEIGHTS})
-        run = run.model_copy(update={"data": run.data.model_copy(update={"train_samples": STEPS * BATCH})})
-        if name == VALIDATED:
-            run = run.model_copy(update={"monitor": MonitorConfig(validate_every_samples=4 * BATCH)})
-        if name == BALANCED:  # in steps that wait for their own commit: they are ZeRO-1's
-            acco = AccoConfig(prediction="stale", synchronous_steps=STEPS, balance=True)
-            run = run.model_copy(update={"acco": acco})
-        engine: Any = build_engine(run, ParallelConfig(), block, timeout_s=60)
+        run = run_of(
+            outer or TAKES_THE_WORKERS_WEIGHTS,
+            balanced if name == BALANCED else None,
+            **(validated if name == VALIDATED else {}),
+        )
+        engine: Any = build_engine(run, ParallelConfig(), run.deepspeed, timeout_s=60)
         losses: list[float] = []
         inner_step = engine.train_step
 
@@ -105,7 +120,7 @@ def try_outer_loops() -> dict[str, Any]:
             return result
 
         engine.train_step = watched
-        loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
+        loader = loader_of()
         expected: list[int] = []
         loader.expect = lambda start, samples, expected=expected: expected.append(start)  # type: ignore[method-assign]
         servers = LocalServers(run)
@@ -151,17 +166,11 @@ A_STEP_BACK = TAKES_THE_WORKERS_WEIGHTS.model_copy(
 def try_acco(form: Any) -> dict[str, Any]:
     """Losses and masters through that outer loop; and of a twin without one, which waits for each step and so takes
     its masters by itself."""
-    from geotrain.data.loader import LeasedLoader, SampleSource
     from geotrain.worker.trainer import Trainer
 
-    tokens = torch.randint(0, VOCABULARY, (40 * SEQUENCE,), generator=torch.Generator().manual_seed(3)).numpy()
-    block, acco = deepspeed_block(1), AccoConfig(prediction=form, synchronous_steps=1)
-    run = run_config(LLAMA, block, acco=acco).model_copy(update={"outer": A_STEP_BACK})
-    run = run.model_copy(update={"data": run.data.model_copy(update={"train_samples": STEPS * BATCH})})
-    servers = LocalServers(run)
-    loader = LeasedLoader(SampleSource(tokens, SEQUENCE, 1, VOCABULARY, "test"), BATCH, 2, 0, 1)
-
-    engine = start(LLAMA, ParallelConfig(), block, acco=acco)
+    run = run_of(A_STEP_BACK, AccoConfig(prediction=form, synchronous_steps=1))
+    servers, loader = LocalServers(run), loader_of()
+    engine = start(MODEL, ParallelConfig(), run.deepspeed, acco=form)
     write(engine, {name: view.clone() for name, view in servers.parameter_map.split(0, servers.top.weights(0))})
     losses, kept = [], []
     for step, batch in enumerate(loader.steps(0, STEPS * BATCH)):
@@ -176,7 +185,7 @@ def try_acco(form: Any) -> dict[str, Any]:
     twin = losses, torch.cat([shard.master for shard in engine.shards()])
     stop(engine)
 
-    engine = start(LLAMA, ParallelConfig(), block, acco=acco)
+    engine = start(MODEL, ParallelConfig(), run.deepspeed, acco=form)
     thread, results, train_step = engine.optimizer.communication, [], engine.train_step
     reduce_scatter = thread.reduce_scatter
     thread.reduce_scatter = lambda flat: (time.sleep(0.05), reduce_scatter(flat))  # a step is long under way

@@ -1,4 +1,4 @@
-"""Small models with experts, and how they are trained by transformers and plain PyTorch."""
+"""Small models of each family, the same ones by transformers, and how plain PyTorch trains them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ import torch
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from tests.support.inner_worlds import LLAMA, QWEN, VOCABULARY
 
+LLAMA_3 = {
+    **LLAMA,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+YARN = {**QWEN, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
+LINEAR = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
+QWEN2 = {**LLAMA, "model_type": "qwen2"}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5, "head_dim": 12}
 QWEN_MOE = {
     **QWEN,
     "model_type": "qwen3_moe",
@@ -62,6 +76,29 @@ DEEPSEEK = {
     "aux_loss_alpha": 0.05,
     "router_bias_update_rate": 0.02,
 }
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+def transformers_model(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {key: value for key, value in config.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **options))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
 
 
 def transformers_experts(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
@@ -81,10 +118,11 @@ def losses(model: Any, config: dict[str, Any], tokens: torch.Tensor) -> tuple[to
     """(cross entropy, balancing and z losses) of a micro-batch, by the papers' equations on transformers' logits."""
     if config["model_type"] == "deepseek_v3":
         return _losses_by_sequence(model, config, tokens)
-    out = model(tokens[:, :-1], output_router_logits=True)
+    sparse = "num_experts_per_tok" in config
+    out = model(tokens[:, :-1], **({"output_router_logits": True} if sparse else {}))
     main = torch.nn.functional.cross_entropy(out.logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
-    chosen, balance = config["num_experts_per_tok"], torch.zeros(())
-    for logits in out.router_logits:
+    chosen, balance = config.get("num_experts_per_tok", 0), torch.zeros(())
+    for logits in out.router_logits if sparse else ():
         logits = logits.reshape(-1, logits.shape[-1])
         shares = logits.softmax(-1)
         took = torch.zeros_like(shares).scatter(1, shares.topk(chosen).indices, 1.0).mean(0) / chosen

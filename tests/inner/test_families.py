@@ -1,0 +1,132 @@
+"""Model families beside transformers: the same logits, and training as plain PyTorch has it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from geotrain.config import ParallelConfig
+from tests.support.families import (
+    DEEPSEEK,
+    LATENT_YARN,
+    LINEAR,
+    LLAMA_3,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN_MOE,
+    YARN,
+    biased_gates,
+    losses,
+    move_biases,
+    transformers_experts,
+    transformers_model,
+)
+from tests.support.inner_worlds import (
+    LLAMA,
+    QWEN,
+    assemble,
+    batch,
+    canonical_weights,
+    deepspeed_block,
+    pushed,
+    run_world,
+    start,
+    stop,
+    train,
+    write,
+)
+
+
+def reference_curve(model: Any, config: dict[str, Any], steps: range) -> list[tuple[float, float]]:
+    """Plain PyTorch over micro-batches of two sequences: AdamW, clipping, the schedule by formula."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95), eps=1e-8)
+    curve = []
+    for step in steps:
+        warm, progress = math.log(step + 1) / math.log(4), (step - 3) / 36
+        ratio = warm if step < 4 else 1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * progress)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 * ratio
+        optimizer.zero_grad()
+        mean = 0.0
+        for tokens in batch(step).split(2):
+            main, balance = losses(model, config, tokens)
+            ((main + balance) / 4).backward()
+            mean += main.item() / 4
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        move_biases(model, config)
+        curve.append((mean, norm.item()))
+    return curve
+
+
+DENSE = (LLAMA, QWEN, LLAMA_3, YARN, LINEAR, QWEN2, MISTRAL)
+SPARSE = (
+    QWEN_MOE,
+    {**QWEN_MOE, "norm_topk_prob": False},
+    MIXTRAL,
+    QWEN2_MOE,
+    DEEPSEEK,
+    {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": LATENT_YARN},  # as Moonlight
+)
+STEPS = range(5)
+
+
+def with_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Where routers have biases, some that change choices."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(weight.shape, generator=generator) * 0.2 if "correction_bias" in name else weight
+        for name, weight in weights.items()
+    }
+
+
+def beside_transformers() -> list[dict[str, Any]]:
+    from geotrain.inner.runtime import platform
+
+    results = []
+    for config in (*DENSE, *SPARSE):
+        sparse = config in SPARSE
+        parallel = ParallelConfig(dispatcher="allgather") if sparse else ParallelConfig()
+        engine = start(config, parallel, deepspeed_block(0))
+        weights = with_biases(canonical_weights(engine.architecture))
+        write(engine, weights)
+        theirs = (transformers_experts if sparse else transformers_model)(config, weights)
+        tokens = batch(7)[:2]
+        with torch.no_grad(), platform.megatron_runtime():
+            logits = engine.module(tokens, None, None), theirs(tokens).logits
+            loss = engine.evaluate([tokens]), float(losses(theirs, config, tokens)[0])
+        for router in biased_gates(theirs):
+            router.counts = 0
+        curve = train(engine, STEPS), reference_curve(theirs, config, STEPS)
+        ours = {
+            name: w for name, w in assemble(engine.architecture, [pushed(engine)]).items() if "correction" in name
+        }
+        moved = {name: (weights[name], found, theirs.state_dict()[name]) for name, found in ours.items()}
+        results.append({"logits": logits, "loss": loss, "curve": curve, "biases": moved})
+        stop(engine)
+    return results
+
+
+def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> None:
+    (results,) = run_world(1, beside_transformers)
+    ours = [result["logits"][0] for result in results]
+    for plain, variants in ((0, (2, 4, 6)), (1, (3,)), (7, (8,))):
+        assert all((ours[plain] - ours[i]).abs().max() > 1e-3 for i in variants), "the variant has an effect"
+    for result in results:
+        assert result["logits"][1].std() > 0.1
+        torch.testing.assert_close(*result["logits"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*result["loss"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
+        assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
+    assert [len(result["biases"]) for result in results] == [0] * 11 + [1, 1]
+    for result in results:
+        for before, ours, expected in result["biases"].values():
+            torch.testing.assert_close(ours, expected)
+            assert (ours - before).abs().max() > 0.039, "two steps at least went the same way"

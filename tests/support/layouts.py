@@ -1,0 +1,140 @@
+"""Parallel layouts that tests train: one line each in `tests/inner/layouts.txt`, chosen so that all pairs meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from geotrain.config import AccoConfig, ParallelConfig
+from geotrain.parallelism.acco_forms import FORMS, check_acco
+from geotrain.parallelism.checks import accumulation_steps, check_layout
+from tests.support.families import DEEPSEEK, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN_MOE
+from tests.support.inner_worlds import LLAMA, MUON, QWEN_2, SEQUENCE, architecture, deepspeed_block
+
+LLAMA_2 = {**LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 4}  # TP 2 × CP 2 take a head of four each
+DENSE = {
+    "llama": LLAMA_2,
+    "packed": LLAMA_2,  # samples hold several documents, and attention stays inside them
+    "qwen": QWEN_2,
+    "qwen2": {**QWEN2, "num_hidden_layers": 2},  # with biases
+    "mistral": {**MISTRAL, "num_hidden_layers": 2},  # packed, too
+}
+SPARSE = {
+    "qwen_moe": {**QWEN_MOE, "num_key_value_heads": 4},
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "deepseek": DEEPSEEK,
+}
+MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
+PACKED = ("packed", "mistral")
+
+Value = str | int
+Choice = tuple[str, Value]
+CUTS = {"tensor", "pipeline", "context", "expert", "optimizer"}  # how matrices are cut, or stepped whole
+# What may be chosen, and the values of each; `2+` is tensor and sequence parallelism.
+CHOICES: dict[str, tuple[Value, ...]] = {
+    "model": tuple(MODELS),
+    "replicas": (1, 2),
+    "tensor": ("1", "2", "2+"),
+    "pipeline": (1, 2),
+    "context": (1, 2),
+    "expert": ("1", "2", "2 by gathering"),
+    "zero": ("0", "1", "2", "1 offloaded"),
+    "optimizer": ("AdamW", "Muon"),
+    "precision": ("fp32", "bf16", "bf16, fp32 sums"),
+    "acco": ("off", *FORMS, "none, balanced"),
+    "recompute": ("none", "full", "selective"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    model: str = "llama"
+    replicas: int = 1
+    tensor: str = "1"
+    pipeline: int = 1
+    context: int = 1
+    expert: str = "1"
+    zero: str = "1"
+    optimizer: str = "AdamW"
+    precision: str = "fp32"
+    acco: str = "off"
+    recompute: str = "none"
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.parallel.replica_ranks
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        dispatcher: dict[str, Any] = {"dispatcher": "allgather"} if self.expert == "2 by gathering" else {}
+        return ParallelConfig(
+            tensor=int(self.tensor[0]),
+            sequence="+" in self.tensor,
+            pipeline=self.pipeline,
+            context=self.context,
+            expert=int(self.expert[0]),
+            **dispatcher,
+        )
+
+    @property
+    def block(self) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": int(self.zero[0])}
+        if self.precision == "bf16":
+            zero["overlap_comm"] = True
+        if "offloaded" in self.zero:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        more: dict[str, Any] = dict(MUON) if self.optimizer == "Muon" else {}
+        if self.precision != "fp32":
+            more["bf16"] = {"enabled": True}
+        if "fp32 sums" in self.precision:
+            more["data_types"] = {"grad_accum_dtype": "fp32"}
+        return deepspeed_block(0, micro=2, **more) | {"zero_optimization": zero}
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a single process predicts the same: from the same part of a step, and without rounding."""
+        return self.acco in ("stale", "none", "none, balanced") or (self.acco == "exact" and self.replicas == 1)
+
+    def acco_config(self, steps: int) -> AccoConfig | None:
+        """ACCO's settings, for a training of so many steps; where it does not predict, these are synchronous ones."""
+        if self.acco == "off":
+            return None
+        form, _, balanced = self.acco.partition(", ")
+        synchronous = 2 if self.predicts else steps
+        return AccoConfig(prediction=form, synchronous_steps=synchronous, balance=bool(balanced))  # type: ignore[arg-type]
+
+    @property
+    def single(self) -> Layout:
+        """The same training in one process, which shares nothing and keeps everything."""
+        acco = self.acco.partition(",")[0] if self.predicts else "off"
+        return Layout(self.model, optimizer=self.optimizer, acco=acco)
+
+    def check(self) -> None:
+        """Raise ConfigError where the product refuses it."""
+        a, parallel = architecture(MODELS[self.model]), self.parallel
+        dp = check_layout(a, parallel, self.ranks, self.block, SEQUENCE)
+        if acco := self.acco_config(0):
+            check_acco(acco, a, parallel, self.block, accumulation_steps(self.block, dp))
+
+    @property
+    def pairs(self) -> set[frozenset[Choice]]:
+        """What it tries together: two choices each. In bf16 figures are rough, so that it shows for that choice
+        alone."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen["kind"] = "dense" if self.model in DENSE else "sparse"
+        met = {frozenset(((one, chosen[one]), (other, chosen[other]))) for one, other in pairs_of(chosen)}
+        return met if self.precision == "fp32" else {pair for pair in met if ("precision", self.precision) in pair}
+
+
+def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of choices that must meet. A model's names and shapes meet how matrices are cut; all else only knows its
+    kind, which is whether it has experts."""
+    return [
+        (one, other)
+        for one, other in itertools.combinations(names, 2)
+        if ("model" not in (one, other) or {one, other} & CUTS)
+        and ("kind" not in (one, other) or not {one, other} & CUTS)
+    ]
