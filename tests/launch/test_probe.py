@@ -86,6 +86,7 @@ def test_an_end_without_its_certificate(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
+@pytest.mark.long("geotrain/commands", "geotrain/emulate", "geotrain/net/transport")
 @pytest.mark.root
 @pytest.mark.slow
 def test_emulated_links_are_measured_as_they_are(tmp_path: Path) -> None:
@@ -162,6 +163,7 @@ def test_a_probe_keeps_what_shares_long_sequences() -> None:
     assert (too_few.parallel.tensor, too_few.parallel.context) == (2, 1)
 
 
+@pytest.mark.long("geotrain/commands", "geotrain/inner")
 @pytest.mark.slow
 def test_how_fast_a_run_trains(tmp_path: Path) -> None:
     prepare_text(tmp_path)

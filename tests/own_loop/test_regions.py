@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from safetensors.torch import load_file
 import geotrain
 from geotrain.commands.export import export_run
 from tests.support.own_loops import EVERY_BIT, EXAMPLES, HF, REGIONS, TRAINER, OwnRun
-from tests.support.small_runs import prepare_text, weights
+from tests.support.small_runs import losses, prepare_text, weights
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -69,7 +67,7 @@ def trained(run: OwnRun, eu: Worker, us: Worker) -> tuple[dict[tuple[str, int], 
     for region, (example, more, ranks) in zip(REGIONS, (eu, us), strict=True):
         run.work(region, example, *more, ranks=ranks)
     run.ended()
-    return run.losses(), weights(run.file)
+    return losses(run.file), weights(run.file)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +89,10 @@ def test_an_own_loop_ends_where_the_trainer_does(
     of_the_trainer: Any, start: Start, text: dict[str, Any], eu: Worker, us: Worker
 ) -> None:
     """The same weights at the beginning, the same samples in the same order."""
-    losses, ended = trained(start(text), eu, us)
+    told, ended = trained(start(text), eu, us)
     expected_losses, expected = of_the_trainer
     assert len(expected_losses) == 2 * STEPS // 2 // 3 and expected_losses["eu-0", 4] < expected_losses["eu-0", 1] - 1
-    assert losses == pytest.approx(expected_losses, abs=1e-4)
+    assert told == pytest.approx(expected_losses, abs=1e-4)
     for name, tensor in expected.items():
         torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-4)
 
@@ -132,26 +130,18 @@ def test_whatever_is_killed_each_sample_is_trained(
 
         run.until(reached)
 
-    def kill(*processes: Any) -> None:
-        """Kill all ranks of a worker, as its host's death would: what starts them ends the rest of a torn one."""
-        for process in processes:
-            assert process.exitcode is None, run.said()
-            os.kill(process.pid, signal.SIGKILL)
-        for process in processes:
-            process.join()
-
     committed(0.05)
-    kill(servers["global"])
+    run.kill(servers["global"])
     servers["global"] = run.serve("global", resume=True)
     committed(0.2)
-    kill(*workers["eu"])
-    kill(servers["us"])
+    run.kill(*workers["eu"])
+    run.kill(servers["us"])
     servers["us"] = run.serve("us", resume=True)
     workers["eu"] = work("eu")
     committed(0.4)
-    kill(*workers["us"])
+    run.kill(*workers["us"])
     workers["us"] = work("us")
-    run.ended(*workers["eu"], *workers["us"], *servers.values())
+    run.ended()
     state = run.status_file("global")
     assert state["committed_samples"] == samples and state["complete"] and state["open_leases"] == 0
     restarts = {name: member["restarts"] for name, member in run.status_file("eu")["members"].items()}
@@ -181,8 +171,8 @@ def test_a_vision_model_of_which_geotrain_knows_names_and_shapes(start: Start, t
         run.work(region, "vision.py")
     run.ended()
     assert len(run.status_file("global")["versions"]) == 2  # fragments
-    losses = [loss for _, loss in sorted(run.losses().items(), key=lambda item: item[0][1])]
-    assert len(losses) == 16 and sum(losses[-4:]) < 0.8 * sum(losses[:2]) * 2
+    told = [loss for _, loss in sorted(losses(run.file).items(), key=lambda item: item[0][1])]
+    assert len(told) == 16 and sum(told[-4:]) < 0.8 * sum(told[:2]) * 2
 
     export_run(run.folder / "out", tmp_path / "exported", "float32")
     exported = load_file(tmp_path / "exported/model.safetensors")

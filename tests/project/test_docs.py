@@ -163,6 +163,7 @@ def check_deepspeed(words: list[str]) -> None:
         sys.argv = arguments
 
 
+@pytest.mark.long("docs/tutorial.md", "geotrain/commands", "geotrain/data", "launch")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorial_works(

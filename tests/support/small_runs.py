@@ -33,6 +33,26 @@ def prepare_text(folder: Path) -> None:
     prepare([text], folder / "data", byte_tokenizer())
 
 
+def run_of(folder: Path, samples: int, outer: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """Content of a run file, whose data is in <folder>/data. keys: laid over it.
+
+    A run of more than 80 steps has a schedule as long: behind its end the rate is a ten-thousandth, and the update of
+    a member that trains an earlier range again would be far out of the ordinary."""
+    steps = max(80, samples // BATCH)
+    return {
+        "name": "small", "model": {"config": MODEL},
+        "data": {"train": str(folder / "data/train"), "sequence_length": 32, "train_samples": samples},
+        "deepspeed": {
+            "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, "warmup_num_steps": 8}},
+        },
+        "outer": {"local_steps": LOCAL_STEPS, "up": {"name": "fp32"}, "down": {"name": "fp32"}, **outer},
+        **keys,
+    }  # fmt: skip
+
+
 def write_files(
     folder: Path,
     name: str,
@@ -47,23 +67,8 @@ def write_files(
 ) -> tuple[Path, Path]:
     """Run and cluster file. workers: region → ranks of each of its workers. certificates: made there, and used.
     restarts: of a process that died, at most. min_step_s: as in the cluster file, of every worker. run_keys: laid
-    over the run file. shards: of each server, in processes of their own.
-
-    A run of more than 80 steps has a schedule as long: behind its end the rate is a ten-thousandth, and the update of
-    a member that trains an earlier range again would be far out of the ordinary."""
-    steps = max(80, samples // BATCH)
-    run = {
-        "name": "small", "folder": str(folder / name), "model": {"config": MODEL},
-        "data": {"train": str(folder / "data/train"), "sequence_length": 32, "train_samples": samples},
-        "deepspeed": {
-            "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, "warmup_num_steps": 8}},
-        },
-        "outer": {"local_steps": LOCAL_STEPS, "up": {"name": "fp32"}, "down": {"name": "fp32"}, **outer},
-        **run_keys,
-    }  # fmt: skip
+    over the run file. shards: of each server, in processes of their own."""
+    run = {**run_of(folder, samples, outer), "folder": str(folder / name), **run_keys}
     regions = [
         {
             "name": region,

@@ -64,7 +64,8 @@ class Samples:
 
 
 class FaultyRun:
-    """A context manager: entering launches the run, leaving ends it and waits for all its processes.
+    """A context manager: entering launches the run in its file's folder, leaving ends it and waits for all its
+    processes.
 
     archive: the servers' whole journals and all snapshots are kept there, by hard links: the run itself drops them.
     clocks: the launcher and the servers follow the one called SERVERS.
@@ -97,7 +98,7 @@ class FaultyRun:
         self._keeping = threading.Thread(target=self._keep_on, daemon=True)
 
     def __enter__(self) -> FaultyRun:
-        self._launch()
+        self.start("launch", *map(str, self.files))
         self._keeping.start()
         return self
 
@@ -106,14 +107,14 @@ class FaultyRun:
         self._ended.set()
         self._keeping.join()
 
-    def _launch(self, *more: str) -> None:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "geotrain", "launch", *map(str, self.files), *more]
+    def start(self, *words: str) -> None:
+        """Start the command of GeoTrain that launches the run; its output is added to `log`."""
         self.log = self.folder.parent / "launch.log"
         with self.log.open("ab") as log:
             self.launcher = subprocess.Popen(
-                command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+                [sys.executable, "-m", "geotrain", *words],
+                cwd=self.folder.parent, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
 
     def finish(self, kills: Sequence[Fault] = (), tell: Callable[[str], None] = lambda text: None) -> None:
         """End the run as `geotrain stop` does: workers train what they were lent, and all of it reaches the global
@@ -277,7 +278,7 @@ class FaultyRun:
         elif fault.kind == "launcher":
             self.launcher.kill()
             self.launcher.wait()
-            self._launch("--resume")
+            self.start("launch", *map(str, self.files), "--resume")
         else:
             pids = self.pids(fault.kind, fault.of)
             if not pids:

@@ -1,4 +1,4 @@
-"""Real processes that are killed and cut off at chosen moments; a region that comes late. Then the accounts."""
+"""Real processes that are killed and cut off at chosen moments, and burdened; then the accounts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.launch.check import free_ports
 from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.outer.messages import ChunkDelta, UpdatePart
@@ -22,7 +21,7 @@ from tests.chaos.faults.audit import accounts, coverage
 from tests.chaos.faults.clocks import Clocks, on_one_clock
 from tests.chaos.faults.goodput import goodput
 from tests.chaos.faults.liar import lies
-from tests.chaos.faults.runner import FaultyRun, kinds_done, read_events
+from tests.chaos.faults.runner import FaultyRun, kinds_done
 from tests.chaos.faults.scenario import (
     BURDENS,
     END_S,
@@ -179,6 +178,7 @@ def test_events_of_a_stepped_clock_are_told_by_one() -> None:
     assert [e["time_s"] for e in events] == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]
 
 
+@pytest.mark.long("tests/chaos", "geotrain/net", "geotrain/outer", "launch")
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -226,14 +226,16 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path) -> None:
     assert accounts(run)["lost_acknowledged"] == 1  # it sees what is missing
 
 
+@pytest.mark.long("tests/chaos", "geotrain/net", "geotrain/outer", "launch")
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_servers_bear_a_full_disk_no_files_no_time_wrong_clocks_and_a_liar() -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shards", [0, 2])
+def test_servers_bear_a_full_disk_no_files_no_time_wrong_clocks_and_a_liar(shards: int) -> None:
     """And kills while the run ends."""
-    words = ["--profile", "short", "--pace", "0.1", "--kills-at-end", "15"]
+    words = ["--profile", "short", "--pace", "0.1", "--kills-at-end", "15", "--shards", str(shards)]
     command = [sys.executable, "-m", "tests.chaos.faults", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for figure in (
@@ -241,45 +243,7 @@ def test_servers_bear_a_full_disk_no_files_no_time_wrong_clocks_and_a_liar() -> 
         "hung", "servers_ended", "ended_badly",
     ):  # fmt: skip
         assert found[figure] == 0, (figure, found)
-    done_of = ("full_disks", "out_of_files", "starved", "liars", "clock_steps")
-    assert [found[what] for what in done_of] == [1, 1, 1, 1, 3] and found["lies_refused"] > 0
+    fewest = {"full_disks": 1, "out_of_files": 1, "starved": 1, "liars": 1, "clock_steps": 3, "lies_refused": 1}
+    assert all(found[what] >= count for what, count in fewest.items()), found
     assert found["kills"] > 3 and " s after stop, at its end: kill " in done.stdout, done.stdout
     assert found["acknowledged_updates"] > 10 and found["snapshots_compared"] > 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_region_that_comes_late_and_is_launched_by_itself(tmp_path: Path) -> None:
-    """The global server with one region, and later the other region, each under a launcher of its own."""
-    files = make_world(tmp_path, pace_s=0.5, samples=6 * 4 * 40, lease_reserve=0)
-    few_workers(files, {"eu": 1, "us": 1})
-    cluster = json.loads(files[1].read_text())
-    cluster["regions"][1]["workers"][0]["min_step_s"] = 0.0  # what is left when it comes, it trains quickly
-    cluster["emulate_links"] = False
-    ports = free_ports(3)
-    cluster["global_server"] = {"port": ports[0]}
-    for region, port in zip(cluster["regions"], ports[1:], strict=True):
-        region["server"] = {"port": port}
-    files[1].write_text(json.dumps(cluster))
-    folder = tmp_path / "run"
-
-    def launch(*sites: str) -> subprocess.Popen[str]:
-        only = [word for site in sites for word in ("--only", site)]
-        command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), "--resume", *only]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    first = launch("global", "eu")
-    try:
-        while not any(e["event"] == "JobTrained" for e in read_events(folder, "eu-0")):
-            assert first.poll() is None, first.communicate()[0]
-        second = launch("us")
-        said = [process.communicate(timeout=START_S)[0] for process in (second, first)]
-    finally:
-        first.kill()
-    assert (first.returncode, second.returncode) == (0, 0), said
-    top = json.loads((folder / "servers/global/status.json").read_text())
-    assert top["committed_samples"] == top["train_samples"]
-    assert any(e["event"] == "JobTrained" for e in read_events(folder, "us-0"))
-    welcome = next(e for e in read_events(folder, "global") if e["event"] == "Joined" and e["member"] == "us")
-    assert welcome["time_s"] > read_events(folder, "eu-0")[0]["time_s"]
