@@ -16,6 +16,7 @@ from geotrain.launch.launchers.base import SCRIPT, LauncherCommand, WorkerComman
 from geotrain.launch.launchers.registry import launcher_of, launchers, worker_commands
 from geotrain.launch.launchers.ssh import Ssh
 from geotrain.launch.machine import HostMachine, assign_devices
+from tests.support.programs import program
 
 TELL_RANKS = """
 import json, os, sys
@@ -188,10 +189,8 @@ def run_job(job: LauncherCommand, made: WorkerCommands, place: WorkerPlace, scri
 @pytest.mark.parametrize(("launcher", "hosts"), [("slurm", {"n1": 2, "n2": 2}), ("openmpi", {"n1": 2, "n2": 2})])
 def test_deepspeeds_launchers_start_every_rank(launcher: str, hosts: dict[str, int], tmp_path: Path) -> None:
     programs = tmp_path / "bin"
-    programs.mkdir()
     for name, source in FAKE.items():
-        (programs / name).write_text(f"#!{sys.executable}\n{source}")
-        (programs / name).chmod(0o755)
+        program(programs / name, f"#!{sys.executable}\n{source}")
     place = WorkerPlace(tmp_path, 29507)
     made = worker_commands(place, "eu", worker(launcher, hosts, env={"WHO": "a,b"}))
     assert hostfile_path("eu-0") in made.files

@@ -1,22 +1,28 @@
 """Behind a real sshd, whose connections are lost: a worker's job is started again, never beside its former
-incarnation."""
+incarnation. And DeepSpeed's launcher over pdsh."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from geotrain.config import RestartConfig
+from geotrain.config import RestartConfig, load_cluster, load_run
 from geotrain.launch import guard as guard_module
+from geotrain.launch.check import free_ports
+from geotrain.launch.host_check import check_hosts
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.monitor.events import ProcessDied
 from tests.support.process_trees import marked, new_mark, only_deaths, until
+from tests.support.small_runs import BATCH, launched, prepare_text, status, write_files
 from tests.support.sshd import fall_silent, sshd
 
 BUSY_S = 300.0
@@ -69,3 +75,36 @@ def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself
         ("eu-0", "failed with exit code 255" if how == "silence" else "was ended by SIGKILL")
     ]
     assert "beside another" not in log.read_text()
+
+
+@pytest.mark.long("launch")
+@pytest.mark.slow
+@pytest.mark.root
+def test_deepspeed_starts_a_workers_hosts_by_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts, which are this machine by two names, form one worker; the second name is known to ssh only."""
+    assert shutil.which("pdsh"), "install pdsh"
+    prepare_text(tmp_path)
+    files = write_files(tmp_path, "run", 8 * BATCH, {"eu": [2]}, {"rule": {"name": "halos"}}, restarts=0)
+    cluster, mark, ports = json.loads(files[1].read_text()), new_mark(), free_ports(2)
+    cluster["regions"][0]["workers"][0] |= {
+        "launcher": "pdsh",
+        "launcher_args": "-u 250",  # pdsh's own option: a command that takes longer is ended
+        "master_port": ports[0],
+        "hosts": [{"host": "127.0.0.1", "slots": 1}, {"host": "second.example.org", "slots": 1}],
+        "env": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    }
+    files[1].write_text(json.dumps(cluster))
+    with sshd(tmp_path, ports[1]), monkeypatch.context() as patched:
+        patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        for name, value in mark.items():
+            patched.setenv(name, value)
+        with socket.socket() as somebody:
+            somebody.bind(("", ports[0]))
+            (found,) = check_hosts(load_run(files[0]), load_cluster(files[1]), ("global", "eu"))
+            assert (found.host, found.what) == ("127.0.0.1", f"port {ports[0]} is taken")  # where rank 0 is
+        launched(files)  # which asks both again
+        log = (tmp_path / "run/logs/eu-0.log").read_text()
+        # pdsh puts the host's name before each line.
+        assert all(f"{host}: " in log for host in ("127.0.0.1", "second.example.org")), log
+        assert "nnodes=2" in log and status(files[0], "global")["complete"]
+        assert until(lambda: marked(mark) == [], BUSY_S)

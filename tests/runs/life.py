@@ -114,7 +114,11 @@ def write_files(folder: Path, samples: int = ENOUGH, pace_s: float = PACE_S) -> 
     raw["data"] |= {what: str(folder / "run/data" / what) for what in ("train", "validation", "tokenizer")}
     raw["data"] |= {"sequence_length": 64, "train_samples": samples, "validation_samples": 64}
     raw["monitor"] = {"every_s": 1.0, "metrics_port": 0, "validate_every_samples": 20 * BATCH}
-    raw["outer"] |= {"local_steps": LOCAL_STEPS, "fragments": {"layers_per_fragment": 1, "chunk_elements": 8192}}
+    raw["outer"] |= {
+        "local_steps": LOCAL_STEPS,
+        "lease_reserve": 2,
+        "fragments": {"layers_per_fragment": 1, "chunk_elements": 8192},
+    }
     cluster = json.loads((CONFIGS / "clusters/local-two-regions-moe.json").read_text())
     links = json.loads((CONFIGS / "clusters/local-wan.json").read_text())
     cluster |= {key: links[key] for key in ("links", "emulate_links")}
@@ -155,7 +159,7 @@ def played(folder: Path) -> Life:
             life.say(name, *words)
         # Beyond all that was ever leased: a replay of the whole journal meets no other end.
         newest = max((run.folder / "servers/global/snapshots").glob("*/meta.json"))
-        trained = checked_meta(newest.read_bytes())["meta"]["leases"]["next_start"]
+        trained = checked_meta(newest.read_bytes())["meta"]["state"]["leases"]["next_start"]
         write_files(folder, trained + STEPS * BATCH, 0.0)
         run.start("quickstart", "--resume", "--run", str(files[0]), "--cluster", str(files[1]))
         life.output["finished"] = _ended(life, mark).removeprefix(life.output["stopped"])

@@ -22,6 +22,11 @@ class Done:
     stdout: str
     stderr: str
 
+    @property
+    def text(self) -> str:
+        """All that was said, with its line ends as spaces."""
+        return " ".join((self.stdout + self.stderr).split())
+
 
 Run = Callable[..., Done]  # of a command's words, and the folder that it is said in
 

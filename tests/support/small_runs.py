@@ -120,12 +120,3 @@ def losses(run_file: Path) -> dict[tuple[str, int], float]:
     for path in sorted((load_run(run_file).run_folder / "events").glob("*.jsonl")):
         events += map(json.loads, path.read_text().splitlines())
     return {(e["worker"], e["job"]): e["loss"] for e in events if e["event"] == "JobTrained"}
-
-
-# Runs the command on this machine, and notes down where it should have gone.
-FAKE_SSH = """#!/bin/bash
-while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
-echo "$1" >> "$FAKE_SSH_HOSTS"
-shift
-exec bash -c "$*"
-"""

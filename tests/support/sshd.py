@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.process_trees import MARK
+from tests.support.programs import program
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
@@ -28,18 +29,17 @@ def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
     (folder / "sshd_config").write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
         f"PidFile none\nStrictModes no\nUsePAM no\nAcceptEnv {MARK}\n"
+        f"SetEnv PATH={folder}/bin:{os.environ['PATH']}\n"  # from host to host it is the same `ssh`
     )
     (folder / "ssh_config").write_text(
         f"Host *\nHostName 127.0.0.1\nPort {port}\nIdentityFile {folder}/user\nIdentitiesOnly yes\n"
         f"UserKnownHostsFile {folder}/known\nStrictHostKeyChecking accept-new\nLogLevel ERROR\n"
         f"SendEnv {MARK}\n"
     )
-    (folder / "bin").mkdir()
     patience = "-o ServerAliveInterval=1 -o ServerAliveCountMax=2"  # the first word for an option counts
     ssh = f"exec {shutil.which('ssh')} -F {folder}/ssh_config {patience}"
     note = f'for word; do case "$word" in *[!a-z0-9.]*) ;; *.*) echo "$word" >> {folder}/asked; break;; esac; done'
-    (folder / "bin/ssh").write_text(f'#!/bin/sh\n{note}\n{ssh} "$@"\n')
-    (folder / "bin/ssh").chmod(0o755)
+    program(folder / "bin/ssh", f'#!/bin/sh\n{note}\n{ssh} "$@"\n')
     with subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.PIPE) as server:
         try:
             assert server.stderr and b"listening" in server.stderr.readline()
