@@ -21,7 +21,7 @@ from geotrain.launch.host_check import check_hosts
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.monitor.events import ProcessDied
-from tests.support.process_trees import marked, new_mark, only_deaths, until
+from tests.support.process_trees import began_alone, marked, new_mark, only_deaths, stopped_when, until
 from tests.support.small_runs import BATCH, launched, prepare_text, status, write_files
 from tests.support.sshd import fall_silent, sshd
 
@@ -63,13 +63,7 @@ def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself
             else:
                 (ssh,) = [child for child in psutil.Process().children() if child.name() == "ssh"]
                 ssh.kill()
-
-            def stop_when_it_began_twice() -> None:
-                if log.read_text().count("begins") == 2:
-                    assert not former & set(marked(mark))
-                    signal.raise_signal(signal.SIGTERM)
-
-            assert running.wait(stop_when_it_began_twice, every_s=0.05).code == 128 + signal.SIGTERM
+            assert stopped_when(running, lambda: began_alone(log, former, mark)) == 128 + signal.SIGTERM
         assert until(lambda: marked(mark) == [], BUSY_S)
     assert [(death.group, death.how) for death in deaths] == [
         ("eu-0", "failed with exit code 255" if how == "silence" else "was ended by SIGKILL")

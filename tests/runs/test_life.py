@@ -30,7 +30,11 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
 
 @pytest.fixture(scope="module")
 def audit(life: Life) -> dict[str, Any]:
+    """The accounts of the run, after an acknowledgement was added to a worker's events that no server gave."""
     life.run.noted = {"end_s": max(e["time_s"] for e in life.run.events("launcher"))}
+    told = [e for e in life.run.events("us-0") if e["event"] == "Acknowledged"][-1]
+    with (life.run.folder / "events/us-0.jsonl").open("a") as log:
+        log.write(json.dumps({**told, "sequence": told["sequence"] + 1000}) + "\n")
     return accounts(life.run)
 
 
@@ -62,21 +66,9 @@ def test_every_rank_has_the_environment_of_its_worker(life: Life) -> None:
 def test_nothing_acknowledged_was_lost_or_applied_twice(audit: dict[str, Any]) -> None:
     assert audit["acknowledged_updates"] > 10 and audit["snapshots_compared"] >= 2 and audit["server_deaths"] >= 1
     assert audit["shards"]["processes"] == 4 and audit["shards"]["recoveries_compared"] >= 1
-    for figure in (
-        "lost_acknowledged", "applied_twice", "replay_mismatches", "samples_skipped", "samples_twice_uncounted",
-    ):  # fmt: skip
+    for figure in ("applied_twice", "replay_mismatches", "samples_skipped", "samples_twice_uncounted"):
         assert audit[figure] == 0, (figure, audit)
-
-
-def test_the_audit_sees_what_is_missing(life: Life, audit: dict[str, Any]) -> None:
-    told = [e for e in life.run.events("us-0") if e["event"] == "Acknowledged"][-1]
-    log = life.run.folder / "events/us-0.jsonl"
-    before = log.read_text()
-    log.write_text(before + json.dumps({**told, "sequence": told["sequence"] + 1000}) + "\n")
-    try:
-        assert accounts(life.run)["lost_acknowledged"] == 1
-    finally:
-        log.write_text(before)
+    assert audit["lost_acknowledged"] == 1  # the false one
 
 
 def test_what_was_killed_was_started_again(life: Life) -> None:
@@ -114,10 +106,15 @@ def test_the_status_of_a_run_that_trains(life: Life) -> None:
     assert "quickstart-moe: running; " in once.stdout and "tokens/s" in once.stdout
 
 
-def test_page_and_metrics_tell_of_every_worker(life: Life) -> None:
-    told = json.dumps(life.page)
-    assert all(f'"{name}"' in told for name in (*EU, *US))
-    assert "geotrain" in life.metrics and all(name in life.metrics for name in ("eu", "us"))
+def test_page_and_metrics_tell_of_every_region(life: Life) -> None:
+    page, told = life.page, life.seen["disturbed"].statuses
+    assert [member["name"] for member in page["members"]] == ["eu", "us"]
+    assert page["phase"] == "running" and page["tokens"] > 0 and page["points"] and len(page["shards"]) == 2
+    assert "eu" in {member for _, _, _, member, _ in page["marks"]}
+    measured = [line for line in life.metrics.splitlines() if line.startswith("geotrain_")]
+    for region in ("eu", "us"):
+        assert any(f'"{region}"' in line for line in measured), region
+        assert told[region]["metrics"].endswith("/metrics")
 
 
 def test_there_is_one_launcher_of_a_run(life: Life) -> None:
@@ -209,9 +206,10 @@ def test_it_learns(life: Life) -> None:
         assert min(mine[len(mine) // 2 :]) < 0.8 * mine[0], worker
     found = summary(life)
     assert found["validation_loss_final"] < 0.8 * found["validation_loss_start"]
-    validated = life.seen["finished"].statuses["global"]["validation"]
     by_export = evaluate(life.run.folder / "export", life.run.folder / "data/validation", 64, 64)
-    assert validated["loss"] == pytest.approx(by_export, rel=1e-4)
+    assert found["validation_loss_final"] == pytest.approx(by_export, abs=1e-4)
+    validated = life.seen["finished"].statuses["global"]["validation"]  # by a worker, of weights not much older
+    assert validated["worker"] in (*EU, *US) and validated["loss"] < 0.8 * found["validation_loss_start"]
 
 
 def test_the_summary_adds_up(life: Life) -> None:

@@ -1,12 +1,14 @@
 """Process trees for the tests of guard and supervisor, and a way to see what is left of them."""
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from geotrain.launch.supervisor import Supervisor
 from geotrain.monitor.events import ProcessDied
 from geotrain.outer.events import Event
 
@@ -62,6 +64,23 @@ def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
         time.sleep(max(0.02, 4 * (time.monotonic() - now)))
         now = time.monotonic()
     return bool(condition())
+
+
+def began_alone(log: Path, former: set[int], mark: dict[str, str]) -> bool:
+    """Whether what writes "begins" into the log began again; nothing of its former incarnation may be left then."""
+    again = log.read_text().count("begins") == 2
+    assert not again or not former & set(marked(mark))
+    return again
+
+
+def stopped_when(running: Supervisor, condition: Callable[[], bool]) -> int:
+    """Stop the supervisor, as Ctrl-C does, when the condition holds. Returns its exit code."""
+
+    def stop() -> None:
+        if condition():
+            signal.raise_signal(signal.SIGTERM)
+
+    return running.wait(stop, every_s=0.05).code
 
 
 def only_deaths(deaths: list[ProcessDied]) -> Callable[[Event], None]:
