@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from geotrain.launch.supervisor import Supervisor
 from geotrain.monitor.events import ProcessDied
 from geotrain.outer.events import Event
@@ -42,6 +44,15 @@ def marked(mark: dict[str, str]) -> list[int]:
                     found.append(int(entry.name))
             except OSError:
                 continue
+    return found
+
+
+def commands(mark: dict[str, str]) -> list[tuple[psutil.Process, list[str]]]:
+    """The living processes that carry the mark, each with its command."""
+    found = []
+    for pid in marked(mark):
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            found.append((process := psutil.Process(pid), process.cmdline()))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from geotrain.config import ClusterConfig, load_run
+from geotrain.config import load_run
 from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.net.storage.snapshots import read_weights
-from geotrain.net.transport.certs import make_certificates
 from geotrain.parameters.parameter_map import parameter_map_of
 
 LOCAL_STEPS, BATCH = 2, 4
@@ -59,15 +57,15 @@ def write_files(
     samples: int,
     workers: dict[str, list[int]],
     outer: dict[str, Any],
-    certificates: Path | None = None,
     restarts: int = 10,
     min_step_s: float = 0.0,
     shards: int = 0,
     **run_keys: Any,
 ) -> tuple[Path, Path]:
-    """Run and cluster file. workers: region → ranks of each of its workers. certificates: made there, and used.
-    restarts: of a process that died, at most. min_step_s: as in the cluster file, of every worker. run_keys: laid
-    over the run file. shards: of each server, in processes of their own."""
+    """Write a run and a cluster file.
+
+    workers: region → ranks of each of its workers. restarts: of a process that died, at most. min_step_s: as in the cluster file, of every worker. run_keys: laid over the run file. shards: of each server, in
+    processes of their own."""
     run = {**run_of(folder, samples, outer), "folder": str(folder / name), **run_keys}
     regions = [
         {
@@ -83,22 +81,15 @@ def write_files(
     paths = folder / f"{name}.json", folder / f"{name}-cluster.json"
     cluster: dict[str, Any] = {"name": "local", "regions": regions, "restart": {"limit": restarts}}
     cluster["global_shards"] = [{}] * shards
-    if certificates:
-        make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), certificates)
-        cluster["security"] = {"folder": str(certificates)}
     for path, content in zip(paths, (run, cluster), strict=True):
         path.write_text(json.dumps(content))
     return paths
 
 
-def launch(files: tuple[Path, Path], *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=560)
-
-
-def launched(files: tuple[Path, Path], *more: str) -> None:
-    done = launch(files, *more)
+def launched(files: tuple[Path, Path]) -> None:
+    """Launch the run, and wait for its end, which must be good."""
+    command = [sys.executable, "-m", "geotrain", "launch", *map(str, files)]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
