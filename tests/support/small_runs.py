@@ -64,8 +64,9 @@ def write_files(
 ) -> tuple[Path, Path]:
     """Write a run and a cluster file.
 
-    workers: region → ranks of each of its workers. restarts: of a process that died, at most. min_step_s: as in the cluster file, of every worker. run_keys: laid over the run file. shards: of each server, in
-    processes of their own."""
+    workers: region → ranks of each of its workers. restarts: of a process that died, at most. min_step_s: as in the
+    cluster file, of every worker. run_keys: laid over the run file. shards: of each server, in processes of their own.
+    """
     run = {**run_of(folder, samples, outer), "folder": str(folder / name), **run_keys}
     regions = [
         {
