@@ -65,7 +65,7 @@ def write_files(
     """Write a run and a cluster file.
 
     workers: region → ranks of each of its workers. restarts: of a process that died, at most. min_step_s: as in the
-    cluster file, of every worker. run_keys: laid over the run file. shards: of each server, in processes of their own.
+    cluster file, of every worker. run_keys: laid over the run file. shards: of each server, as processes.
     """
     run = {**run_of(folder, samples, outer), "folder": str(folder / name), **run_keys}
     regions = [
