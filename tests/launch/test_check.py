@@ -118,6 +118,39 @@ def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
         launcher._check_folder(run.model_copy(update={"seed": 7}), tmp_path, resume=True)
 
 
+def apart(**more: Any) -> ClusterConfig:
+    """The regions, behind ssh, whose servers have fixed ports."""
+    regions = tuple(
+        region.model_copy(update={"ssh": "far", "server": Address(host="10.0.0.1", port=port)})
+        for port, region in enumerate(cluster().regions, 7001)
+    )
+    return cluster().model_copy(update={"global_server": Address(port=7000), "regions": regions, **more})
+
+
+@pytest.mark.parametrize(
+    ("found", "site", "told"),
+    [
+        (apart(), "mars", r"--only mars: the cluster has no such site; its sites: global, eu, us"),
+        (apart(global_server=Address()), "eu", r"--only eu: the server of 'global' needs a fixed port"),
+        (apart(regions=cluster().regions), "eu", r"--only eu: the server of 'eu' needs a fixed port"),
+        (apart(emulate_links=True), "eu", r"--only eu: emulated links need the whole run in one launcher"),
+    ],
+)
+def test_a_site_that_cannot_be_started_by_itself(found: ClusterConfig, site: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        launcher._with_sites_here(found, (site,))
+
+
+def test_a_site_that_is_started_by_itself_is_here(prepared: Path, tmp_path: Path) -> None:
+    assert [r.ssh for r in launcher._with_sites_here(apart(), ("global", "eu")).regions] == [None, "far"]
+    run = run_on(prepared)
+    (tmp_path / "servers/global").mkdir(parents=True)
+    launcher._check_folder(run, tmp_path, resume=False, only=("eu",))  # which has no state yet
+    launcher._check_folder(run, tmp_path, resume=True, only=("eu",))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        launcher._check_folder(run, tmp_path, resume=False, only=("global",))
+
+
 def test_one_launcher_at_a_time(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         with pytest.raises(ConfigError, match="this run is running already"), locked(tmp_path / "run"):
