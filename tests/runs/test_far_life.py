@@ -84,10 +84,14 @@ def played(folder: Path, patch: pytest.MonkeyPatch) -> FarLife:
     def keepers() -> list[psutil.Process]:
         return [process for process, words in commands(mark) if "--keep" in words]
 
+    def ranks() -> list[psutil.Process]:
+        return [p for p, words in commands(mark) if any(word.startswith("--local_rank") for word in words)]
+
     def look() -> None:
-        """Count what the region has trained, and its processes: its keeper, and what that started."""
+        """Count what the region has trained, and note its processes: its keeper, what that started, and the ranks."""
         life.jobs.append(life.trained())
-        life.region.append({p.pid for keeper in keepers() for p in (keeper, *keeper.children(recursive=True))})
+        started = {p.pid for keeper in keepers() for p in (keeper, *keeper.children(recursive=True))}
+        life.region.append(started | {rank.pid for rank in ranks()})
 
     def reached(launcher: subprocess.Popen[str], attached: int, jobs: int) -> None:
         """Wait until the region was attached to so often, and has trained so many jobs."""
@@ -112,9 +116,7 @@ def played(folder: Path, patch: pytest.MonkeyPatch) -> FarLife:
             reached(launcher, 1, 1)
             life.asked = (folder / "asked").read_text().split()
             life.refused["beside it"] = say("launch", *files)
-            for process, words in commands(mark):
-                if any(word.startswith("--local_rank") for word in words):
-                    life.ranks.append(process.environ())
+            life.ranks = [rank.environ() for rank in ranks()]
             look()
             fall_silent(server, "launch-site")
             reached(launcher, 2, 2)
@@ -161,7 +163,7 @@ def test_a_rank_is_started_on_each_host(life: FarLife) -> None:
 
 def test_the_region_lives_on_without_connection_and_launcher(life: FarLife) -> None:
     trains, cut, again, _ = life.region
-    assert len(trains) >= 6  # keeper; server; guards
+    assert len(trains) >= 7  # keeper, server and its guard, an ssh and a rank a host
     assert trains == cut == again
     assert life.jobs == sorted(life.jobs) and life.jobs[1] < life.jobs[2]
     assert "eu.ssh: no connection" in life.said[0] and "what runs there goes on" in life.said[0]
