@@ -42,5 +42,6 @@ def say(*words: str | Path, cwd: Path = ROOT) -> Done:
     return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
-def running(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+def running(*_: object) -> Run:
+    """Give `say`, to the fixture of that purpose."""
     return say
