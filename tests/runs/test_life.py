@@ -1,4 +1,4 @@
-"""What the recorded life of a run (`tests.runs.life`) said and left, each part for itself."""
+"""What the recorded life of a run (`tests.support.recorded_life`) said and left, each part for itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from geotrain.commands.quickstart import PROMPTS
 from tests.chaos.faults.audit import accounts
 from tests.chaos.faults.goodput import goodput
 from tests.chaos.faults.scenario import PACKETS
-from tests.runs.life import BATCH, CONFIGS, ENOUGH, STEPS, Life, in_wheel, played
+from tests.support.recorded_life import BATCH, CONFIGS, ENOUGH, STEPS, Life, in_wheel, played
 from tests.support.small_runs import losses
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
