@@ -1,6 +1,5 @@
 """The complete runs of examples/: their files are ones that `launch` takes, and git holds no output of the notebook.
-Whole-run tests run them: tests/runs/test_examples.py `own-text` (by the notebook) and `continued`,
-tests/plan/test_command.py `planned`."""
+tests/runs/test_examples.py runs `own-text`, by the notebook; tests/plan/test_command.py `planned`."""
 
 from __future__ import annotations
 

@@ -114,6 +114,7 @@ def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
         launcher._check_folder(run, tmp_path, resume=False)
     launcher._check_folder(run, tmp_path, resume=True)
+    launcher._check_folder(run, tmp_path, resume=False, only=("eu",))  # which has no state yet
     with pytest.raises(ConfigError, match="begun with another model, data or outer block"):
         launcher._check_folder(run.model_copy(update={"seed": 7}), tmp_path, resume=True)
 
@@ -141,14 +142,8 @@ def test_a_site_that_cannot_be_started_by_itself(found: ClusterConfig, site: str
         launcher._with_sites_here(found, (site,))
 
 
-def test_a_site_that_is_started_by_itself_is_here(prepared: Path, tmp_path: Path) -> None:
+def test_a_site_that_is_started_by_itself_is_here() -> None:
     assert [r.ssh for r in launcher._with_sites_here(apart(), ("global", "eu")).regions] == [None, "far"]
-    run = run_on(prepared)
-    (tmp_path / "servers/global").mkdir(parents=True)
-    launcher._check_folder(run, tmp_path, resume=False, only=("eu",))  # which has no state yet
-    launcher._check_folder(run, tmp_path, resume=True, only=("eu",))
-    with pytest.raises(ConfigError, match="holds a run already"):
-        launcher._check_folder(run, tmp_path, resume=False, only=("global",))
 
 
 def test_one_launcher_at_a_time(tmp_path: Path) -> None:

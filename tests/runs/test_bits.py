@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.chaos.faults.runner import read_events
 from tests.support.disks import small_disk
-from tests.support.own_loops import REGIONS, SITES, TRAINER, OwnRun
-from tests.support.small_runs import BATCH, LOCAL_STEPS, MODEL, losses, prepare_text, run_of, weights
+from tests.support.own_loops import REGIONS, SITES, TRAINER, OwnRun, own_runs
+from tests.support.small_runs import BATCH, LOCAL_STEPS, MODEL, losses, prepare_text, run_of, status, weights
 
 ROUNDS = 12
 ROUND = len(REGIONS) * LOCAL_STEPS * BATCH  # samples
@@ -34,27 +34,23 @@ EXPERTS = {
 
 
 class Runs:
-    """Starts runs in folders of their own; knows all, to end them."""
+    """Makes runs of the text in a folder. start: see `own_runs`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[OwnRun] = []
+    def __init__(self, folder: Path, start: Callable[..., OwnRun]) -> None:
+        self.folder, self.start = folder, start
         prepare_text(folder)
 
     def made(
         self, name: str, rounds: int, workers: Any = None, shards: int = 0, outer: Any = SYNC, **keys: Any
     ) -> OwnRun:
-        content = run_of(self.folder, rounds * ROUND, outer, **keys)
-        self.started.append(OwnRun(self.folder / name, content, workers, shards))
-        return self.started[-1]
+        return self.start(name, run_of(self.folder, rounds * ROUND, outer, **keys), workers, shards)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    runs = Runs(tmp_path_factory.mktemp("bits"))
-    yield runs
-    for run in runs.started:
-        run.kill_all()
+    folder = tmp_path_factory.mktemp("bits")
+    with own_runs(folder) as start:
+        yield Runs(folder, start)
 
 
 def train(run: OwnRun, *resume: str, **ranks: int) -> OwnRun:
@@ -100,7 +96,7 @@ def test_six_and_six_rounds_with_shards_are_twelve_without_bitwise(
     assert len(losses(straight.file)) == 2 * ROUNDS
     for server in SITES:
         before, after = (
-            {name: member["restarts"] for name, member in each.status_file(server)["members"].items()}
+            {name: member["restarts"] for name, member in status(each.file, server)["members"].items()}
             for each in (stopped, run)
         )
         assert after == before, "it had ended; nobody was restarted"
@@ -124,7 +120,7 @@ def test_regions_that_share_a_model_differently_train_it_together(runs: Runs) ->
     workers = {region: {**RANKS, "parallel": parallel} for region, parallel in layouts.items()}
     keys = {"model": {"config": EXPERTS}, "checkpoint": {"every_jobs": 4}}
     run = train(runs.made("experts", ROUNDS, workers, **keys), eu=2, us=2)
-    assert run.status_file("global")["committed_samples"] == ROUNDS * ROUND
+    assert status(run.file, "global")["committed_samples"] == ROUNDS * ROUND
     jobs = losses(run.file)
     assert len(jobs) == 2 * ROUNDS
     for worker in ("eu-0", "us-0"):
@@ -155,7 +151,7 @@ def test_a_full_disk_while_checkpointing_a_run_that_began_from_an_export(
         model = {"config": MODEL, "init_from": str(start)}
         run = train(runs.made("continued", ROUNDS // 2, model=model, checkpoint=checkpoint))
         assert not [path for path in disk.rglob("*") if path.is_file()]
-    assert run.status_file("global")["committed_samples"] == ROUNDS // 2 * ROUND
+    assert status(run.file, "global")["committed_samples"] == ROUNDS // 2 * ROUND
     assert losses(run.file)["eu-0", 1] < 0.9 * losses(straight.file)["eu-0", 1]
     told, said = (run.folder / "out/events/eu-0.jsonl").read_text(), run.said()
     for words in (str(disk), "No space left on device", "training goes on without this checkpoint"):
@@ -176,7 +172,7 @@ def test_a_region_comes_late(runs: Runs) -> None:
     run.serve("us")
     run.work("us", TRAINER)
     run.ended()
-    top = run.status_file("global")
+    top = status(run.file, "global")
     assert top["committed_samples"] == top["train_samples"]
     assert any(worker == "us-0" for worker, _ in losses(run.file))
     joined = [e["time_s"] for e in read_events(run.folder / "out", "global") if e.get("member") == "us"]

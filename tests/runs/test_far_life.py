@@ -20,7 +20,7 @@ from geotrain.launch.check import free_ports
 from geotrain.launch.host_check import Finding, check_hosts
 from tests.support.command_line import Done, say
 from tests.support.process_trees import commands, marked, new_mark, until
-from tests.support.small_runs import BATCH, LOCAL_STEPS, losses, prepare_text, status, write_files
+from tests.support.small_runs import BATCH, LOCAL_STEPS, prepare_text, status, write_files
 from tests.support.sshd import fall_silent, sshd
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -192,34 +192,3 @@ def test_a_region_that_died_with_its_launcher_is_resumed(life: FarLife) -> None:
 def test_the_launchers_machine_decides_which_data_is_the_runs(life: FarLife) -> None:
     mine = read_manifest(life.files[0].parent / "data/train").sha256
     assert load_run(life.folder / "run.json").data.sha256 == mine
-
-
-@pytest.mark.long("geotrain/net", "launch")
-def test_a_region_comes_late_under_a_launcher_of_its_own(tmp_path: Path) -> None:
-    prepare_text(tmp_path)
-    outer = {"rule": {"name": "halos"}, "lease_reserve": 0}
-    files = write_files(tmp_path, "late", 100 * LOCAL_STEPS * BATCH, {"eu": [1], "us": [1]}, outer)
-    cluster, ports = json.loads(files[1].read_text()), free_ports(3)
-    cluster["global_server"] = {"port": ports[0]}
-    for region, port in zip(cluster["regions"], ports[1:], strict=True):
-        region["server"] = {"port": port}
-    cluster["regions"][0]["workers"][0]["min_step_s"] = 0.5  # the other trains what is left when it comes, quickly
-    files[1].write_text(json.dumps(cluster))
-
-    def launch(*sites: str) -> subprocess.Popen[str]:
-        only = [word for site in sites for word in ("--only", site)]
-        command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), "--resume", *only]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    first = launch("global", "eu")
-    try:
-        assert until(lambda: bool(losses(files[0])) or first.poll() is not None, BUSY_S)
-        assert first.poll() is None, first.communicate()[0]
-        second = launch("us")
-        said = [process.communicate(timeout=BUSY_S)[0] for process in (second, first)]
-    finally:
-        first.kill()
-    assert (first.returncode, second.returncode) == (0, 0), said
-    top = status(files[0], "global")
-    assert top["complete"] and top["committed_samples"] == top["train_samples"]
-    assert {worker for worker, _ in losses(files[0])} == {"eu-0", "us-0"}

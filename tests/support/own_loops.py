@@ -7,7 +7,8 @@ import os
 import runpy
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,6 @@ class OwnRun:
             return ask_status(f"127.0.0.1:{self.ports[site]}", 5) or {}
         return {}
 
-    def status_file(self, site: str) -> dict[str, Any]:
-        """What the server last wrote of itself."""
-        found: dict[str, Any] = json.loads((self.folder / "out/servers" / site / "status.json").read_text())
-        return found
-
     def until(self, what: Any, timeout_s: float = 120.0) -> None:
         assert until(what, timeout_s), self.said()
 
@@ -145,10 +141,21 @@ class OwnRun:
             process.join()
             self.processes.remove(process)
 
-    def kill_all(self) -> None:
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
+
+@contextmanager
+def own_runs(folder: Path) -> Iterator[Callable[..., OwnRun]]:
+    """Give what makes an `OwnRun` in a folder by its name; at the block's end all that they started is killed."""
+    runs: list[OwnRun] = []
+
+    def made(name: str, *content: Any) -> OwnRun:
+        runs.append(OwnRun(folder / name, *content))
+        return runs[-1]
+
+    try:
+        yield made
+    finally:
+        for process in (process for run in runs for process in run.processes):
+            process.kill()
             process.join()
 
 

@@ -34,6 +34,7 @@ from geotrain.outer.messages import Refused
 from tests.chaos.faults.clocks import Clocks, on_one_clock
 from tests.chaos.faults.liar import BELIEVED
 from tests.chaos.faults.scenario import Event, Fault
+from tests.support.process_trees import until
 
 KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches
@@ -210,12 +211,8 @@ class FaultyRun:
 
     def wait_for(self, condition: Callable[[], bool], within_s: float) -> bool:
         """False when it does not come true in time, or when the run ends before."""
-        deadline = time.monotonic() + within_s
-        while not condition():
-            if time.monotonic() > deadline or self.launcher.poll() is not None:
-                return condition()
-            time.sleep(POLL_S)
-        return True
+        until(lambda: condition() or self.launcher.poll() is not None, within_s)
+        return condition()
 
     def impaired_packets(self) -> dict[str, int]:
         """Count what befell packets, by kind, as each incarnation of the pump told at its end."""
