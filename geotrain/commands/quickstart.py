@@ -75,7 +75,7 @@ def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, k
             prepare_files([str(corpus)], folder / "data", None, None, True, VALIDATION_SHARE)
     console.rule(f"training in {len(cluster.regions)} regions; logs in {folder}/logs")
     newest, _ = SnapshotStore(folder / "servers" / GLOBAL / SNAPSHOTS).load_newest(names=())
-    samples_before = int(newest.meta["leases"]["committed_samples"]) if newest else 0
+    samples_before = int(newest.meta["state"]["leases"]["committed_samples"]) if newest else 0
     started = time.monotonic()
     code = launch(run_path, cluster_path, resume, changes=changes)
     if code:

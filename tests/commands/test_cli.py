@@ -15,6 +15,7 @@ from geotrain.commands.operate import RunState
 from tests.support.command_line import Run
 
 ROOT = Path(__file__).parents[2]
+SHORT = ("--tflops", "150", "--set", "data.train_samples=409600")
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
 COMMANDS = (
     "quickstart", "prepare", "launch", "serve global", "serve region", "status", "logs", "pause", "resume", "drain",
@@ -153,7 +154,7 @@ def test_keys_of_the_run_file_can_be_set(tmp_path: Path, geotrain: Run, refused:
         ("deepspeed.gradient_cliping=1", "did you mean 'gradient_clipping'?"),
     ):
         assert told in refused("dry-run", *files, "--set", change)
-    report = geotrain("simulate", *files, "--tflops", "150", "--json", "--set", "outer.local_steps=64")
+    report = geotrain("simulate", *files, *SHORT, "--json", "--set", "outer.local_steps=64")
     assert json.loads(report.stdout)["outer"]["local_steps"] == 64
 
 
@@ -228,7 +229,7 @@ def test_simulate_tells_what_if(tmp_path: Path, geotrain: Run) -> None:
     files = "configs/runs/1b.json", "configs/clusters/four-regions-ssh.json"
     reports = []
     for more in ((), ("-H", "64", "-K", "4", "--codec", "int4", "--picture", tmp_path / "run.svg")):
-        done = geotrain("simulate", *files, "--tflops", "150", *more, "--json")
+        done = geotrain("simulate", *files, *SHORT, *more, "--json")
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(done.stdout))
     plain, changed = reports
@@ -237,7 +238,7 @@ def test_simulate_tells_what_if(tmp_path: Path, geotrain: Run) -> None:
     assert changed["links"].keys() == plain["links"].keys() and changed["links"] != plain["links"]
     assert (tmp_path / "run.svg").read_text().startswith("<?xml")
     region = json.loads((ROOT / files[1]).read_text())["regions"][0]["name"]
-    done = geotrain("simulate", *files, "--tflops", "150", "--without", region)
+    done = geotrain("simulate", *files, *SHORT, "--without", region)
     assert done.returncode == 0 and " h for " in done.stdout and region not in done.stdout
 
 

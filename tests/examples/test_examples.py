@@ -1,24 +1,21 @@
 """The complete runs of examples/: their files are ones that `launch` takes, and git holds no output of the notebook.
-Whole-run tests run them: tests/runs/test_runs.py `own-text` (by the notebook) and `continued`,
-tests/plan/test_command.py `planned`."""
+tests/runs/test_examples.py runs `own-text`, by the notebook; tests/plan/test_command.py `planned`."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from geotrain.commands import cli
 from geotrain.config import load_run
 from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
+from tests.support.command_line import say
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/run.json"))
@@ -43,19 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command in this process; gives what it said."""
-
-    def run(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["geotrain", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capfd.readouterr()
-        assert not ended.value.code, f"{words}\n{said.out}\n{said.err}"
-        return said.out + said.err
-
-    return run
+def said(folder: Path, *words: str) -> str:
+    """What a command says that is given in this folder, and succeeds."""
+    done = say(*words, cwd=folder)
+    assert done.returncode == 0, f"{words}\n{done.text}"
+    return done.text
 
 
 def test_there_are_three_with_short_readmes() -> None:
@@ -66,20 +55,17 @@ def test_there_are_three_with_short_readmes() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_dry_run_of_an_example(
-    name: str, folder: Path, geotrain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dry_run_of_an_example(name: str, folder: Path) -> None:
     """As its README says, in its folder: nothing is refused, and of its schedule and links nothing is warned."""
-    monkeypatch.chdir(folder / name)
     files = "run.json", "cluster.json"
     if name == "own-text":
-        geotrain("certs", "cluster.json", "certs")
+        said(folder / name, "certs", "cluster.json", "certs")
     if name == "planned":
-        geotrain("plan", "run.json", "inventory.json", "--out", "planned")
+        said(folder / name, "plan", "run.json", "inventory.json", "--out", "planned")
         files = "planned/run.json", "planned/cluster.json"
-    said = geotrain("dry-run", *files)
-    assert "parameters" in said
-    assert "deepspeed.scheduler" not in said and "without `security`" not in said, said
+    report = said(folder / name, "dry-run", *files)
+    assert "parameters" in report
+    assert "deepspeed.scheduler" not in report and "without `security`" not in report, report
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:

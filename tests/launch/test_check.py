@@ -114,8 +114,36 @@ def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
         launcher._check_folder(run, tmp_path, resume=False)
     launcher._check_folder(run, tmp_path, resume=True)
+    launcher._check_folder(run, tmp_path, resume=False, only=("eu",))  # which has no state yet
     with pytest.raises(ConfigError, match="begun with another model, data or outer block"):
         launcher._check_folder(run.model_copy(update={"seed": 7}), tmp_path, resume=True)
+
+
+def apart(**more: Any) -> ClusterConfig:
+    """The regions, behind ssh, whose servers have fixed ports."""
+    regions = tuple(
+        region.model_copy(update={"ssh": "far", "server": Address(host="10.0.0.1", port=port)})
+        for port, region in enumerate(cluster().regions, 7001)
+    )
+    return cluster().model_copy(update={"global_server": Address(port=7000), "regions": regions, **more})
+
+
+@pytest.mark.parametrize(
+    ("found", "site", "told"),
+    [
+        (apart(), "mars", r"--only mars: the cluster has no such site; its sites: global, eu, us"),
+        (apart(global_server=Address()), "eu", r"--only eu: the server of 'global' needs a fixed port"),
+        (apart(regions=cluster().regions), "eu", r"--only eu: the server of 'eu' needs a fixed port"),
+        (apart(emulate_links=True), "eu", r"--only eu: emulated links need the whole run in one launcher"),
+    ],
+)
+def test_a_site_that_cannot_be_started_by_itself(found: ClusterConfig, site: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        launcher._with_sites_here(found, (site,))
+
+
+def test_a_site_that_is_started_by_itself_is_here() -> None:
+    assert [r.ssh for r in launcher._with_sites_here(apart(), ("global", "eu")).regions] == [None, "far"]
 
 
 def test_one_launcher_at_a_time(tmp_path: Path) -> None:

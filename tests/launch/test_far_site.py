@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -26,7 +25,7 @@ from geotrain.launch.site_processes import LaunchRequest
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.monitor.events import ProcessDied, Trouble
 from geotrain.outer.events import Event
-from tests.support.process_trees import marked, new_mark, until
+from tests.support.process_trees import marked, new_mark, stopped_when, until
 from tests.support.small_runs import prepare_text, write_files
 
 BUSY_S = 120.0
@@ -198,12 +197,7 @@ def test_who_is_stopped_asks_its_relays_to_stop_and_names_those_that_it_did_not_
         running.start(relay("read command; echo told to $command; exit 143"))
         running.start(replace(relay("exit 255"), name="us.ssh"))
         lost = Trouble("us.ssh: no connection (no word); what runs there goes on; tried again in 600 s")
-
-        def stop_when_one_is_lost() -> None:
-            if lost in events:
-                signal.raise_signal(signal.SIGTERM)
-
-        assert running.wait(stop_when_one_is_lost, every_s=0.05).code == 143
+        assert stopped_when(running, lambda: lost in events) == 143
     assert running.log("eu.ssh").read_text() == "told to stop\n"
     assert [event for event in events if isinstance(event, Trouble)] == [
         lost,

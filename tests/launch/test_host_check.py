@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from geotrain.commands import cli
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch import host_check, host_facts
 from geotrain.launch.host_check import HERE, check_hosts, hosts_of, inquiries, parse_answers
 from geotrain.launch.host_facts import read_gpus, read_host
+from tests.support.command_line import say
+from tests.support.programs import SSH, stand_in
 from tests.support.small_runs import prepare_text, write_files
 
-# Hosts are this machine; "gone" is not there, and "bare" has no GeoTrain.
-SSH = """#!/bin/bash
-while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
-host=$1; shift
-[[ $host == gone ]] && { echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255; }
-[[ $host == bare ]] && { echo "python: No module named 'geotrain'" >&2; exit 1; }
-[[ $host == silent ]] && exec sleep 60
-exec bash -c "$*"
-"""
 GPU = "0, GPU-2d1e, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default, 9.0"
-
-
-def program(folder: Path, name: str, script: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(script)
-    (folder / name).chmod(0o755)
 
 
 @pytest.fixture
 def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A port that somebody listens on; and in the path an ssh to this machine."""
-    program(tmp_path / "bin", "ssh", SSH)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    stand_in(monkeypatch, tmp_path / "bin/ssh", SSH)
     with socket.socket() as listening:
         listening.bind(("", 0))
         listening.listen()
@@ -127,17 +110,12 @@ def test_what_is_wrong_is_told_of_each_host(tmp_path: Path, taken: int, monkeypa
     assert late.what == "cannot be looked at by ssh: no answer within 0.5 s"
 
 
-def test_a_launch_is_refused_before_anything_begins(
-    tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_is_refused_before_anything_begins(tmp_path: Path, taken: int) -> None:
     prepare_text(tmp_path)
     made = files(tmp_path, taken, "ssh", "h1")
     for words in (("launch",), ("dry-run", "--ask-hosts")):
-        monkeypatch.setattr(sys, "argv", ["geotrain", words[0], *map(str, made), *words[1:]])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        text = " ".join("".join(capfd.readouterr()).split())
-        assert ended.value.code == 2 and f"refused h1 port {taken} is taken end what listens there" in text, text
+        done = say(words[0], *made, *words[1:])
+        assert done.returncode == 2 and f"refused h1 port {taken} is taken end what listens there" in done.text
     assert not (tmp_path / "run/servers").exists() and not (tmp_path / "run/hosts").exists()
 
 
@@ -154,8 +132,7 @@ def test_a_launch_is_refused_before_anything_begins(
 def test_nvidia_smi_is_read(
     tmp_path: Path, script: str, gpus: int, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program(tmp_path / "bin", "nvidia-smi", f"#!/bin/bash\n{script}\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    stand_in(monkeypatch, tmp_path / "bin/nvidia-smi", f"#!/bin/bash\n{script}\n")
     monkeypatch.setattr(host_facts, "SMI_S", 0.5 if "sleep" in script else 60.0)
     found, said = read_gpus()
     assert (len(found), said) == (gpus, error)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import program
+
 ROOT = Path(__file__).parents[2]
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\n"
 # `$HERE` has the driver's file; `$TORCH` is the torch outside of the environment, which gets this program as Python.
@@ -25,8 +27,7 @@ esac
 
 def install(folder: Path, driver: str | None, torch: str = "", **env: str) -> tuple[int, str, list[str]]:
     """Exit code, what it said, and what was asked of Python's modules."""
-    (folder / "python").write_text(PYTHON.format(real=sys.executable))
-    (folder / "python").chmod(0o755)
+    program(folder / "python", PYTHON.format(real=sys.executable))
     if driver is not None:
         (folder / "version").write_text(DRIVER.format(driver))
     clean = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", "PIP_ARGS", "SYSTEM_SITE_PACKAGES")}

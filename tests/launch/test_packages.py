@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import program
+
 ROOT = Path(__file__).parent.parent.parent
 BASH = shutil.which("bash")
 TOOLS = ("bash", "sort")  # what the script itself calls
@@ -36,15 +38,14 @@ class Machine:
         self.bin.mkdir()
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool) or tool)
-        for program in programs:
-            self.add(program, "exit 0")
+        for name in programs:
+            self.add(name, "exit 0")
         self.add("id", f"echo {user}")
         if apt:
             self.add("apt-get", f'echo "$DEBIAN_FRONTEND: $*" >> {self.log}')
 
-    def add(self, program: str, script: str) -> None:
-        (self.bin / program).write_text(f"#!{BASH}\n{script}\n")
-        (self.bin / program).chmod(0o755)
+    def add(self, name: str, script: str) -> None:
+        program(self.bin / name, f"#!{BASH}\n{script}\n")
 
     def run(self) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

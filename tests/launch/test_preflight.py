@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from geotrain.commands import cli, dry_run
+from geotrain.commands import dry_run
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.data.tokenizer import train_bpe
@@ -24,6 +22,8 @@ from geotrain.net.transport.certs import make_certificates
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
+from tests.support.command_line import say
+from tests.support.programs import stand_in
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -83,13 +83,10 @@ def refused() -> list[str]:
     return [str(o) for o in (*preflight.obstacles(run, cluster, here), *preflight.port_obstacles(run, cluster, here))]
 
 
-def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
-    """Exit code of a command, and all that it says, with its line ends as spaces."""
-    monkeypatch.setattr(sys, "argv", ["geotrain", *words])
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0), " ".join("".join(capfd.readouterr()).split())
+def said(*words: str) -> tuple[int, str]:
+    """Exit code of a command in the working directory, and all that it says."""
+    done = say(*words, cwd=Path.cwd())
+    return done.returncode, done.text
 
 
 @pytest.fixture
@@ -126,22 +123,18 @@ def test_what_launch_refuses_the_dry_run_finds(
     place: Path,
     run: dict[str, Any],
     told: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     change("run.json", **run)
     assert any(told in line for line in refused())
     for command in ("dry-run", "launch"):
-        code, text = said(capfd, monkeypatch, command, "run.json", "cluster.json")
+        code, text = said(command, "run.json", "cluster.json")
         assert code == 2 and " ".join(told.split()) in text, f"{command}: {text}"
     assert not Path("runs/mine/servers").exists()
 
 
-def test_the_dry_run_tells_everything_at_once(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dry_run_tells_everything_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change("run.json", data__train="data/none", data__tokenizer="none", model__init_from="weights")
-    code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
+    code, text = said("dry-run", "run.json", "cluster.json")
     assert code == 2
     assert "parameters in 1 fragment(s)" in text  # the figures come first
     for told in (
@@ -168,12 +161,10 @@ def test_initial_weights_of_another_model(place: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["page_port", "metrics_port"])
-def test_a_taken_port_is_found_before_the_folder_holds_a_run(
-    place: Path, key: str, taken: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_taken_port_is_found_before_the_folder_holds_a_run(place: Path, key: str, taken: int) -> None:
     change("run.json", **{f"monitor__{key}": taken})
     for command in ("dry-run", "launch", "launch"):
-        code, text = said(capfd, monkeypatch, command, "run.json", "cluster.json")
+        code, text = said(command, "run.json", "cluster.json")
         assert code == 2 and f"cannot listen on 127.0.0.1:{taken}" in text and key in text
         assert "holds a run already" not in text
 
@@ -211,37 +202,31 @@ def test_servers_that_others_reach_without_certificates(place: Path) -> None:
     assert "plaintext, and everyone who reaches 'global' at 10.1.2.3:7070 can take part" in told
 
 
-def test_hosts_are_asked_where_wanted(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_are_asked_where_wanted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ssh is a program here that knows one host, which is this machine with another folder's data."""
-    ssh = place / "bin/ssh"
-    ssh.parent.mkdir()
-    ssh.write_text(
+    stand_in(
+        monkeypatch,
+        place / "bin/ssh",
         '#!/bin/sh\ncase "$*" in *"-- near cd"*) while [ $# -gt 1 ]; do shift; done; exec sh -c "$1";; esac\n'
-        'echo "no route to it" >&2\nexit 255\n'
+        'echo "no route to it" >&2\nexit 255\n',
     )
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     change("cluster.json", regions__0__ssh="far", regions__0__server={"host": "far", "port": 7071}, global_ssh="near")
     change("cluster.json", global_server={"host": "near", "port": 7070}, global_folder=str(place / "near"))
     (place / "near").mkdir()
-    code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
+    code, text = said("dry-run", "run.json", "cluster.json")
     assert code == 0 and "not asked: far, near; --ask-hosts" in text
     monkeypatch.setattr("rich.console.Console.width", 400)  # cells are not broken
-    code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json", "--ask-hosts")
+    code, text = said("dry-run", "run.json", "cluster.json", "--ask-hosts")
     assert code == 2 and "refused far cannot be looked at by ssh: no route to it `ssh far true` must work" in text
     # near has answered for itself: the server's address is no address of this machine
     assert "refused near the server of 'global': cannot listen on near:7070" in text
     assert "near cannot be looked at" not in text
 
 
-def test_a_schedule_that_ends_before_the_data_is_warned_of(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_that_ends_before_the_data_is_warned_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"total_num_steps": 4, "warmup_num_steps": 2}
     change("run.json", deepspeed__scheduler={"type": "WarmupCosineLR", "params": params})
-    code, text = said(capfd, monkeypatch, "dry-run", "run.json", "cluster.json")
+    code, text = said("dry-run", "run.json", "cluster.json")
     assert code == 0
     assert "total_num_steps = 4, but the run has 8 steps" in text and "cos_min_ratio is not stated" in text
 

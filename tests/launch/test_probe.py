@@ -1,7 +1,6 @@
 """`geotrain probe`: figures against emulated links, trust, what it leaves of the cluster file, and failures."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,7 +15,8 @@ from geotrain.commands.probe_step import MICRO_BATCHES, reduced
 from geotrain.config import ClusterConfig, ConfigError, load_cluster, load_run, parse
 from geotrain.net.transport.certs import CertificateError, make_certificates
 from geotrain.net.transport.link_probe import Limits, ProbeError, Way
-from tests.support.small_runs import FAKE_SSH, prepare_text, write_files
+from tests.support.programs import SSH, stand_in
+from tests.support.small_runs import prepare_text, write_files
 
 SHORT = Limits(0.5, 64 << 20)
 
@@ -86,6 +86,7 @@ def test_an_end_without_its_certificate(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
+@pytest.mark.long("geotrain/commands", "geotrain/emulate", "geotrain/net/transport")
 @pytest.mark.root
 @pytest.mark.slow
 def test_emulated_links_are_measured_as_they_are(tmp_path: Path) -> None:
@@ -106,25 +107,20 @@ def test_emulated_links_are_measured_as_they_are(tmp_path: Path) -> None:
 
 
 def test_another_machine_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
-    (tmp_path / "ssh").write_text(FAKE_SSH)
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_SSH_HOSTS", str(tmp_path / "hosts.txt"))
+    stand_in(monkeypatch, tmp_path / "bin/ssh", SSH)
     hosts = [{"host": f"127.0.0.{i}", "slots": 8} for i in (2, 3)]
     region = {"name": "eu", "ssh": "eu.example.org", "server": {"host": "127.0.0.4", "port": free_port}}
     path = cluster_file(tmp_path, regions=[{**region, "hosts": hosts}], links=[], global_server={"host": "127.0.0.5"})
     probe(path, None, SHORT, print)
     assert {link.regions for link in load_cluster(path).links} == {("eu", "global"), ("eu", "eu")}
     # To the region's machine; and from there to each of its hosts.
-    assert (tmp_path / "hosts.txt").read_text().split() == [
+    assert (tmp_path / "bin/hosts.txt").read_text().split() == [
         *["eu.example.org"] * 2, "127.0.0.2", "eu.example.org", "127.0.0.3",
     ]  # fmt: skip
 
 
 def test_an_unreachable_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ssh").write_text("#!/bin/bash\necho 'ssh: no route to host' >&2\nexit 255\n")
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(monkeypatch, tmp_path / "bin/ssh", "#!/bin/bash\necho 'ssh: no route to host' >&2\nexit 255\n")
     region = {"name": "eu", "ssh": "eu.example.org", "hosts": [{"host": "n1", "slots": 8}]}
     path = cluster_file(tmp_path, regions=[region], links=[])
     before = path.read_text()
@@ -162,6 +158,7 @@ def test_a_probe_keeps_what_shares_long_sequences() -> None:
     assert (too_few.parallel.tensor, too_few.parallel.context) == (2, 1)
 
 
+@pytest.mark.long("geotrain/commands", "geotrain/inner")
 @pytest.mark.slow
 def test_how_fast_a_run_trains(tmp_path: Path) -> None:
     prepare_text(tmp_path)

@@ -20,7 +20,7 @@ from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 from geotrain.monitor.events import ProcessDied, ProcessEnded, Trouble
 from geotrain.outer.events import Event
-from tests.support.process_trees import marked, names, new_mark, only_deaths, until
+from tests.support.process_trees import began_alone, marked, names, new_mark, only_deaths, stopped_when, until
 from tests.support.small_runs import write_files
 
 BUSY_S = 120.0  # until a process has started, on a busy machine
@@ -175,12 +175,8 @@ def test_a_worker_of_two_hosts_lives_and_dies_as_one(tmp_path: Path) -> None:
         logs = [tmp_path / f"{name}.log" for name in ("a.0", "a.1")]
         assert until(lambda: all("begins" in log.read_text() for log in logs), BUSY_S)
         os.kill(min(marked(mark)), signal.SIGKILL)
-
-        def stop_when_both_began_twice() -> None:
-            if all(log.read_text().count("begins") == 2 for log in logs):
-                signal.raise_signal(signal.SIGTERM)
-
-        assert running.wait(stop_when_both_began_twice, every_s=0.05).code == 128 + signal.SIGTERM
+        began_twice = stopped_when(running, lambda: all(log.read_text().count("begins") == 2 for log in logs))
+        assert began_twice == 128 + signal.SIGTERM
     assert [death.group for death in deaths] == ["a"]
     assert marked(mark) == []
 
@@ -258,12 +254,6 @@ def test_what_is_killed_is_started_again_with_nothing_left_of_it(tmp_path: Path,
         first = set(marked(mark))
         (bash,) = [pid for pid in first if psutil.Process(pid).name() == "bash"]
         os.kill(bash, signal.SIGKILL)  # what it began runs on, and is ended by its guard
-
-        def stop_when_it_began_twice() -> None:
-            if log.read_text().count("begins") == 2:
-                assert not first & set(marked(mark))
-                signal.raise_signal(signal.SIGTERM)
-
-        assert running.wait(stop_when_it_began_twice, every_s=0.05).code == 128 + signal.SIGTERM
+        assert stopped_when(running, lambda: began_alone(log, first, mark)) == 128 + signal.SIGTERM
     assert [death.how for death in deaths] == ["failed with exit code 137"]
     assert marked(mark) == []

@@ -22,6 +22,7 @@ TEMPLATE = Path(__file__).parents[2] / "configs/slurm/region.sbatch"
 START_S = 500.0  # until ranks have joined, on a busy machine
 
 
+@pytest.mark.long("configs/slurm", "launch")
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(900)

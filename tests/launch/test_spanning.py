@@ -104,6 +104,7 @@ def test_open_links_are_told(tmp_path: Path) -> None:
     assert open_links(spanning(tmp_path, lender=False)) == []
 
 
+@pytest.mark.long("geotrain/emulate", "geotrain/inner/runtime", "launch")
 @pytest.mark.root
 @pytest.mark.slow
 def test_a_pipeline_across_regions_trains_like_one_host(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import typer
 from geotrain.commands import cli
 from geotrain.commands.evaluate import evaluate
 from geotrain.commands.export import export_run
+from tests.support.command_line import say
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("[RC][EO]*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*/*.md")])
@@ -163,11 +164,10 @@ def check_deepspeed(words: list[str]) -> None:
         sys.argv = arguments
 
 
+@pytest.mark.long("docs/tutorial.md", "geotrain/commands", "geotrain/data", "launch")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_tutorial_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the tutorial's commands in order, in a folder of their own, on less data. Only `launch` is a process; the
     rest run in this one, which has imported what is slow to import."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
@@ -182,7 +182,7 @@ def test_the_tutorial_works(
             Path(block.note).write_text(json.dumps(raw))
         elif block.note == "run":
             for command in commands(block.text):
-                run(re.sub(r"train_samples=\d+", f"train_samples={MORE}", command), monkeypatch, capfd)
+                run(re.sub(r"train_samples=\d+", f"train_samples={MORE}", command))
                 ran += 1
     assert ran > 10
     last = json.loads((tmp_path / "runs/mine/servers/global/status.json").read_text())
@@ -202,7 +202,7 @@ def test_the_tutorial_works(
     assert "</svg>" in (tmp_path / "mine.svg").read_text()
 
 
-def run(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def run(command: str) -> None:
     words = shlex.split(command)
     if words[:2] in (["geotrain", "launch"], ["python", "-c"]):
         environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
@@ -211,9 +211,5 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return
     assert words[0] == "geotrain", command
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capfd.readouterr()
-    finished = 3 if words[1] == "status" else 0
-    assert (ended.value.code or 0) == finished, f"{command}\n{said.out}\n{said.err}"
+    done = say(*words[1:], cwd=Path.cwd())
+    assert done.returncode == (3 if words[1] == "status" else 0), f"{command}\n{done.text}"

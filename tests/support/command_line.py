@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -20,17 +22,26 @@ class Done:
     stdout: str
     stderr: str
 
+    @property
+    def text(self) -> str:
+        """All that was said, with its line ends as spaces."""
+        return " ".join((self.stdout + self.stderr).split())
+
 
 Run = Callable[..., Done]  # of a command's words, and the folder that it is said in
 
 
-def running(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    def run(*arguments: str | Path, cwd: Path = ROOT) -> Done:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["geotrain", *map(str, arguments)])
-        capfd.readouterr()
+def say(*words: str | Path, cwd: Path = ROOT) -> Done:
+    """Run a command of GeoTrain's in this process."""
+    out, err = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["geotrain", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        return Done(int(ended.value.code or 0), *capfd.readouterr())
+    return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
-    return run
+
+def running(*_: object) -> Run:
+    """Give `say`, to the fixture of that purpose."""
+    return say

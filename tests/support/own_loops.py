@@ -7,17 +7,19 @@ import os
 import runpy
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from geotrain.commands.serve import run_server
-from geotrain.config import ClusterConfig, load_cluster, load_run, parse
+from geotrain.config import ClusterConfig, load_cluster, load_run, parse, shard_name
 from geotrain.inner.runtime import platform
 from geotrain.launch.check import free_ports
 from geotrain.launch.pretrain import train
+from geotrain.net.transport.certs import make_certificates
 from geotrain.net.transport.operator_client import ask_status
 from tests.support.forks import FORKS, preload
 from tests.support.process_trees import until
@@ -25,6 +27,7 @@ from tests.support.process_trees import until
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINER = "geotrain"  # in place of an example: GeoTrain's own trainer
 REGIONS = ("eu", "us")
+SITES = ("global", *REGIONS)
 EVERY_BIT = {"up": {"name": "fp32"}, "down": {"name": "fp32"}}
 
 preload("geotrain.inner.build", "geotrain.net.server.server_process", "geotrain.own_loop.hf_trainer")
@@ -39,14 +42,14 @@ def _process(said: Path, environment: dict[str, str], which: tuple[Any, ...]) ->
     torch.set_num_threads(1)
     try:
         match which:
-            case ("serve", site, run, resume):
-                sys.exit(run_server(site, run, None, resume))
+            case ("serve", site, run, resume, shard):
+                sys.exit(run_server(site, run, None, resume, shard))
             case (str(example), run, region, *more) if example != TRAINER:
                 platform.compile_no_ops()  # that DeepSpeed would otherwise compile for a CPU, which takes a minute
                 sys.argv = [example, str(run), region, *more]
                 runpy.run_path(str(EXAMPLES / example), run_name="__main__")
-            case (_, run, region, *_):
-                train(load_run(run), load_cluster(run.parent / "cluster.json"), region, None, False)
+            case (_, run, region, *resume):
+                train(load_run(run), load_cluster(run.parent / "cluster.json"), region, None, bool(resume))
     except SystemExit:
         raise
     except BaseException:
@@ -55,18 +58,34 @@ def _process(said: Path, environment: dict[str, str], which: tuple[Any, ...]) ->
 
 
 class OwnRun:
-    """A run in a folder of its own, in two regions of one worker each. run: its file's content."""
+    """A run in a folder of its own, in two regions of one worker each.
 
-    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
+    run: its file's content. workers: region → further keys of its worker in the cluster file. shards: of each server,
+    in processes of their own; they and the servers then trust each other by certificates only.
+    """
+
+    def __init__(
+        self, folder: Path, run: dict[str, Any], workers: dict[str, Any] | None = None, shards: int = 0
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.file = folder, folder / "run.json"
-        self.ports = free_ports(3)
+        self.folder, self.file, self.shards = folder, folder / "run.json", shards
+        ports = iter(free_ports(3 * (1 + shards)))
+        of_server = {site: {"port": next(ports)} for site in SITES}
+        of_shards = {site: [{"port": next(ports)} for _ in range(shards)] for site in SITES}
+        self.ports = {site: address["port"] for site, address in of_server.items()}
         regions = [
-            {"name": region, "server": {"port": port}, "workers": [{"name": f"{region}-0"}]}
-            for region, port in zip(REGIONS, self.ports[1:], strict=True)
-        ]
-        cluster = {"name": "here", "global_server": {"port": self.ports[0]}, "regions": regions}
-        parse(ClusterConfig, cluster, "cluster")
+            {
+                "name": region, "server": of_server[region], "shards": of_shards[region],
+                "workers": [{"name": f"{region}-0", **(workers or {}).get(region, {})}],
+            }
+            for region in REGIONS
+        ]  # fmt: skip
+        first = {"name": "here", "global_server": of_server["global"], "global_shards": of_shards["global"]}
+        cluster: dict[str, Any] = {**first, "regions": regions}
+        parsed = parse(ClusterConfig, cluster, "cluster")
+        if shards:
+            make_certificates(parsed, folder / "certificates")
+            cluster["security"] = {"folder": str(folder / "certificates")}
         (folder / "cluster.json").write_text(json.dumps(cluster))
         self.file.write_text(json.dumps({**run, "folder": str(folder / "out")}))
         self.processes: list[Any] = []
@@ -77,14 +96,17 @@ class OwnRun:
         self.processes.append(process)
         return process
 
-    def serve(self, site: str, resume: bool = False) -> Any:
-        return self._start(site, {}, "serve", site, self.file, resume)
+    def serve(self, site: str, resume: bool = False, shard: int | None = None) -> Any:
+        name = site if shard is None else shard_name(site, shard)
+        return self._start(name, {}, "serve", site, self.file, resume, shard)
 
-    def serve_all(self) -> dict[str, Any]:
-        return {site: self.serve(site) for site in ("global", *REGIONS)}
+    def serve_all(self, resume: bool = False) -> dict[str, Any]:
+        """Start all servers and their shards; returns the processes by name."""
+        shards = {shard_name(s, i): self.serve(s, resume, i) for s in SITES for i in range(self.shards)}
+        return {site: self.serve(site, resume) for site in SITES} | shards
 
     def work(self, region: str, example: str, *more: str, ranks: int = 1) -> list[Any]:
-        """Start a worker: an example's name, or TRAINER."""
+        """Start a worker: an example's name, or TRAINER, which resumes if there is any word more."""
         port, started = free_ports(1)[0], []
         for rank in range(ranks):
             place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -97,37 +119,43 @@ class OwnRun:
 
     def ended(self, *processes: Any, within_s: float = 120.0) -> None:
         """Wait until they have ended well."""
-        for process in processes or self.processes:
+        for process in list(processes or self.processes):
             process.join(within_s)
             assert process.exitcode == 0, f"{process.exitcode}\n{self.said()}"
+            self.processes.remove(process)
 
     def status(self, site: str) -> dict[str, Any]:
-        port = self.ports[("global", *REGIONS).index(site)]
         with suppress(Exception):
-            return ask_status(f"127.0.0.1:{port}", 5) or {}
+            return ask_status(f"127.0.0.1:{self.ports[site]}", 5) or {}
         return {}
-
-    def status_file(self, site: str) -> dict[str, Any]:
-        """What the server last wrote of itself."""
-        found: dict[str, Any] = json.loads((self.folder / "out/servers" / site / "status.json").read_text())
-        return found
 
     def until(self, what: Any, timeout_s: float = 120.0) -> None:
         assert until(what, timeout_s), self.said()
 
-    def losses(self) -> dict[tuple[str, int], float]:
-        """(worker, job) → mean loss of the job, as its events say."""
-        events = [
-            json.loads(line)
-            for path in sorted((self.folder / "out" / "events").glob("*.jsonl"))
-            for line in path.read_text().splitlines()
-        ]
-        return {(e["worker"], e["job"]): e["loss"] for e in events if e["event"] == "JobTrained"}
+    def kill(self, *processes: Any) -> None:
+        """Kill processes that live: all ranks of a worker, as its host's death would."""
+        for process in processes:
+            assert process.exitcode is None, self.said()
+            process.kill()
+        for process in processes:
+            process.join()
+            self.processes.remove(process)
 
-    def kill_all(self) -> None:
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
+
+@contextmanager
+def own_runs(folder: Path) -> Iterator[Callable[..., OwnRun]]:
+    """Give what makes an `OwnRun` in a folder by its name; at the block's end all that they started is killed."""
+    runs: list[OwnRun] = []
+
+    def made(name: str, *content: Any) -> OwnRun:
+        runs.append(OwnRun(folder / name, *content))
+        return runs[-1]
+
+    try:
+        yield made
+    finally:
+        for process in (process for run in runs for process in run.processes):
+            process.kill()
             process.join()
 
 

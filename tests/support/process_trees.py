@@ -1,12 +1,16 @@
 """Process trees for the tests of guard and supervisor, and a way to see what is left of them."""
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+from geotrain.launch.supervisor import Supervisor
 from geotrain.monitor.events import ProcessDied
 from geotrain.outer.events import Event
 
@@ -43,6 +47,15 @@ def marked(mark: dict[str, str]) -> list[int]:
     return found
 
 
+def commands(mark: dict[str, str]) -> list[tuple[psutil.Process, list[str]]]:
+    """The living processes that carry the mark, each with its command."""
+    found = []
+    for pid in marked(mark):
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            found.append((process := psutil.Process(pid), process.cmdline()))
+    return found
+
+
 def names(mark: dict[str, str]) -> list[str]:
     """What runs in the processes that carry the mark: a fork has its parent's name until it becomes a program."""
     found = []
@@ -62,6 +75,23 @@ def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
         time.sleep(max(0.02, 4 * (time.monotonic() - now)))
         now = time.monotonic()
     return bool(condition())
+
+
+def began_alone(log: Path, former: set[int], mark: dict[str, str]) -> bool:
+    """Whether what writes "begins" into the log began again; nothing of its former incarnation may be left then."""
+    again = log.read_text().count("begins") == 2
+    assert not again or not former & set(marked(mark))
+    return again
+
+
+def stopped_when(running: Supervisor, condition: Callable[[], bool]) -> int:
+    """Stop the supervisor, as Ctrl-C does, when the condition holds. Returns its exit code."""
+
+    def stop() -> None:
+        if condition():
+            signal.raise_signal(signal.SIGTERM)
+
+    return running.wait(stop, every_s=0.05).code
 
 
 def only_deaths(deaths: list[ProcessDied]) -> Callable[[Event], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from geotrain.config import ClusterConfig, load_run
+from geotrain.config import load_run
 from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.net.storage.snapshots import read_weights
-from geotrain.net.transport.certs import make_certificates
 from geotrain.parameters.parameter_map import parameter_map_of
 
 LOCAL_STEPS, BATCH = 2, 4
@@ -33,27 +31,14 @@ def prepare_text(folder: Path) -> None:
     prepare([text], folder / "data", byte_tokenizer())
 
 
-def write_files(
-    folder: Path,
-    name: str,
-    samples: int,
-    workers: dict[str, list[int]],
-    outer: dict[str, Any],
-    certificates: Path | None = None,
-    restarts: int = 10,
-    min_step_s: float = 0.0,
-    shards: int = 0,
-    **run_keys: Any,
-) -> tuple[Path, Path]:
-    """Run and cluster file. workers: region → ranks of each of its workers. certificates: made there, and used.
-    restarts: of a process that died, at most. min_step_s: as in the cluster file, of every worker. run_keys: laid
-    over the run file. shards: of each server, in processes of their own.
+def run_of(folder: Path, samples: int, outer: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """Content of a run file, whose data is in <folder>/data. keys: laid over it.
 
     A run of more than 80 steps has a schedule as long: behind its end the rate is a ten-thousandth, and the update of
     a member that trains an earlier range again would be far out of the ordinary."""
     steps = max(80, samples // BATCH)
-    run = {
-        "name": "small", "folder": str(folder / name), "model": {"config": MODEL},
+    return {
+        "name": "small", "model": {"config": MODEL},
         "data": {"train": str(folder / "data/train"), "sequence_length": 32, "train_samples": samples},
         "deepspeed": {
             "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
@@ -62,8 +47,27 @@ def write_files(
             "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, "warmup_num_steps": 8}},
         },
         "outer": {"local_steps": LOCAL_STEPS, "up": {"name": "fp32"}, "down": {"name": "fp32"}, **outer},
-        **run_keys,
+        **keys,
     }  # fmt: skip
+
+
+def write_files(
+    folder: Path,
+    name: str,
+    samples: int,
+    workers: dict[str, list[int]],
+    outer: dict[str, Any],
+    restarts: int = 10,
+    min_step_s: float = 0.0,
+    shards: int = 0,
+    **run_keys: Any,
+) -> tuple[Path, Path]:
+    """Write a run and a cluster file.
+
+    workers: region → ranks of each of its workers. restarts: of a process that died, at most. min_step_s: as in the
+    cluster file, of every worker. run_keys: laid over the run file. shards: of each server, as processes.
+    """
+    run = {**run_of(folder, samples, outer), "folder": str(folder / name), **run_keys}
     regions = [
         {
             "name": region,
@@ -78,22 +82,15 @@ def write_files(
     paths = folder / f"{name}.json", folder / f"{name}-cluster.json"
     cluster: dict[str, Any] = {"name": "local", "regions": regions, "restart": {"limit": restarts}}
     cluster["global_shards"] = [{}] * shards
-    if certificates:
-        make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), certificates)
-        cluster["security"] = {"folder": str(certificates)}
     for path, content in zip(paths, (run, cluster), strict=True):
         path.write_text(json.dumps(content))
     return paths
 
 
-def launch(files: tuple[Path, Path], *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=560)
-
-
-def launched(files: tuple[Path, Path], *more: str) -> None:
-    done = launch(files, *more)
+def launched(files: tuple[Path, Path]) -> None:
+    """Launch the run, and wait for its end, which must be good."""
+    command = [sys.executable, "-m", "geotrain", "launch", *map(str, files)]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -115,12 +112,3 @@ def losses(run_file: Path) -> dict[tuple[str, int], float]:
     for path in sorted((load_run(run_file).run_folder / "events").glob("*.jsonl")):
         events += map(json.loads, path.read_text().splitlines())
     return {(e["worker"], e["job"]): e["loss"] for e in events if e["event"] == "JobTrained"}
-
-
-# Runs the command on this machine, and notes down where it should have gone.
-FAKE_SSH = """#!/bin/bash
-while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
-echo "$1" >> "$FAKE_SSH_HOSTS"
-shift
-exec bash -c "$*"
-"""

@@ -2,7 +2,7 @@
 
     python -m tests.chaos.crash_points          # every call, or as many as ten minutes allow, spread by the seed
     python -m tests.chaos.crash_points --all --kept points.jsonl    # every call but those in the file
-    python -m tests.chaos.crash_points --quick  # some of them, in some seconds
+    python -m tests.chaos.crash_points --points 24    # so many of them
     python -m tests.chaos.crash_points --only checkpoint
 
 An incarnation of a region's server, of the global server, of a worker's checkpoints, of `export` and of `prepare` is
@@ -48,7 +48,7 @@ from benchmarks.common import command_line, report, units_by_ending
 from tests.chaos.crash_points.disk import AT, SHIM, Durable, attempt, digest, preloaded, states
 
 MEMORY = Path("/dev/shm")  # where inode numbers are not used again, and a sync costs nothing
-QUICK_S, LONGEST_S = 8.0, 540.0
+QUICK_POINTS, LONGEST_S = 24, 540.0
 SHOWN = 5
 SUBJECTS = ("region", "global", "checkpoint", "export", "prepare")
 LIVED = ("full", "broken")  # at each call of these the incarnation is played anew, since it may go on
@@ -208,9 +208,10 @@ def begun(results: Path, incarnations: list[Explorer]) -> dict[tuple[str, str, i
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"seconds": QUICK_S})
+    parser = command_line(__doc__, quick={"points": QUICK_POINTS})
     parser.add_argument("--seconds", type=float, default=LONGEST_S, help="after which no further call is tried")
     parser.add_argument("--all", action="store_true", help="however long it takes")
+    parser.add_argument("--points", type=int, help="so many of them, however long it takes")
     parser.add_argument("--kept", type=Path, help="file of results, to go on from and to add to")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -232,8 +233,9 @@ def main() -> None:
         ]
         for incarnation in incarnations:
             incarnation.keep_states()
-        random.Random(options.seed).shuffle(todo)  # so that what the time allows is spread over all of them
-        looked = explored(todo, results, inf if options.all else time.monotonic() + options.seconds)
+        random.Random(options.seed).shuffle(todo)  # so that those that are tried are spread over all of them
+        whole = options.all or options.points is not None
+        looked = explored(todo[: options.points], results, inf if whole else time.monotonic() + options.seconds)
         found = begun(results, incarnations)
         noticed = notices(incarnations)
     finally:

@@ -116,6 +116,7 @@ class CoordinatorReplay(Replay[Server]):
         self.commands: list[ShardCommand] = []
         self.others: set[tuple[int, bytes]] = set()
         self.saved_after: set[int] = set()
+        self._written = written
         self._payloads, self._said = payloads or {}, said
         self._digests: dict[tuple[str, int], str] = {}
         self._live_on(self.now)
@@ -135,6 +136,15 @@ class CoordinatorReplay(Replay[Server]):
     def _meet(self, saved: Snapshot) -> None:
         super()._meet(saved)
         self.saved_after.add(len(self.commands))
+        if saved.meta.get("ended") and self._launch_after(saved) not in ("", saved.meta["launch"]):
+            for server in (self.now, self._shadow):  # as `recover` does in a later launch
+                assert server is not None
+                server.begin_again()
+
+    def _launch_after(self, saved: Snapshot) -> str:
+        """Name the launch of the next snapshot; "" if this is the last one."""
+        later = min((s for s in self._written.snapshots if s > saved.meta["segment"]), default=None)
+        return "" if later is None else str(self._written.snapshots[later]().meta["launch"])
 
     def _take(self, message: Any) -> None:
         shadow = self._shadow
@@ -194,6 +204,7 @@ class ShardReplay(Replay[ShardServer]):
         self.commands: list[ShardCommand] = []
         self.others: list[tuple[int, Join | Forget | Freeze]] = []
         self.saved_after: set[int] = set()
+        self._written = written
         self.payloads: dict[Payload, str] = {}
         self.said: set[Any] = set()
         self._stopped = False  # at a command for which it lacks a payload; what comes after is not compared any more

@@ -34,6 +34,7 @@ from geotrain.outer.messages import Refused
 from tests.chaos.faults.clocks import Clocks, on_one_clock
 from tests.chaos.faults.liar import BELIEVED
 from tests.chaos.faults.scenario import Event, Fault
+from tests.support.process_trees import until
 
 KEPT = "faulty-run.pickle"
 SERVERS = "servers"  # the clock of the machine that launches
@@ -64,7 +65,8 @@ class Samples:
 
 
 class FaultyRun:
-    """A context manager: entering launches the run, leaving ends it and waits for all its processes.
+    """A context manager: entering launches the run in its file's folder, leaving ends it and waits for all its
+    processes.
 
     archive: the servers' whole journals and all snapshots are kept there, by hard links: the run itself drops them.
     clocks: the launcher and the servers follow the one called SERVERS.
@@ -97,7 +99,7 @@ class FaultyRun:
         self._keeping = threading.Thread(target=self._keep_on, daemon=True)
 
     def __enter__(self) -> FaultyRun:
-        self._launch()
+        self.start("launch", *map(str, self.files))
         self._keeping.start()
         return self
 
@@ -106,14 +108,14 @@ class FaultyRun:
         self._ended.set()
         self._keeping.join()
 
-    def _launch(self, *more: str) -> None:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "geotrain", "launch", *map(str, self.files), *more]
+    def start(self, *words: str) -> None:
+        """Start the command of GeoTrain that launches the run; its output is added to `log`."""
         self.log = self.folder.parent / "launch.log"
         with self.log.open("ab") as log:
             self.launcher = subprocess.Popen(
-                command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+                [sys.executable, "-m", "geotrain", *words],
+                cwd=self.folder.parent, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
 
     def finish(self, kills: Sequence[Fault] = (), tell: Callable[[str], None] = lambda text: None) -> None:
         """End the run as `geotrain stop` does: workers train what they were lent, and all of it reaches the global
@@ -209,12 +211,8 @@ class FaultyRun:
 
     def wait_for(self, condition: Callable[[], bool], within_s: float) -> bool:
         """False when it does not come true in time, or when the run ends before."""
-        deadline = time.monotonic() + within_s
-        while not condition():
-            if time.monotonic() > deadline or self.launcher.poll() is not None:
-                return condition()
-            time.sleep(POLL_S)
-        return True
+        until(lambda: condition() or self.launcher.poll() is not None, within_s)
+        return condition()
 
     def impaired_packets(self) -> dict[str, int]:
         """Count what befell packets, by kind, as each incarnation of the pump told at its end."""
@@ -277,7 +275,7 @@ class FaultyRun:
         elif fault.kind == "launcher":
             self.launcher.kill()
             self.launcher.wait()
-            self._launch("--resume")
+            self.start("launch", *map(str, self.files), "--resume")
         else:
             pids = self.pids(fault.kind, fault.of)
             if not pids:
