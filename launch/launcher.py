@@ -34,7 +34,6 @@ from geotrain.launch.check import (
     link_to_global,
     links_between,
     server_addresses,
-    ssh_hosts,
     with_data_digest,
 )
 from geotrain.launch.far_hosts import prepare_far_hosts
@@ -84,7 +83,7 @@ def launch(
     run = with_data_digest(run, before[0] if before else None)
     if only:
         cluster = _with_sites_here(cluster, only)
-    hosts = {site: host for site, host in ssh_hosts(cluster).items() if not only or site in only}
+    hosts = {name: site.ssh for name, site in cluster.sites.items() if not only or name in only}
     here = tuple(site for site, host in hosts.items() if host is None)
     for obstacle in obstacles(run, cluster, here, begins=not resume, shows=GLOBAL in hosts):
         raise obstacle
@@ -186,12 +185,12 @@ def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: C
 
 def _with_sites_here(cluster: ClusterConfig, only: tuple[str, ...]) -> ClusterConfig:
     """Put these sites on this machine instead of behind ssh. Raises ConfigError."""
-    known = {GLOBAL: cluster.global_server, **{region.name: region.server for region in cluster.regions}}
+    sites = cluster.sites
     for site in only:
-        if site not in known:
-            raise ConfigError(f"--only {site}: the cluster has no such site; its sites: {', '.join(known)}")
+        if site not in sites:
+            raise ConfigError(f"--only {site}: the cluster has no such site; its sites: {', '.join(sites)}")
         for name in {site, GLOBAL}:
-            if known[name].port == 0:
+            if sites[name].server.port == 0:
                 raise ConfigError(
                     f"--only {site}: the server of {name!r} needs a fixed port in the cluster file, which those find "
                     "who are started apart"
@@ -216,9 +215,9 @@ def resolve(
     earlier launch of the run, whose ports are taken again where they are free: regions that still run know them.
     Raises ConfigError.
     """
-    known = {} if before is None else server_addresses(before, before.regions)
+    known = {} if before is None else server_addresses(before, before.sites)
     emulated = {} if links is None else {GLOBAL: links.global_address, **links.addresses}
-    wanted = server_addresses(cluster, cluster.regions)
+    wanted = server_addresses(cluster, cluster.sites)
     free = iter(free_ports(len(wanted)))
     found: dict[str, list[Address]] = {}  # by site: its server's, then its shards'
     for what, (site, address) in wanted.items():

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, CodecConfig, ParallelConfig, RunConfig, WorkerSetup
-from geotrain.launch.check import check_together, ssh_hosts
+from geotrain.launch.check import check_together
 from geotrain.launch.host_check import check_far_sites, check_hosts, hosts_of
 from geotrain.launch.host_check import show as show_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
@@ -77,7 +77,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
 
     local_up, local_down = outer.worker_codecs
     workers = []
-    for home, worker in ((region.name, worker) for region in cluster.regions for worker in region.workers):
+    for home, worker in cluster.workers:
         setup = WorkerSetup.of(run, worker)
         parallel, zero = setup.parallel, zero_stage(setup.deepspeed)
         workers.append(
@@ -127,7 +127,7 @@ def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: 
     """
     here = sites_here(cluster)
     refused = [str(obstacle) for obstacle in (*obstacles(run, cluster, here), *port_obstacles(run, cluster, here))]
-    hosts = {host for host in ssh_hosts(cluster).values() if host is not None}
+    hosts = {site.ssh for site in cluster.sites.values() if site.ssh is not None}
     hosts |= {host for launcher, host in hosts_of(run, cluster, here) if launcher != "local"}
     told = cautions(run, cluster)
     if hosts and not ask_hosts:
@@ -217,7 +217,7 @@ def seconds(value: float) -> str:
 def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
     """Print how long each worker's step could take on devices that are not here (`geotrain.plan.model.roofline`)."""
     rows = []
-    for worker in (worker for region in cluster.regions for worker in region.workers):
+    for _, worker in cluster.workers:
         setup = WorkerSetup.of(run, worker)
         parallel, block = setup.parallel, setup.deepspeed
         fp8 = setup.precision.fp8 is not None

@@ -26,6 +26,7 @@ from geotrain.config.cluster import (
     LinkConfig,
     RegionConfig,
     RestartConfig,
+    Site,
     WorkerConfig,
     load_cluster,
     shard_name,
