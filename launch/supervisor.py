@@ -222,14 +222,6 @@ class Supervisor:
         with contextlib.suppress(OSError):
             self._on_event(event)
 
-    def watch(self, fd: int, on_readable: Callable[[], RunOutcome | None]) -> None:
-        """Call `on_readable` whenever something can be read from `fd`, until `unwatch`. An outcome that it returns
-        ends the run."""
-        self._selector.register(fd, selectors.EVENT_READ, on_readable)
-
-    def unwatch(self, fd: int) -> None:
-        self._selector.unregister(fd)
-
     def wait(self, tick: Callable[[], None] = lambda: None, every_s: float = 1.0) -> RunOutcome:
         """Wait until all processes have ended, restarting those that die; returns how the run ended.
 
@@ -277,8 +269,6 @@ class Supervisor:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                 if isinstance(key.data, RunningProcess):
                     self._reap(key.data)
-                elif callable(key.data):
-                    key.data()  # what it asks for is under way
                 elif self._read_signal() is not None and hurry:
                     return
 
@@ -390,9 +380,6 @@ class Supervisor:
 
     def _handle(self, key: selectors.SelectorKey) -> RunOutcome | None:
         """Handle one event of the selector. Returns the outcome if it ends the run."""
-        if callable(key.data):
-            on_readable: Callable[[], RunOutcome | None] = key.data
-            return on_readable()
         if key.data == "signal":
             number = self._read_signal()
             return None if number is None else RunOutcome(128 + number, f"stopped by {signal.Signals(number).name}")
