@@ -23,6 +23,7 @@ from geotrain.data.dataset import open_dataset, training_digest
 from geotrain.data.tokens import DataError
 from geotrain.launch.launchers.base import regions_of
 from geotrain.launch.launchers.registry import launcher_of
+from geotrain.launch.machine import why_not_bound
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
 
@@ -184,15 +185,11 @@ def open_links(cluster: ClusterConfig) -> list[str]:
 
 def check_port_is_free(address: Address, what: str = "") -> None:
     """Raise ConfigError if a port on this machine is taken. what: begins the message."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-        except OSError as error:
-            raise ConfigError(
-                f"{what}cannot listen on {address}: {error.strerror}; stop what uses it, or choose another host or "
-                "port in the cluster file (0 picks a free port)"
-            ) from None
+    if why := why_not_bound(address.host, address.port):
+        raise ConfigError(
+            f"{what}cannot listen on {address}: {why}; stop what uses it, or choose another host or port in the cluster "
+            "file (0 picks a free port)"
+        )
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -1,8 +1,8 @@
 """Runs one command. No process of the command outlives the guard, and the guard does not outlive whoever started it.
 
-    python guard.py [--netns FD] [--grace S] -- command …
+    python guard.py [--grace S] -- command …
 
-The command inherits the guard's other file descriptors (a network namespace's, `--netns`, is closed once entered).
+The command inherits the guard's file descriptors.
 
 The guard stops the command, with all its descendants, when its own standard input ends. Whoever started it holds the
 other end of that pipe, and the kernel closes it however that process dies; ssh carries the end on to another machine.
@@ -14,7 +14,7 @@ opened.
 If the environment names a job (JOB), there is at most one incarnation of that job on this machine: processes with the
 same name, left over from a connection that broke unnoticed, are ended before the command begins.
 
-Only the standard library, so that it starts in milliseconds: `python -I -S guard.py`.
+It imports nothing of GeoTrain, so that it starts at once.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-CLONE_NEWNET = 0x40000000
 GRACE_S = 10.0  # time between SIGTERM and SIGKILL
 KILL_DEADLINE_S = 5.0  # time after SIGKILL in which a process must be gone
 SETTLE_S = 2.0  # processes that a command started may end this much later than the command
@@ -46,12 +46,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code, or 128 + n if signal n ended it or the guard."""
     split = arguments.index("--")
-    options = dict(zip(arguments[:split:2], arguments[1:split:2], strict=True))
-    command, grace_s = arguments[split + 1 :], float(options.get("--grace", GRACE_S))
-    _checked(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-    if "--netns" in options:
-        enter_network(int(options["--netns"]))
-        os.close(int(options["--netns"]))
+    grace_s, command = float(arguments[1]) if split else GRACE_S, arguments[split + 1 :]
+    if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
     with _wakeups() as wakeups:
         if not _end(_former_incarnations, grace_s, wakeups):
             _say(f"{os.environ[JOB]} has not begun; of an earlier incarnation: {_former_incarnations()}")
@@ -83,17 +80,6 @@ def main(arguments: list[str]) -> int:
 def _say(what: str) -> None:
     with contextlib.suppress(OSError):  # the log may be on a full disk
         print(f"guard: {what}", file=sys.stderr, flush=True)
-
-
-def enter_network(netns: int) -> None:
-    """Move this thread to a network namespace, given by its file descriptor. Raises OSError."""
-    _checked(_libc.setns(netns, CLONE_NEWNET), "setns")
-
-
-def _checked(result: int, call: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 @contextlib.contextmanager
@@ -164,38 +150,20 @@ def _pause(wakeups: int) -> bytes:
 
 
 def _descendants() -> list[int]:
-    """Living processes below this one, nearest first; zombies are left out."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for pid, entry in _processes():
-        with contextlib.suppress(OSError):
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            children.setdefault(int(parent), []).append((pid, state))
-    found: list[int] = []
-    queue = [os.getpid()]
-    while queue:
-        for pid, state in children.get(queue.pop(0), []):
-            queue.append(pid)
-            if state != "Z":
-                found.append(pid)
+    """Living processes below this one; zombies are left out."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
 
 
 def _former_incarnations() -> list[int]:
     """Living processes of an earlier incarnation of this job, known by the job's name in their environment."""
-    found = []
-    if JOB in os.environ:
-        entry_of_job = f"{JOB}={os.environ[JOB]}".encode()
-        for pid, entry in _processes():
-            with contextlib.suppress(OSError):  # another user's, or gone
-                if pid != os.getpid() and entry_of_job in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(pid)
-    return found
-
-
-def _processes() -> Iterator[tuple[int, Path]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            yield int(entry.name), entry
+    job = os.environ.get(JOB)
+    others = psutil.process_iter(["environ"]) if job else ()  # None: another user's, or gone
+    return [p.pid for p in others if p.pid != os.getpid() and (p.info["environ"] or {}).get(JOB) == job]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
-from geotrain.launch.terminal import RunDisplay, last_words, new_console, share_of, size
+from geotrain.launch.terminal import RunDisplay, last_status, new_console, share_of, size
 from geotrain.monitor.events import EventLog, ProcessDied, Trouble
 from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.events import Event
@@ -138,7 +138,7 @@ def launch(
             console.print(f"emulated links carried {carried} with {share:.1%} of a core", highlight=False)
     # Some workers were given up while the others finished: is everything trained?
     if outcome.code == 0 and outcome.reason:
-        top = last_words(folder, (GLOBAL,)).get(GLOBAL, {})
+        top = last_status(folder)
         left = int(top.get("train_samples", 0)) - int(top.get("committed_samples", 0))
         if left > 0:
             outcome = RunOutcome(1, f"{left} samples are not trained: continue with --resume; {outcome.reason}")
@@ -150,8 +150,8 @@ def launch(
 def how_to_go_on(folder: Path, run_path: Path, cluster_path: Path, changes: tuple[str, ...] = ()) -> str:
     """Describe how to continue a run that has ended before its data did; empty if all is trained, or its global
     server's last status is on another machine."""
-    top = last_words(folder, (GLOBAL,)).get(GLOBAL)
-    if top is None or top.get("complete"):
+    top = last_status(folder)
+    if not top or top.get("complete"):
         return ""
     words = ("geotrain", "launch", str(run_path), str(cluster_path), "--resume")
     again = shlex.join((*words, *(word for change in changes for word in ("--set", change))))
@@ -246,7 +246,7 @@ def _is_finished(run: RunConfig, folder: Path) -> bool:
         outcome = json.loads((folder / OUTCOME).read_text())
     except FileNotFoundError:  # it goes on, was killed, or was none of the whole run
         return False
-    top = last_words(folder, (GLOBAL,)).get(GLOBAL, {})
+    top = last_status(folder)
     trained = bool(top.get("complete")) and top["committed_samples"] >= run.data.train_samples
     return trained and outcome["code"] == 0
 

@@ -25,6 +25,7 @@ from typing import Literal
 
 from geotrain.common.files import out_of_room
 from geotrain.config import RestartConfig
+from geotrain.emulate.wan import in_network
 from geotrain.launch import guard
 from geotrain.launch.backoff import RestartBackoff
 from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, Trouble
@@ -431,8 +432,8 @@ def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = g
     netns: file descriptor of a network namespace to run in. grace_s: time between SIGTERM and SIGKILL, at most
     GRACE_S.
     """
-    options = ("--grace", str(grace_s), *(() if netns is None else ("--netns", str(netns))))
-    return (sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), *options, "--", *command)
+    inside = command if netns is None else in_network(netns, command)
+    return (sys.executable, "-I", str(Path(guard.__file__).resolve()), "--grace", str(grace_s), "--", *inside)
 
 
 def tail(path: Path) -> list[str]:
