@@ -187,8 +187,8 @@ def check_port_is_free(address: Address, what: str = "") -> None:
     """Raise ConfigError if a port on this machine is taken. what: begins the message."""
     if why := why_not_bound(address.host, address.port):
         raise ConfigError(
-            f"{what}cannot listen on {address}: {why}; stop what uses it, or choose another host or port in the cluster "
-            "file (0 picks a free port)"
+            f"{what}cannot listen on {address}: {why}; stop what uses it, or choose another host or port in the "
+            "cluster file (0 picks a free port)"
         )
 
 

@@ -83,8 +83,8 @@ class ProbeSite:
         return Way(**self.ask(request, 2 * limits.seconds + 150.0))
 
     def ask(self, request: dict[str, Any], within_s: float) -> dict[str, Any]:
-        """Send a request and wait for its answer; a site that gives none in time is ended. Raises ProbeError, with what
-        the site says, or what ssh says when there is none."""
+        """Send a request and wait for its answer; a site that gives none in time is ended. Raises ProbeError, with
+        what the site says, or what ssh says when there is none."""
         timer = threading.Timer(within_s, self._popen.kill)
         timer.start()
         try:
@@ -97,14 +97,8 @@ class ProbeSite:
             late = timer.finished.is_set()
             timer.cancel()
         if not line.endswith(b"\n"):
-            how = (
-                f"no answer within {within_s:g} s"
-                if late
-                else "what it says is no answer"
-                if line
-                else "it has ended"
-            )
-            raise self._lost(how)
+            ended = "what it says is no answer" if line else "it has ended"
+            raise self._lost(f"no answer within {within_s:g} s" if late else ended)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ProbeError(f"{self.name} (on {self.where}): {answer['error']}")
