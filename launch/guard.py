@@ -49,8 +49,8 @@ def main(arguments: list[str]) -> int:
     grace_s, command = float(arguments[1]) if split else GRACE_S, arguments[split + 1 :]
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    with _wakeups() as wakeups:
-        if not _end(_former_incarnations, grace_s, wakeups):
+    with wakeups() as woken:
+        if not _end(_former_incarnations, grace_s, woken):
             _say(f"{os.environ[JOB]} has not begun; of an earlier incarnation: {_former_incarnations()}")
             return EXIT_FORMER_INCARNATION
         try:
@@ -64,16 +64,16 @@ def main(arguments: list[str]) -> int:
         except OSError as error:
             _say(f"cannot start {command[0]}: {error.strerror}")
             return EXIT_NOT_FOUND
-        code = _watch(child.pid, wakeups)
+        code = _watch(child.pid, woken)
         child.returncode = code  # subprocess cannot know it, because `_reap` has collected the child
         if code == 0:
             deadline = time.monotonic() + SETTLE_S
             while (alive := _descendants()) and time.monotonic() <= deadline:
-                _pause(wakeups)
+                _pause(woken)
             if alive:
                 _say(f"{command[0]} ended, but left processes running; a part of it was killed?")
                 code = EXIT_LEFT_BEHIND
-        _end(_descendants, grace_s, wakeups)
+        _end(_descendants, grace_s, woken)
     return code
 
 
@@ -83,14 +83,21 @@ def _say(what: str) -> None:
 
 
 @contextlib.contextmanager
-def _wakeups() -> Iterator[int]:
-    """A file descriptor that yields the number of each stop signal and SIGCHLD as a byte."""
+def wakeups() -> Iterator[int]:
+    """Give a file descriptor that yields the number of each stop signal and SIGCHLD as a byte. During the block these
+    signals do nothing else."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    for number in (*STOP_SIGNALS, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)  # Python writes to the wakeup descriptor only where there is a handler
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    yield read_end
-    signal.set_wakeup_fd(-1)
+    # Python writes to the wakeup descriptor only where there is a handler.
+    before = {number: signal.signal(number, lambda *_: None) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+    woken_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        yield read_end
+    finally:
+        signal.set_wakeup_fd(woken_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def _watch(child: int, wakeups: int) -> int:
