@@ -28,8 +28,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from geotrain.common.files import OutputError, out_of_room, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import EXIT_FOR_GOOD
@@ -39,7 +37,7 @@ from geotrain.launch.host_check import check_hosts, refuse
 from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_of
 from geotrain.launch.machine import this_machine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
-from geotrain.launch.supervisor import STOP_COMMAND, RunOutcome, exit_code, tail
+from geotrain.launch.supervisor import EXIT_SSH, STOP_COMMAND, RunOutcome, exit_code, tail
 
 BEGIN_S = 120.0  # a site's keeper is there within this time, or another launcher holds its lock
 LOOK_S = 0.1
@@ -67,7 +65,7 @@ class SiteFiles:
         return ""
 
     def record(self) -> dict[str, Any]:
-        """Read what the last keeper wrote: process, started_s and asked, or code and reason once it has ended. Empty
+        """Read what the last keeper wrote: process, start and asked, or code and reason once it has ended. Empty
         if there was none."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             found: dict[str, Any] = json.loads(self.path("site").with_suffix(".json").read_text())
@@ -81,14 +79,30 @@ class SiteFiles:
     def keeper(self) -> int | None:
         """Find the living keeper: a descriptor of its process, which becomes readable when it ends."""
         record = self.record()
-        with contextlib.suppress(KeyError, ProcessLookupError, psutil.NoSuchProcess):
+        with contextlib.suppress(KeyError, ProcessLookupError):
             keeper = os.pidfd_open(record["process"])
             # Another process may have its number by now.
-            same = psutil.Process(record["process"]).create_time() == record["started_s"]
-            if same and not select.select([keeper], [], [], 0)[0]:
+            if start_of(record["process"]) == record["start"] and not select.select([keeper], [], [], 0)[0]:
                 return keeper
             os.close(keeper)
         return None
+
+    def attach(self, launch: str) -> int:
+        """Make a relay the newest; returns its FIFO, to read from. launch: the launcher's incarnation. Raises
+        OSError."""
+        relay = self.path(f"relay-{os.getpid()}")
+        relay.unlink(missing_ok=True)
+        os.mkfifo(relay, 0o600)
+        lines = os.open(relay, os.O_RDWR | os.O_CLOEXEC)  # for writing, too, or it would end between two lines
+        relay.replace(self.path("relay"))
+        write_whole(self.path("launch"), launch)
+        return lines
+
+    def is_newest(self, lines: int) -> bool:
+        """Whether no relay has attached since the one with this FIFO."""
+        with contextlib.suppress(FileNotFoundError):  # the keeper has ended
+            return os.path.samestat(os.fstat(lines), self.path("relay").stat())
+        return True
 
     def say(self, line: str) -> None:
         """Print a line to the log, and send it to the relay that attached last, if that takes it: the site must not
@@ -99,6 +113,15 @@ class SiteFiles:
             relay = os.open(self.path("relay"), os.O_WRONLY | os.O_NONBLOCK)
             with os.fdopen(relay, "wb", buffering=0) as file:
                 file.write(f"{line}\n".encode())
+
+
+def start_of(process: int) -> int:
+    """Start of a process, in clock ticks since the machine's: no other process has both its number and its start.
+    Clocks are set, so the time of day would not tell. Raises ProcessLookupError."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    except FileNotFoundError:
+        raise ProcessLookupError(process) from None
 
 
 def asked(request: LaunchRequest) -> str:
@@ -148,10 +171,12 @@ def launch_site() -> int:
 def _attach(files: SiteFiles, request: LaunchRequest, keeper: int) -> RunOutcome | None:
     """Relay until the keeper has ended, or standard input, which leaves the site as it is.
 
-    keeper: as `SiteFiles.keeper` gives it. Returns the exit code and why; None: the site was another than is asked
-    for now, and is stopped.
+    keeper: as `SiteFiles.keeper` gives it. Returns the exit code and why; None: the site has ended, or was another
+    than is asked for now and is stopped.
     """
     record = files.record()
+    if "code" in record:
+        return None  # it has just ended
     if not request.resume and request.launch != files.launch():
         return RunOutcome(
             EXIT_FOR_GOOD,
@@ -163,12 +188,10 @@ def _attach(files: SiteFiles, request: LaunchRequest, keeper: int) -> RunOutcome
         _stop(keeper)
         select.select([keeper], [], [])
         return None
-    relay = files.path(f"relay-{os.getpid()}")
-    relay.unlink(missing_ok=True)
-    os.mkfifo(relay, 0o600)
-    lines = os.open(relay, os.O_RDWR | os.O_CLOEXEC)  # for writing, too, or it would end between two lines
-    relay.replace(files.path("relay"))
-    write_whole(files.path("launch"), request.launch)
+    try:
+        lines = files.attach(request.launch)
+    except OSError as error:  # as without room: it is tried again for as long as the run lasts
+        return RunOutcome(EXIT_SSH, f"{files.site} lives, but cannot be attached to: {error}")
     print(f"attached to process {record['process']}", flush=True)
     stopping, sources = False, [0, lines, keeper]
     while True:
@@ -179,7 +202,7 @@ def _attach(files: SiteFiles, request: LaunchRequest, keeper: int) -> RunOutcome
                 return RunOutcome(0)
             if not command:
                 sources.remove(0)
-            elif STOP_COMMAND in command and os.path.samestat(os.fstat(lines), files.path("relay").stat()):
+            elif STOP_COMMAND in command and files.is_newest(lines):
                 stopping = True
                 _stop(keeper)
         if lines in ready:
@@ -232,8 +255,7 @@ def _kept(request: LaunchRequest, files: SiteFiles) -> RunOutcome:
     # connection.
     resume = request.resume or files.launch() == request.launch
     write_whole(files.path("launch"), request.launch)
-    started_s = psutil.Process().create_time()
-    files.write_record(process=os.getpid(), started_s=started_s, asked=asked(request))
+    files.write_record(process=os.getpid(), start=start_of(os.getpid()), asked=asked(request))
     try:
         outcome = _run(replace(request, resume=resume), files)
         if 0 < outcome.code < 128:  # restarts were tried here, so the launcher should not try
@@ -246,6 +268,7 @@ def _kept(request: LaunchRequest, files: SiteFiles) -> RunOutcome:
         files.write_record(code=outcome.code, reason=outcome.reason)
     except OutputError:  # without room: then the site is begun again, and finds that it has ended
         files.say(outcome.reason)
+    files.path("relay").unlink(missing_ok=True)
     return outcome
 
 
