@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import combinations
 from pathlib import Path
 
@@ -15,16 +15,15 @@ from geotrain.config import (
     ClusterConfig,
     ConfigError,
     LinkConfig,
-    RegionConfig,
     RunConfig,
     WorkerConfig,
     WorkerSetup,
-    shards_of,
 )
 from geotrain.data.dataset import open_dataset, training_digest
 from geotrain.data.tokens import DataError
 from geotrain.launch.launchers.base import regions_of
 from geotrain.launch.launchers.registry import launcher_of
+from geotrain.launch.machine import why_not_bound
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
 
@@ -34,14 +33,13 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
 
     Raises ConfigError, UnsupportedModelError.
     """
-    workers = [worker for region in cluster.regions for worker in region.workers]
-    used = {host.region for worker in workers for host in worker.hosts}
+    used = {host.region for _, worker in cluster.workers for host in worker.hosts}
     idle = [region.name for region in cluster.regions if not region.workers and region.name not in used]
     if idle:
         raise ConfigError(
             f"cluster {cluster.name!r}: no workers in {', '.join(idle)}; `geotrain plan` makes them of its hosts"
         )
-    sizes = {worker.name: check_worker(run, worker) for worker in workers}
+    sizes = {worker.name: check_worker(run, worker) for _, worker in cluster.workers}
     batch, samples = run.samples_per_step, run.data.train_samples
     if samples % batch:
         raise ConfigError(
@@ -55,8 +53,8 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
             f"{len(sizes)} workers × outer.local_steps {run.outer.local_steps} × batch {batch} = {round_samples} "
             f"samples; use {max(1, samples // round_samples) * round_samples}"
         )
-    for what, (site, address) in server_addresses(cluster, cluster.serving).items():
-        ssh = ssh_hosts(cluster)[site]
+    for what, (site, address) in server_addresses(cluster, [GLOBAL, *(r.name for r in cluster.serving)]).items():
+        ssh = cluster.sites[site].ssh
         if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
             raise ConfigError(
                 f"{what} runs on {ssh}, by ssh: its address {address} must be one that the others reach, with a "
@@ -71,17 +69,11 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
     return sizes
 
 
-def ssh_hosts(cluster: ClusterConfig) -> dict[str, str | None]:
-    """The host of each site, for ssh; None: this machine."""
-    return {GLOBAL: cluster.global_ssh, **{region.name: region.ssh for region in cluster.regions}}
-
-
-def server_addresses(cluster: ClusterConfig, regions: Iterable[RegionConfig]) -> dict[str, tuple[str, Address]]:
-    """List the servers of the global site and these regions, and their shards: what it is → its site, its address."""
-    servers = {GLOBAL: cluster.global_server, **{region.name: region.server for region in regions}}
-    found = {f"the server of {site!r}": (site, address) for site, address in servers.items()}
-    for site in servers:
-        found |= {f"shard {i} of {site!r}": (site, shard) for i, shard in enumerate(shards_of(cluster, site))}
+def server_addresses(cluster: ClusterConfig, sites: Collection[str]) -> dict[str, tuple[str, Address]]:
+    """List the servers of these sites, and their shards: what it is → its site, its address."""
+    found = {f"the server of {site!r}": (site, cluster.sites[site].server) for site in sites}
+    for site in sites:
+        found |= {f"shard {i} of {site!r}": (site, shard) for i, shard in enumerate(cluster.sites[site].shards)}
     return found
 
 
@@ -170,14 +162,13 @@ def links_between(cluster: ClusterConfig) -> list[LinkConfig]:
     """Find all links between two regions. Raises ConfigError if a worker spans regions whose link is not
     described."""
     found = [link for link in cluster.links if "global" not in link.regions and len(set(link.regions)) == 2]
-    for region in cluster.regions:
-        for worker in region.workers:
-            for pair in combinations(dict.fromkeys((region.name, *regions_of(region.name, worker))), 2):
-                if not any(set(link.regions) == set(pair) for link in found):
-                    raise ConfigError(
-                        f"emulate_links = true: worker {worker.name!r} spans {pair[0]!r} and {pair[1]!r}, but "
-                        "`links` has no link between them; add one, with gbps and rtt_ms"
-                    )
+    for home, worker in cluster.workers:
+        for pair in combinations(dict.fromkeys((home, *regions_of(home, worker))), 2):
+            if not any(set(link.regions) == set(pair) for link in found):
+                raise ConfigError(
+                    f"emulate_links = true: worker {worker.name!r} spans {pair[0]!r} and {pair[1]!r}, but "
+                    "`links` has no link between them; add one, with gbps and rtt_ms"
+                )
     return found
 
 
@@ -187,23 +178,18 @@ def open_links(cluster: ClusterConfig) -> list[str]:
         f"worker {worker.name!r} spans {' and '.join(spanned)}: torch.distributed between its ranks is neither "
         "encrypted nor authenticated, and unpickles what it receives, so whoever reaches these ports can run code "
         "there; put the link into a tunnel (WireGuard, IPsec) and let a firewall refuse all else"
-        for region in cluster.regions
-        for worker in region.workers
-        if len(spanned := regions_of(region.name, worker)) > 1
+        for home, worker in cluster.workers
+        if len(spanned := regions_of(home, worker)) > 1
     ]
 
 
 def check_port_is_free(address: Address, what: str = "") -> None:
     """Raise ConfigError if a port on this machine is taken. what: begins the message."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-        except OSError as error:
-            raise ConfigError(
-                f"{what}cannot listen on {address}: {error.strerror}; stop what uses it, or choose another host or "
-                "port in the cluster file (0 picks a free port)"
-            ) from None
+    if why := why_not_bound(address.host, address.port):
+        raise ConfigError(
+            f"{what}cannot listen on {address}: {why}; stop what uses it, or choose another host or port in the "
+            "cluster file (0 picks a free port)"
+        )
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

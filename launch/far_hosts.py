@@ -37,12 +37,11 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
     folder: the run's, absolute, with its files written. Raises ConfigError, which names the host.
     """
     wanted: dict[tuple[HostLauncher, str], list[str]] = {}
-    for region in request.cluster.regions:
-        for worker in region.workers:
-            launcher = launcher_of(worker)
-            for host in worker.hosts:
-                if isinstance(launcher, HostLauncher) and (host.region or region.name) in request.sites:
-                    wanted.setdefault((launcher, host.host), []).append(hostfile_path(worker.name))
+    for home, worker in request.cluster.workers:
+        launcher = launcher_of(worker)
+        for host in worker.hosts:
+            if isinstance(launcher, HostLauncher) and (host.region or home) in request.sites:
+                wanted.setdefault((launcher, host.host), []).append(hostfile_path(worker.name))
     data = [path for each in request.run.data.train for path in local_files(each.prefix)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         prepared = [

@@ -1,8 +1,8 @@
 """Runs one command. No process of the command outlives the guard, and the guard does not outlive whoever started it.
 
-    python guard.py [--netns FD] [--grace S] -- command …
+    python guard.py [--grace S] -- command …
 
-The command inherits the guard's other file descriptors (a network namespace's, `--netns`, is closed once entered).
+The command inherits the guard's file descriptors.
 
 The guard stops the command, with all its descendants, when its own standard input ends. Whoever started it holds the
 other end of that pipe, and the kernel closes it however that process dies; ssh carries the end on to another machine.
@@ -14,7 +14,7 @@ opened.
 If the environment names a job (JOB), there is at most one incarnation of that job on this machine: processes with the
 same name, left over from a connection that broke unnoticed, are ended before the command begins.
 
-Only the standard library, so that it starts in milliseconds: `python -I -S guard.py`.
+It imports nothing of GeoTrain, so that it starts at once.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-CLONE_NEWNET = 0x40000000
 GRACE_S = 10.0  # time between SIGTERM and SIGKILL
 KILL_DEADLINE_S = 5.0  # time after SIGKILL in which a process must be gone
 SETTLE_S = 2.0  # processes that a command started may end this much later than the command
@@ -46,14 +46,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code, or 128 + n if signal n ended it or the guard."""
     split = arguments.index("--")
-    options = dict(zip(arguments[:split:2], arguments[1:split:2], strict=True))
-    command, grace_s = arguments[split + 1 :], float(options.get("--grace", GRACE_S))
-    _checked(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-    if "--netns" in options:
-        enter_network(int(options["--netns"]))
-        os.close(int(options["--netns"]))
-    with _wakeups() as wakeups:
-        if not _end(_former_incarnations, grace_s, wakeups):
+    grace_s, command = float(arguments[1]) if split else GRACE_S, arguments[split + 1 :]
+    if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    with wakeups() as woken:
+        if not _end(_former_incarnations, grace_s, woken):
             _say(f"{os.environ[JOB]} has not begun; of an earlier incarnation: {_former_incarnations()}")
             return EXIT_FORMER_INCARNATION
         try:
@@ -67,16 +64,16 @@ def main(arguments: list[str]) -> int:
         except OSError as error:
             _say(f"cannot start {command[0]}: {error.strerror}")
             return EXIT_NOT_FOUND
-        code = _watch(child.pid, wakeups)
+        code = _watch(child.pid, woken)
         child.returncode = code  # subprocess cannot know it, because `_reap` has collected the child
         if code == 0:
             deadline = time.monotonic() + SETTLE_S
             while (alive := _descendants()) and time.monotonic() <= deadline:
-                _pause(wakeups)
+                _pause(woken)
             if alive:
                 _say(f"{command[0]} ended, but left processes running; a part of it was killed?")
                 code = EXIT_LEFT_BEHIND
-        _end(_descendants, grace_s, wakeups)
+        _end(_descendants, grace_s, woken)
     return code
 
 
@@ -85,26 +82,22 @@ def _say(what: str) -> None:
         print(f"guard: {what}", file=sys.stderr, flush=True)
 
 
-def enter_network(netns: int) -> None:
-    """Move this thread to a network namespace, given by its file descriptor. Raises OSError."""
-    _checked(_libc.setns(netns, CLONE_NEWNET), "setns")
-
-
-def _checked(result: int, call: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
-
-
 @contextlib.contextmanager
-def _wakeups() -> Iterator[int]:
-    """A file descriptor that yields the number of each stop signal and SIGCHLD as a byte."""
+def wakeups() -> Iterator[int]:
+    """Give a file descriptor that yields the number of each stop signal and SIGCHLD as a byte. During the block these
+    signals do nothing else."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    for number in (*STOP_SIGNALS, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)  # Python writes to the wakeup descriptor only where there is a handler
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    yield read_end
-    signal.set_wakeup_fd(-1)
+    # Python writes to the wakeup descriptor only where there is a handler.
+    before = {number: signal.signal(number, lambda *_: None) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+    woken_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        yield read_end
+    finally:
+        signal.set_wakeup_fd(woken_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def _watch(child: int, wakeups: int) -> int:
@@ -164,38 +157,20 @@ def _pause(wakeups: int) -> bytes:
 
 
 def _descendants() -> list[int]:
-    """Living processes below this one, nearest first; zombies are left out."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for pid, entry in _processes():
-        with contextlib.suppress(OSError):
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            children.setdefault(int(parent), []).append((pid, state))
-    found: list[int] = []
-    queue = [os.getpid()]
-    while queue:
-        for pid, state in children.get(queue.pop(0), []):
-            queue.append(pid)
-            if state != "Z":
-                found.append(pid)
+    """Living processes below this one; zombies are left out."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
 
 
 def _former_incarnations() -> list[int]:
     """Living processes of an earlier incarnation of this job, known by the job's name in their environment."""
-    found = []
-    if JOB in os.environ:
-        entry_of_job = f"{JOB}={os.environ[JOB]}".encode()
-        for pid, entry in _processes():
-            with contextlib.suppress(OSError):  # another user's, or gone
-                if pid != os.getpid() and entry_of_job in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(pid)
-    return found
-
-
-def _processes() -> Iterator[tuple[int, Path]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            yield int(entry.name), entry
+    job = os.environ.get(JOB)
+    others = psutil.process_iter(["environ"]) if job else ()  # None: another user's, or gone
+    return [p.pid for p in others if p.pid != os.getpid() and (p.info["environ"] or {}).get(JOB) == job]
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerSetup
-from geotrain.launch.check import ssh_hosts
 from geotrain.launch.far_hosts import ask
 from geotrain.launch.host_facts import MARK, HostFacts, read_host
 from geotrain.launch.host_rules import Finding, HostNeeds, Look, findings
@@ -46,8 +44,7 @@ def hosts_of(
     from geotrain.plan.model.memory import rank_memory
 
     found: dict[tuple[str, str], list[HostNeeds]] = {}
-    workers = [(region.name, worker) for region in cluster.regions for worker in region.workers]
-    for number, (region, worker) in enumerate(workers):
+    for number, (region, worker) in enumerate(cluster.workers):
         setup = WorkerSetup.of(run, worker)
         asks = asked_by(setup.precision, setup.parallel) or ("", (0, 0))
         memory = rank_memory(run, run.architecture, worker)
@@ -80,7 +77,7 @@ def inquiries(
 
     A `HostLauncher` asks each host by itself, another one all hosts of a worker at once.
     """
-    workers = {worker.name: worker for region in cluster.regions for worker in region.workers}
+    workers = {worker.name: worker for _, worker in cluster.workers}
     together: dict[tuple[str, ...], list[str]] = {}  # hosts that are asked by one command
     for (_, host), needs in hosts.items():
         worker = needs[0].worker
@@ -168,12 +165,12 @@ def _unreached(host: str, why: str, by: str = "ssh") -> Finding:
 
 def check_far_sites(run: RunConfig, cluster: ClusterConfig) -> list[Finding]:
     """Look for what is wrong with the machines of the sites behind ssh, and with their hosts; asks all at once."""
-    folders = {GLOBAL: cluster.global_folder, **{region.name: region.folder for region in cluster.regions}}
     request = LaunchRequest(run, cluster, (), False)
 
     def look_at(site: str, host: str) -> list[Finding]:
-        there = replace(request.seen_from(folders[site]), sites=(site,))
-        command = over_ssh(host, folders[site], (remote_python(folders[site]), "-m", "geotrain.launch.host_check"))
+        folder = cluster.sites[site].folder
+        there = replace(request.seen_from(folder), sites=(site,))
+        command = over_ssh(host, folder, (remote_python(folder), "-m", "geotrain.launch.host_check"))
         said, why = ask(command, SITE_S, input=there.to_line())
         for line in said.splitlines():
             if MARK in line:
@@ -181,7 +178,7 @@ def check_far_sites(run: RunConfig, cluster: ClusterConfig) -> list[Finding]:
                 return [replace(each, host=host if each.host == HERE else f"{host} → {each.host}") for each in told]
         return [_unreached(host, why)]
 
-    far = [(site, host) for site, host in ssh_hosts(cluster).items() if host is not None]
+    far = [(name, site.ssh) for name, site in cluster.sites.items() if site.ssh is not None]
     if not far:
         return []
     with ThreadPoolExecutor(min(AT_ONCE, len(far))) as pool:

@@ -28,6 +28,7 @@ from pydantic import TypeAdapter
 from geotrain import __version__
 from geotrain.config import ConfigError
 from geotrain.launch import cuda_driver
+from geotrain.launch.machine import why_not_bound
 
 MARK = "geotrain-host: "  # before the line of JSON: shells and launchers print lines of their own
 SMI_S = 30.0  # without its persistence daemon the driver initializes each GPU anew
@@ -129,7 +130,7 @@ def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
         compiler=any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))),
         shm_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else None,
         free_bytes=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
-        taken_ports=tuple(port for port in ports if not _is_free(port)),
+        taken_ports=tuple(port for port in ports if why_not_bound("", port)),
         clock_s=time.time(),  # last, so that nothing that takes time comes between it and the answer
     )
 
@@ -161,16 +162,6 @@ def _nccl() -> str | None:
     with contextlib.suppress(AttributeError, RuntimeError):  # built without it
         return ".".join(map(str, torch.cuda.nccl.version()))
     return None
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 # -------------------------------------------------------------------------------------------------------- nvidia-smi

@@ -34,7 +34,6 @@ from geotrain.launch.check import (
     link_to_global,
     links_between,
     server_addresses,
-    ssh_hosts,
     with_data_digest,
 )
 from geotrain.launch.far_hosts import prepare_far_hosts
@@ -43,7 +42,7 @@ from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
-from geotrain.launch.terminal import RunDisplay, last_words, new_console, share_of, size
+from geotrain.launch.terminal import RunDisplay, last_status, new_console, share_of, size
 from geotrain.monitor.events import EventLog, ProcessDied, Trouble
 from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.events import Event
@@ -84,7 +83,7 @@ def launch(
     run = with_data_digest(run, before[0] if before else None)
     if only:
         cluster = _with_sites_here(cluster, only)
-    hosts = {site: host for site, host in ssh_hosts(cluster).items() if not only or site in only}
+    hosts = {name: site.ssh for name, site in cluster.sites.items() if not only or name in only}
     here = tuple(site for site, host in hosts.items() if host is None)
     for obstacle in obstacles(run, cluster, here, begins=not resume, shows=GLOBAL in hosts):
         raise obstacle
@@ -139,7 +138,7 @@ def launch(
             console.print(f"emulated links carried {carried} with {share:.1%} of a core", highlight=False)
     # Some workers were given up while the others finished: is everything trained?
     if outcome.code == 0 and outcome.reason:
-        top = last_words(folder, (GLOBAL,)).get(GLOBAL, {})
+        top = last_status(folder)
         left = int(top.get("train_samples", 0)) - int(top.get("committed_samples", 0))
         if left > 0:
             outcome = RunOutcome(1, f"{left} samples are not trained: continue with --resume; {outcome.reason}")
@@ -151,8 +150,8 @@ def launch(
 def how_to_go_on(folder: Path, run_path: Path, cluster_path: Path, changes: tuple[str, ...] = ()) -> str:
     """Describe how to continue a run that has ended before its data did; empty if all is trained, or its global
     server's last status is on another machine."""
-    top = last_words(folder, (GLOBAL,)).get(GLOBAL)
-    if top is None or top.get("complete"):
+    top = last_status(folder)
+    if not top or top.get("complete"):
         return ""
     words = ("geotrain", "launch", str(run_path), str(cluster_path), "--resume")
     again = shlex.join((*words, *(word for change in changes for word in ("--set", change))))
@@ -186,12 +185,12 @@ def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: C
 
 def _with_sites_here(cluster: ClusterConfig, only: tuple[str, ...]) -> ClusterConfig:
     """Put these sites on this machine instead of behind ssh. Raises ConfigError."""
-    known = {GLOBAL: cluster.global_server, **{region.name: region.server for region in cluster.regions}}
+    sites = cluster.sites
     for site in only:
-        if site not in known:
-            raise ConfigError(f"--only {site}: the cluster has no such site; its sites: {', '.join(known)}")
+        if site not in sites:
+            raise ConfigError(f"--only {site}: the cluster has no such site; its sites: {', '.join(sites)}")
         for name in {site, GLOBAL}:
-            if known[name].port == 0:
+            if sites[name].server.port == 0:
                 raise ConfigError(
                     f"--only {site}: the server of {name!r} needs a fixed port in the cluster file, which those find "
                     "who are started apart"
@@ -216,9 +215,9 @@ def resolve(
     earlier launch of the run, whose ports are taken again where they are free: regions that still run know them.
     Raises ConfigError.
     """
-    known = {} if before is None else server_addresses(before, before.regions)
+    known = {} if before is None else server_addresses(before, before.sites)
     emulated = {} if links is None else {GLOBAL: links.global_address, **links.addresses}
-    wanted = server_addresses(cluster, cluster.regions)
+    wanted = server_addresses(cluster, cluster.sites)
     free = iter(free_ports(len(wanted)))
     found: dict[str, list[Address]] = {}  # by site: its server's, then its shards'
     for what, (site, address) in wanted.items():
@@ -247,7 +246,7 @@ def _is_finished(run: RunConfig, folder: Path) -> bool:
         outcome = json.loads((folder / OUTCOME).read_text())
     except FileNotFoundError:  # it goes on, was killed, or was none of the whole run
         return False
-    top = last_words(folder, (GLOBAL,)).get(GLOBAL, {})
+    top = last_status(folder)
     trained = bool(top.get("complete")) and top["committed_samples"] >= run.data.train_samples
     return trained and outcome["code"] == 0
 

@@ -22,7 +22,6 @@ from geotrain.config import (
     UnsupportedModelError,
     architecture_from_hf,
     is_loopback,
-    shards_of,
 )
 from geotrain.config.deepspeed import AUTO, COS_MIN_RATIO, DEEPSPEED_WARMUP_MAX_LR, completed
 from geotrain.data.dataset import end_of_document, read_manifest
@@ -35,7 +34,6 @@ from geotrain.launch.check import (
     check_tokenizer,
     open_links,
     server_addresses,
-    ssh_hosts,
 )
 from geotrain.launch.machine import this_machine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
@@ -51,7 +49,7 @@ Obstacle = ConfigError | DataError | CertificateError | UnsupportedModelError
 
 def sites_here(cluster: ClusterConfig) -> tuple[str, ...]:
     """The sites that a launch of the whole cluster starts on this machine."""
-    return tuple(site for site, host in ssh_hosts(cluster).items() if host is None)
+    return tuple(name for name, site in cluster.sites.items() if site.ssh is None)
 
 
 def obstacles(
@@ -78,7 +76,7 @@ def obstacles(
     if cluster.security is not None:
         wanted: list[tuple[Role, str]] = [("operator", OPERATOR)] if shows else []
         wanted += [("global" if s == GLOBAL else "region", s) for s in topology.servers if s in here]
-        wanted += [("shard", s) for s in topology.servers if s in here and shards_of(cluster, s)]
+        wanted += [("shard", s) for s in topology.servers if s in here and cluster.sites[s].shards]
         wanted += [("worker", name) for name, region in topology.home.items() if region in here]
         checks += [partial(load_credentials, Path(cluster.security.folder), *pair) for pair in wanted]
     checks.append(partial(_check_processes, run, cluster, here))
@@ -92,8 +90,8 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
     monitor, topology = run.monitor, Topology(run, cluster)
     wanted = [
         (what, address)
-        for what, (site, address) in server_addresses(cluster, cluster.serving).items()
-        if site in topology.servers and site in here and not cluster.emulate_links
+        for what, (site, address) in server_addresses(cluster, topology.servers).items()
+        if site in here and not cluster.emulate_links
     ]
     if monitor.enabled and monitor.page_port and GLOBAL in here:
         wanted.append(("monitor.page_port", Address(host=monitor.host, port=monitor.page_port)))

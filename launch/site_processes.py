@@ -28,7 +28,6 @@ from geotrain.config import (
     WorkerConfig,
     relocated,
     shard_name,
-    shards_of,
 )
 from geotrain.emulate.wan import DEVICE, Wan
 from geotrain.launch.check import free_ports
@@ -103,9 +102,8 @@ def local_processes(
     Raises ConfigError.
     """
     namespaces = namespaces or {}
-    workers = [(region.name, worker) for region in request.cluster.regions for worker in region.workers]
     here = {}
-    for region, worker in workers:
+    for region, worker in request.cluster.workers:
         hosts = tuple(host for host in worker.hosts if (host.region or region) in request.sites)
         if hosts:
             here[worker.name] = worker.model_copy(update={"hosts": hosts})
@@ -115,7 +113,7 @@ def local_processes(
         regions = [region.name for region in request.cluster.serving if region.name in request.sites]
         for region in regions:
             started += _server(request, folder, region, namespaces.get(region))
-    for number, (region, worker) in enumerate(workers):
+    for number, (region, worker) in enumerate(request.cluster.workers):
         port = fixed_master_port(worker, number)
         started += _worker(request, folder, region, worker, port, devices.get(worker.name, ((), 1)), namespaces)
     return started
@@ -127,7 +125,7 @@ def remote_site(request: LaunchRequest, site: str, host: str) -> ProcessSpec:
     The request goes to its standard input. The site's processes have their logs on that machine, are restarted there,
     and live on without the relay; the log here has what ssh and that site's launcher say.
     """
-    folder = request.cluster.global_folder if site == GLOBAL else request.cluster.region(site).folder
+    folder = request.cluster.sites[site].folder
     return ProcessSpec(
         f"{site}.ssh",
         over_ssh(host, folder, (remote_python(folder), "-m", "geotrain", "launch-site")),
@@ -179,7 +177,7 @@ def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) 
 
     which = ("global",) if site == GLOBAL else ("region", site)
     above = "" if site == GLOBAL else _global_group(request.cluster)
-    shards = range(len(shards_of(request.cluster, site)))
+    shards = range(len(request.cluster.sites[site].shards))
     return [
         process(site, which, above, request.resume),
         *(process(shard_name(site, i), ("shard", site, str(i)), site, request.resume) for i in shards),

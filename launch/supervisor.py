@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Literal
 
 from geotrain.common.files import out_of_room
 from geotrain.config import RestartConfig
+from geotrain.emulate.wan import in_network
 from geotrain.launch import guard
 from geotrain.launch.backoff import RestartBackoff
 from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, Trouble
@@ -88,7 +89,7 @@ class RunOutcome:
 
 
 class RunningProcess:
-    """A started process. pidfd: becomes readable when the process ends."""
+    """A started process."""
 
     def __init__(self, spec: ProcessSpec, log: Path) -> None:
         self.spec = spec
@@ -102,7 +103,6 @@ class RunningProcess:
                 start_new_session=True,
                 pass_fds=spec.inherited_fds,
             )
-        self.pidfd = os.pidfd_open(self.popen.pid)
         self.started_s = time.monotonic()
         assert self.popen.stdin is not None
         self._stdin = self.popen.stdin
@@ -116,6 +116,11 @@ class RunningProcess:
                 self._stdin.write(STOP_COMMAND)
             self._stdin.close()
 
+    def has_ended(self) -> bool:
+        """Whether it has ended. It is not collected here: see `reap`."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self.popen.returncode is not None or os.waitid(os.P_PID, self.popen.pid, how) is not None
+
     def reap(self) -> int:
         """Collect the ended process, or kill it. Returns its exit code, or −n when signal n ended it."""
         # Whatever is left of its process group is killed before wait(), which frees the process's number: afterwards
@@ -125,7 +130,6 @@ class RunningProcess:
         code = self.popen.wait()
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
-        os.close(self.pidfd)
         return code
 
 
@@ -182,24 +186,17 @@ class Supervisor:
         self.drain_s, self.restart, self.needs_all = drain_s, restart or RestartConfig(), needs_all
         self._on_event = on_event
         self._groups: dict[str, RestartGroup] = {}
-        self._selector = selectors.DefaultSelector()
+        self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
-        # A signal only writes a byte to a pipe. That wakes the selector, and the signal is handled between other
-        # events instead of in the middle of one.
-        self._signals, self._signals_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old_handlers = {number: signal.signal(number, self._on_signal) for number in guard.STOP_SIGNALS}
-        self._selector.register(self._signals, selectors.EVENT_READ, "signal")
+        # A signal only ends a pause, so that it is handled between other events instead of in the middle of one.
+        self._woken = self._signals.enter_context(guard.wakeups())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        self.stop()
-        self._selector.close()
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-        os.close(self._signals)
-        os.close(self._signals_in)
+        with self._signals:
+            self.stop()
 
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
@@ -214,21 +211,12 @@ class Supervisor:
         except OSError as error:
             raise LaunchError(f"process {spec.name!r} cannot be started: {error}") from error
         group.spec, group.running[spec.name] = spec, process
-        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self.on_event(ProcessStarted(spec.name, spec.role))
 
     def on_event(self, event: Event) -> None:
         """Pass an event on. It may be written to a full disk, which must not end the run."""
         with contextlib.suppress(OSError):
             self._on_event(event)
-
-    def watch(self, fd: int, on_readable: Callable[[], RunOutcome | None]) -> None:
-        """Call `on_readable` whenever something can be read from `fd`, until `unwatch`. An outcome that it returns
-        ends the run."""
-        self._selector.register(fd, selectors.EVENT_READ, on_readable)
-
-    def unwatch(self, fd: int) -> None:
-        self._selector.unregister(fd)
 
     def wait(self, tick: Callable[[], None] = lambda: None, every_s: float = 1.0) -> RunOutcome:
         """Wait until all processes have ended, restarting those that die; returns how the run ended.
@@ -274,16 +262,13 @@ class Supervisor:
 
     def _wait_until(self, deadline: float, hurry: bool = False) -> None:
         while self._alive() and time.monotonic() < deadline:
-            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
-                if isinstance(key.data, RunningProcess):
-                    self._reap(key.data)
-                elif callable(key.data):
-                    key.data()  # what it asks for is under way
-                elif self._read_signal() is not None and hurry:
-                    return
+            stops, ended = self._pause(deadline)
+            for process in ended:
+                self._reap(process)
+            if stops and hurry:
+                return
 
     def _reap(self, process: RunningProcess) -> int:
-        self._selector.unregister(process.pidfd)
         code = process.reap()
         group = self._groups[process.spec.group_name]
         del group.running[process.spec.name]
@@ -291,14 +276,12 @@ class Supervisor:
         self.on_event(ProcessEnded(process.spec.name, code))
         return code
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._signals_in, bytes([number]))
-
-    def _read_signal(self) -> int | None:
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self._signals, 1)[0]
-        return None
+    def _pause(self, until_s: float) -> tuple[list[int], list[RunningProcess]]:
+        """Wait for the end of a process or a signal; returns the stop signals, and the processes that have ended."""
+        ended = any(process.has_ended() for process in self._alive())  # one whose signal was read with another's
+        pause_s = 0.0 if ended else max(0.0, until_s - time.monotonic())
+        numbers = os.read(self._woken, 4096) if select.select([self._woken], [], [], pause_s)[0] else b""
+        return [n for n in numbers if n in guard.STOP_SIGNALS], [p for p in self._alive() if p.has_ended()]
 
     def _supervise(self, tick: Callable[[], None], every_s: float) -> RunOutcome:
         next_tick = time.monotonic() + every_s
@@ -326,9 +309,12 @@ class Supervisor:
             wakes = [group.restart_at_s for group in groups if group.restart_at_s is not None and not group.running]
             wakes += [group.end_by_s for group in groups if group.end_by_s is not None]
             wakes += [next_tick, *([drain_deadline] if drain_deadline else [])]
-            for key, _ in self._selector.select(max(0.0, min(wakes) - now)):
-                if outcome := self._handle(key):
+            stops, ended_now = self._pause(min(wakes))
+            for process in ended_now:
+                if outcome := self._on_end(process):
                     return outcome
+            if stops:
+                return RunOutcome(128 + stops[0], f"stopped by {signal.Signals(stops[0]).name}")
             if time.monotonic() >= next_tick:
                 with contextlib.suppress(OSError):  # as `on_event`
                     tick()
@@ -386,17 +372,8 @@ class Supervisor:
                 group.no_room = True
         return None
 
-    # -- events
-
-    def _handle(self, key: selectors.SelectorKey) -> RunOutcome | None:
-        """Handle one event of the selector. Returns the outcome if it ends the run."""
-        if callable(key.data):
-            on_readable: Callable[[], RunOutcome | None] = key.data
-            return on_readable()
-        if key.data == "signal":
-            number = self._read_signal()
-            return None if number is None else RunOutcome(128 + number, f"stopped by {signal.Signals(number).name}")
-        process: RunningProcess = key.data
+    def _on_end(self, process: RunningProcess) -> RunOutcome | None:
+        """Handle the end of a process. Returns the outcome if it ends the run."""
         spec, code, lived_s = process.spec, self._reap(process), time.monotonic() - process.started_s
         group = self._groups[spec.group_name]
         if group.restart_at_s is not None or group.given_up or (code == 0 and spec.role != "helper"):
@@ -444,8 +421,8 @@ def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = g
     netns: file descriptor of a network namespace to run in. grace_s: time between SIGTERM and SIGKILL, at most
     GRACE_S.
     """
-    options = ("--grace", str(grace_s), *(() if netns is None else ("--netns", str(netns))))
-    return (sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), *options, "--", *command)
+    inside = command if netns is None else in_network(netns, command)
+    return (sys.executable, "-I", str(Path(guard.__file__).resolve()), "--grace", str(grace_s), "--", *inside)
 
 
 def tail(path: Path) -> list[str]:

@@ -56,6 +56,11 @@ def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
     return {site: json.loads(file.read_text()) for site, file in files.items() if file.exists()}
 
 
+def last_status(folder: Path) -> Status:
+    """Read the last status of the run's global server; empty if it goes on, or was on another machine."""
+    return last_words(folder, (GLOBAL,)).get(GLOBAL, {})
+
+
 # --------------------------------------------------------------------------------------------- what is shown
 
 

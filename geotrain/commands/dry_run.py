@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, CodecConfig, ParallelConfig, RunConfig, WorkerSetup
-from geotrain.launch.check import check_together, ssh_hosts
+from geotrain.config import ClusterConfig, ParallelConfig, RunConfig, WorkerSetup
+from geotrain.launch.check import check_together
 from geotrain.launch.host_check import check_far_sites, check_hosts, hosts_of
 from geotrain.launch.host_check import show as show_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.terminal import size, table_of
-from geotrain.outer.codec import make_codec
-from geotrain.parallelism.checks import accumulation_steps
+from geotrain.parallelism.checks import accumulation_steps, zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.plan.model.memory import host_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
+from geotrain.plan.model.rounds import payloads
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
 from geotrain.plan.model.work import Work
@@ -67,18 +67,13 @@ class Needs:
 def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     """Compute what the run needs. Raises ConfigError, UnsupportedModelError, ParameterMapError when the run cannot
     be trained on this cluster."""
-    from geotrain.parallelism.checks import zero_stage
-
     check_together(run, cluster)
     parameter_map, outer = parameter_map_of(run), run.outer
-
-    def coded_bytes(codec: CodecConfig) -> int:
-        """Coded bytes of one exchange of the whole model."""
-        return sum(make_codec(codec).encoded_bytes(f.numel) for f in parameter_map.fragments)
-
-    local_up, local_down = outer.worker_codecs
+    sizes = payloads(outer, [f.numel for f in parameter_map.fragments])
+    wide = sum(sizes.wide_up), sum(sizes.wide_down)
+    to_server = wide if outer.flat else (sum(sizes.local), sum(sizes.local))
     workers = []
-    for home, worker in ((region.name, worker) for region in cluster.regions for worker in region.workers):
+    for home, worker in cluster.workers:
         setup = WorkerSetup.of(run, worker)
         parallel, zero = setup.parallel, zero_stage(setup.deepspeed)
         workers.append(
@@ -90,15 +85,14 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
                 check_shards(parameter_map, run, parallel),
                 rank_memory(run, run.architecture, worker),
                 host_memory(run, run.architecture, worker),
-                coded_bytes(local_up),
-                coded_bytes(local_down),
+                *to_server,
             )
         )
     links = []
     for region in cluster.serving:
         count = len(region.workers)
         exchanges = count if outer.flat else 1  # flat: every worker exchanges over the wide area
-        up, down = exchanges * coded_bytes(outer.up), exchanges * coded_bytes(outer.down)
+        up, down = (exchanges * count_bytes for count_bytes in wide)
         updates = count if outer.flat else outer.rule.updates_per_send or count
         steps = max(outer.local_steps * updates // count, outer.local_steps)
         gbps = next((link.gbps for link in cluster.links if set(link.regions) == {region.name, "global"}), None)
@@ -112,11 +106,10 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
 
 def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap) -> dict[str, ServerNeeds]:
     """Compute what each server of the run needs, by name."""
-    outer, regions = run.outer, cluster.serving
-    members = sum(len(region.workers) for region in regions) if outer.flat else len(regions)
-    places = {GLOBAL: place_of("global", outer, members, run.monitor.validate_every_samples is not None)}
-    for region in () if outer.flat else regions:
-        validates = run.monitor.validate_every_samples is not None
+    outer, validates = run.outer, run.monitor.validate_every_samples is not None
+    members = cluster.workers if outer.flat else cluster.serving
+    places = {GLOBAL: place_of("global", outer, len(members), validates)}
+    for region in () if outer.flat else cluster.serving:
         places[region.name] = place_of("region", outer, len(region.workers), validates)
     return {name: server_needs(place, outer, parameter_map, run.checkpoint.keep) for name, place in places.items()}
 
@@ -128,7 +121,7 @@ def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: 
     """
     here = sites_here(cluster)
     refused = [str(obstacle) for obstacle in (*obstacles(run, cluster, here), *port_obstacles(run, cluster, here))]
-    hosts = {host for host in ssh_hosts(cluster).values() if host is not None}
+    hosts = {site.ssh for site in cluster.sites.values() if site.ssh is not None}
     hosts |= {host for launcher, host in hosts_of(run, cluster, here) if launcher != "local"}
     told = cautions(run, cluster)
     if hosts and not ask_hosts:
@@ -218,7 +211,7 @@ def seconds(value: float) -> str:
 def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
     """Print how long each worker's step could take on devices that are not here (`geotrain.plan.model.roofline`)."""
     rows = []
-    for worker in (worker for region in cluster.regions for worker in region.workers):
+    for _, worker in cluster.workers:
         setup = WorkerSetup.of(run, worker)
         parallel, block = setup.parallel, setup.deepspeed
         fp8 = setup.precision.fp8 is not None

@@ -105,11 +105,10 @@ def write(found: Plan, out: Path) -> None:
     """run.json, cluster.json, hosts/<worker>, placement.svg. Raises OutputError."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "hosts").mkdir(exist_ok=True)
-    for region in found.cluster.regions:
-        for worker in region.workers:
-            hostfile = hostfile_path(worker.name)
-            made = worker_commands(WorkerPlace(out.absolute(), 0), region.name, worker)
-            write_whole(out / hostfile, made.files[hostfile])
+    for region, worker in found.cluster.workers:
+        hostfile = hostfile_path(worker.name)
+        made = worker_commands(WorkerPlace(out.absolute(), 0), region, worker)
+        write_whole(out / hostfile, made.files[hostfile])
     picture = out / "placement.partial.svg"
     draw(found, picture)
     picture.replace(out / "placement.svg")

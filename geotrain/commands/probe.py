@@ -100,28 +100,29 @@ def updated(text: str, cluster: ClusterConfig, ways: dict[Pair, Way], efficienci
 
 def _start_sites(cluster: ClusterConfig, links: wan.Wan | None, stack: contextlib.ExitStack) -> dict[str, ProbeSite]:
     """Start a probe beside the global server and each region's. links: the emulated ones, if they are."""
-    servers: list[tuple[str, Role, Address, str | None, str | None]] = [
-        (GLOBAL, "global", cluster.global_server, cluster.global_ssh, cluster.global_folder)
-    ]
-    servers += [(r.name, "region", r.server, r.ssh, r.folder) for r in cluster.regions]
-    remote = next((ssh for *_, ssh, _ in servers if ssh), None)
-    for name, _, address, _, _ in servers:
-        if remote and address.host in (*HERE, "0.0.0.0"):
+    remote = next((site.ssh for site in cluster.sites.values() if site.ssh), None)
+    for name, site in cluster.sites.items():
+        if remote and site.server.host in (*HERE, "0.0.0.0"):
             raise ConfigError(
-                f"the server of {name!r} has the address {address}, but {remote} is another machine: set a host "
+                f"the server of {name!r} has the address {site.server}, but {remote} is another machine: set a host "
                 "that the others reach"
             )
-    sites = {}
-    for name, role, address, ssh, folder in servers:
-        command = (sys.executable, *SITE) if ssh is None else over_ssh(ssh, folder, (remote_python(folder), *SITE))
+    probes = {}
+    for name, site in cluster.sites.items():
+        role: Role = "global" if name == GLOBAL else "region"
+        command: tuple[str, ...] = (sys.executable, *SITE)
+        if site.ssh is not None:
+            command = over_ssh(site.ssh, site.folder, (remote_python(site.folder), *SITE))
+        address, netns = site.server, None
         if links:
             address = Address(host=links.addresses.get(name, links.global_address), port=0)
-        netns = links.namespaces.get(name) if links else None
-        site = ProbeSite(name, role, command, address, _security(cluster, ssh, folder), ssh or "this machine", netns)
-        sites[name] = stack.enter_context(site)
-    for site in sites.values():  # all of them are importing Python's modules meanwhile
-        site.start()
-    return sites
+            netns = links.namespaces.get(name)
+        security = _security(cluster, site.ssh, site.folder)
+        probe = ProbeSite(name, role, command, address, security, site.ssh or "this machine", netns)
+        probes[name] = stack.enter_context(probe)
+    for probe in probes.values():  # all of them are importing Python's modules meanwhile
+        probe.start()
+    return probes
 
 
 def _security(cluster: ClusterConfig, ssh: str | None, folder: str | None) -> str | None:
@@ -217,11 +218,10 @@ class Measurement:
 def _hosts(cluster: ClusterConfig, region: RegionConfig) -> dict[str, tuple[HostConfig, WorkerConfig | None]]:
     """The hosts that stand in a region, with a worker that uses each."""
     found: dict[str, tuple[HostConfig, WorkerConfig | None]] = {}
-    for home in cluster.regions:
-        for worker in home.workers:
-            for host in worker.hosts:
-                if (host.region or home.name) == region.name:
-                    found.setdefault(host.host, (host, worker))
+    for home, worker in cluster.workers:
+        for host in worker.hosts:
+            if (host.region or home) == region.name:
+                found.setdefault(host.host, (host, worker))
     for host in region.hosts:
         found.setdefault(host.host, (host, None))
     return found

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import selectors
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from geotrain.config import Address, ConfigError
-from geotrain.launch.guard import enter_network
+from geotrain.emulate.wan import in_network
 from geotrain.net.transport.certs import Role, Trust, identity, load_credentials
 from geotrain.net.transport.link_probe import Limits, ProbeError, ProbeServer, Way, measure
 
@@ -47,18 +44,16 @@ class ProbeSite:
     ) -> None:
         self.name, self.role, self.address, self.security, self.where = name, role, address, security, where
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self._heard = b""
         self._popen = subprocess.Popen(
-            command,
+            command if netns is None else in_network(netns, command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,
-            preexec_fn=None if netns is None else partial(enter_network, netns),
+            pass_fds=() if netns is None else (netns,),
         )
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._stdin, self._stdout = self._popen.stdin, self._popen.stdout
-        os.set_blocking(self._stdout.fileno(), False)
 
     def __enter__(self) -> ProbeSite:
         return self
@@ -88,24 +83,22 @@ class ProbeSite:
         return Way(**self.ask(request, 2 * limits.seconds + 150.0))
 
     def ask(self, request: dict[str, Any], within_s: float) -> dict[str, Any]:
-        """Send a request and wait for its answer. Raises ProbeError, with what the site says, or what ssh says when
-        there is none."""
+        """Send a request and wait for its answer; a site that gives none in time is ended. Raises ProbeError, with
+        what the site says, or what ssh says when there is none."""
+        timer = threading.Timer(within_s, self._popen.kill)
+        timer.start()
         try:
             self._stdin.write(json.dumps(request).encode() + b"\n")
             self._stdin.flush()
+            line = self._stdout.readline(MAX_LINE_BYTES)
         except BrokenPipeError:
-            raise self._lost("it has ended") from None
-        deadline = time.monotonic() + within_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._stdout, selectors.EVENT_READ)
-            while b"\n" not in self._heard:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise self._lost(f"no answer within {within_s:g} s")
-                read = os.read(self._stdout.fileno(), 65536)
-                self._heard += read
-                if not read or len(self._heard) > MAX_LINE_BYTES:
-                    raise self._lost("it has ended" if not read else "what it says is no answer")
-        line, _, self._heard = self._heard.partition(b"\n")
+            line = b""
+        finally:
+            late = timer.finished.is_set()
+            timer.cancel()
+        if not line.endswith(b"\n"):
+            ended = "what it says is no answer" if line else "it has ended"
+            raise self._lost(f"no answer within {within_s:g} s" if late else ended)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ProbeError(f"{self.name} (on {self.where}): {answer['error']}")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +24,7 @@ from geotrain.launch.check import free_ports
 from geotrain.launch.launchers.base import host_launcher
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.machine import this_machine
+from geotrain.launch.supervisor import guarded
 
 MICRO_BATCHES = 4
 WARM_STEPS, MAX_STEPS, MIN_STEPS = 2, 20, 3
@@ -77,24 +78,19 @@ def run_step(
     if host is not None:
         guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *command)
         command = over_ssh(host, None, guard, env)
-    where = host or "this machine"
-    # The guard behind ssh stops when its standard input ends: it gets a pipe that stays open for as long as the job.
-    stdin, other_end = os.pipe()
-    try:
-        with subprocess.Popen(
-            command, env={**os.environ, **settings, **env}, stdin=stdin, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        ) as started:  # fmt: skip
-            try:
-                said, _ = started.communicate(timeout=JOB_S)
-            except subprocess.TimeoutExpired:
-                raise OSError(f"{where}: the short training job did not end within {JOB_S:g} s") from None
-            finally:
-                if started.poll() is None:  # with all it started
-                    os.killpg(started.pid, signal.SIGKILL)
-    finally:
-        os.close(stdin)
-        os.close(other_end)
+    else:
+        command = guarded(command)
+    where, environment = host or "this machine", {**os.environ, **settings, **env}
+    pipe, stdout = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=stdout, text=True) as started:
+        assert started.stdin is not None and started.stdout is not None
+        timer = threading.Timer(JOB_S, started.stdin.close)  # then the guard ends the job, with all that it started
+        timer.start()
+        said = started.stdout.read()
+        late = timer.finished.is_set()
+        timer.cancel()
+    if late:
+        raise OSError(f"{where}: the short training job did not end within {JOB_S:g} s")
     answers = [line.partition(ANSWER)[2] for line in said.splitlines() if ANSWER in line]
     if started.returncode or not answers:
         tail = "\n".join(said.splitlines()[-15:])

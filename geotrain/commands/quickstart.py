@@ -54,7 +54,7 @@ def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, k
     folder = load_run(run_path).run_folder.absolute()
     changes = tuple(f"data.{what}={folder / 'data' / what}" for what in ("train", "validation", "tokenizer"))
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
-    ranks = sum(worker.ranks for region in cluster.regions for worker in region.workers)
+    ranks = sum(worker.ranks for _, worker in cluster.workers)
     if cuda_devices() < ranks:
         os.environ["DS_ACCELERATOR"] = "cpu"
         if shipped and not processor_has_bf16():
@@ -119,13 +119,12 @@ def summarize(
     regions = [statuses[region.name] for region in cluster.regions]
     samples = int(top["committed_samples"])
     steps = samples // run.samples_per_step
-    workers = [w for region in cluster.regions for w in region.workers]
     parameters = canonical_parameters(run.architecture)
     count = sum(parameter.numel for parameter in parameters)
     up = sum(int(status["links"]["up_bytes"]) for status in regions)
     down = sum(int(status["links"]["down_bytes"]) for status in regions)
     # A ring all-reduce of bf16 gradients at every step: each of R regions sends 2·(R−1)/R of their 2·N bytes.
-    all_reduce = 4 * (len(regions) - 1) * count * (steps // len(workers))
+    all_reduce = 4 * (len(regions) - 1) * count * (steps // len(cluster.workers))
     with tempfile.TemporaryDirectory() as scratch:  # the weights that the global server began with
         tensors = ((p.name, initial_tensor(p, run.seed)) for p in parameters)
         write_checkpoint(tensors, run.model.config, Path(scratch) / "start", None, "float32")
@@ -146,7 +145,7 @@ def summarize(
         "data_parallel_formula": "4 · (regions − 1) · parameters · inner_steps / workers: a bf16 ring all-reduce "
         "between regions at every inner step, all bytes that cross between regions",
         "wan_reduction": round(all_reduce / max(1, up + down), 2),
-        "workers": len(workers),
+        "workers": len(cluster.workers),
         "layouts": {worker.name: worker.layout for worker in needs(run, cluster).workers},
         "global_versions": max(top["versions"]),
         "region_versions": {r.name: max(s["versions"]) for r, s in zip(cluster.regions, regions, strict=True)},

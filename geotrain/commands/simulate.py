@@ -54,7 +54,7 @@ def step_seconds(run: RunConfig, cluster: ClusterConfig, tflops: float) -> dict[
     """
     parameters = active_parameter_count(run.architecture)
     tokens = run.samples_per_step * run.data.sequence_length
-    return {w.name: 6 * parameters * tokens / (w.ranks * tflops * 1e12) for r in cluster.regions for w in r.workers}
+    return {w.name: 6 * parameters * tokens / (w.ranks * tflops * 1e12) for _, w in cluster.workers}
 
 
 def simulate(
@@ -103,7 +103,7 @@ def question(
     elif step_s is None:
         seconds = {name: worker.step_s for name, worker in predict(run, cluster).workers.items()}
     else:
-        names = [w.name for r in cluster.regions for w in r.workers]
+        names = [worker.name for _, worker in cluster.workers]
         seconds = step_s if isinstance(step_s, dict) else {name: step_s or 0.0 for name in names}
         for name in names:
             if not seconds.get(name, 0.0) > 0:

@@ -31,7 +31,7 @@ from geotrain.config.cluster import (
     shard_name,
     shards_of,
 )
-from geotrain.config.data import DataConfig, DataSet, Phase
+from geotrain.config.data import DataConfig, DataSet
 from geotrain.config.outer import (
     CodecConfig,
     FragmentConfig,
@@ -46,7 +46,7 @@ from geotrain.config.outer import (
     codec_config,
     rule_config,
 )
-from geotrain.config.plugins import AsyncConfig, PluggedCodec, PluggedRule
+from geotrain.config.plugins import PluggedCodec, PluggedRule
 from geotrain.config.run import (
     AccoConfig,
     CheckpointConfig,
@@ -60,4 +60,4 @@ from geotrain.config.run import (
     load_run,
 )
 from geotrain.config.topology import Topology, WorkerSetup
-from geotrain.families import Architecture, Experts, UnsupportedModelError, architecture_from_hf
+from geotrain.families import Architecture, UnsupportedModelError, architecture_from_hf

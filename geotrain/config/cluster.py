@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -144,6 +145,16 @@ class RestartConfig(Block):
     longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
 
 
+@dataclass(frozen=True)
+class Site:
+    """The place of a server, the global one or a region's. The fields are as in `RegionConfig`."""
+
+    server: Address
+    shards: tuple[Address, ...]
+    ssh: str | None
+    folder: str | None
+
+
 class ClusterConfig(Block):
     """The cluster file.
 
@@ -167,7 +178,7 @@ class ClusterConfig(Block):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> ClusterConfig:
-        names = [r.name for r in self.regions] + [w.name for r in self.regions for w in r.workers]
+        names = [r.name for r in self.regions] + [worker.name for _, worker in self.workers]
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
             raise ValueError(f"regions and workers need names of their own; used twice: {', '.join(twice)}")
@@ -195,6 +206,17 @@ class ClusterConfig(Block):
                 if host.region is not None and host.region not in known - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
         return self
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """The places of servers by name, the global one first, then all regions."""
+        top = Site(self.global_server, self.global_shards, self.global_ssh, self.global_folder)
+        return {GLOBAL: top, **{r.name: Site(r.server, r.shards, r.ssh, r.folder) for r in self.regions}}
+
+    @property
+    def workers(self) -> list[tuple[str, WorkerConfig]]:
+        """All workers, each behind its region's name, in the file's order."""
+        return [(region.name, worker) for region in self.regions for worker in region.workers]
 
     @property
     def serving(self) -> tuple[RegionConfig, ...]:

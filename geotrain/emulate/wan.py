@@ -88,9 +88,9 @@ def cannot_emulate() -> str:
     """Return the reason why links cannot be emulated on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for program in ("ip", "tc"):
+    for program, package in {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}.items():
         if shutil.which(program) is None:
-            return f"program {program!r} is missing; install iproute2"
+            return f"program {program!r} is missing; install {package}"
     if not TUN_DEVICE.exists():
         return f"{TUN_DEVICE} is missing; load the kernel module 'tun'"
     try:
@@ -144,6 +144,11 @@ def emulated(
         script = str(Path(pump.__file__).resolve())
         command = (sys.executable, "-I", "-S", script, str(control or "-"), *pump_arguments)
         yield Wan(global_address, addresses, namespaces, command, tuple(pump_fds))
+
+
+def in_network(namespace: int, command: Sequence[str]) -> tuple[str, ...]:
+    """Wrap a command line to run in a network namespace, whose file descriptor it must inherit."""
+    return ("nsenter", f"--net=/proc/self/fd/{namespace}", "--", *command)
 
 
 def disturb(control: Path, region: str, what: str, *numbers: float) -> None:

@@ -97,6 +97,12 @@ class Architecture:
         """Elements of a head's values."""
         return self.latent.value_dim if self.latent else self.head_dim
 
+    @property
+    def mixture(self) -> Experts:
+        """The experts of a model that has them."""
+        assert self.experts is not None
+        return self.experts
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of one MLP."""
         return self.experts is not None and layer >= self.experts.dense_layers

@@ -57,12 +57,48 @@ class DeepseekV3(Family):
             plain_dim=reading.whole(config, "qk_nope_head_dim"),
             value_dim=reading.whole(config, "v_head_dim"),
         )
-        a = super().architecture({**config, "head_dim": rotated})
-        return replace(a, latent=latent, experts=_experts(config, a.layers))
+        return replace(super().architecture({**config, "head_dim": rotated}), latent=latent)
+
+    def experts(self, config: Mapping[str, Any]) -> Experts:
+        silent = {**config, "router_aux_loss_coef": config.get("aux_loss_alpha", 0.0)}
+        experts = replace(reading.experts(silent, 8, True, "n_routed_experts"), normalized=True)
+        dense = reading.whole(config, "first_k_dense_replace", 3, least=0)
+        shared = reading.whole(config, "n_shared_experts", 1) * reading.whole(config, "moe_intermediate_size")
+        groups, chosen = reading.whole(config, "n_group", 8), reading.whole(config, "topk_group", 4)
+        if dense >= (layers := reading.whole(config, "num_hidden_layers")):
+            raise UnsupportedModelError(
+                f"model config: first_k_dense_replace = {dense} of num_hidden_layers = {layers} leaves no layer for "
+                "experts; lower it"
+            )
+        if experts.per_token < 2:
+            raise UnsupportedModelError("model config: num_experts_per_tok = 1 is not supported; choose 2 or more")
+        if experts.count % groups or experts.count < 2 * groups or chosen > groups:
+            raise UnsupportedModelError(
+                f"model config: n_group = {groups} must divide n_routed_experts = {experts.count} into groups of two "
+                f"or more, and be no less than topk_group = {chosen}"
+            )
+        # transformers scores a group by its best two experts, Megatron-core by as many as are chosen of each group.
+        if chosen < groups and experts.per_token // chosen != 2:
+            raise UnsupportedModelError(
+                f"model config: num_experts_per_tok = {experts.per_token} is not supported with topk_group = "
+                f"{chosen} of n_group = {groups}; it must be twice topk_group, or n_group be 1"
+            )
+        return replace(
+            experts,
+            shared_ffn_size=shared,
+            dense_layers=dense,
+            dense_ffn_size=reading.whole(config, "intermediate_size"),
+            routing=(
+                ("groups", groups),
+                ("chosen_groups", chosen),
+                ("scaling", reading.number(config, "routed_scaling_factor", 2.5)),
+                ("bias_rate", reading.number(config, "router_bias_update_rate", 0.001)),
+            ),
+        )
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
-        experts, latent = a.experts, a.latent
-        assert experts is not None and latent is not None
+        experts, latent = a.mixture, a.latent
+        assert latent is not None
         routing = dict(experts.routing)
         return {
             "q_lora_rank": latent.query_rank or None,
@@ -103,25 +139,23 @@ class DeepseekV3(Family):
         yield matrix(f"{here}.o_proj.weight", h, values, out, a.residual_std, "columns")
 
     def mlp(self, a: Architecture, layer: int) -> Iterator[Weight]:
-        assert a.experts is not None
         if not a.has_experts(layer):
-            yield from gated_mlp(a, a.experts.dense_ffn_size)
+            yield from gated_mlp(a, a.mixture.dense_ffn_size)
             return
         router, *experts = routed_experts(a)
         yield router
         name, within = "mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"
-        yield Weight(name, (a.experts.count,), within, "zeros", "whole", decays=False, untrained=True)
+        yield Weight(name, (a.mixture.count,), within, "zeros", "whole", decays=False, untrained=True)
         yield from experts
         yield from shared_expert(a, "mlp.shared_experts")
 
     def divided(self, a: Architecture) -> dict[str, int]:
-        assert a.experts is not None
-        dense = {"intermediate_size": a.experts.dense_ffn_size} if a.experts.dense_layers else {}
+        dense = {"intermediate_size": a.mixture.dense_ffn_size} if a.mixture.dense_layers else {}
         return {**super().divided(a), **dense}
 
     def megatron(self, a: Architecture) -> dict[str, Any]:
-        experts, latent = a.experts, a.latent
-        assert experts is not None and latent is not None
+        experts, latent = a.mixture, a.latent
+        assert latent is not None
         routing, rope = dict(experts.routing), dict(a.rope_scaling)
         limited = routing["chosen_groups"] < routing["groups"]
         return {
@@ -151,40 +185,3 @@ class DeepseekV3(Family):
 
 def _copied(name: str, rows: int, columns: int, within: str, std: float) -> Weight:
     return replace(matrix(name, rows, columns, within, std, "whole"), summed="sequence")
-
-
-def _experts(config: Mapping[str, Any], layers: int) -> Experts:
-    silent = {**config, "router_aux_loss_coef": config.get("aux_loss_alpha", 0.0)}
-    experts = replace(reading.experts(silent, "n_routed_experts", per_token=8, normalized=True), normalized=True)
-    dense = reading.whole(config, "first_k_dense_replace", 3, least=0)
-    groups, chosen = reading.whole(config, "n_group", 8), reading.whole(config, "topk_group", 4)
-    if dense >= layers:
-        raise UnsupportedModelError(
-            f"model config: first_k_dense_replace = {dense} of num_hidden_layers = {layers} leaves no layer for "
-            "experts; lower it"
-        )
-    if experts.per_token < 2:
-        raise UnsupportedModelError("model config: num_experts_per_tok = 1 is not supported; choose 2 or more")
-    if experts.count % groups or experts.count < 2 * groups or chosen > groups:
-        raise UnsupportedModelError(
-            f"model config: n_group = {groups} must divide n_routed_experts = {experts.count} into groups of two or "
-            f"more, and be no less than topk_group = {chosen}"
-        )
-    # transformers scores a group by its best two experts, Megatron-core by as many as are chosen of each group.
-    if chosen < groups and experts.per_token // chosen != 2:
-        raise UnsupportedModelError(
-            f"model config: num_experts_per_tok = {experts.per_token} is not supported with topk_group = {chosen} of "
-            f"n_group = {groups}; it must be twice topk_group, or n_group be 1"
-        )
-    return replace(
-        experts,
-        shared_ffn_size=reading.whole(config, "n_shared_experts", 1) * reading.whole(config, "moe_intermediate_size"),
-        dense_layers=dense,
-        dense_ffn_size=reading.whole(config, "intermediate_size"),
-        routing=(
-            ("groups", groups),
-            ("chosen_groups", chosen),
-            ("scaling", reading.number(config, "routed_scaling_factor", 2.5)),
-            ("bias_rate", reading.number(config, "router_bias_update_rate", 0.001)),
-        ),
-    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from geotrain.families import reading
-from geotrain.families.architecture import Architecture, UnsupportedModelError
-from geotrain.families.weights import Weight, gated_mlp, grouped_attention, matrix, norm
+from geotrain.families import reading, weights
+from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
+from geotrain.families.weights import Weight, matrix, norm
 
 
 class Family:
@@ -27,6 +27,8 @@ class Family:
         "use_sliding_window": False,
     }
     ffn_key: ClassVar[str] = "intermediate_size"  # of config.json: `Architecture.ffn_size`
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """Read a Hugging Face `config.json` (already parsed). Raises UnsupportedModelError.
@@ -66,11 +68,16 @@ class Family:
             rope_scaling=reading.rope_scaling(config),
             max_positions=reading.whole(config, "max_position_embeddings", 2048),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qk_norm=False,
-            qkv_bias=False,
+            qk_norm=self.qk_norm,
+            qkv_bias=self.qkv_bias,
             sliding_window=None,
             init_std=reading.number(config, "initializer_range", 0.02),
+            experts=self.experts(config),
         )
+
+    def experts(self, config: Mapping[str, Any]) -> Experts | None:
+        """Read the experts from config.json; None: layers have one MLP. Raises UnsupportedModelError."""
+        return None
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
         """State the keys of an exported config.json beside those that all families have.
@@ -82,10 +89,10 @@ class Family:
     # ------------------------------------------------------------------------------------------------- weights
 
     def attention(self, a: Architecture, layer: int) -> Iterator[Weight]:
-        return grouped_attention(a)
+        return weights.grouped_attention(a)
 
     def mlp(self, a: Architecture, layer: int) -> Iterator[Weight]:
-        return gated_mlp(a, a.ffn_size)
+        return weights.routed_experts(a) if a.experts else weights.gated_mlp(a, a.ffn_size)
 
     def layer(self, a: Architecture, layer: int) -> Iterator[Weight]:
         """List a layer's weights, in Hugging Face's order."""
@@ -130,4 +137,4 @@ class Family:
 
         `geotrain.inner.model.model` has the others; the layer specification follows from them, too.
         """
-        return {}
+        return weights.expert_settings(a) if a.experts else {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from geotrain.families import reading
-from geotrain.families.architecture import Architecture
+from geotrain.families.architecture import Architecture, Experts
 from geotrain.families.qwen3_moe import Qwen3Moe
 from geotrain.families.weights import Weight, routed_experts, shared_expert
 
@@ -17,13 +17,14 @@ class Qwen2Moe(Qwen3Moe):
     model_type = "qwen2_moe"
     transformers_class = "Qwen2MoeForCausalLM"
     per_token = 4
+    qk_norm = False
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
-        a = super().architecture(config)
-        assert a.experts is not None
+        return replace(super().architecture(config), qkv_bias=bool(config.get("qkv_bias", True)))
+
+    def experts(self, config: Mapping[str, Any]) -> Experts:
         size = reading.whole(config, "shared_expert_intermediate_size")
-        experts = replace(a.experts, shared_ffn_size=size, shared_gate=True)
-        return replace(a, experts=experts, qk_norm=False, qkv_bias=bool(config.get("qkv_bias", True)))
+        return replace(super().experts(config), shared_ffn_size=size, shared_gate=True)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
         return {**super().config_keys(a), "qkv_bias": a.qkv_bias}
@@ -33,5 +34,4 @@ class Qwen2Moe(Qwen3Moe):
         yield from shared_expert(a, "mlp.shared_expert")
 
     def divided(self, a: Architecture) -> dict[str, int]:
-        assert a.experts is not None
-        return {**super().divided(a), "shared_expert_intermediate_size": a.experts.shared_ffn_size}
+        return {**super().divided(a), "shared_expert_intermediate_size": a.mixture.shared_ffn_size}

@@ -94,8 +94,10 @@ def sliding_window(config: Mapping[str, Any], default: int | None) -> int | None
     return window
 
 
-def experts(config: Mapping[str, Any], count_key: str, per_token: int, normalized: bool) -> Experts:
-    """Read the experts. count_key: of their number. per_token, normalized: what holds where the config is silent."""
+def experts(config: Mapping[str, Any], per_token: int, normalized: bool, count_key: str = "num_experts") -> Experts:
+    """Read the experts. count_key: of their number, if it is there; otherwise it is "num_local_experts". per_token,
+    normalized: what holds where the config is silent."""
+    count_key = count_key if count_key in config else "num_local_experts"
     count = whole(config, count_key, most=MOST_EXPERTS)
     chosen = whole(config, "num_experts_per_tok", per_token)
     if count < 2 or chosen > count:

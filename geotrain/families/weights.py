@@ -104,10 +104,9 @@ def gated_mlp(
 
 def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, str] = PROJECTIONS) -> Iterator[Weight]:
     """List the weights of a router, and of the experts' MLPs one after the other."""
-    assert a.experts is not None
-    router = matrix(f"{name}.gate.weight", a.experts.count, a.hidden_size, "mlp.router.weight", a.init_std, "whole")
+    router = matrix(f"{name}.gate.weight", a.mixture.count, a.hidden_size, "mlp.router.weight", a.init_std, "whole")
     yield replace(router, summed="sequence")
-    for expert in range(a.experts.count):
+    for expert in range(a.mixture.count):
         within = "mlp.experts.local_experts.{expert}"
         for weight in gated_mlp(a, a.ffn_size, f"{name}.experts.{expert}", within, names):
             yield replace(weight, expert=expert)
@@ -115,9 +114,8 @@ def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, st
 
 def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:
     """List the weights of an MLP that every token passes, and of its gate, if it has one."""
-    assert a.experts is not None
-    yield from gated_mlp(a, a.experts.shared_ffn_size, name, "mlp.shared_experts")
-    if a.experts.shared_gate:
+    yield from gated_mlp(a, a.mixture.shared_ffn_size, name, "mlp.shared_experts")
+    if a.mixture.shared_gate:
         gate = matrix(f"{name}_gate.weight", 1, a.hidden_size, "mlp.shared_experts.gate_weight", a.init_std, "whole")
         yield replace(gate, summed="sequence")
 
@@ -125,16 +123,15 @@ def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:
 def expert_settings(a: Architecture) -> dict[str, object]:
     """Set the fields of Megatron-core's TransformerConfig for `routed_experts` behind a softmax and
     `shared_expert`."""
-    assert a.experts is not None
     return {
-        "num_moe_experts": a.experts.count,
+        "num_moe_experts": a.mixture.count,
         "moe_ffn_hidden_size": a.ffn_size,
-        "moe_router_topk": a.experts.per_token,
-        "moe_router_pre_softmax": not a.experts.normalized,  # the softmax of the chosen only has a sum of 1
+        "moe_router_topk": a.mixture.per_token,
+        "moe_router_pre_softmax": not a.mixture.normalized,  # the softmax of the chosen only has a sum of 1
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss" if a.experts.aux_loss else "none",
-        "moe_aux_loss_coeff": a.experts.aux_loss,
-        "moe_z_loss_coeff": a.experts.z_loss or None,
-        "moe_shared_expert_intermediate_size": a.experts.shared_ffn_size or None,
-        "moe_shared_expert_gate": a.experts.shared_gate,
+        "moe_router_load_balancing_type": "aux_loss" if a.mixture.aux_loss else "none",
+        "moe_aux_loss_coeff": a.mixture.aux_loss,
+        "moe_z_loss_coeff": a.mixture.z_loss or None,
+        "moe_shared_expert_intermediate_size": a.mixture.shared_ffn_size or None,
+        "moe_shared_expert_gate": a.mixture.shared_gate,
     }

@@ -166,9 +166,9 @@ def test_processes_of_a_local_run(prepared: Path, tmp_path: Path) -> None:
     assert words["eu"].endswith(f"serve region eu --run {tmp_path}/run.json --resume --launch-id 1")
     assert words["us-0"].endswith(f"--run {tmp_path}/run.json --region us --worker us-0 --resume")
     for name in ("eu", "eu-0"):
-        assert "--netns 77" in words[name]
+        assert "nsenter --net=/proc/self/fd/77 " in words[name]
         assert started[name].inherited_fds == (77,)
-    assert "--netns" not in words["us-0"]
+    assert "nsenter" not in words["us-0"]
     assert started["eu-0"].env["OMP_NUM_THREADS"] == "2"
     assert (tmp_path / "hosts/us-0").read_text() == "localhost slots=2\n"
     assert load_run(tmp_path / "run.json") == order.run

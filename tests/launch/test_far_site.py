@@ -1,4 +1,4 @@
-"""A site that lives on without its launcher: the socket by which it is found again, its lock, and how it ended."""
+"""A site that lives on without its launcher: how it is found again, its lock, and how it ended."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import pytest
 from geotrain.config import EXIT_FOR_GOOD, RestartConfig, config_digest, load_cluster, load_run
 from geotrain.data.dataset import read_manifest
 from geotrain.launch.check import with_data_digest
-from geotrain.launch.control import attach
-from geotrain.launch.far_site import EXIT_HELD
+from geotrain.launch.far_site import EXIT_HELD, SiteFiles
 from geotrain.launch.launcher import locked, resolve
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
@@ -30,21 +29,20 @@ from tests.support.small_runs import prepare_text, write_files
 
 BUSY_S = 120.0
 
-# Keeps a process as a site's servers and workers are kept.
+# Keeps a process in place of a site's servers and workers.
 KEEPER = """
 import sys
-from pathlib import Path
-from geotrain.launch.control import ControlSocket
-from geotrain.launch.launcher import locked
-from geotrain.launch.site_processes import LaunchRequest
+from geotrain.launch import far_site
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 
-folder, request = Path(sys.argv[1]), LaunchRequest.from_line(sys.stdin.buffer.readline())
-with locked(folder, request.sites), ControlSocket(folder, request) as control, Supervisor(folder / "logs") as running:
-    control.serve_in(running)
-    running.start(ProcessSpec("eu", guarded(("sleep", "300"))))
-    print("keeps", flush=True)
-    control.end(running.wait())
+def run(request, files):
+    with Supervisor(files.folder / "logs") as running:
+        running.start(ProcessSpec("eu", guarded(("sleep", "300"))))
+        files.say("keeps")
+        return running.wait()
+
+far_site._run = run
+sys.exit(far_site.keep_site())
 """
 
 
@@ -54,10 +52,11 @@ def request(folder: Path, launch: str = "first", resume: bool = False) -> Launch
 
 
 @contextmanager
-def kept(folder: Path, asked: LaunchRequest, mark: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", KEEPER, str(folder)]
+def kept(asked: LaunchRequest, mark: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env={**os.environ, **mark}, stdin=pipe, stdout=pipe) as keeper:
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEPER], env={**os.environ, **mark}, stdin=pipe, stdout=pipe
+    ) as keeper:
         assert keeper.stdin and keeper.stdout
         keeper.stdin.write(asked.to_line())
         keeper.stdin.close()
@@ -68,63 +67,58 @@ def kept(folder: Path, asked: LaunchRequest, mark: dict[str, str]) -> Iterator[s
             keeper.kill()
 
 
-class RelayInProcess:
-    """A relay in this process, in place of the one that ssh runs."""
-
-    def __init__(self, folder: Path, asked: LaunchRequest) -> None:
-        link = attach(folder, "eu")
-        assert link is not None
-        self.link: socket.socket = link
-        self.link.settimeout(BUSY_S)
-        self.received = self.link.makefile("rb")
-        self.link.sendall(asked.to_line())
-
-    def receive(self) -> dict[str, object]:
-        line: dict[str, object] = json.loads(self.received.readline())
-        return line
+@contextmanager
+def attached(asked: LaunchRequest, keeper: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A relay that has attached to the keeper."""
+    command, pipe = (sys.executable, "-m", "geotrain", "launch-site"), subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0) as relay:
+        assert relay.stdin and relay.stdout
+        relay.stdin.write(asked.to_line())
+        assert relay.stdout.readline() == f"attached to process {keeper.pid}\n".encode()
+        yield relay
 
 
 def test_a_living_site_is_found_again_and_executes_commands_of_the_last_relay(tmp_path: Path) -> None:
-    folder = tmp_path / ("a long name of a run's folder " * 4)  # longer than a socket's address may be
     first, mark = request(tmp_path), new_mark()
-    with kept(folder, first, mark) as keeper:
-        assert stat.S_IMODE((folder / ".control-eu").stat().st_mode) == 0o600
-        lost = RelayInProcess(folder, first)
-        assert lost.receive() == {"attached": keeper.pid}
+    files = SiteFiles.of(first)
+    second = replace(first, launch="second", resume=True)
+    with kept(first, mark) as keeper, attached(first, keeper) as lost:
+        assert stat.S_IMODE(files.path("relay").stat().st_mode) == 0o600
         # A new run of that name is another one. A launcher that was killed comes back with --resume.
-        assert "attach to it with --resume" in str(
-            RelayInProcess(folder, replace(first, launch="new")).receive()["refused"]
-        )
-        back = RelayInProcess(folder, replace(first, launch="second", resume=True))
-        assert back.receive() == {"attached": keeper.pid}
-        lost.link.sendall(b"stop\n")  # a command that was long on its way
-        lost.link.shutdown(socket.SHUT_WR)
-        assert lost.received.readline() == b"" and keeper.poll() is None
-        assert not until(lambda: keeper.poll() is not None, 1.0)  # a stop takes less
-        back.link.sendall(b"stop\n")
-        assert back.receive() == {"ended": 143, "reason": "stopped by its launcher"}
-        assert keeper.wait(BUSY_S) == 0 and marked(mark) == []
-    assert attach(folder, "eu") is None and not (folder / ".control-eu").exists()
+        code, told = launch_site(replace(first, launch="new"))
+        assert code == EXIT_FOR_GOOD and "attach to it with --resume" in told
+        with attached(second, keeper) as back:
+            lost.communicate(b"stop\n", BUSY_S)  # a command that was long on its way
+            assert lost.returncode == 0
+            assert not until(lambda: keeper.poll() is not None, 1.0)  # a stop takes less
+            files.say("all is well")
+            assert back.stdout and back.stdout.readline() == b"all is well\n"
+            back.communicate(b"stop\n", BUSY_S)
+            assert back.returncode == 143
+            assert keeper.wait(BUSY_S) == 143 and marked(mark) == []
+    assert files.keeper() is None
 
 
-def test_another_configuration_stops_what_lives_for_it_to_be_started_again(tmp_path: Path) -> None:
+def test_another_configuration_stops_what_lives_and_is_started_in_its_place(tmp_path: Path) -> None:
     first, mark = request(tmp_path), new_mark()
     changed = first.run.model_copy(update={"seed": 9})
-    with kept(tmp_path, first, mark) as keeper:
-        told = [RelayInProcess(tmp_path, replace(first, run=changed, resume=True)).receive()]
-        assert told == [{"ended": 143, "reason": "another configuration was asked for"}]
-        assert keeper.wait(BUSY_S) == 0
+    with kept(first, mark) as keeper:
+        code, told = launch_site(replace(first, run=changed, resume=True))
+        assert keeper.wait(BUSY_S) == 143 and marked(mark) == []
+        assert code == EXIT_FOR_GOOD and "data/train" in told  # its keeper misses the data
 
 
 def test_what_is_left_of_a_killed_site_is_known_for_that(tmp_path: Path) -> None:
     first, mark = request(tmp_path), new_mark()
-    with kept(tmp_path, first, mark) as keeper:
-        keeper.kill()
-        keeper.wait()
-        assert (tmp_path / ".control-eu").exists() and attach(tmp_path, "eu") is None
+    with kept(first, mark) as keeper:
+        with attached(first, keeper) as relay:
+            keeper.kill()
+            assert relay.wait(BUSY_S) == 1
+        assert SiteFiles.of(first).keeper() is None
         assert until(lambda: marked(mark) == [], BUSY_S)
-    with kept(tmp_path, first, mark) as keeper:
-        assert RelayInProcess(tmp_path, first).receive() == {"attached": keeper.pid}
+    with kept(first, mark) as keeper, attached(first, keeper):
+        pass  # at its end the relay's input ends, and the site lives on
+    assert until(lambda: marked(mark) == [], BUSY_S)
 
 
 def launch_site(asked: LaunchRequest, *more: str) -> tuple[int, str]:
@@ -150,7 +144,8 @@ def test_how_a_site_ended_while_nobody_was_connected_is_told(tmp_path: Path, cod
     asked = request(tmp_path)
     folder = asked.run.run_folder.absolute()
     folder.mkdir()
-    (folder / ".site-eu.json").write_text(json.dumps({"launch": "first", "code": code, "reason": reason}))
+    (folder / ".launch-eu").write_text("first")
+    (folder / ".site-eu.json").write_text(json.dumps({"code": code, "reason": reason}))
     assert launch_site(asked) == (code, f"geotrain: {reason}\n" if reason else "")
     if code:  # another launch is not told of it
         again, told = launch_site(replace(asked, launch="second"))
