@@ -148,7 +148,13 @@ def without_faults(faults: list[Fault], make: Callable[..., Fork], at_once: int)
         by_file.setdefault(file_of(test), {})[test] = None
     # a whole file has all its tests
     forks = [partial(make, (f,) if f in tests else tuple(tests)) for f, tests in by_file.items()]
-    return {file_of(fork.tests[0]): outcome for fork, outcome in outcomes(forks, at_once)}
+    healthy = {}
+    for fork, outcome in outcomes(forks, at_once):
+        file = file_of(fork.tests[0])
+        healthy[file] = outcome
+        said = f"red: {outcome.noticed}" if outcome.noticed else "green"
+        print(f"         {outcome.seconds:6.1f} s  {file}, without a fault: {said}", flush=True)
+    return healthy
 
 
 def file_of(test: str) -> str:
@@ -167,9 +173,6 @@ def run(faults: list[Fault], at_once: int) -> dict[str, float]:
             return Fork(tests, fault, within_s, Path(folder) / f"{next(numbers)}.told")
 
         healthy = without_faults(faults, make, at_once)
-        for file, outcome in healthy.items():
-            if outcome.noticed:
-                print(f"red without a fault: {file}: {outcome.noticed}", flush=True)
 
         def seeded(fault: Fault) -> Fork:
             usual_s = sum(healthy[file].seconds for file in {file_of(test) for test in fault.tests})
