@@ -73,7 +73,9 @@ def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatc
     """Its engine, its data, its connection and its trainer; all of these are stood in for."""
     run = load_run(CONFIGS / "runs/quickstart.json")
     cluster = load_cluster(CONFIGS / "clusters/local-two-regions.json")
-    worker = cluster.worker("eu", None).model_copy(update={"min_step_s": 0.25})
+    worker = cluster.worker("eu", None)
+    own = {"min_step_s": 0.25, "deepspeed": {"train_micro_batch_size_per_gpu": 4}}
+    worker = worker.model_copy(update=own)
     monkeypatch.setattr(type(cluster), "worker", lambda *_: worker)
     engine, made = MagicMock(architecture=run.architecture, dp_rank=1, dp_size=2), MagicMock()
     engine.mesh.cp_size = 1
@@ -90,15 +92,15 @@ def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatc
         pretrain.train(run, cluster, "eu", None, True)
 
     (_, parallel, block), more = made.build_engine.call_args
-    assert parallel == worker.parallel and block["train_micro_batch_size_per_gpu"] == 16
+    assert parallel == worker.parallel and block["train_micro_batch_size_per_gpu"] == 4
     assert block["scheduler"]["params"]["total_num_steps"] == run.total_steps and more["end_of_document"] == 7
     made.open_training.assert_called_once_with(run.data, run.architecture.vocab_size, 1234)
-    made.validation_batches.assert_called_once_with(made.open_source.return_value, 256, 16, 1, 2)
+    made.validation_batches.assert_called_once_with(made.open_source.return_value, 256, 4, 1, 2)
     assert made.connected.call_args.args == (run, cluster, worker)
     assert made.connected.call_args.kwargs["data_digest"] == "digest"
     (member, of_trainer, loader), settings = made.Trainer.call_args
     assert (member, of_trainer) == ("member", engine)
-    assert (loader._samples_per_step, loader._micro_batch, loader._offset, loader._own) == (16, 16, 8, 8)
+    assert (loader._samples_per_step, loader._micro_batch, loader._offset, loader._own) == (16, 4, 8, 8)
     assert settings["min_step_s"] == 0.25 and settings["validation"] is made.validation_batches.return_value
     made.Trainer.return_value.train.assert_called_once_with(True)
     engine.close.assert_called_once_with()

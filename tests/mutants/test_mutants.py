@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,16 +34,10 @@ def test_a_fault_is_in_code_that_is_there_and_its_tests_are_too(fault: Fault) ->
 
 
 def test_there_are_faults_in_every_package() -> None:
-    packages = Counter("/".join(fault.file.split("/")[:-1]) for fault in FAULTS)
-    assert len(FAULTS) >= 60 and max(packages.values()) < len(FAULTS) / 4
-    assert {folder.split("/")[-1] for folder in packages} >= {
-        "kernels",
-        "launch",
-        "plan",
-        "simulate",
-        "data",
-        "config",
-    }
+    packages = {Path(fault.file).parts[fault.file.startswith("geotrain/")] for fault in FAULTS}
+    assert len(FAULTS) >= 60
+    folders = {path.parent.name for path in (ROOT / "geotrain").glob("*/__init__.py")}
+    assert packages == folders | {"kernels", "launch"}
 
 
 def run(path: Path, **faults: str) -> tuple[int, list[str]]:
@@ -63,7 +56,7 @@ def test_it_kills_what_is_noticed_and_reports_what_is_not(tmp_path: Path) -> Non
         broken="return nothing_of_this_name",
         harmless=f"return step * workers + {place}",
     )
-    verdicts = {line.split()[3].rstrip(":"): line.split()[0] for line in lines[:-1]}
+    verdicts = {line.split()[3].rstrip(":"): line.split()[0] for line in lines if line[0].isalpha()}
     assert verdicts == {"own": "killed", "broken": "killed", "harmless": "survived"}, lines
     assert code == 1 and json.loads(lines[-1]) | {"seconds": 0} == {"mutants": 3, "survived": 1, "seconds": 0}
 
