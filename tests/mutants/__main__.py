@@ -93,6 +93,7 @@ class Fork:
         seconds = time.monotonic() - self.begun_s
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()  # it may not have made its group yet
         self.process.join()
         noticed = self.told.read_text() if self.told.exists() else ""
         if self.process.exitcode and not noticed:

@@ -7,10 +7,12 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.mutants.__main__ import Fork, outcomes
 from tests.mutants.faults import ROOT, Fault, read_faults
 
 FAULTS = read_faults()
@@ -45,9 +47,11 @@ def run(path: Path, **faults: str) -> tuple[int, list[str]]:
     path.write_text("".join(ON_A_SCHEDULE.format(name=name, new=new) for name, new in faults.items()))
     command = [sys.executable, "-m", "tests.mutants", "--list", str(path)]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=500)
-    return done.returncode, (done.stdout + done.stderr).splitlines()
+    print(done.stderr)
+    return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_it_kills_what_is_noticed_and_reports_what_is_not(tmp_path: Path) -> None:
     place = "begin // round_steps * round_steps"
     code, lines = run(
@@ -56,9 +60,20 @@ def test_it_kills_what_is_noticed_and_reports_what_is_not(tmp_path: Path) -> Non
         broken="return nothing_of_this_name",
         harmless=f"return step * workers + {place}",
     )
-    verdicts = {line.split()[3].rstrip(":"): line.split()[0] for line in lines if line[0].isalpha()}
+    told = (re.match(r"(killed|hung|survived) +[0-9.]+ s  (\w+): ", line) for line in lines)
+    verdicts = {found[2]: found[1] for found in told if found}
     assert verdicts == {"own": "killed", "broken": "killed", "harmless": "survived"}, lines
     assert code == 1 and json.loads(lines[-1]) | {"seconds": 0} == {"mutants": 3, "survived": 1, "seconds": 0}
+
+
+class Sleeper(Fork):
+    def _run(self) -> None:
+        time.sleep(600)
+
+
+def test_what_does_not_end_is_ended_and_told_apart(tmp_path: Path) -> None:
+    [(_, outcome)] = outcomes([lambda: Sleeper((), None, 0.2, tmp_path / "0.told")], at_once=2)
+    assert outcome.hung and outcome.noticed == "no answer"
 
 
 def test_a_list_that_does_not_follow_the_code_is_an_error(tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ class Worker:
     folder: Path
     rates: list[list[int]] = field(default_factory=list)  # of each job: the run's step at each of its steps
     leases: list[int] = field(default_factory=list)  # the first sample of each job
+    samples: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # that each rank trained
     deltas: list[Tensor] = field(default_factory=list)  # of each job: weights adopted before it − weights after it
     reports: list[dict[str, Any]] = field(default_factory=list)
 
@@ -241,11 +242,12 @@ class Worker:
             self.folder / "run.json", "eu", model, worker=self.name, report=self.reports.append
         ) as loop:
             yield True
-            for samples in loop.samples():
-                begins = samples.start % (H * BATCH) == 0
+            for own in loop.indices(None):
+                self.samples[rank] += own
+                begins = loop.loop.step == 0
                 if begins and first:
                     self.rates.append([])
-                    self.leases.append(samples.start)
+                    self.leases.append(own[0])
                 if begins:
                     adopted = flat(model)
                 if first:
@@ -307,9 +309,12 @@ def test_rates_and_leases_are_of_the_run_and_not_of_the_worker(played: Played) -
         assert (worker.rates, worker.leases) == (RATES[name], LEASES[name])
         assert [report["start"] for report in worker.reports] == LEASES[name]
         assert [report["job"] for report in worker.reports] == list(range(1, 7))
+        steps = [start + step * BATCH for start in LEASES[name] for step in range(H)]
+        assert worker.samples == tuple([at + i for at in steps for i in half] for half in ((0, 1), (2, 3)))
     jobs = H * BATCH  # samples; every second update goes up, and commits both
     assert played.committed == [jobs * done for last in range(0, JOBS, 2) for done in (last, last + 2)]
     assert played.servers.top.phase == "ended" and played.servers.region.gone
+    assert played.servers.region.leases.jobs_each == UPDATES / 2  # as known before the run
 
 
 def test_a_workers_update_is_what_its_ranks_trained_and_moves_the_momentum(played: Played) -> None:
