@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch.distributed as dist
 
-from geotrain.config import EXIT_FOR_GOOD, ConfigError, load_cluster, load_run
+from geotrain.config import EXIT_FOR_GOOD, ClusterConfig, ConfigError, load_run, parse
 from geotrain.launch import pretrain
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -72,11 +73,11 @@ def test_a_line_for_a_job_but_not_for_every_one() -> None:
 def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine, its data, its connection and its trainer; all of these are stood in for."""
     run = load_run(CONFIGS / "runs/quickstart.json")
-    cluster = load_cluster(CONFIGS / "clusters/local-two-regions.json")
-    worker = cluster.worker("eu", None)
+    raw = json.loads((CONFIGS / "clusters/local-two-regions.json").read_text())
     own = {"min_step_s": 0.25, "deepspeed": {"train_micro_batch_size_per_gpu": 4}}
-    worker = worker.model_copy(update=own)
-    monkeypatch.setattr(type(cluster), "worker", lambda *_: worker)
+    raw["regions"][0]["workers"][0] |= own
+    cluster = parse(ClusterConfig, raw, "cluster")
+    worker = cluster.worker("eu", None)
     engine, made = MagicMock(architecture=run.architecture, dp_rank=1, dp_size=2), MagicMock()
     engine.mesh.cp_size = 1
     made.build_engine.return_value = engine

@@ -44,7 +44,7 @@ def write_files(folder: Path, local: dict[str, Any]) -> None:
     geotrain.save_parameters(folder / "model.safetensors", model)
     run = {
         "name": "two", "folder": str(folder / "out"), "model": {"weights": "model.safetensors"},
-        "data": {"train_samples": JOBS * H * BATCH, "samples_per_step": BATCH},
+        "data": {"train_samples": JOBS * H * BATCH, "samples_per_step": BATCH}, "checkpoint": {"every_jobs": 4},
         "outer": {
             "local_steps": H, "local": local, "up": {"name": "int4", "rounding": "stochastic"},
             "rule": {"name": "region_momentum", "updates_per_send": 2, "momentum_share": SHARE, "gain": GAIN},
@@ -84,6 +84,7 @@ class Change:
     update: UpdatePart
     before: Vectors
     after: Vectors
+    norms: dict[int, float]  # of its sender's fragments
 
 
 class Servers(LocalServers):
@@ -115,7 +116,9 @@ class Servers(LocalServers):
             before, handled = Vectors.of(server), method(*message)
             updates = [m for m in (*message, *(s.message for s in handled.sends)) if isinstance(m, UpdatePart)]
             if changed(handled) and updates:
-                changes.append(Change(updates[0], before, Vectors.of(server)))
+                sender = server.members.get(updates[0].member)  # None: itself
+                norms = dict(sender.norms) if sender else {}
+                changes.append(Change(updates[0], before, Vectors.of(server), norms))
             return handled
 
         setattr(server, name, watched)
@@ -239,11 +242,12 @@ class Worker:
         model, first = self.models[rank], rank == 0
         HERE.client, HERE.rank = self.clients[rank], self.places[rank]
         with geotrain.OuterLoop(
-            self.folder / "run.json", "eu", model, worker=self.name, report=self.reports.append
-        ) as loop:
+            self.folder / "run.json", "eu", model, worker=self.name, report=self.reports.append,
+            state={"optimizer": torch.optim.SGD(model.parameters())},
+        ) as loop:  # fmt: skip
             yield True
             for own in loop.indices(None):
-                self.samples[rank] += own
+                self.samples[rank].extend(own)
                 begins = loop.loop.step == 0
                 if begins and first:
                     self.rates.append([])
@@ -330,6 +334,7 @@ def test_a_workers_update_is_what_its_ranks_trained_and_moves_the_momentum(playe
         delta = played.servers.decoded(change.update, codec)
         trained = played.workers[change.update.member].deltas[change.update.sequence - 1]
         torch.testing.assert_close(delta, trained, rtol=2**-6 if codec.error_feedback else 1e-6, atol=2**-20)
+        assert change.norms == pytest.approx({0: float(delta.norm())}, rel=1e-5)
         m = k * m + (1 - k) * delta
         torch.testing.assert_close(change.after.aux["momentum"], m)
         torch.testing.assert_close(change.after.x, change.before.x - (delta + c * m) / 2)
@@ -360,6 +365,14 @@ def test_bytes_on_both_links(played: Played) -> None:
     sent = [len(part.deltas[0].payload) for parts in played.servers.parts.values() for part in parts.values()]
     assert sent == [ELEMENTS // 2 * each] * JOBS * 2
     assert [len(change.update.deltas[0].payload) for change in played.servers.sent] == [16 + ELEMENTS // 2] * 6
+
+
+def test_every_rank_saves_its_own_state_after_every_fourth_job_and_the_last(played: Played) -> None:
+    folder = played.servers.run.checkpoint_folder
+    saved = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pt"))
+    assert saved == [
+        f"{n}/rank-0000{rank}-of-00002/job-0000000{j}.pt" for n in "ab" for rank in (0, 1) for j in (4, 6)
+    ]
 
 
 def test_ranks_hold_the_same_copies(played: Played) -> None:
