@@ -1,4 +1,4 @@
-# make train · make test · make test-all · make lint · make bench · make bench-quick · make bench-test ·
+# make train · make test · make test-all · make mutants · make lint · make bench · make bench-quick · make bench-test ·
 # make gpu · make docs; each installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 export PATH := $(PATH):/usr/sbin:/sbin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install train test-packages test test-all lint bench bench-quick bench-test gpu docs clean
+.PHONY: install train test-packages test test-all mutants lint bench bench-quick bench-test gpu docs clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +36,10 @@ test: test-packages install
 test-all: test-packages install
 	bash launch/test_converter.sh $(BIN)/python $(VENV)/llama.cpp
 	$(PYTEST) --all $(PYTEST_ARGS)
+
+# Seeds known faults, one at a time: the tests must notice each of them (tests/mutants/faults.toml).
+mutants: test-packages install
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 # mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install

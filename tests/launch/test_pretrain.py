@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch.distributed as dist
 
-from geotrain.config import EXIT_FOR_GOOD, ConfigError
+from geotrain.config import EXIT_FOR_GOOD, ClusterConfig, ConfigError, load_run, parse
 from geotrain.launch import pretrain
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -62,3 +68,40 @@ def test_a_line_for_a_job_but_not_for_every_one() -> None:
     line = pretrain.JobLine(5.0)
     told = "job 3, from sample 1,024: loss 3.1416, gradient norm 0.5, learning rate 0.001, 12,346 tokens/s"
     assert [line.of(numbers, now_s) for now_s in (0.0, 4.9, 5.0, 9.0, 60.0)] == [told, "", told, "", told]
+
+
+def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine, its data, its connection and its trainer; all of these are stood in for."""
+    run = load_run(CONFIGS / "runs/quickstart.json")
+    raw = json.loads((CONFIGS / "clusters/local-two-regions.json").read_text())
+    own = {"min_step_s": 0.25, "deepspeed": {"train_micro_batch_size_per_gpu": 4}}
+    raw["regions"][0]["workers"][0] |= own
+    cluster = parse(ClusterConfig, raw, "cluster")
+    worker = cluster.worker("eu", None)
+    engine, made = MagicMock(architecture=run.architecture, dp_rank=1, dp_size=2), MagicMock()
+    engine.mesh.cp_size = 1
+    made.build_engine.return_value = engine
+    made.training_digest.return_value, made.end_of_document.return_value = "digest", 7
+    made.connected.return_value = nullcontext("member")
+    of_name: dict[str, Any] = {"geotrain.inner.build": SimpleNamespace(build_engine=made.build_engine)}
+    of_name["geotrain.worker.trainer"] = SimpleNamespace(Trainer=made.Trainer)
+    of_name["geotrain.worker.connection"] = SimpleNamespace(connected=made.connected)
+    for place, name in (("dataset", "training_digest"), ("dataset", "end_of_document"), ("loader", "open_training"),
+                        ("loader", "open_source"), ("loader", "validation_batches")):  # fmt: skip
+        monkeypatch.setattr(f"geotrain.data.{place}.{name}", getattr(made, name))
+    with patch.dict(sys.modules, of_name), patch.dict(os.environ):
+        pretrain.train(run, cluster, "eu", None, True)
+
+    (_, parallel, block), more = made.build_engine.call_args
+    assert parallel == worker.parallel and block["train_micro_batch_size_per_gpu"] == 4
+    assert block["scheduler"]["params"]["total_num_steps"] == run.total_steps and more["end_of_document"] == 7
+    made.open_training.assert_called_once_with(run.data, run.architecture.vocab_size, 1234)
+    made.validation_batches.assert_called_once_with(made.open_source.return_value, 256, 4, 1, 2)
+    assert made.connected.call_args.args == (run, cluster, worker)
+    assert made.connected.call_args.kwargs["data_digest"] == "digest"
+    (member, of_trainer, loader), settings = made.Trainer.call_args
+    assert (member, of_trainer) == ("member", engine)
+    assert (loader._samples_per_step, loader._micro_batch, loader._offset, loader._own) == (16, 4, 8, 8)
+    assert settings["min_step_s"] == 0.25 and settings["validation"] is made.validation_batches.return_value
+    made.Trainer.return_value.train.assert_called_once_with(True)
+    engine.close.assert_called_once_with()

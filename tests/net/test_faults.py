@@ -10,16 +10,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from geotrain.config import Address
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.snapshots import META
 from geotrain.net.transport import grpc_client, wire
 from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.rpc import ListenError
 from geotrain.net.transport.worker_client import ServerForgot, WorkerClient
-from geotrain.outer.messages import Join, Refused, UpdatePart
+from geotrain.outer.messages import Join, Leave, Refused, UpdatePart
 from tests.support.net_worlds import BUSY_S, Cluster, FakeWorker, clusters, halves, outer, status_of, wait_for, whole
 from tests.support.outer_world import weights_of
 
@@ -34,6 +37,41 @@ def in_background(call: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread
+
+
+def test_what_came_after_a_snapshot_is_replayed_and_also_from_the_one_before(make):
+    cluster = make(outer(), {"eu": {"a": halves}})
+    worker = cluster.worker("a")
+    worker.join()
+    for _ in range(2):
+        worker.train(worker.lease())
+        cluster.regions["eu"].snapshot()
+    worker.train(worker.lease())
+    worker.close()
+    versions = cluster.regions["eu"].server.versions
+    cluster.restart("eu")
+    region = cluster.regions["eu"]
+    assert region.server.versions == versions and region.server.members["a"].sequence == worker.sequence - 1
+    store = region.recovered.store
+    region.kill()
+    (store.path(store.numbers()[-1]) / META).unlink()
+    cluster.regions["eu"] = region.again()
+    assert cluster.regions["eu"].recovered.faults and cluster.regions["eu"].server.versions == versions
+
+
+def test_a_run_that_has_ended_goes_on_in_another_launch_only(make):
+    top = make(outer(), {"eu": {"a": whole}}).top
+    wait_for(lambda: top.server.members["eu"].complete)
+    top.loop.do(top.server_thread.say(Leave("eu")))
+    r = top.recovered
+    begin = partial(begin_snapshot, top.server, r.store, r.journal, ended=True, launch="one")
+    finish_snapshot(r.store, r.journal, *top.loop.do(top.server_thread.alone(begin)))
+    for launch, ended in (("one", True), ("two", False)):
+        copy = top.folder.with_name(launch)
+        shutil.copytree(top.folder, copy)
+        again = recover(top.build, top.begin, copy, keep=2, launch=launch)
+        again.journal.close()
+        assert (again.ended, again.server.members["eu"].left) == (ended, ended)
 
 
 @pytest.mark.parametrize("rule", ["sync", "halos"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -56,6 +57,26 @@ def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, 
     again = recover(top.build, top.begin, tmp_path / "copy", keep=2)
     assert sorted(again.server.lease_table.open) == [1, lease.lease] == [1, 2]
     again.journal.close()
+
+
+def test_a_message_is_on_the_disk_before_it_is_answered(make, monkeypatch):
+    top = make(outer(), {"eu": {"a": whole}}).top
+    wait_for(lambda: top.server_thread.status["members"]["eu"]["joined"])
+    order: list[str] = []
+    fdatasync, take = os.fdatasync, top.server.take
+
+    def synced(file: int) -> None:
+        fdatasync(file)
+        order.append("on disk")
+
+    def taken(message: Any) -> Handled:
+        order.append("applied")
+        return take(message)
+
+    monkeypatch.setattr(os, "fdatasync", synced)
+    monkeypatch.setattr(top.server, "take", taken)
+    assert top.loop.do(top.server_thread.say(LeaseRequest("a", 1))).job == 1
+    assert order == ["on disk", "applied"]
 
 
 def test_a_push_is_checked_once(make, monkeypatch):

@@ -94,11 +94,13 @@ def test_a_worker_speaks_for_itself_only(make, folder):
 
 def test_a_worker_is_no_region_and_a_region_no_other(make, folder):
     cluster = make(outer(), PLAN, certs=folder)
+    namesake = {"name": "r", "workers": [{"name": "us", "hosts": [{"host": "h", "slots": 1}]}]}
+    make_certificates(parse(ClusterConfig, {"name": "test", "regions": [namesake]}, "test"), folder)
     wait_for(lambda: cluster.top.server.members["us"].complete)
     region = cluster.regions["us"].server
 
     async def attempts() -> None:
-        for role, name in (("worker", "a"), ("region", "eu")):
+        for role, name in (("worker", "a"), ("region", "eu"), ("worker", "us")):
             link = GrpcClient(cluster.top.address, "us", "x", cluster.trust(role, name, "global", GLOBAL))
             with pytest.raises(
                 Refused, match=rf"certificate of {name}\.{role}\.geotrain does not speak for region 'us'"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from geotrain.config import CodecConfig, ConfigError, codec_config, parse
 from geotrain.kernels import reference
 from geotrain.kernels.payload_format import FORMATS, PayloadFormat
-from geotrain.outer.codec import CodecError, NonFiniteError, make_codec
+from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, rounding_seed
 
 LEVELS = {
     "int8": list(range(128)),
@@ -280,6 +280,11 @@ def test_sizes_stated_in_the_documentation():
     assert 0.7 < topk.encoded_bytes(1 << 20) * 8 / (1 << 20) < 0.8
     everything = make_codec(codec_config("topk2", density=1.0))
     assert everything.encoded_bytes(1 << 20) * 8 == 2.25 * (1 << 20)
+
+
+def test_rounding_seeds_are_the_same_in_every_process():
+    """A replay gives the same bits only by seeds that were not drawn."""
+    assert rounding_seed("eu-0", 1, 7, 3) == 754844283216742510
 
 
 def test_other_dtypes_and_devices_are_refused_in_words():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from geotrain.config import codec_config
 from geotrain.outer.messages import UpdatePart
 from tests.support.outer_world import World, config, halves, make
 
@@ -55,3 +56,16 @@ def test_a_region_says_what_it_has_merged_without_a_gap_also_when_it_sends_again
     push(world, 0, 0)
     fifth = world.deliver_up("eu")
     assert fifth and fifth.adopted == 2 and set(top.answers) == {3, 4, 5}
+
+
+def test_the_answer_to_a_join_is_whole_although_the_server_knows_what_the_member_was_sent() -> None:
+    """Its fingerprints may be right, and yet it asks to begin anew: a change would be of what it has given up."""
+    world = make(config(updates_per_send=1, down=codec_config("int8")))
+    push(world, 0, 0)
+    update = world.deliver_up("eu")
+    assert update and world.deliver_down("eu", update)
+    join = replace(world.regions["eu"].join_message(), incarnation="life-2")
+    assert all(join.mirrors)
+    world.top.handle(join)
+    answer = world.top.answer("eu", "life-2", 0, 0, (0,))
+    assert answer and [weights.increment for weights in answer.weights] == [False]

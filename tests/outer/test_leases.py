@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
 from geotrain.outer.server.leases import LeaseTable
+from geotrain.outer.server.region_leases import RegionLeases
+from tests.support.outer_world import config
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["commit", "die", "restore"])), max_size=60))
@@ -55,6 +57,22 @@ def test_slower_workers_take_fewer_steps():
         assert isinstance(lease, Lease)
         steps[worker] = lease.steps
     assert steps == {"fast": 8, "half": 4, "slow": 1}
+
+
+def test_a_lease_that_came_back_is_committed_once_and_the_run_waits_for_those_that_are_out() -> None:
+    table = LeaseTable(8, 1, local_steps=4)
+    for worker in "ab":
+        assert isinstance(table.grant(LeaseRequest(worker, 1)), Lease)
+    assert not table.finished
+    table.release((1,))
+    assert [table.commit((1,)), table.commit((1,)), table.repeated_samples] == [4, 0, 0]
+    assert not table.finished and table.commit((2,)) == 4 and table.finished
+
+
+def test_an_automatic_reserve_is_bounded_by_the_workers_share_of_the_run() -> None:
+    leases = RegionLeases(("a",), config(lease_reserve="auto"), in_rounds=False)
+    leases.jobs_each = 150.0
+    assert [leases.reserve("a", step_s) for step_s in (0.0, 1e-3, 60.0)] == [0, 3, 1]
 
 
 def test_rounds_do_not_depend_on_who_asks_first():

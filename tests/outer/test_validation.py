@@ -113,6 +113,8 @@ def test_all_parts_see_the_weights_of_one_moment() -> None:
     answer = top.answer("eu", "life-1", 0, 0, everything)
     assert answer is not None
     region.handle(answer)
+    for x in weights_of(region):
+        x.add_(1.0)  # a worker's delta came
     seen = [torch.full((f.numel,), torch.nan) for f in lay.fragments]
     for part in (0, 1):
         told = region.weights_to_validate("a", "life-1", part, 1)

@@ -323,15 +323,16 @@ def test_files_can_be_read_in_a_sitting() -> None:
 
 
 def test_tests_share_through_support() -> None:
-    """A test module is imported by nobody; helpers lie in tests/support, those of chaos tests beside them."""
+    """A test module is imported by nobody; helpers lie in tests/support, those of chaos tests and of
+    mutants beside them."""
     for path in files("tests", "benchmarks"):
         for imported in imports(path):
             if imported.split(".")[0] == "tests":
-                shared = ("tests.support", "tests.chaos") if "test_" not in imported else ("tests.support",)
+                shared = ("tests.support", "tests.chaos", "tests.mutants")[: 3 if "test_" not in imported else 1]
                 assert imported.startswith(shared), f"{path.relative_to(ROOT)} imports {imported}"
     for path in files("tests"):
         folder, known = path.relative_to(ROOT / "tests").parts[0], path.name in ("__init__.py", "conftest.py")
-        assert known or folder in ("support", "chaos") or path.name.startswith("test_"), (
+        assert known or folder in ("support", "chaos", "mutants") or path.name.startswith("test_"), (
             f"{path}: put helpers in tests/support"
         )
         repeated = f"test_{path.parent.name}_"

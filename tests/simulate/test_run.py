@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.studies.loss_curve import draw, loss_curve
 from geotrain.commands.simulate import WhatIf, question, report_text, simulate
-from geotrain.config import ConfigError
+from geotrain.config import ConfigError, OuterConfig
 
 ROOT = Path(__file__).parents[2]
 RUN, CLUSTER = ROOT / "configs/runs/125m.json", ROOT / "configs/clusters/local-wan.json"
@@ -117,3 +117,8 @@ def test_goodput_of_a_dying_world_is_what_its_trace_says():
     away = found["deaths"] * 1_000 / (12 * 200_000)
     assert found["goodput"] == pytest.approx(1 - away - found["lost_share"], abs=0.005)
     assert 0 < found["lost_share"] < 0.005
+
+
+def test_a_codec_is_tried_both_ways() -> None:
+    outer = WhatIf(codec="int8").apply(OuterConfig())
+    assert (outer.up.name, outer.down.name, outer.local.name) == ("int8", "int8", "fp32")
