@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.common import command_line, record
-from benchmarks.studies.claims.kept import Kept
+from benchmarks.studies.claims.kept import drop
 from benchmarks.studies.claims.markdown import number
 from benchmarks.studies.claims.methods import METHODS, ONE_WORKER_2BIT, OURS, OURS_2BIT, SYNCHRONOUS, Settings, muon
 from benchmarks.studies.claims.report import plain, plot_curves, replace_block, table, time_to
@@ -64,7 +64,7 @@ def main() -> None:
         states = Path(arguments.state)
         rows = results.complete(jobs, arguments.jobs, partial(run_told, folder, states))
         for job in jobs:
-            Kept(states, job.key).drop()
+            drop(states, job.key)
         return rows
 
     def trial(method: str, settings: Settings) -> Job:
