@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.acco.__main__ import run as run_ranks
-from benchmarks.acco.ranks import Job, Size, model_config
+from benchmarks.acco.ranks import Job, Size, model_config, write
 from benchmarks.common import command_line, ratio, report, spread, units_by_ending
+from benchmarks.processes import be_only_rank
 from geotrain.config import LinkConfig, architecture_from_hf
 from geotrain.emulate.wan import cannot_emulate
-from geotrain.launch.check import free_ports
 from geotrain.parameters.parameter_map import parameter_count
 
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 4, 2
@@ -103,8 +103,7 @@ def against_torch(name: str, rounds: int) -> dict[str, float]:
     import torch
 
     if "RANK" not in os.environ:
-        port = str(free_ports(1)[0])
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        be_only_rank()
     from geotrain.inner.runtime.parallel import shut_down
 
     batches = [
@@ -159,14 +158,7 @@ def engine_and_model(config: dict[str, Any]) -> tuple[Any, Any]:
         p.name: torch.ones(p.shape) if p.init == "ones" else p.init_std * torch.randn(p.shape, generator=generator)
         for p in canonical_parameters(engine.architecture)
     }
-    for shard in engine.shards():
-        flats = [weights[run.parameter].view(-1) for run in shard.runs]
-        parts = [
-            torch.as_strided(flat, (run.count, run.length), (run.stride or run.length, 1), run.start).reshape(-1)
-            for flat, run in zip(flats, shard.runs, strict=True)
-        ]
-        shard.master.copy_(torch.cat(parts))
-    engine.refresh()
+    write(engine, weights)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(weights.items(), config, Path(folder) / "out", None, "float32")
         theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "out", dtype=torch.float32)

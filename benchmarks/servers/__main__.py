@@ -46,12 +46,12 @@ from statistics import median
 import torch
 
 from benchmarks.common import command_line, report, spread, units_by_ending
+from benchmarks.processes import PeakMemory
 from benchmarks.servers import mirrors, rates, shards, stages
 from benchmarks.servers.world import (
     QUIET_S,
     REGION,
     WORKERS,
-    PeakMemory,
     ServerProcess,
     start_worker,
     state_bytes,
@@ -118,7 +118,7 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
     top, region = ServerProcess(run_path, "global"), ServerProcess(run_path, REGION)
     servers += [top, region]
     began_s = {server.name: server.start() for server in servers}
-    memory = PeakMemory(servers)
+    memory = PeakMemory({server.name: server.resident_bytes for server in servers})
     begin = time.perf_counter()
     pipes = [start_worker(run_path, name, region.address) for name in WORKERS]
     weights_s = time.perf_counter() - begin
