@@ -108,14 +108,19 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
 def only_rank(run: RunConfig, **deepspeed: Any) -> Iterator[tuple[GeoEngine, LeasedLoader]]:
     """This process as the only rank of a worker: its engine and its data. deepspeed: laid over the run's block."""
     be_only_rank()
+    engine, loader = engine_and_data(run, **deepspeed)
+    with closing(engine):
+        yield engine, loader
+
+
+def engine_and_data(run: RunConfig, **deepspeed: Any) -> tuple[GeoEngine, LeasedLoader]:
+    """Build the engine and the loader of a worker's only rank, whose environment is set."""
     from geotrain.data.loader import LeasedLoader, open_training
     from geotrain.inner.build import build_engine
 
-    with closing(build_engine(run, run.parallel, {**run.deepspeed, **deepspeed})) as engine:
-        vocab_size = engine.architecture.vocab_size
-        source = open_training(run.data, vocab_size, run.seed)
-        micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
-        yield engine, LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
+    engine = build_engine(run, run.parallel, {**run.deepspeed, **deepspeed})
+    source = open_training(run.data, engine.architecture.vocab_size, run.seed)
+    return engine, LeasedLoader(source, run.samples_per_step, run.deepspeed["train_micro_batch_size_per_gpu"], 0, 1)
 
 
 @contextmanager

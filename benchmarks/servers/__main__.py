@@ -39,6 +39,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -157,11 +158,13 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
     usual_s = {size: median(took for took, _, each in updates if each == size) for size in sizes}
     stalls = []
     for server in servers:
-        with SnapshotUnderWay(server) as under_way:
-            while not under_way.over:
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(command, server.address, rpc.Control("snapshot"), QUIET_S)
+            while not written.done():
                 for fragment, size in enumerate(sizes):
                     stalls += [update(pipe, fragment) / usual_s[size] for pipe in pipes if size in large]
                     wait_until_quiet(region)
+            written.result()
     peak = memory.close()
 
     for pipe in pipes:
@@ -190,28 +193,6 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
         "snapshot_gb": size_gb,
         "first_weights_mb_s": 4 * parameter_map.numel / 1e6 / weights_s,
     }
-
-
-class SnapshotUnderWay:
-    """A snapshot that the server is told to take, as long as the block lasts and until it is written."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self.server = server
-
-    def __enter__(self) -> SnapshotUnderWay:
-        from concurrent.futures import ThreadPoolExecutor
-
-        self._pool = ThreadPoolExecutor(1)
-        self._told = self._pool.submit(command, self.server.address, rpc.Control("snapshot"), QUIET_S)
-        return self
-
-    @property
-    def over(self) -> bool:
-        return self._told.done()
-
-    def __exit__(self, *_: object) -> None:
-        self._told.result(QUIET_S)
-        self._pool.shutdown()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from pprint import pformat
 from typing import Any
 
 import geotrain.plan.model.server_rates as product
@@ -62,34 +62,29 @@ def simulated_ns(stages: dict[str, float]) -> float:
 
 
 def renew(figures: dict[str, Any], note: str) -> None:
-    rates = of(figures["ns_per_parameter"], figures["recovery_s_per_gb"], note)
+    rates = rounded(of(figures["ns_per_parameter"], figures["recovery_s_per_gb"], note))
     path = Path(str(product.__file__))
-    head, _, rest = path.read_text().partition("# begin\n")
-    _, _, tail = rest.partition("# end\n")
+    head, begin, _ = path.read_text().partition("# fmt: off\n")
     with whole_file(path) as file:
-        file.write(f"{head}# begin\n{literal(rates)}# end\n{tail}")
-    replace_block(PAGE, "servers", markdown(literal_of(literal(rates))))
+        file.write(f"{head}{begin}{literal(rates)}")
+    replace_block(PAGE, "servers", markdown(rates))
 
 
 def literal(rates: ServerRates) -> str:
-    """Format a rate for the product's source, in three digits."""
+    """Format rates for the product's source."""
+    return f"MEASURED = {pformat(rates, width=110, sort_dicts=False)}\n"
 
-    def short(numbers: dict[str, float]) -> str:
-        lines = [f"        {json.dumps(name)}: {float(f'{value:.3g}')},\n" for name, value in numbers.items()]
-        return "".join(("{\n", *lines, "    }"))
 
-    return (
-        f"MEASURED = ServerRates(\n    hardware={json.dumps(rates.hardware)},\n    note={json.dumps(rates.note)},\n"
-        f"    of_parameter={short(rates.of_parameter)},\n    of_byte={short(rates.of_byte)},\n"
-        f"    recovery_s_per_gb={rates.recovery_s_per_gb:.3g},\n)\n"
+def rounded(rates: ServerRates) -> ServerRates:
+    """The rates in three digits."""
+
+    def short(numbers: dict[str, float]) -> dict[str, float]:
+        return {name: float(f"{value:.3g}") for name, value in numbers.items()}
+
+    recovery = float(f"{rates.recovery_s_per_gb:.3g}")
+    return replace(
+        rates, of_parameter=short(rates.of_parameter), of_byte=short(rates.of_byte), recovery_s_per_gb=recovery
     )
-
-
-def literal_of(text: str) -> ServerRates:
-    """The counterpart."""
-    found: dict[str, ServerRates] = {}
-    exec(text, {"ServerRates": ServerRates}, found)
-    return found["MEASURED"]
 
 
 def run_of(model: str) -> RunConfig:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 import benchmarks.streaming.worker as streaming_worker
+from benchmarks import ROOT
 from benchmarks.processes import END_S, start_guarded, wait_for
 from geotrain.config import ClusterConfig, LinkConfig, load_cluster
 from geotrain.emulate import wan
@@ -162,7 +163,13 @@ def site(folder: Path) -> Iterator[Site]:
             (job,) = made.commands
             own = str(Path(streaming_worker.__file__).resolve())
             command = [own if part == str(SCRIPT) else part for part in job.command]
-            start_guarded(stack, folder / f"{job.name}.log", command, up.namespaces[region], env=job.env)
+            start_guarded(
+                stack,
+                folder / f"{job.name}.log",
+                command,
+                up.namespaces[region],
+                env=job.env | {"PYTHONPATH": str(ROOT)},
+            )
         workers: dict[str, Connection] = {}
         for _ in REGIONS:
             control = stack.enter_context(Connection(listener.accept()[0].detach()))
