@@ -144,10 +144,7 @@ def launched(files: tuple[Path, Path], env: dict[str, str] | None = None) -> lis
         )  # fmt: skip
 
     def wait(what: str, condition: Callable[[], bool], within_s: float) -> None:
-        told = lambda: f"the run was not {what}: {log.read_text()[-3000:]}"  # noqa: E731
-        wait_for(lambda: condition() or launcher.poll() is not None, within_s, told)
-        if not condition():
-            raise RuntimeError(told())
+        wait_for(condition, within_s, lambda: f"the run was not {what}: {log.read_text()[-3000:]}", launcher)
 
     everybody = {worker for paces in PACE_S.values() for worker in paces}
     try:

@@ -47,12 +47,19 @@ def start_guarded(
     return process
 
 
-def wait_for(true: Callable[[], object], within_s: float, failure: Callable[[], str]) -> None:
-    """Wait until `true()` is. Raises TimeoutError with what `failure()` says."""
+def wait_for(
+    true: Callable[[], object],
+    within_s: float,
+    failure: Callable[[], str],
+    process: subprocess.Popen[bytes] | None = None,
+) -> None:
+    """Wait until `true()` is. Raises RuntimeError with what `failure()` says when the time is over, or the process
+    has ended before."""
     deadline = time.monotonic() + within_s
     while not true():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{failure()} after {within_s:g} s")
+        ended = process is not None and process.poll() is not None
+        if (ended and not true()) or time.monotonic() > deadline:
+            raise RuntimeError(f"{failure()} (waited up to {within_s:g} s)")
         time.sleep(0.02)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.acco.ranks import HEAVY, LONG, SMALL, Job
-from benchmarks.common import command_line, hardware, report, spread, units_by_ending, versions
+from benchmarks.common import command_line, hardware, ratio, report, spread, units_by_ending, versions
 from geotrain.config import AccoConfig, LinkConfig
 from geotrain.emulate.wan import cannot_emulate, emulated
 from geotrain.kernels.devices import processor_has_bf16
@@ -160,7 +160,7 @@ def compared(
         bound_s = least_step_s(form, args.size, seen["compute_s"], 8 * commit_bytes / 1e9 / link.gbps)
         found[form] = {
             "step_s": statistics.median(seen[form]["step_s"]),
-            **spread("speedup_over_zero1", speedups(seen[zero], seen[form])),
+            **ratio("speedup_over_zero1", seen[zero]["step_s"], seen[form]["step_s"]),
             **spread("share_of_bound", [bound_s / step_s for step_s in seen[form]["step_s"]]),
             "bytes_per_step_vs_zero1": seen[form]["sent_bytes"] / seen[zero]["sent_bytes"],
             "bytes_per_step_vs_bound": seen[form]["sent_bytes"] / commit_bytes,
@@ -187,10 +187,6 @@ def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
         )
     zero = result.setdefault("zero1", {})
     zero["memory_bytes_per_parameter"] = seen[ZEROS[0]]["memory_bytes"] / seen["parameters"]
-
-
-def speedups(zero: dict[str, Any], form: dict[str, Any]) -> list[float]:
-    return [a / b for a, b in zip(zero["step_s"], form["step_s"], strict=True)]
 
 
 def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.small_runs import deepspeed_block, llama, schedule_block
 from geotrain.parameters.parameter_map import parameter_count
 
 VOCABULARY = 256
@@ -186,19 +187,11 @@ class Rank:
         zero: dict[str, Any] = {"stage": 1}
         if variant == "zero1-overlap":  # DeepSpeed's; each gradient to its owner only: half the bytes over gloo
             zero |= {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}
-        return {
-            "train_batch_size": 2 * size.samples * size.micro_batches,
-            "train_micro_batch_size_per_gpu": size.samples,
-            "gradient_clipping": 1.0,
-            "bf16": {"enabled": self.job.bf16},
-            "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "scheduler": {
-                "type": "WarmupCosineLR",
-                "params": {"total_num_steps": max(steps, 40), "warmup_num_steps": min(100, max(steps, 40) // 10)},
-            },
-            "zero_optimization": zero,
-            "steps_per_print": None,
-        }
+        total = max(steps, 40)
+        return deepspeed_block(
+            2 * size.samples * size.micro_batches, size.samples, 2e-3, bf16={"enabled": self.job.bf16},
+            scheduler=schedule_block(min(100, total // 10), total), zero_optimization=zero, steps_per_print=None,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ figures
 
@@ -390,17 +383,7 @@ class Overlapping:
 
 
 def model_config(size: Size) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.ffn,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": size.sequence,
-        "tie_word_embeddings": True,
-    }
+    return llama(size.hidden, size.layers, 4, size.ffn, VOCABULARY, size.sequence)
 
 
 def write(engine: Any, weights: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ from benchmarks.servers.world import (
     REGION,
     WORKERS,
     ServerProcess,
+    answered,
     start_worker,
     state_bytes,
     wait_until_quiet,
@@ -132,8 +133,7 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
 
     def update(pipe: Connection, fragment: int) -> float:
         pipe.send(fragment)
-        took_s: float = pipe.recv()[1]
-        return took_s
+        return answered(pipe)[1]
 
     began = time.monotonic()
     for number in range(rounds + 1):

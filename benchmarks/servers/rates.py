@@ -11,6 +11,7 @@ from typing import Any
 import geotrain.plan.model.server_rates as product
 from benchmarks import ROOT
 from benchmarks.common import hardware
+from benchmarks.small_runs import deepspeed_block, llama
 from benchmarks.studies.claims.report import replace_block, table
 from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig, RunConfig, parse
@@ -29,8 +30,8 @@ OUTER = {
     "local": {"name": "bf16"}, "fragments": {"layers_per_fragment": 2},
     "rule": {"name": "region_momentum", "updates_per_send": 2},
 }  # fmt: skip
-SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-LARGE = {"8 B": (4096, 14336, 32, 32), "70 B": (8192, 28672, 80, 64), "405 B": (16384, 53248, 126, 128)}  # Llama 3's
+# Llama 3's width, layers, heads and inner width.
+LARGE = {"8 B": (4096, 32, 32, 14336), "70 B": (8192, 80, 64, 28672), "405 B": (16384, 126, 128, 53248)}
 HEADER = (
     "model",
     "server",
@@ -88,15 +89,12 @@ def rounded(rates: ServerRates) -> ServerRates:
 
 
 def run_of(model: str) -> RunConfig:
-    config = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    config = llama(*LARGE[model], 128256, 4096, num_key_value_heads=8, tie_word_embeddings=False)
     block = {
         "name": "large", "folder": "large", "outer": OUTER,
-        "model": {"config": config | dict(zip(SHAPE, LARGE[model], strict=True))},
+        "model": {"config": config},
         "data": {"train": "data", "sequence_length": 4096, "train_samples": 1 << 24},
-        "deepspeed": {
-            "train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        },
+        "deepspeed": deepspeed_block(1024, 1, 1e-4, bf16={"enabled": True}),
     }  # fmt: skip
     return parse(RunConfig, block, model)
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks.processes import resident_bytes, wait_for
+from benchmarks.small_runs import deepspeed_block, llama
 from geotrain.config import load_run
 from geotrain.launch.check import free_ports
 from geotrain.net.server.server_setup import LISTENING
@@ -41,20 +42,13 @@ def write_files(
     width = min(WIDTH, 64 * max(1, round((parameters / FRAGMENTS / 16) ** 0.5 / 64)))
     layer_numel = 16 * width**2  # attention's four matrices, and three of four times the width
     layers = max(FRAGMENTS, round(parameters / layer_numel / FRAGMENTS) * FRAGMENTS)
-    model = {
-        "model_type": "llama", "vocab_size": 4096, "num_hidden_layers": layers, "tie_word_embeddings": True,
-        "hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 8, "num_key_value_heads": 8,
-    }  # fmt: skip
     fragments = {"layers_per_fragment": layers // FRAGMENTS}
     if chunks:
         fragments["chunk_elements"] = layers // FRAGMENTS * layer_numel // chunks // 4096 * 4096
     run = {
-        "name": name, "folder": str(folder / "run"), "model": {"config": model},
+        "name": name, "folder": str(folder / "run"), "model": {"config": llama(width, layers, 8, 4 * width, 4096, 128)},
         "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
-        "deepspeed": {
-            "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        },
+        "deepspeed": deepspeed_block(8, 2, 1e-3, bf16={"enabled": True}),
         "outer": {
             "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 8,
             "up": {"name": "int4"}, "down": {"name": "int4"}, "local": {"name": "bf16"},
@@ -94,8 +88,16 @@ def start_worker(run_path: Path, name: str, address: str) -> Connection:
     return here
 
 
+def answered(pipe: Connection) -> tuple[float, float]:
+    """Return what `Worker.timed` gives for the update that the worker's process was told of. Raises RuntimeError."""
+    if not pipe.poll(QUIET_S):
+        raise RuntimeError(f"an update is not answered after {QUIET_S:g} s")
+    found: tuple[float, float] = pipe.recv()
+    return found
+
+
 def wait_until_quiet(region: ServerProcess) -> int:
-    """Until nothing of the region is on its way up or down. Returns how often it was asked. Raises TimeoutError."""
+    """Until nothing of the region is on its way up or down. Returns how often it was asked. Raises RuntimeError."""
     asked = 0
 
     def quiet() -> bool:
@@ -128,11 +130,12 @@ class ServerProcess:
                 [sys.executable, "-m", "geotrain", "serve", *which, *options], stdout=log, stderr=log,
                 env={**os.environ, "DS_ACCELERATOR": "cpu"},
             )  # fmt: skip
-        process = self.process
-        told = lambda: f"{self.name} does not listen; its log ends:\n{Path(log.name).read_text()[-2000:]}"  # noqa: E731
-        wait_for(lambda: listening.exists() or process.poll() is not None, START_S, told)
-        if not listening.exists():
-            raise RuntimeError(told())
+        wait_for(
+            listening.exists,
+            START_S,
+            lambda: f"{self.name} does not listen; its log ends:\n{Path(log.name).read_text()[-2000:]}",
+            self.process,
+        )
         return time.monotonic() - begin
 
     @property
