@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command_line, report
+from benchmarks.common import command_line, report, units_by_ending
 from benchmarks.monitoring.chromium import Chromium
 from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
-from benchmarks.overhead import by_turns, figures, joined, only_rank, servers
+from benchmarks.overhead import RATIO, by_turns, figures, joined, only_rank, servers
 from benchmarks.processes import wait_for
 from geotrain.config import ClusterConfig, RunConfig
 from geotrain.launch.check import free_ports
@@ -67,15 +67,14 @@ def main() -> None:
     result: dict[str, Any] = {"overhead": overhead(args.pairs, args.local_steps)}
     result["page"] = page(args.regions, args.hours)
     result = {f"overhead_{name}": result["overhead"][name] for name in ("ratio", "ratio_low", "ratio_high")} | result
-    report("monitoring", result, args, unit)
-
-
-def unit(metric: str) -> str:
-    name = metric.rpartition(".")[2]
-    for ending, what in (("_ms", "ms"), ("_bytes", "bytes"), ("tokens_per_s", "tokens/s"), ("ratio", "ratio")):
-        if ending in name:
-            return what
-    return "count"
+    units = {
+        "_ms": "ms",
+        "_bytes": "bytes",
+        **dict.fromkeys(("_with", "_without"), "tokens/s"),
+        **RATIO,
+        "_totals": "ratio",
+    }
+    report("monitoring", result, args, units_by_ending(units, "count"))
 
 
 # ------------------------------------------------------------------------------------------------ overhead

@@ -49,12 +49,7 @@ class Setting:
 
 
 SYNC = {"rule": {"name": "sync"}, "up": {"name": "fp32"}, "down": {"name": "fp32"}}
-INT4 = {
-    "rule": {"name": "sync"},
-    "up": {"name": "int4"},
-    "down": {"name": "int4"},
-    "overlap": {"steps": 2, "adopt": "mix"},
-}
+INT4 = {**SYNC, "up": {"name": "int4"}, "down": {"name": "int4"}, "overlap": {"steps": 2, "adopt": "mix"}}
 SETTINGS = (
     Setting("dp_over_a_link", ("eu-1", "us-1")),
     Setting("pp_over_a_link", ("eu-1", "us-1"), pipeline=2, local_steps=8),

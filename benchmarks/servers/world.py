@@ -46,7 +46,8 @@ def write_files(
     if chunks:
         fragments["chunk_elements"] = layers // FRAGMENTS * layer_numel // chunks // 4096 * 4096
     run = {
-        "name": name, "folder": str(folder / "run"), "model": {"config": llama(width, layers, 8, 4 * width, 4096, 128)},
+        "name": name, "folder": str(folder / "run"),
+        "model": {"config": llama(width, layers, 8, 4 * width, 4096, 128)},
         "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
         "deepspeed": deepspeed_block(8, 2, 1e-3, bf16={"enabled": True}),
         "outer": {

@@ -56,17 +56,13 @@ FIRST_SEED, FIRST_LOCAL_STEPS, FIRST_ROUNDS, FIRST_LEARNING_RATE = 99, 32, 24, 3
 MODEL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 48}
 FRAGMENTS = {"layers_per_fragment": 1}
 OVERLAP = {"steps": 10, "late": "continue", "adopt": "rebase"}
+INT4 = {"name": "int4"}
 TOPK2 = {"name": "topk2", "block": 2048, "density": 1.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "blocking_fp32": {},
     "streaming_fp32": {"fragments": FRAGMENTS},
     "streaming_overlap_fp32": {"fragments": FRAGMENTS, "overlap": OVERLAP},
-    "streaming_overlap_4bit": {
-        "fragments": FRAGMENTS,
-        "overlap": OVERLAP,
-        "up": {"name": "int4"},
-        "down": {"name": "int4"},
-    },
+    "streaming_overlap_4bit": {"fragments": FRAGMENTS, "overlap": OVERLAP, "up": INT4, "down": INT4},
     "streaming_overlap_2bit": {"fragments": FRAGMENTS, "overlap": OVERLAP, "up": TOPK2, "down": TOPK2},
 }
 ASKED = ("blocking_fp32", "streaming_overlap_4bit")
