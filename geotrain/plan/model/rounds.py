@@ -257,7 +257,9 @@ class _Loop:
             if flat:
                 rounds[r], loads[r] = len(mine) / rate, 0.0
             else:
-                updates, shortest_s = self.outer.rule.updates_per_send or len(mine), self.shortest_s(r)
+                updates = self.outer.rule.updates_per_send or len(mine)
+                # A fragment's exchanges follow each other, and the link carries all fragments.
+                shortest_s = max(self.trip_s[r], self.carried_s[r])
                 rounds[r] = max(updates / rate, shortest_s)
                 loads[r] = rate * sum(update_s) + sum(self.beyond_s[r]) / rounds[r]
                 if loads[r] > 1:  # its workers wait for it
@@ -265,11 +267,6 @@ class _Loop:
                     rounds[r] = max(updates / rate * loads[r], shortest_s)
             jobs |= {name: job * slower for name, job in mine_s.items()}
         return jobs, rounds, loads
-
-    def shortest_s(self, region: str) -> float:
-        """Lower bound of a round (s): a fragment's exchanges follow each other, and the link carries all
-        fragments."""
-        return max(self.trip_s[region], self.carried_s[region])
 
 
 def stops(outer: OuterConfig, fragments: int, steps: int) -> tuple[int, int]:
