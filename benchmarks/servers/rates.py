@@ -17,7 +17,7 @@ from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig, RunConfig, parse
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.server_rates import ServerRates
-from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, update_stages
+from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, update_s
 
 PAGE = ROOT / "docs/operations.md"
 BYTES = 2  # of a parameter in the benchmark's updates and answers, which are bf16
@@ -59,7 +59,7 @@ def of(stages: dict[str, float], recovery_s_per_gb: float, note: str) -> ServerR
 def simulated_ns(stages: dict[str, float]) -> float:
     """Nanoseconds of a parameter of a worker's update, counted by the simulator."""
     place = place_of("region", parse(OuterConfig, OUTER, "outer"), WORKERS)
-    return 1e9 * sum(update_stages(place, BYTES, 1, BYTES, of(stages, 0.0, "")).values())
+    return 1e9 * update_s(place, BYTES, 1, BYTES, of(stages, 0.0, ""))
 
 
 def renew(figures: dict[str, Any], note: str) -> None:

@@ -18,7 +18,7 @@ from geotrain.outer.messages import ChunkDelta, ChunkWeights, Lease
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters
-from geotrain.simulate.sizes import Sizes
+from geotrain.plan.model.sizes import Sizes
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.world import VirtualTask, VirtualWorld
 from geotrain.staging.interface import Pending
