@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command_line, report, units_by_ending
+from benchmarks.processes import wait_for
 from benchmarks.small_runs import cluster_file, run_file, write_files
 from geotrain.commands.operate import LiveRun
 from geotrain.config import load_cluster, load_run
@@ -42,7 +43,6 @@ STEPS, BATCH, LOCAL_STEPS = 20, 4, 2  # STEPS: of all workers
 START_S = 300.0  # until all have joined, on a busy machine
 END_S = 120.0  # for a run of about eleven seconds
 STOP_S = 30.0  # for an orderly end, before the run is killed
-POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,7 @@ def launched(files: tuple[Path, Path], env: dict[str, str] | None = None) -> lis
         )  # fmt: skip
 
     def wait(what: str, condition: Callable[[], bool], within_s: float) -> None:
-        deadline = time.monotonic() + within_s
-        while not condition():
-            if time.monotonic() > deadline or (launcher.poll() is not None and not condition()):
-                raise RuntimeError(f"the run was not {what} within {within_s:g} s: {log.read_text()[-3000:]}")
-            time.sleep(POLL_S)
+        wait_for(condition, within_s, lambda: f"the run was not {what}: {log.read_text()[-3000:]}", launcher)
 
     everybody = {worker for paces in PACE_S.values() for worker in paces}
     try:

@@ -105,13 +105,8 @@ def main() -> None:
         if options.targets != 0:
             result["triton"] = resources(codec, options.targets)
         results[name] = result
-        shown = (
-            "bits_per_parameter",
-            "encode_vs_memcpy",
-            "decode_vs_memcpy",
-            "accumulate_vs_memcpy",
-            "relative_rmse",
-        )
+        speeds = [f"{part}_vs_memcpy" for part in ("encode", "decode", "accumulate")]
+        shown = ("bits_per_parameter", *speeds, "relative_rmse")
         print(f"{name:6}", *(f"{key} {result[key]:.4g}" for key in shown), flush=True)
     endings = {"bits_per_parameter": "bit", "gb_s": "GB/s", "registers": "registers", "spilled": "bytes"}
     report("codec", results, options, units_by_ending(endings, "ratio"))

@@ -14,12 +14,14 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks import ROOT
@@ -183,18 +185,13 @@ def adopt_orphans() -> None:
 def processor_s(pid: int) -> dict[int, float]:
     """Processor time of a process and all below it, nearest first: process id → seconds of processor time, its own
     and those of children that it has waited for. What has ended and was not waited for is among them."""
-    tick, children, used_s = os.sysconf("SC_CLK_TCK"), dict[int, list[int]](), dict[int, float]()
-    for each in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        try:
-            after = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it was waited for meanwhile
-            continue
-        children.setdefault(int(after[1]), []).append(each)
-        used_s[each] = sum(map(int, after[11:15])) / tick
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return {each: used_s[each] for each in found if each in used_s}
+    used_s: dict[int, float] = {}
+    with suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        for each in (first, *first.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it was waited for meanwhile
+                used_s[each.pid] = sum(each.cpu_times()[:4])
+    return used_s
 
 
 def others_share() -> float | None:

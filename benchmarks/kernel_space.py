@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -123,28 +124,38 @@ def _meta(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="meta")
 
 
-def _quantize(fmt: PayloadFormat, values: torch.dtype, anchor: bool, residual: bool, numel: int) -> None:
-    payload = _meta(fmt.encoded_bytes(numel), torch.uint8)
-    others = (_meta(numel) if given else None for given in (anchor, residual))
-    triton_ops.quantize(_meta(numel, values), payload, fmt, *others, 2**40)
+def _format(
+    name: str, block: int = 128, scale: str = "bf16", stochastic: bool = False, density: float = 0.1
+) -> PayloadFormat:
+    return PayloadFormat(name, block, scale, stochastic, density=density)
 
 
-def _dequantize(fmt: PayloadFormat, accumulate: bool, numel: int) -> None:
-    payload, weight = _meta(fmt.encoded_bytes(numel), torch.uint8), 0.5 if accumulate else None
-    triton_ops.dequantize(payload, _meta(numel), fmt, weight)
+def _quantize(values: torch.dtype, anchor: bool, residual: bool, numel: int, tail: int, **settings: Any) -> None:
+    fmt, size = _format(**settings), numel + tail
+    others = (_meta(size) if given else None for given in (anchor, residual))
+    triton_ops.quantize(_meta(size, values), _payload(fmt, size), fmt, *others, 2**40)
 
 
-def _add_decoded(fmt: PayloadFormat, base: torch.dtype, out: torch.dtype, numel: int) -> None:
-    payload = _meta(fmt.encoded_bytes(numel), torch.uint8)
-    triton_ops.add_decoded(payload, _meta(numel, base), _meta(numel, out), fmt, 0.5)
+def _dequantize(accumulate: bool, numel: int, tail: int, **settings: Any) -> None:
+    fmt, size = _format(**settings), numel + tail
+    triton_ops.dequantize(_payload(fmt, size), _meta(size), fmt, 0.5 if accumulate else None)
 
 
-def _adam(grad: torch.dtype, out: torch.dtype | None, ahead: bool, commit: bool, numel: int) -> None:
+def _add_decoded(base: torch.dtype, out: torch.dtype, numel: int, tail: int, **settings: Any) -> None:
+    fmt, size = _format(**settings), numel + tail
+    triton_ops.add_decoded(_payload(fmt, size), _meta(size, base), _meta(size, out), fmt, 0.5)
+
+
+def _payload(fmt: PayloadFormat, numel: int) -> torch.Tensor:
+    return _meta(fmt.encoded_bytes(numel), torch.uint8)
+
+
+def _adam(grad: torch.dtype, out: torch.dtype | None, ahead: bool, commit: bool, numel: int, tail: int) -> None:
     if out is None and (ahead or not commit):
         return  # `dispatch` refuses it: nothing would be written
-    new = None if out is None else _meta(numel, out)
-    states = (_meta(numel) for _ in range(3))
-    triton_ops.adam(*states, _meta(numel, grad), new, ADAM, NEXT if ahead else None, commit)
+    new = None if out is None else _meta(numel + tail, out)
+    states = (_meta(numel + tail) for _ in range(3))
+    triton_ops.adam(*states, _meta(numel + tail, grad), new, ADAM, NEXT if ahead else None, commit)
 
 
 def _rotate(states: torch.dtype, heads: int, size: int, inverse: bool, length: int) -> None:
@@ -153,32 +164,12 @@ def _rotate(states: torch.dtype, heads: int, size: int, inverse: bool, length: i
     triton_ops.rotate(given, torch.empty_like(given), angles, angles, inverse)
 
 
-def _format(
-    name: str, block: int = 128, scale: str = "bf16", stochastic: bool = False, density: float = 0.1
-) -> PayloadFormat:
-    return PayloadFormat(name, block, scale, stochastic, density=density)
-
-
 _CALLS: dict[str, Any] = {
-    "quantize": lambda name, block, scale, stochastic, values, anchor, residual, numel, tail: _quantize(
-        _format(name, block, scale, stochastic), values, anchor, residual, numel + tail
-    ),
-    "quantize_plain": lambda name, block, stochastic, values, anchor, residual, numel, tail: _quantize(
-        _format(name, block, stochastic=stochastic), values, anchor, residual, numel + tail
-    ),
-    "quantize_topk": lambda block, scale, stochastic, density, values, anchor, residual, numel, tail: _quantize(
-        _format("topk2", block, scale, stochastic, density), values, anchor, residual, numel + tail
-    ),
-    "dequantize": lambda name, block, scale, accumulate, numel, tail: _dequantize(
-        _format(name, block, scale), accumulate, numel + tail
-    ),
-    "dequantize_plain": lambda name, accumulate, numel, tail: _dequantize(_format(name), accumulate, numel + tail),
-    "dequantize_topk": lambda block, scale, density, accumulate, numel, tail: _dequantize(
-        _format("topk2", block, scale, density=density), accumulate, numel + tail
-    ),
-    "add_decoded": lambda name, block, scale, base, out, numel, tail: _add_decoded(
-        _format(name, block, scale), base, out, numel + tail
-    ),
-    "adam": lambda grad, out, ahead, commit, numel, tail: _adam(grad, out, ahead, commit, numel + tail),
+    **dict.fromkeys(("quantize", "quantize_plain"), _quantize),
+    "quantize_topk": partial(_quantize, name="topk2"),
+    **dict.fromkeys(("dequantize", "dequantize_plain"), _dequantize),
+    "dequantize_topk": partial(_dequantize, name="topk2"),
+    "add_decoded": _add_decoded,
+    "adam": _adam,
     "rotate": _rotate,
 }

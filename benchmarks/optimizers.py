@@ -12,7 +12,6 @@ vs_bmm              speed of `orthogonalize` over torch.bmm of the same products
                     rate
 tflop_s             products counted in whole over the time of `orthogonalize`
 flops               of Newton–Schulz in a step of the whole model: 4·m²·n + 2·m³ an iteration of m × n, m ≤ n
-flops_symmetric     the same, where of symmetric products one half is computed: 3·m²·n + m³
 share_of_training   flops over 6·N·tokens, those of a training step of N parameters
 """
 
@@ -83,12 +82,12 @@ class Group:
         return run
 
 
-def flops(shapes: Shapes, symmetric: bool) -> float:
+def flops(shapes: Shapes) -> float:
     """FLOPs of `orthogonalize` with the default coefficients on `count` matrices of each shape."""
     total = 0
     for (rows, columns), count in shapes.items():
         m, n = min(rows, columns), max(rows, columns)
-        total += count * (3 * m * m * n + m**3 if symmetric else 4 * m * m * n + 2 * m**3)
+        total += count * (4 * m * m * n + 2 * m**3)
     return float(total * len(QUINTIC))
 
 
@@ -131,17 +130,16 @@ def measure(parameters: Sequence[Parameter], rounds: int, device: str) -> dict[s
         **spread("extra_ms", [(m - a) * 1e3 for m, a in zip(times["muon"], times["adamw"], strict=True)]),
         **spread("orthogonalize_share", over("orthogonalize", "muon")),
         **spread("vs_bmm", over("bmm", "orthogonalize")),
-        "tflop_s": flops(shapes, symmetric=False) / median(times["orthogonalize"]) / 1e12,
+        "tflop_s": flops(shapes) / median(times["orthogonalize"]) / 1e12,
     }
 
 
 def counted(parameters: Sequence[Parameter], tokens: int) -> dict[str, float]:
     """FLOPs of a model's Newton–Schulz, and what they are beside a training step of so many tokens."""
     shapes, _ = split(parameters)
-    work = flops(shapes, symmetric=False)
+    work = flops(shapes)
     return {
         "flops": work,
-        "flops_symmetric": flops(shapes, symmetric=True),
         "share_of_training": work / (6 * sum(p.numel for p in parameters) * tokens),
     }
 
@@ -177,7 +175,7 @@ def main() -> None:
         shown = ("muon_over_adamw", "extra_ms", "vs_bmm", "tflop_s", "share_of_training")
         print(f"{model:12}", *(f"{key} {result[key]:.3g}" for key in shown), flush=True)
     endings = {"_ms": "ms", "_ms_low": "ms", "_ms_high": "ms", "parameters": "parameters"}
-    endings |= {"flops": "FLOP", "flops_symmetric": "FLOP", "tflop_s": "TFLOP/s"}
+    endings |= {"flops": "FLOP", "tflop_s": "TFLOP/s"}
     note = f"{options.tokens} tokens a step"
     report("optimizers", results, options, units_by_ending(endings, "ratio"), note)
 

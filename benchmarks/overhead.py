@@ -9,7 +9,6 @@ real sockets. Jobs with and without exchange alternate; the figure is the median
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import ROOT
 from benchmarks.common import command_line, report, spread, units_by_ending
+from benchmarks.processes import be_only_rank
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.kernels.devices import cuda_devices, processor_has_bf16
 from geotrain.launch.check import free_ports
@@ -107,16 +107,20 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
 @contextmanager
 def only_rank(run: RunConfig, **deepspeed: Any) -> Iterator[tuple[GeoEngine, LeasedLoader]]:
     """This process as the only rank of a worker: its engine and its data. deepspeed: laid over the run's block."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(free_ports(1)[0])
+    be_only_rank()
+    engine, loader = engine_and_data(run, **deepspeed)
+    with closing(engine):
+        yield engine, loader
+
+
+def engine_and_data(run: RunConfig, **deepspeed: Any) -> tuple[GeoEngine, LeasedLoader]:
+    """Build the engine and the loader of a worker's only rank, whose environment is set."""
     from geotrain.data.loader import LeasedLoader, open_training
     from geotrain.inner.build import build_engine
 
-    with closing(build_engine(run, run.parallel, {**run.deepspeed, **deepspeed})) as engine:
-        vocab_size = engine.architecture.vocab_size
-        source = open_training(run.data, vocab_size, run.seed)
-        micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
-        yield engine, LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
+    engine = build_engine(run, run.parallel, {**run.deepspeed, **deepspeed})
+    source = open_training(run.data, engine.architecture.vocab_size, run.seed)
+    return engine, LeasedLoader(source, run.samples_per_step, run.deepspeed["train_micro_batch_size_per_gpu"], 0, 1)
 
 
 @contextmanager
@@ -146,29 +150,32 @@ def by_turns(pairs: int) -> Iterator[bool]:
     return (bool(turn % 2) ^ bool(turn // 2 % 2) for turn in range(2 * (pairs + 1)))
 
 
-def speeds(seconds: dict[bool, list[float]], run: RunConfig) -> dict[str, float]:
-    """Tokens a second of the median job with (True) and without what was measured. The first job does not count."""
-    tokens = run.outer.local_steps * run.samples_per_step * run.data.sequence_length
-    names = {"tokens_per_s_with": True, "tokens_per_s_without": False}
-    return {name: round(tokens / statistics.median(seconds[which][1:]), 1) for name, which in names.items()}
+def timed_by_turns(pairs: int, job: Callable[[bool], None], what: str) -> dict[bool, list[float]]:
+    """Seconds of each job with (True) and without `what`."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for on in by_turns(pairs):
+        begin = time.perf_counter()
+        job(on)
+        seconds[on].append(time.perf_counter() - begin)
+        print(f"{'with' if on else 'without'} {what}: {seconds[on][-1]:.3f} s a job", flush=True)
+    return seconds
 
 
 def measure(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
-    seconds: dict[bool, list[float]] = {True: [], False: []}
     with only_rank(run) as (engine, loader), joined(run, cluster, engine, loader) as (trainer, leases):
         lease = next(leases)
         trainer.train_job(lease)  # for warming up; without the outer loop its samples are trained again
-        for exchanging in by_turns(pairs):
-            begin = time.perf_counter()
+
+        def job(exchanging: bool) -> None:
+            nonlocal lease
             if exchanging:
                 lease = next(leases)
                 trainer.train_job(lease)
             else:
                 for step, batches in enumerate(loader.steps(lease.start, lease.samples)):
                     engine.train_step(batches, step)
-            seconds[exchanging].append(time.perf_counter() - begin)
-            print(f"{'with' if exchanging else 'without'} the outer loop: {seconds[exchanging][-1]:.3f} s a job")
-    return figures(seconds, run, pairs)
+
+        return figures(timed_by_turns(pairs, job, "the outer loop"), run, pairs)
 
 
 def measure_own_loop(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict[str, float]:
@@ -183,7 +190,6 @@ def measure_own_loop(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**run.model.config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -195,23 +201,27 @@ def measure_own_loop(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict
     with OuterLoop(run, "eu", model.named_parameters(), cluster=cluster, state={"adam": optimizer}) as outer:
         leased = outer.batches()
         alone = iter(DataLoader(RunSamples(run), batch_size=run.samples_per_step))  # type: ignore[arg-type]
-        for exchanging in by_turns(pairs):
-            begin = time.perf_counter()
+
+        def job(exchanging: bool) -> None:
             for tokens in islice(leased if exchanging else alone, run.outer.local_steps):
                 loss = step(tokens)
                 if exchanging:
                     outer.after_step(loss)
-            seconds[exchanging].append(time.perf_counter() - begin)
-            print(f"{'with' if exchanging else 'without'} the outer loop: {seconds[exchanging][-1]:.3f} s a job")
-    return figures(seconds, run, pairs)
+
+        return figures(timed_by_turns(pairs, job, "the outer loop"), run, pairs)
 
 
-def figures(seconds: dict[bool, list[float]], run: RunConfig, pairs: int) -> dict[str, float]:
-    """Figures of jobs that took so many seconds with (True) and without the outer loop."""
+def figures(
+    seconds: dict[bool, list[float]], run: RunConfig, pairs: int, name: str = "throughput_ratio"
+) -> dict[str, float]:
+    """Figures of jobs that took so many seconds with (True) and without what was measured; the first of each does not
+    count. name: of the ratio of their speeds."""
+    tokens = run.outer.local_steps * run.samples_per_step * run.data.sequence_length
     ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
     return {
-        **{name: round(value, 4) for name, value in spread("throughput_ratio", ratios).items()},
-        **speeds(seconds, run),
+        **{key: round(value, 4) for key, value in spread(name, ratios).items()},
+        "tokens_per_s_with": round(tokens / statistics.median(seconds[True][1:]), 1),
+        "tokens_per_s_without": round(tokens / statistics.median(seconds[False][1:]), 1),
         "local_steps": run.outer.local_steps,
         "parameters": parameter_map_of(run).numel,
         "pairs": pairs,

@@ -15,6 +15,31 @@ MODEL = {
 }  # fmt: skip
 
 
+def llama(
+    hidden: int, layers: int, heads: int, ffn: int, vocabulary: int, positions: int, **more: Any
+) -> dict[str, Any]:
+    """Hugging Face's config of a Llama of these sizes. more: keys that are added or differ."""
+    return {
+        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "max_position_embeddings": positions, "tie_word_embeddings": True, **more,
+    }  # fmt: skip
+
+
+def deepspeed_block(batch: int, micro_batch: int, lr: float, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed block with AdamW, ZeRO-1 and clipping. more: keys that are added or differ."""
+    optimizer = {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+    return {
+        "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro_batch, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1}, "optimizer": optimizer, **more,
+    }  # fmt: skip
+
+
+def schedule_block(warmup: int, steps: int) -> dict[str, Any]:
+    """DeepSpeed's scheduler: a warm-up, then a cosine to the end."""
+    return {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, "warmup_num_steps": warmup}}
+
+
 def prepare_text(folder: Path, copies: int) -> Path:
     """A tokenized data set of a few kilobytes of Python source, so many times."""
     from geotrain.data.prepare import prepare
@@ -36,14 +61,7 @@ def run_file(
     return {
         "name": name, "folder": str(folder / "run"), "model": {"config": MODEL},
         "data": {"train": str(prepare_text(folder, 4)), "sequence_length": 32, "train_samples": samples},
-        "deepspeed": {
-            "train_batch_size": batch[0], "train_micro_batch_size_per_gpu": batch[1], "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}},
-            "scheduler": {
-                "type": "WarmupCosineLR", "params": {"total_num_steps": schedule[1], "warmup_num_steps": schedule[0]},
-            },
-        },
+        "deepspeed": deepspeed_block(*batch, 3e-3, scheduler=schedule_block(*schedule)),
     }  # fmt: skip
 
 

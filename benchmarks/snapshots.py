@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line, report, units_by_ending
+from benchmarks.processes import PeakMemory, resident_bytes
 from geotrain.config import HalosConfig, OuterConfig, codec_config
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.frozen_state import FrozenState
@@ -40,33 +40,6 @@ from geotrain.staging.interface import to_bytes
 
 REGION, INCARNATION = "eu", "1"
 CALM_UPDATES = 40  # timed before each snapshot
-
-
-class PeakMemory:
-    """The growth of this process's private memory (RssAnon), in bytes, during the block."""
-
-    def __enter__(self) -> PeakMemory:
-        self._begin = self.peak = _private_bytes()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.005):
-            self.peak = max(self.peak, _private_bytes())
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self.growth = max(self.peak, _private_bytes()) - self._begin
-
-
-def _private_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError("/proc/self/status has no RssAnon")
 
 
 class Run:
@@ -129,7 +102,8 @@ async def measured(run: Run, snapshots: int) -> dict[str, float]:
     stalls, growths, copied, writes, state_bytes = [], [], [], [], 1
     for _ in range(snapshots):
         usual += [await update() for _ in range(CALM_UPDATES)]
-        with PeakMemory() as memory:
+        before_bytes, memory = resident_bytes(), PeakMemory({"own": resident_bytes})
+        try:
             began_s = time.perf_counter()
             beginning = asyncio.ensure_future(thread.alone(begin))
             await asyncio.sleep(0)
@@ -139,9 +113,11 @@ async def measured(run: Run, snapshots: int) -> dict[str, float]:
                 during.append(await update())
             writing.result()
             writes.append(time.perf_counter() - began_s)
+        finally:
+            peak_bytes = memory.close()["own"]
         state_bytes = frozen.state_bytes
         stalls.append(max(during))
-        growths.append(memory.growth)
+        growths.append(peak_bytes - before_bytes)
         copied.append(frozen.most_copied_bytes)
     await asyncio.to_thread(thread.close)
     disk.shutdown()

@@ -26,28 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.acco.__main__ import run as run_ranks
-from benchmarks.acco.ranks import Job, Size, model_config
+from benchmarks.acco.ranks import Job, Size, model_config, write
 from benchmarks.common import command_line, ratio, report, spread, units_by_ending
+from benchmarks.processes import be_only_rank
+from benchmarks.small_runs import deepspeed_block, llama
 from geotrain.config import LinkConfig, architecture_from_hf
 from geotrain.emulate.wan import cannot_emulate
-from geotrain.launch.check import free_ports
 from geotrain.parameters.parameter_map import parameter_count
 
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 4, 2
-DENSE = {
-    "model_type": "llama",
-    "vocab_size": 2048,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "head_dim": 64,
-    "max_position_embeddings": SEQUENCE,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+DENSE = llama(
+    384, 4, 6, 1024, 2048, SEQUENCE, head_dim=64, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False
+)
 MOE = {
     **DENSE,
     "model_type": "qwen3_moe",
@@ -58,7 +48,12 @@ MOE = {
     "router_aux_loss_coef": 0.0,
 }
 MODELS = {"dense": DENSE, "moe": MOE}
-SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SETTINGS: dict[str, Any] = {
+    "lr": 1e-4,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}  # of `deepspeed_block`
 CLIP = 1.0
 HIDDEN = Size(192, 8, 512, 128, 2, 2)  # 3.6 M parameters, a micro-batch of 256 tokens
 MICRO_BATCH_S = 0.4  # of which its arithmetic takes a fourth, on two cores that have nothing else to do
@@ -103,8 +98,7 @@ def against_torch(name: str, rounds: int) -> dict[str, float]:
     import torch
 
     if "RANK" not in os.environ:
-        port = str(free_ports(1)[0])
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        be_only_rank()
     from geotrain.inner.runtime.parallel import shut_down
 
     batches = [
@@ -143,13 +137,7 @@ def engine_and_model(config: dict[str, Any]) -> tuple[Any, Any]:
     from geotrain.parameters.hf_checkpoint import write_checkpoint
     from geotrain.parameters.parameter_map import canonical_parameters
 
-    block = {
-        "train_batch_size": MICRO_BATCHES * MICRO_BATCH,
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": list(SETTINGS["betas"])}},
-        "zero_optimization": {"stage": 0},
-    }
+    block = deepspeed_block(MICRO_BATCHES * MICRO_BATCH, MICRO_BATCH, SETTINGS["lr"], zero_optimization={"stage": 0})
     data = DataConfig(train="-", validation=None, tokenizer=None, sequence_length=SEQUENCE, train_samples=1 << 20)
     model = ModelConfig(config=config, init_from=None, recompute="none")
     run = RunConfig(name="throughput", model=model, data=data, deepspeed=block)
@@ -159,14 +147,7 @@ def engine_and_model(config: dict[str, Any]) -> tuple[Any, Any]:
         p.name: torch.ones(p.shape) if p.init == "ones" else p.init_std * torch.randn(p.shape, generator=generator)
         for p in canonical_parameters(engine.architecture)
     }
-    for shard in engine.shards():
-        flats = [weights[run.parameter].view(-1) for run in shard.runs]
-        parts = [
-            torch.as_strided(flat, (run.count, run.length), (run.stride or run.length, 1), run.start).reshape(-1)
-            for flat, run in zip(flats, shard.runs, strict=True)
-        ]
-        shard.master.copy_(torch.cat(parts))
-    engine.refresh()
+    write(engine, weights)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(weights.items(), config, Path(folder) / "out", None, "float32")
         theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "out", dtype=torch.float32)

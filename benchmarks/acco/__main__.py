@@ -8,16 +8,15 @@ communication. `share_of_bound` is the least time that a form's step can take ov
 cost no compute, over the time that it took.
 
     python -m benchmarks.acco [--quick] [--hold 2] [--record]             within ten minutes
-    python -m benchmarks.acco --only sweep                                over links of five rates, as long again
+    python -m benchmarks.acco --only time --ratio 0.5                     a link twice as fast
     python -m benchmarks.acco --only loss --steps 1200 --seeds 3          for the loss
-    python -m benchmarks.acco --long 20000000           the default form and ZeRO-1 on a larger model, for curves
+    python -m benchmarks.acco --only loss --loss-size long --steps 2441   of a larger model: 20 M tokens
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -27,8 +26,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.acco.ranks import HEAVY, LONG, SMALL, Job
-from benchmarks.common import command_line, hardware, report, spread, units_by_ending, versions
-from geotrain.common.files import whole_file
+from benchmarks.common import command_line, hardware, ratio, report, spread, units_by_ending, versions
 from geotrain.config import AccoConfig, LinkConfig
 from geotrain.emulate.wan import cannot_emulate, emulated
 from geotrain.kernels.devices import processor_has_bf16
@@ -40,16 +38,12 @@ from geotrain.parallelism.acco_forms import FORMS, first_part
 DEFAULT = AccoConfig().prediction
 ZEROS = ("zero1", "zero1-overlap")  # the plain engine's, and DeepSpeed's with its own overlap
 PARTS = ("time", "held", "memory", "unequal", "loss")
-BY_HAND = ("sweep",)
-SIZES = {"heavy": HEAVY, "small": SMALL}
+SIZES = {"heavy": HEAVY, "small": SMALL, "long": LONG}
 FASTEST = "stale"  # that predicts
-SWEPT = (DEFAULT, FASTEST, "exact")  # the last is the published one
-RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0)
 SLOWER = 4
 UNIT = units_by_ending(
     {"_per_s_over_zero1": "", "_s": "s", "_gbps": "Gbit/s", "_bytes": "bytes", "_per_parameter": "bytes"}
 )
-LOSS_GOAL = 1.005  # the default form's loss over ZeRO-1's, at most
 
 
 def main() -> None:
@@ -61,14 +55,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each variant")
     parser.add_argument("--steps", type=int, default=120, help="of the runs that loss is taken from")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", choices=PARTS + BY_HAND, action="append")
-    parser.add_argument("--long", type=int, metavar="TOKENS", help="only the longer run: writes its curves to docs/")
-    parser.add_argument("--variants", nargs="+", default=["zero1", DEFAULT], choices=("zero1", *FORMS), help="of it")
+    parser.add_argument("--loss-size", choices=SIZES, default="small", help="of the model that loss is taken from")
+    parser.add_argument("--ratio", type=float, default=1.0, help="communication over compute, in the part `time`")
+    parser.add_argument("--only", choices=PARTS, action="append")
     args = parser.parse_args()
-    if args.long:
-        found = long_run(args.long, args.seeds, tuple(args.variants))
-        report("acco", {"long": found}, args, UNIT, f"{args.long / 1e6:g} M tokens, {args.seeds} seeds")
-        return
     parts = args.only or PARTS
     linked = set(parts) - {"loss", "memory"}
     if reason := cannot_emulate() if linked else "":
@@ -83,8 +73,6 @@ def main() -> None:
         print(f"held: {result['held']}", flush=True)
     if "memory" in parts:
         memory(args, result)
-    if "sweep" in parts:
-        result["sweep"] = sweep(args, link)
     if "unequal" in parts:
         result["heterogeneous"] = unequal(args, link)
     if "loss" in parts:
@@ -137,6 +125,7 @@ def calibrated(args: argparse.Namespace, zeros: tuple[str, ...] = ZEROS, hold_s:
 def times(args: argparse.Namespace, link: LinkConfig | None, result: dict[str, Any]) -> None:
     """Speed and bytes of every form; the fastest of ZeRO-1's settings is what they are compared with."""
     assert link is not None
+    link = link.model_copy(update={"gbps": link.gbps / args.ratio})
     job = Job("time", SIZES[args.size], (*ZEROS, *FORMS), rounds=args.rounds, bf16=processor_has_bf16())
     seen = run(job, link)
     best = min(ZEROS, key=lambda name: statistics.median(seen[name]["step_s"]))
@@ -171,7 +160,7 @@ def compared(
         bound_s = least_step_s(form, args.size, seen["compute_s"], 8 * commit_bytes / 1e9 / link.gbps)
         found[form] = {
             "step_s": statistics.median(seen[form]["step_s"]),
-            **spread("speedup_over_zero1", speedups(seen[zero], seen[form])),
+            **ratio("speedup_over_zero1", seen[zero]["step_s"], seen[form]["step_s"]),
             **spread("share_of_bound", [bound_s / step_s for step_s in seen[form]["step_s"]]),
             "bytes_per_step_vs_zero1": seen[form]["sent_bytes"] / seen[zero]["sent_bytes"],
             "bytes_per_step_vs_bound": seen[form]["sent_bytes"] / commit_bytes,
@@ -200,47 +189,6 @@ def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
     zero["memory_bytes_per_parameter"] = seen[ZEROS[0]]["memory_bytes"] / seen["parameters"]
 
 
-def speedups(zero: dict[str, Any], form: dict[str, Any]) -> list[float]:
-    return [a / b for a, b in zip(zero["step_s"], form["step_s"], strict=True)]
-
-
-def sweep(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, Any]:
-    """Measure where communication takes 0.25 to 2 times as long as compute."""
-    assert link is not None
-    found: dict[str, Any] = {}
-    for ratio in RATIOS:
-        job = Job(
-            "time", SIZES[args.size], (*ZEROS, *SWEPT), rounds=max(2, args.rounds // 2), bf16=processor_has_bf16()
-        )
-        seen = run(job, link.model_copy(update={"gbps": link.gbps / ratio}))
-        zero = min((seen[name] for name in ZEROS), key=lambda zero: statistics.median(zero["step_s"]))
-        found[str(ratio)] = {
-            "communication_over_compute": statistics.median(zero["step_s"]) / seen["compute_s"] - 1,
-            **{form: statistics.median(speedups(zero, seen[form])) for form in SWEPT},
-        }
-        print(f"ratio {ratio}: {found[str(ratio)]}", flush=True)
-    plot_sweep(found)
-    return found
-
-
-def plot_sweep(found: dict[str, Any]) -> None:
-    pyplot = plotting()
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    x = [row["communication_over_compute"] for row in found.values()]
-    grid = [0.02 * i for i in range(5, 121)]
-    for name in SWEPT:
-        form = FORMS[name]
-        a, s = form.first_share, form.prediction_traffic(weight_bytes())
-        bound = [(1 + m) / (max(a, m) + max(1 - a, s * m)) for m in grid]
-        [line] = axes.plot(x, [row[name] for row in found.values()], "o-", label=f"{name}, measured")
-        axes.plot(grid, bound, "--", linewidth=0.8, color=line.get_color(), label=f"{name}, bound")
-    axes.set(xlabel="communication / compute", ylabel="speed-up over ZeRO-1")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "acco_sweep.svg")
-    pyplot.close(figure)
-
-
 def unequal(args: argparse.Namespace, link: LinkConfig | None) -> dict[str, float]:
     """One rank several times slower, the other takes more of each batch: tokens a second, loss at equal tokens."""
     variants = ("zero1", DEFAULT)
@@ -259,7 +207,7 @@ def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
     variants, bf16 = ("zero1", *FORMS), processor_has_bf16()
     by_seed = []
     for seed in range(args.seeds):
-        by_seed.append(run(Job("loss", SMALL, variants=variants, steps=args.steps, seed=seed, bf16=bf16)))
+        by_seed.append(run(Job("loss", SIZES[args.loss_size], variants, steps=args.steps, seed=seed, bf16=bf16)))
         print(f"loss after {args.steps} steps, seed {seed}: {by_seed[-1]}", flush=True)
     result["loss_in_bf16"], result["zero1_loss"] = bf16, statistics.mean(seen["zero1"] for seen in by_seed)
     for form in FORMS:
@@ -267,84 +215,9 @@ def losses(args: argparse.Namespace, result: dict[str, Any]) -> None:
         result["forms"][form].update(loss_vs_zero1=statistics.mean(ratios), loss_vs_zero1_by_seed=ratios)
 
 
-def long_run(tokens: int, seeds: int, variants: tuple[str, ...]) -> dict[str, Any]:
-    """Curves of these variants, each written to docs/acco_long.json as soon as it is whole; whole ones are kept.
-
-    What is not yet whole has its checkpoint and the points so far in runs/acco_long/, and goes on from there.
-    """
-    path, kept = ROOT / "docs" / "acco_long.json", ROOT / "runs" / "acco_long"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for seed in range(seeds):
-        for variant in variants:
-            name = f"{variant}-{seed}"
-            if name in found and found[name]["tokens"] == tokens:
-                continue
-            folder = kept / f"{name}-{tokens}"
-            folder.mkdir(parents=True, exist_ok=True)
-            print(f"{name}: see {folder / 'points.json'}", flush=True)
-            bf16 = processor_has_bf16()
-            curve = run(Job("curves", LONG, (variant,), tokens=tokens, seed=seed, bf16=bf16, folder=str(folder)))
-            found[name] = {"tokens": tokens, "curve": curve[variant], "bf16": bf16, "hardware": hardware()}
-            found[name]["versions"] = versions("deepspeed", "megatron-core")
-            with whole_file(path) as file:
-                file.write(json.dumps(found))
-            shutil.rmtree(folder)
-    plot_long(found)
-    seen: dict[str, Any] = {"losses": {name: long["curve"][-1][1] for name, long in found.items()}}
-    pairs = {name: ratios(long, zero) for name, long, zero in beside_zero1(found)}
-    if pairs:
-        seen["loss_vs_zero1_by_run"] = {name: of[-1][1] for name, of in pairs.items()}
-        seen["loss_vs_zero1"] = statistics.mean(seen["loss_vs_zero1_by_run"].values())
-    return seen
-
-
-def beside_zero1(found: dict[str, Any]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(name, run, ZeRO-1's run of the same seed, tokens and arithmetic)."""
-    pairs = [(name, long, found.get(f"zero1-{name.split('-')[-1]}")) for name, long in found.items()]
-    return [
-        (name, long, zero)
-        for name, long, zero in pairs
-        if zero and zero is not long and all(long[key] == zero[key] for key in ("tokens", "bf16"))
-    ]
-
-
-def ratios(long: dict[str, Any], zero: dict[str, Any]) -> list[tuple[int, float]]:
-    """(tokens, loss over ZeRO-1's) at every point."""
-    return [(tokens, loss / other) for (tokens, loss), (_, other) in zip(long["curve"], zero["curve"], strict=True)]
-
-
 def weight_bytes() -> int:
     """Bytes of a weight, or of its gradient, on the link."""
     return 2 if processor_has_bf16() else 4
-
-
-def plot_long(found: dict[str, Any]) -> None:
-    """Left the curves, right what ACCO's are over ZeRO-1's, with the goal."""
-    pyplot = plotting()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
-    for name, long in found.items():
-        tokens, loss = zip(*long["curve"], strict=True)
-        left.plot([t / 1e6 for t in tokens], loss, linewidth=1, label=name)
-    for name, long, zero in beside_zero1(found):
-        tokens, ratio = zip(*ratios(long, zero), strict=True)
-        right.plot([t / 1e6 for t in tokens], ratio, linewidth=1, label=name)
-    right.axhline(LOSS_GOAL, linestyle="--", linewidth=1, color="grey", label=f"goal: {LOSS_GOAL}")
-    left.set(xlabel="million tokens", ylabel="held-out loss, nats a byte", yscale="log")
-    right.set(xlabel="million tokens", ylabel="loss over ZeRO-1's")
-    for axes in (left, right):
-        axes.legend()
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "acco_long.svg")
-    pyplot.close(figure)
-
-
-def plotting() -> Any:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 if __name__ == "__main__":

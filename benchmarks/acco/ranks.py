@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.small_runs import deepspeed_block, llama, schedule_block
 from geotrain.parameters.parameter_map import parameter_count
 
 VOCABULARY = 256
@@ -42,21 +42,17 @@ LONG = Size(384, 3, 928, 128, 8, 4)  # 5.1 M; few wide layers: most of a core's 
 @dataclass(frozen=True)
 class Job:
     """A job of the two ranks. hold_s: least seconds of a micro-batch, in part waited. slower: how many times as
-    long it takes rank 1. bf16: compute in it, and otherwise in fp32.
+    long it takes rank 1. bf16: compute in it, and otherwise in fp32."""
 
-    folder: of a long run's checkpoints and of the points of its curve so far; one that was cut off goes on there."""
-
-    what: Literal["compute", "time", "unequal", "loss", "curves", "hidden"]
+    what: Literal["compute", "time", "unequal", "loss", "hidden"]
     size: Size
     variants: tuple[str, ...] = ()
     rounds: int = 0
     steps: int = 0
-    tokens: int = 0
     seed: int = 0
     hold_s: float = 0.0
     slower: int = 1
     bf16: bool = True
-    folder: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -147,7 +143,8 @@ class Rank:
         from geotrain.parallelism.acco_forms import FORMS
         from geotrain.parallelism.checks import reduction_bucket
         from geotrain.parallelism.optimizer_settings import AdamWSettings
-        from geotrain.parameters.parameter_map import parameter_count
+        from geotrain.parameters.initial import initial_tensor
+        from geotrain.parameters.parameter_map import canonical_parameters
 
         a, block = architecture_from_hf(model_config(self.job.size)), self.block(variant, steps)
         settings = AdamWSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -174,7 +171,7 @@ class Rank:
                 engine: Any = AccoEngine(*parts, acco=acco)
             else:
                 engine = GeoEngine(*parts)
-        write(engine, self.job.seed)
+        write(engine, {p.name: initial_tensor(p, self.job.seed) for p in canonical_parameters(a)})
         schedule = engine._run_schedule
 
         def paced(batches: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,19 +187,11 @@ class Rank:
         zero: dict[str, Any] = {"stage": 1}
         if variant == "zero1-overlap":  # DeepSpeed's; each gradient to its owner only: half the bytes over gloo
             zero |= {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}
-        return {
-            "train_batch_size": 2 * size.samples * size.micro_batches,
-            "train_micro_batch_size_per_gpu": size.samples,
-            "gradient_clipping": 1.0,
-            "bf16": {"enabled": self.job.bf16},
-            "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "scheduler": {
-                "type": "WarmupCosineLR",
-                "params": {"total_num_steps": max(steps, 40), "warmup_num_steps": min(100, max(steps, 40) // 10)},
-            },
-            "zero_optimization": zero,
-            "steps_per_print": None,
-        }
+        total = max(steps, 40)
+        return deepspeed_block(
+            2 * size.samples * size.micro_batches, size.samples, 2e-3, bf16={"enabled": self.job.bf16},
+            scheduler=schedule_block(min(100, total // 10), total), zero_optimization=zero, steps_per_print=None,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ figures
 
@@ -323,9 +312,11 @@ class Rank:
         engine.settle()
         return result
 
-    def steps(self, engine: Any, count: int) -> None:
+    def steps(self, engine: Any, count: int, scheduled: bool = False) -> Any:
+        """Train, at the schedule's rates or at that of its 1000th step; return the last step's result."""
         for step in range(count):
-            engine.train_step(self.step(step), 1000)
+            result = engine.train_step(self.step(step), step if scheduled else 1000)
+        return result
 
     def sent_bytes(self) -> int:
         import psutil
@@ -342,8 +333,7 @@ class Rank:
         self.pause_s = (self.job.slower if self.rank else 1) * held - usual
         for variant in self.job.variants:
             engine, begin = self.engine(variant, self.job.steps, balance=True), time.perf_counter()
-            for step in range(self.job.steps):
-                result = engine.train_step(self.step(step), step)
+            result = self.steps(engine, self.job.steps, scheduled=True)
             engine.settle()
             tokens = self.job.steps * result.tokens
             found[variant] = {"tokens_per_s": tokens / (time.perf_counter() - begin), "loss": self.loss_of(engine)}
@@ -352,50 +342,13 @@ class Rank:
 
     def loss(self) -> dict[str, float]:
         """Loss on held-out text after `steps`."""
-        return {variant: self.curve(variant, self.job.steps, 0)[-1][1] for variant in self.job.variants}
-
-    def curves(self) -> dict[str, Any]:
-        """Tokens and held-out loss, 40 points."""
-        size = self.job.size
-        steps = self.job.tokens // (2 * size.samples * size.micro_batches * size.sequence)
-        return {variant: self.curve(variant, steps, max(1, steps // 40)) for variant in self.job.variants}
-
-    def curve(self, variant: str, steps: int, every: int) -> list[tuple[int, float]]:
-        engine = self.engine(variant, steps)
-        points = self.resumed(engine)
-        for step in range(len(points) and points[-1][0] // self.step_tokens(engine), steps):
-            engine.train_step(self.step(step), step)
-            if step == steps - 1 or (every and step % every == 0):
-                points.append(((step + 1) * self.step_tokens(engine), self.loss_of(engine)))
-                self.save(engine, points)
-        engine.close()
-        return points
-
-    def step_tokens(self, engine: Any) -> int:
-        return engine.train_batch_size() * self.job.size.sequence
-
-    def save(self, engine: Any, points: list[tuple[int, float]]) -> None:
-        """A checkpoint with the curve so far; the one before it is dropped when this one is whole."""
-        if not self.job.folder:
-            return
-        engine.save_checkpoint(self.job.folder, tag=str(points[-1][0]), client_state={"points": points})
-        if self.rank == 0:
-            from geotrain.common.files import whole_file
-
-            folder = Path(self.job.folder)
-            with whole_file(folder / "points.json") as file:
-                file.write(json.dumps(points))
-            for old in points[:-1]:
-                shutil.rmtree(folder / str(old[0]), ignore_errors=True)
-
-    def resumed(self, engine: Any) -> list[tuple[int, float]]:
-        """The curve so far, of a run that was cut off; its engine goes on from there."""
-        if not (self.job.folder and (Path(self.job.folder) / "latest").exists()):
-            return []
-        path, state = engine.load_checkpoint(self.job.folder)
-        if path is None:
-            sys.exit(f"{self.job.folder}: its checkpoint cannot be read; remove the folder to begin again")
-        return [tuple(point) for point in state["points"]]
+        found = {}
+        for variant in self.job.variants:
+            engine = self.engine(variant, self.job.steps)
+            self.steps(engine, self.job.steps, scheduled=True)
+            found[variant] = self.loss_of(engine)
+            engine.close()
+        return found
 
     def loss_of(self, engine: Any) -> float:
         """Over the same held-out micro-batches for all."""
@@ -430,30 +383,16 @@ class Overlapping:
 
 
 def model_config(size: Size) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": size.hidden,
-        "intermediate_size": size.ffn,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": size.sequence,
-        "tie_word_embeddings": True,
-    }
+    return llama(size.hidden, size.layers, 4, size.ffn, VOCABULARY, size.sequence)
 
 
-def write(engine: Any, seed: int) -> None:
-    """The run's initial weights."""
+def write(engine: Any, weights: dict[str, Any]) -> None:
+    """Set the engine's weights, by canonical name."""
     import torch
 
-    from geotrain.parameters.initial import initial_tensor
-    from geotrain.parameters.parameter_map import canonical_parameters
-
-    whole = {p.name: initial_tensor(p, seed).view(-1) for p in canonical_parameters(engine.architecture)}
     for shard in engine.shards():
         rows = [
-            torch.as_strided(whole[r.parameter], (r.count, r.length), (r.stride or r.length, 1), r.start)
+            torch.as_strided(weights[r.parameter].view(-1), (r.count, r.length), (r.stride or r.length, 1), r.start)
             for r in shard.runs
         ]
         shard.master.copy_(torch.cat([row.reshape(-1) for row in rows]))

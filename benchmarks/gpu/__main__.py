@@ -9,7 +9,6 @@ and with --record rows of results.csv.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from benchmarks import ROOT, codec, kernels, overhead
 from benchmarks.common import command_line, flat, hardware, report, versions
 from benchmarks.gpu import step
 from benchmarks.gpu.goals import page, plan, unit, verdict
+from benchmarks.processes import be_only_rank
 from geotrain.common.files import whole_file
 from geotrain.kernels.devices import cuda_devices
 from geotrain.outer.codec import make_codec
@@ -82,15 +82,13 @@ def outer_loop(sizes: Sizes) -> dict[str, float]:
 def one_step(sizes: Sizes, gpus: int) -> dict[str, float]:
     """Over all GPUs, each in a process of its own; where there is one or none, in this one."""
     from geotrain.config import load_run
-    from geotrain.launch.check import free_ports
 
     model, *shape = sizes.step
     with tempfile.TemporaryDirectory() as folder:
         run = step.run_file(Path(folder), MODELS / f"{model}.json", *shape, max(1, gpus))
         if gpus > 1:
             return step.over(run, gpus, sizes.steps)
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(free_ports(1)[0])
+        be_only_rank()
         return step.measure(load_run(run), sizes.steps)
 
 
@@ -117,7 +115,9 @@ def main() -> int:
     results["step"] = one_step(sizes, gpus)
     results["outer_loop"] = outer_loop(sizes)
     results["kernels"] = {
-        name: kernels.speed(name, sizes.numel, sizes.rounds, device)[of_copy(device)] for name in kernels.OPS
+        name: kernels.speed(name, sizes.numel, sizes.rounds, device)[of_copy(device)]
+        for name in kernels.OPS
+        if gpus == 0 or name not in kernels.ON_HOSTS
     }
     results["codecs"] = {
         f"{name}.{part}": ratio

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.small_runs import deepspeed_block
 from geotrain.config import HostConfig, RunConfig, WorkerConfig, load_run
 
 WARM_STEPS = 2  # kernels compile, buffers are allocated
@@ -164,14 +165,7 @@ def run_file(folder: Path, model: Path, sequence: int, micro_batch: int, micro_b
         "name": "gpu",
         "model": {"config": str(model)},
         "data": {"train": str(folder / "none"), "sequence_length": sequence, "train_samples": 1000 * batch},
-        "deepspeed": {
-            "train_batch_size": batch,
-            "train_micro_batch_size_per_gpu": micro_batch,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 1},
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        },
+        "deepspeed": deepspeed_block(batch, micro_batch, 1e-4, bf16={"enabled": True}),
         "acco": ACCO,
     }
     path = folder / "gpu.json"

@@ -21,22 +21,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command_line, report, spread
+from benchmarks.common import command_line, report, units_by_ending
 from benchmarks.monitoring.chromium import Chromium
 from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
-from benchmarks.overhead import by_turns, joined, only_rank, servers, speeds
+from benchmarks.overhead import RATIO, by_turns, figures, joined, only_rank, servers
+from benchmarks.processes import wait_for
 from geotrain.config import ClusterConfig, RunConfig
 from geotrain.launch.check import free_ports
 from geotrain.monitor.events import EventLog, JobTrained
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
-from geotrain.parameters.parameter_map import parameter_map_of
 
 READER = """
 import itertools, json, sys, time, urllib.request
@@ -52,6 +53,7 @@ for turn in itertools.count():
     time.sleep(1.0)
 """
 REFRESHES = 20
+started = partial(wait_for, within_s=300.0, failure=lambda: "the servers did not start")
 LINGER_S = 0.3  # stopped servers are given this long to catch up before a job is timed
 
 
@@ -65,15 +67,14 @@ def main() -> None:
     result: dict[str, Any] = {"overhead": overhead(args.pairs, args.local_steps)}
     result["page"] = page(args.regions, args.hours)
     result = {f"overhead_{name}": result["overhead"][name] for name in ("ratio", "ratio_low", "ratio_high")} | result
-    report("monitoring", result, args, unit)
-
-
-def unit(metric: str) -> str:
-    name = metric.rpartition(".")[2]
-    for ending, what in (("_ms", "ms"), ("_bytes", "bytes"), ("tokens_per_s", "tokens/s"), ("ratio", "ratio")):
-        if ending in name:
-            return what
-    return "count"
+    units = {
+        "_ms": "ms",
+        "_bytes": "bytes",
+        **dict.fromkeys(("_with", "_without"), "tokens/s"),
+        **RATIO,
+        "_totals": "ratio",
+    }
+    report("monitoring", result, args, units_by_ending(units, "count"))
 
 
 # ------------------------------------------------------------------------------------------------ overhead
@@ -111,7 +112,7 @@ def overhead(pairs: int, local_steps: int) -> dict[str, float]:
         off = stack.enter_context(servers(folders[1], local_steps, monitor={"enabled": False}))
         for run, _ in (on, off):
             for site in ("global", "eu"):
-                until(lambda path=run.run_folder / "servers" / site / "listening.json": path.exists())
+                started(lambda path=run.run_folder / "servers" / site / "listening.json": path.exists())
         reader = stack.enter_context(reading(on[1], metrics_port))
         worlds = {True: World(*on, [reader.pid]), False: World(*off, [])}
         stack.callback(lambda: [world.send(signal.SIGCONT) for world in worlds.values()])
@@ -124,7 +125,7 @@ def reading(cluster: ClusterConfig, metrics_port: int) -> Iterator[subprocess.Po
     from geotrain.net.transport.operator_client import ask_status
 
     status: dict[str, Any] = {}
-    until(lambda: status.update(ask_status(str(cluster.global_server), 2.0) or {}) or status.get("page"))
+    started(lambda: status.update(ask_status(str(cluster.global_server), 2.0) or {}) or status.get("page"))
     metrics = [f"http://127.0.0.1:{port}/metrics" for port in (metrics_port, metrics_port + 2)]
     process = subprocess.Popen([sys.executable, "-I", "-c", READER, status["page"], *metrics])
     try:
@@ -164,22 +165,8 @@ def _measure(worlds: dict[bool, World], pairs: int) -> dict[str, float]:
             )
         for world in worlds.values():
             world.send(signal.SIGCONT)
-    ratios = [off / on for on, off in zip(seconds[True][1:], seconds[False][1:], strict=True)]
-    return {
-        **{name: round(value, 4) for name, value in spread("ratio", ratios).items()},
-        "ratio_of_totals": round(sum(seconds[False][1:]) / sum(seconds[True][1:]), 4),
-        **speeds(seconds, run),
-        "pairs": len(ratios),
-        "parameters": parameter_map_of(run).numel,
-    }
-
-
-def until(what: Callable[[], Any], within_s: float = 300.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not what():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the servers did not start in time")
-        time.sleep(0.1)
+    totals = round(sum(seconds[False][1:]) / sum(seconds[True][1:]), 4)
+    return {**figures(seconds, run, pairs, "ratio"), "ratio_of_totals": totals}
 
 
 # ---------------------------------------------------------------------------------------------------- page

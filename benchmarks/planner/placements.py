@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from benchmarks import DATA, ROOT
 from benchmarks.planner.lower_bound import lower_bound
+from benchmarks.planner.random_matrices import on_a_globe
 from geotrain.commands.plan import default_run
 from geotrain.common.files import whole_file
 from geotrain.config import ClusterConfig, RunConfig, parse
@@ -19,6 +21,7 @@ from geotrain.plan.placement.cost import Placement, Problem, problem_from_links,
 from geotrain.plan.placement.search import search
 from geotrain.plan.planner import Wish, plan
 
+T = TypeVar("T")
 SCENARIOS = DATA / "dtfm_scenarios.json"
 OUT = ROOT / "benchmarks" / "out"
 SEEDS = 10
@@ -53,24 +56,25 @@ def write_assignment(folder: Path, name: str, found: Placement) -> Path:
     return path
 
 
+def timed(call: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """What the call returns, and its seconds by the clock and of the processor."""
+    began, began_cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return result, {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - began_cpu}
+
+
 def measure_scenario(name: str, problem: Problem, seeds: int = SEEDS, folder: Path = OUT) -> dict[str, float]:
-    found, wall, cpu = [], [], []
-    for seed in range(seeds):
-        began, began_cpu = time.perf_counter(), time.process_time()
-        found.append(search(problem, seed))
-        wall.append(time.perf_counter() - began)
-        cpu.append(time.process_time() - began_cpu)
+    runs = [timed(lambda seed=seed: search(problem, seed)) for seed in range(seeds)]
+    found = [placement for placement, _ in runs]
     costs = [p.total_s for p in found]
     write_assignment(folder, name, found[int(np.argmin(costs))])
-    began = time.perf_counter()
-    bound = lower_bound(problem, min(costs))
+    bound, bound_took = timed(lambda: lower_bound(problem, min(costs)))
     return {
         "cost": max(costs),
         "cost_best": min(costs),
-        "seconds": max(wall),
-        "cpu_seconds": max(cpu),
+        **{key: max(took[key] for _, took in runs) for key in ("seconds", "cpu_seconds")},
         "lower_bound": bound,
-        "bound_seconds": time.perf_counter() - began,
+        "bound_seconds": bound_took["seconds"],
         "gap": max(costs) / bound - 1,
     }
 
@@ -82,10 +86,7 @@ def synthesize(devices: int, stages: int, seed: int) -> Problem:
     region = np.sort(rng.choice(regions, size=devices, p=rng.dirichlet(np.full(regions, 3.0))))
     within = np.arange(devices) - np.searchsorted(region, region)
     host = region * devices + within // 8
-    place = rng.standard_normal((regions, 3))
-    place /= np.linalg.norm(place, axis=1, keepdims=True)
-    delay = 0.002 + 0.09 * np.arccos(np.clip(place @ place.T, -1, 1))
-    gbps = np.clip(0.25 / (delay + 0.01), 0.3, 5)
+    delay, gbps = on_a_globe(rng, regions)
     gbps *= np.exp(0.1 * rng.standard_normal(gbps.shape))  # either direction its own
     same_host, same_region = host[:, None] == host, region[:, None] == region
     across = np.ix_(region, region)
@@ -103,11 +104,9 @@ def measure_scale(devices: int, stages: int) -> dict[str, float]:
     problem = synthesize(devices, stages, seed=0)
     rng = np.random.default_rng(0)
     tables = np.array([rng.permutation(devices).reshape(stages, -1) for _ in range(8)])
-    began, began_cpu = time.perf_counter(), time.process_time()
-    found = search(problem, 0)
+    found, took = timed(lambda: search(problem, 0))
     return {
-        "seconds": time.perf_counter() - began,
-        "cpu_seconds": time.process_time() - began_cpu,
+        **took,
         "cost": found.total_s,
         "random_cost": float(table_costs(problem, tables).mean()),
         "quick_bound": quick_bound(problem),
@@ -149,13 +148,8 @@ def many_regions(regions: int = 8, hosts: int = 16) -> ClusterConfig:
 def measure_plan(model: str) -> dict[str, float]:
     config = json.loads((ROOT / f"configs/models/{model}.json").read_text())
     task = task_of(parse(RunConfig, default_run(model, config, 1e12), model), Pins(), many_regions())
-    began, began_cpu = time.perf_counter(), time.process_time()
-    found = plan(task, Wish(1e12))
-    return {
-        "seconds": time.perf_counter() - began,
-        "cpu_seconds": time.process_time() - began_cpu,
-        "of_bound": found.prediction.tokens_per_s / found.inventory_tokens_per_s,
-    }
+    found, took = timed(lambda: plan(task, Wish(1e12)))
+    return {**took, "of_bound": found.prediction.tokens_per_s / found.inventory_tokens_per_s}
 
 
 def measure(quick: bool) -> dict[str, Any]:

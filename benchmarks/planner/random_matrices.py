@@ -58,7 +58,8 @@ def _unlike(rng: Generator, regions: int) -> tuple[Floats, Floats]:
     return delay, gbps
 
 
-def _on_a_globe(rng: Generator, regions: int) -> tuple[Floats, Floats]:
+def on_a_globe(rng: Generator, regions: int) -> tuple[Floats, Floats]:
+    """Delay (s) and rate (Gbit/s) between and inside regions strewn over a globe; links get slower with distance."""
     place = rng.standard_normal((regions, 3))
     place /= np.linalg.norm(place, axis=1, keepdims=True)
     delay = 0.002 + 0.09 * np.arccos(np.clip(place @ place.T, -1, 1))
@@ -108,7 +109,7 @@ KINDS = {
     "regions_8": Kind("8 unlike regions", 8, regions(8)),
     "regions_10": Kind("10 unlike regions", 10, regions(10)),
     "regions_12": Kind("12 unlike regions", 12, regions(12)),
-    "globe": Kind("12 regions strewn over a globe, links slower with distance", 12, regions(12, _on_a_globe)),
+    "globe": Kind("12 regions strewn over a globe, links slower with distance", 12, regions(12, on_a_globe)),
     "idle": Kind("8 unlike regions, a quarter more devices than places", 8, regions(8, spare=0.25)),
     "compute": Kind("8 unlike regions, whose devices take 1, 1.5 or 3 s", 8, regions(8, speeds=(1.0, 1.5, 3.0))),
     "hosts": Kind("6 unlike regions of hosts of four devices", 0, regions(6, hosts_of=4)),

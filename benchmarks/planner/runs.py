@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.small_runs import prepare_text
+from benchmarks.small_runs import deepspeed_block, llama, prepare_text
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.placement.cost import problem_from_links
@@ -31,11 +31,7 @@ NEAR, FAR = {"gbps": 0.2, "rtt_ms": 4.0}, {"gbps": 0.02, "rtt_ms": 20.0}
 TO_GLOBAL = {"eu-1": 0.02, "us-1": 0.025, "eu-2": 0.005, "us-2": 0.004}
 BATCH, MICRO_BATCH, SEQUENCE = 8, 2, 64
 DEADLINE_S = 200
-MODEL = {
-    "model_type": "llama", "vocab_size": 264, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": SEQUENCE,
-    "tie_word_embeddings": False,
-}  # fmt: skip
+MODEL = llama(128, 4, 4, 256, 264, SEQUENCE, tie_word_embeddings=False)
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,7 @@ class Setting:
 
 
 SYNC = {"rule": {"name": "sync"}, "up": {"name": "fp32"}, "down": {"name": "fp32"}}
-INT4 = {
-    "rule": {"name": "sync"},
-    "up": {"name": "int4"},
-    "down": {"name": "int4"},
-    "overlap": {"steps": 2, "adopt": "mix"},
-}
+INT4 = {**SYNC, "up": {"name": "int4"}, "down": {"name": "int4"}, "overlap": {"steps": 2, "adopt": "mix"}}
 SETTINGS = (
     Setting("dp_over_a_link", ("eu-1", "us-1")),
     Setting("pp_over_a_link", ("eu-1", "us-1"), pipeline=2, local_steps=8),
@@ -177,11 +168,7 @@ def files(folder: Path, setting: Setting, regions: Sequence[str] = ()) -> tuple[
         "name": "planner", "folder": str(folder / setting.name), "model": {"config": MODEL},
         "data": {"train": str(folder / "data/train"), "sequence_length": SEQUENCE, "train_samples": samples},
         "parallel": {"pipeline": setting.pipeline},
-        "deepspeed": {
-            "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        },
+        "deepspeed": deepspeed_block(BATCH, MICRO_BATCH, 1e-3),
         "outer": {"local_steps": setting.local_steps, **(setting.outer or SYNC)},
         "checkpoint": {"every_jobs": 1000, "every_minutes": 1e6},
     }  # fmt: skip

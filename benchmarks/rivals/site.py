@@ -13,24 +13,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.common import processor_s
+from benchmarks.processes import start_guarded
 from benchmarks.rivals.methods import OUTER
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, Task
 from geotrain.common.files import write_whole
 from geotrain.config import LinkConfig
 from geotrain.emulate import wan
-from geotrain.launch.supervisor import guarded
 
 OWN = ROOT / "build/rivals"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 INSTALL_S, END_S = 1200.0, 30.0
 FIRST_PORT = 7700
+ENVIRONMENT = {"PYTHONPATH": str(OWN), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # of each process
 
 
 def make_folder() -> None:
@@ -74,7 +75,9 @@ class Site:
         """A process in a region's namespace; it ends with the site at the latest."""
         self._commands[name] = command, region
         netns = self.up.namespaces[region]
-        self.processes[name] = _start(self.stack, self.folder / f"{name}.log", guarded(command, netns), netns)
+        self.processes[name] = start_guarded(
+            self.stack, self.folder / f"{name}.log", command, netns, env=ENVIRONMENT, cwd=OWN
+        )
 
     def kill(self, *names: str) -> None:
         """Kill the processes and all that they have started, at once."""
@@ -111,7 +114,7 @@ def site(folder: Path, gbps: float, rtt_ms: float) -> Iterator[Site]:
     link = LinkConfig(regions=REGIONS, gbps=gbps, rtt_ms=rtt_ms)
     with ExitStack() as stack:
         up = stack.enter_context(wan.emulated({}, between=[link], control=folder / "control"))
-        _start(stack, folder / "wan.log", guarded(up.pump_command), *up.pump_fds)
+        start_guarded(stack, folder / "wan.log", up.pump_command, keeps=up.pump_fds, env=ENVIRONMENT, cwd=OWN)
         yield Site(folder, up, stack)
 
 
@@ -186,24 +189,3 @@ def last_words(log: Path) -> str:
     """The last lines of a log, cut to a cell of a table."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-2:])[-300:]
-
-
-def _start(stack: ExitStack, log: Path, command: Sequence[str], *keeps: int) -> subprocess.Popen[bytes]:
-    """A guarded process: it ends when its standard input does, at the latest with the stack."""
-    environment = {**os.environ, "PYTHONPATH": str(OWN), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=environment, pass_fds=keeps, cwd=OWN
-        )
-
-    def end() -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    stack.callback(end)
-    return process

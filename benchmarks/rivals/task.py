@@ -10,23 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.small_runs import llama
+
 REGIONS = ("eu", "us")
 LAYERS = 4
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 256,
-    "hidden_size": 160,
-    "intermediate_size": 576,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 40,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-}
+MODEL = llama(
+    160, LAYERS, 4, 576, 256, 256, num_key_value_heads=2, head_dim=40, rms_norm_eps=1e-5, initializer_range=0.02,
+    architectures=["LlamaForCausalLM"],
+)  # fmt: skip
 FRAGMENTS = 2  # of the methods that send the model in parts: layers 0-1, layers 2-3
 LENGTH, BATCH, LOCAL_STEPS = 64, 4, 32
 RATE, WARMUP, LEAST_RATE = 3e-3, 0.1, 0.1  # shares of the run, of the rate

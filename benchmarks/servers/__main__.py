@@ -39,6 +39,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -46,13 +47,14 @@ from statistics import median
 import torch
 
 from benchmarks.common import command_line, report, spread, units_by_ending
+from benchmarks.processes import PeakMemory
 from benchmarks.servers import mirrors, rates, shards, stages
 from benchmarks.servers.world import (
     QUIET_S,
     REGION,
     WORKERS,
-    PeakMemory,
     ServerProcess,
+    answered,
     start_worker,
     state_bytes,
     wait_until_quiet,
@@ -118,7 +120,7 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
     top, region = ServerProcess(run_path, "global"), ServerProcess(run_path, REGION)
     servers += [top, region]
     began_s = {server.name: server.start() for server in servers}
-    memory = PeakMemory(servers)
+    memory = PeakMemory({server.name: server.resident_bytes for server in servers})
     begin = time.perf_counter()
     pipes = [start_worker(run_path, name, region.address) for name in WORKERS]
     weights_s = time.perf_counter() - begin
@@ -131,8 +133,7 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
 
     def update(pipe: Connection, fragment: int) -> float:
         pipe.send(fragment)
-        took_s: float = pipe.recv()[1]
-        return took_s
+        return answered(pipe)[1]
 
     began = time.monotonic()
     for number in range(rounds + 1):
@@ -157,11 +158,13 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
     usual_s = {size: median(took for took, _, each in updates if each == size) for size in sizes}
     stalls = []
     for server in servers:
-        with SnapshotUnderWay(server) as under_way:
-            while not under_way.over:
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(command, server.address, rpc.Control("snapshot"), QUIET_S)
+            while not written.done():
                 for fragment, size in enumerate(sizes):
                     stalls += [update(pipe, fragment) / usual_s[size] for pipe in pipes if size in large]
                     wait_until_quiet(region)
+            written.result()
     peak = memory.close()
 
     for pipe in pipes:
@@ -190,28 +193,6 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
         "snapshot_gb": size_gb,
         "first_weights_mb_s": 4 * parameter_map.numel / 1e6 / weights_s,
     }
-
-
-class SnapshotUnderWay:
-    """A snapshot that the server is told to take, as long as the block lasts and until it is written."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self.server = server
-
-    def __enter__(self) -> SnapshotUnderWay:
-        from concurrent.futures import ThreadPoolExecutor
-
-        self._pool = ThreadPoolExecutor(1)
-        self._told = self._pool.submit(command, self.server.address, rpc.Control("snapshot"), QUIET_S)
-        return self
-
-    @property
-    def over(self) -> bool:
-        return self._told.done()
-
-    def __exit__(self, *_: object) -> None:
-        self._told.result(QUIET_S)
-        self._pool.shutdown()
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.processes import PeakMemory
 from benchmarks.servers.worker import Worker
-from benchmarks.servers.world import PeakMemory, ServerProcess, write_files
+from benchmarks.servers.world import ServerProcess, write_files
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
 
@@ -36,7 +37,9 @@ def _live(folder: Path, parameters: float, rounds: int, where: str) -> dict[str,
     try:
         server.start()
         bare_bytes = server.resident_bytes(), server.resident_bytes(mapped=True)  # with the weights, and no mirror
-        memory, all_of_it = PeakMemory([server]), PeakMemory([server], mapped=True)
+        memory, all_of_it = (
+            PeakMemory({"global": lambda mapped=mapped: server.resident_bytes(mapped)}) for mapped in (False, True)
+        )
         members += [Worker(run_path, name, server.address, ranks=1) for name in MEMBERS]
         sizes = members[0].fragment_sizes
         numel = sum(sizes)

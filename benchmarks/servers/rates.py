@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from pprint import pformat
 from typing import Any
 
 import geotrain.plan.model.server_rates as product
 from benchmarks import ROOT
 from benchmarks.common import hardware
+from benchmarks.small_runs import deepspeed_block, llama
 from benchmarks.studies.claims.report import replace_block, table
 from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig, RunConfig, parse
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.server_rates import ServerRates
-from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, update_stages
+from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, update_s
 
 PAGE = ROOT / "docs/operations.md"
 BYTES = 2  # of a parameter in the benchmark's updates and answers, which are bf16
@@ -29,8 +30,8 @@ OUTER = {
     "local": {"name": "bf16"}, "fragments": {"layers_per_fragment": 2},
     "rule": {"name": "region_momentum", "updates_per_send": 2},
 }  # fmt: skip
-SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-LARGE = {"8 B": (4096, 14336, 32, 32), "70 B": (8192, 28672, 80, 64), "405 B": (16384, 53248, 126, 128)}  # Llama 3's
+# Llama 3's width, layers, heads and inner width.
+LARGE = {"8 B": (4096, 32, 32, 14336), "70 B": (8192, 80, 64, 28672), "405 B": (16384, 126, 128, 53248)}
 HEADER = (
     "model",
     "server",
@@ -58,50 +59,42 @@ def of(stages: dict[str, float], recovery_s_per_gb: float, note: str) -> ServerR
 def simulated_ns(stages: dict[str, float]) -> float:
     """Nanoseconds of a parameter of a worker's update, counted by the simulator."""
     place = place_of("region", parse(OuterConfig, OUTER, "outer"), WORKERS)
-    return 1e9 * sum(update_stages(place, BYTES, 1, BYTES, of(stages, 0.0, "")).values())
+    return 1e9 * update_s(place, BYTES, 1, BYTES, of(stages, 0.0, ""))
 
 
 def renew(figures: dict[str, Any], note: str) -> None:
-    rates = of(figures["ns_per_parameter"], figures["recovery_s_per_gb"], note)
+    rates = rounded(of(figures["ns_per_parameter"], figures["recovery_s_per_gb"], note))
     path = Path(str(product.__file__))
-    head, _, rest = path.read_text().partition("# begin\n")
-    _, _, tail = rest.partition("# end\n")
+    head, begin, _ = path.read_text().partition("# fmt: off\n")
     with whole_file(path) as file:
-        file.write(f"{head}# begin\n{literal(rates)}# end\n{tail}")
-    replace_block(PAGE, "servers", markdown(literal_of(literal(rates))))
+        file.write(f"{head}{begin}{literal(rates)}")
+    replace_block(PAGE, "servers", markdown(rates))
 
 
 def literal(rates: ServerRates) -> str:
-    """Format a rate for the product's source, in three digits."""
+    """Format rates for the product's source."""
+    return f"MEASURED = {pformat(rates, width=110, sort_dicts=False)}\n"
 
-    def short(numbers: dict[str, float]) -> str:
-        lines = [f"        {json.dumps(name)}: {float(f'{value:.3g}')},\n" for name, value in numbers.items()]
-        return "".join(("{\n", *lines, "    }"))
 
-    return (
-        f"MEASURED = ServerRates(\n    hardware={json.dumps(rates.hardware)},\n    note={json.dumps(rates.note)},\n"
-        f"    of_parameter={short(rates.of_parameter)},\n    of_byte={short(rates.of_byte)},\n"
-        f"    recovery_s_per_gb={rates.recovery_s_per_gb:.3g},\n)\n"
+def rounded(rates: ServerRates) -> ServerRates:
+    """The rates in three digits."""
+
+    def short(numbers: dict[str, float]) -> dict[str, float]:
+        return {name: float(f"{value:.3g}") for name, value in numbers.items()}
+
+    recovery = float(f"{rates.recovery_s_per_gb:.3g}")
+    return replace(
+        rates, of_parameter=short(rates.of_parameter), of_byte=short(rates.of_byte), recovery_s_per_gb=recovery
     )
 
 
-def literal_of(text: str) -> ServerRates:
-    """The counterpart."""
-    found: dict[str, ServerRates] = {}
-    exec(text, {"ServerRates": ServerRates}, found)
-    return found["MEASURED"]
-
-
 def run_of(model: str) -> RunConfig:
-    config = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    config = llama(*LARGE[model], 128256, 4096, num_key_value_heads=8, tie_word_embeddings=False)
     block = {
         "name": "large", "folder": "large", "outer": OUTER,
-        "model": {"config": config | dict(zip(SHAPE, LARGE[model], strict=True))},
+        "model": {"config": config},
         "data": {"train": "data", "sequence_length": 4096, "train_samples": 1 << 24},
-        "deepspeed": {
-            "train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        },
+        "deepspeed": deepspeed_block(1024, 1, 1e-4, bf16={"enabled": True}),
     }  # fmt: skip
     return parse(RunConfig, block, model)
 

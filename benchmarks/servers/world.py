@@ -8,14 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks.processes import resident_bytes, wait_for
+from benchmarks.small_runs import deepspeed_block, llama
 from geotrain.config import load_run
 from geotrain.launch.check import free_ports
 from geotrain.net.server.server_setup import LISTENING
@@ -40,20 +42,14 @@ def write_files(
     width = min(WIDTH, 64 * max(1, round((parameters / FRAGMENTS / 16) ** 0.5 / 64)))
     layer_numel = 16 * width**2  # attention's four matrices, and three of four times the width
     layers = max(FRAGMENTS, round(parameters / layer_numel / FRAGMENTS) * FRAGMENTS)
-    model = {
-        "model_type": "llama", "vocab_size": 4096, "num_hidden_layers": layers, "tie_word_embeddings": True,
-        "hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 8, "num_key_value_heads": 8,
-    }  # fmt: skip
     fragments = {"layers_per_fragment": layers // FRAGMENTS}
     if chunks:
         fragments["chunk_elements"] = layers // FRAGMENTS * layer_numel // chunks // 4096 * 4096
     run = {
-        "name": name, "folder": str(folder / "run"), "model": {"config": model},
+        "name": name, "folder": str(folder / "run"),
+        "model": {"config": llama(width, layers, 8, 4 * width, 4096, 128)},
         "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
-        "deepspeed": {
-            "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        },
+        "deepspeed": deepspeed_block(8, 2, 1e-3, bf16={"enabled": True}),
         "outer": {
             "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 8,
             "up": {"name": "int4"}, "down": {"name": "int4"}, "local": {"name": "bf16"},
@@ -93,14 +89,24 @@ def start_worker(run_path: Path, name: str, address: str) -> Connection:
     return here
 
 
+def answered(pipe: Connection) -> tuple[float, float]:
+    """Return what `Worker.timed` gives for the update that the worker's process was told of. Raises RuntimeError."""
+    if not pipe.poll(QUIET_S):
+        raise RuntimeError(f"an update is not answered after {QUIET_S:g} s")
+    found: tuple[float, float] = pipe.recv()
+    return found
+
+
 def wait_until_quiet(region: ServerProcess) -> int:
     """Until nothing of the region is on its way up or down. Returns how often it was asked. Raises RuntimeError."""
-    deadline, asked = time.monotonic() + QUIET_S, 1
-    while status(region)["in_flight"]:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the region's update is not answered after {QUIET_S:g} s")
-        time.sleep(0.005)
+    asked = 0
+
+    def quiet() -> bool:
+        nonlocal asked
         asked += 1
+        return not status(region)["in_flight"]
+
+    wait_for(quiet, QUIET_S, lambda: "the region's update is not answered")
     return asked
 
 
@@ -125,11 +131,12 @@ class ServerProcess:
                 [sys.executable, "-m", "geotrain", "serve", *which, *options], stdout=log, stderr=log,
                 env={**os.environ, "DS_ACCELERATOR": "cpu"},
             )  # fmt: skip
-        while not listening.exists():
-            if self.process.poll() is not None or time.monotonic() - begin > START_S:
-                tail = Path(log.name).read_text()[-2000:]
-                raise RuntimeError(f"the server {self.name} does not listen; its log ends:\n{tail}")
-            time.sleep(0.05)
+        wait_for(
+            listening.exists,
+            START_S,
+            lambda: f"{self.name} does not listen; its log ends:\n{Path(log.name).read_text()[-2000:]}",
+            self.process,
+        )
         return time.monotonic() - begin
 
     @property
@@ -139,43 +146,17 @@ class ServerProcess:
     def cpu_s(self) -> float:
         """Processor time so far."""
         assert self.process is not None
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return sum(psutil.Process(self.process.pid).cpu_times()[:2])
 
     def resident_bytes(self, mapped: bool = False) -> int:
         """Memory of its own. mapped: also files that are mapped, and could be read again."""
         assert self.process is not None
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        kinds = ("RssAnon", "RssShmem", *(["RssFile"] if mapped else []))
-        return 1024 * sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(kinds))
+        return resident_bytes(self.process.pid, ("RssAnon", "RssShmem", *(["RssFile"] if mapped else [])))
 
     def kill(self) -> None:
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
-
-
-class PeakMemory:
-    """The most resident bytes of each server, looked at every 20 ms. mapped: as `resident_bytes` takes it."""
-
-    def __init__(self, servers: list[ServerProcess], mapped: bool = False) -> None:
-        self.servers, self.mapped, self.peak_bytes = servers, mapped, {server.name: 0 for server in servers}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.02):
-            for server in self.servers:
-                with suppress(OSError):
-                    self.peak_bytes[server.name] = max(
-                        self.peak_bytes[server.name], server.resident_bytes(self.mapped)
-                    )
-
-    def close(self) -> dict[str, int]:
-        self._over.set()
-        self._thread.join()
-        return self.peak_bytes
 
 
 def state_bytes(server: ServerProcess) -> int:

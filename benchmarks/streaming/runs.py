@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,18 +17,21 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import benchmarks.streaming.worker as streaming_worker
+from benchmarks import ROOT
+from benchmarks.processes import END_S, start_guarded, wait_for
 from geotrain.config import ClusterConfig, LinkConfig, load_cluster
 from geotrain.emulate import wan
 from geotrain.launch.check import free_ports
 from geotrain.launch.launcher import resolve
 from geotrain.launch.launchers.base import SCRIPT, WorkerPlace
 from geotrain.launch.launchers.registry import worker_commands
-from geotrain.launch.supervisor import guarded
 
 REGIONS = ("eu", "us")
 GBPS, RTT_MS = 0.2, 100.0
-START_S, RUN_S, END_S = 180.0, 300.0, 60.0
+START_S, RUN_S = 180.0, 300.0
 PEAK_AFTER_S = 1.0  # a peak may reach so far back
 
 
@@ -86,14 +89,13 @@ class Site:
         (folder / "cluster.json").write_text(cluster.model_dump_json(by_alias=True))
         self.runs[folder] = [self._serve(folder, "global")]
         self.runs[folder] += [self._serve(folder, "region", region) for region in REGIONS]
-        deadline_s = time.monotonic() + START_S
         for name in ("global", *REGIONS):
-            os.kill(_listening(folder, name, deadline_s), signal.SIGSTOP)
+            os.kill(_listening(folder, name), signal.SIGSTOP)
 
     def train(self, folder: Path) -> dict[str, Seen]:
         """A prepared run, to its end. Its servers then linger."""
         for name in ("global", *REGIONS):
-            os.kill(_listening(folder, name, 0.0), signal.SIGCONT)
+            os.kill(_listening(folder, name), signal.SIGCONT)
         for control in self.workers.values():
             control.send(("run", str(folder)))
         return self._watch(folder)
@@ -127,13 +129,13 @@ class Site:
                 part.ends_s.append(end_s)
                 part.jobs.append(job)
                 part.links.append(links)
-                part.server_s.append(_processor_s(_listening(folder, region, 0.0)))
+                part.server_s.append(sum(psutil.Process(_listening(folder, region)).cpu_times()[:2]))
         return seen
 
     def _serve(self, folder: Path, *what: str) -> subprocess.Popen[bytes]:
         command = (sys.executable, "-m", "geotrain", "serve", *what, "--run", str(folder / "run.json"))
         netns = self.links.namespaces.get(what[-1])
-        return _start(self.stack, folder / f"{what[-1]}.log", guarded(command, netns), netns)
+        return start_guarded(self.stack, folder / f"{what[-1]}.log", command, netns)
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def site(folder: Path) -> Iterator[Site]:
     (folder / "cluster.json").write_text(json.dumps({"name": "streaming", "regions": regions}))
     with ExitStack() as stack:
         up = stack.enter_context(wan.emulated(links))
-        _start(stack, folder / "wan.log", guarded(up.pump_command), *up.pump_fds)
+        start_guarded(stack, folder / "wan.log", up.pump_command, keeps=up.pump_fds)
         clusters = tuple(resolve(load_cluster(folder / "cluster.json"), up) for _ in range(2))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(folder / streaming_worker.SOCKET))
@@ -161,8 +163,13 @@ def site(folder: Path) -> Iterator[Site]:
             (job,) = made.commands
             own = str(Path(streaming_worker.__file__).resolve())
             command = [own if part == str(SCRIPT) else part for part in job.command]
-            netns = up.namespaces[region]
-            _start(stack, folder / f"{job.name}.log", guarded(command, netns), netns, env=job.env)
+            start_guarded(
+                stack,
+                folder / f"{job.name}.log",
+                command,
+                up.namespaces[region],
+                env=job.env | {"PYTHONPATH": str(ROOT)},
+            )
         workers: dict[str, Connection] = {}
         for _ in REGIONS:
             control = stack.enter_context(Connection(listener.accept()[0].detach()))
@@ -172,46 +179,11 @@ def site(folder: Path) -> Iterator[Site]:
             control.send(())
 
 
-def _start(
-    stack: ExitStack, log: Path, command: Sequence[str], *keeps: int | None, env: Any = None
-) -> subprocess.Popen[bytes]:
-    """A guarded process: it ends when its standard input does, at the latest with the stack."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, **(env or {})},
-            pass_fds=[fd for fd in keeps if fd is not None],
-        )
-
-    def end() -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-    stack.callback(end)
-    return process
-
-
-def _listening(folder: Path, server: str, deadline_s: float) -> int:
-    """Its process, once it listens."""
+def _listening(folder: Path, server: str) -> int:
+    """Wait until a server listens, and return its process id."""
     said = folder / "servers" / server / "listening.json"
-    while not said.exists():
-        if time.monotonic() > deadline_s:
-            raise SystemExit(f"the server {server!r} does not listen; see {folder}/{server}.log")
-        time.sleep(0.05)
+    wait_for(said.exists, START_S, lambda: f"the server {server!r} does not listen; see {folder}/{server}.log")
     return int(json.loads(said.read_text())["pid"])
-
-
-def _processor_s(pid: int) -> float:
-    """Processor seconds that a process has used."""
-    after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, after[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _ready(controls: Any) -> list[Connection]:

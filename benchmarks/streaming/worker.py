@@ -12,10 +12,8 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.overhead import engine_and_data
 from geotrain.config import load_cluster, load_run
-from geotrain.data.loader import LeasedLoader, open_training
-from geotrain.inner.build import build_engine
-from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import parallel
 from geotrain.net.transport.operator_client import ask_status
 from geotrain.net.transport.worker_client import WorkerClient
@@ -56,11 +54,7 @@ class Trained:
 
     def __init__(self, path: Path, region: str, worker: str, control: Connection) -> None:
         run, cluster = load_run(path / "run.json"), load_cluster(path / "cluster.json")
-        self.engine: GeoEngine = build_engine(run, run.parallel, run.deepspeed)
-        vocab_size = self.engine.architecture.vocab_size
-        source = open_training(run.data, vocab_size, run.seed)
-        micro_batch = run.deepspeed["train_micro_batch_size_per_gpu"]
-        self.loader = LeasedLoader(source, run.samples_per_step, micro_batch, 0, 1)
+        self.engine, self.loader = engine_and_data(run)
         self.samples = run.samples_per_step
         parameter_map, workers = parameter_map_of(run), len(cluster.regions)
         server = str(cluster.region(region).server)

@@ -7,10 +7,9 @@
 
 Settings are those of the small model's search, but for the inner learning rate: each method's is found anew, in runs
 of a part of the tokens with a warm-up of as many as the whole run has, by factors of two. Finished runs are kept in
-the results file (JSON lines), which is committed, and not done again; points of a curve are written as they come. A
-run that was ended, in whatever way, goes on when the same is called again in the same checkout, from what it kept in
-`--state` some five minutes before at most; the row is the same to the last bit on the same machine. The last line
-printed is one JSON object.
+the results file (JSON lines), which is committed, and not done again. A run that was ended, in whatever way, goes on
+when the same is called again in the same checkout, from what it kept in `--state` some five minutes before at most;
+the row is the same to the last bit on the same machine. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.common import command_line, record
-from benchmarks.studies.claims.kept import Kept
+from benchmarks.studies.claims.kept import drop
 from benchmarks.studies.claims.markdown import number
 from benchmarks.studies.claims.methods import METHODS, ONE_WORKER_2BIT, OURS, OURS_2BIT, SYNCHRONOUS, Settings, muon
 from benchmarks.studies.claims.report import plain, plot_curves, replace_block, table, time_to
@@ -62,9 +61,9 @@ def main() -> None:
 
     def complete(jobs: list[Job]) -> list[dict[str, Any]]:
         states = Path(arguments.state)
-        rows = results.complete(jobs, arguments.jobs, partial(run_told, folder, states))
+        rows = results.complete(jobs, arguments.jobs, partial(run_told, states))
         for job in jobs:
-            Kept(states, job.key).drop()
+            drop(states, job.key)
         return rows
 
     def trial(method: str, settings: Settings) -> Job:
@@ -123,23 +122,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--results", default=str(RESULTS), help="JSON lines")
     parser.add_argument("--state", default=str(ROOT / "build/confirm"), help="folder for runs that are under way")
     parser.add_argument("--docs", action="store_true", help="renew docs/evidence.md, its picture and results.csv")
-    parser.add_argument("--out", default=str(ROOT / "runs/confirm"), help="folder for curves, table and plot")
+    parser.add_argument("--out", default=str(ROOT / "runs/confirm"), help="folder for table and plot")
     return parser.parse_args()
 
 
-def run_told(folder: Path, states: Path, job: Job) -> dict[str, Any]:
-    """`run`, with a file of the points known so far, and a line a point on the screen."""
-    rate = f"{job.settings['lr']:.4g}"
-    name = f"{job.method}, rate {rate}"
-    with (folder / f"{job.method}-{job.steps}-{rate}.partial.jsonl").open("w") as file:
+def run_told(states: Path, job: Job) -> dict[str, Any]:
+    """`run`, with a line a point on the screen."""
 
-        def tell(point: Point) -> None:
-            file.write(json.dumps([point.time_s, point.committed_share, point.test]) + "\n")
-            file.flush()
-            share = f"{100 * point.committed_share:.1f} % of the tokens"
-            print(f"{name}: {share}, {point.time_s:.0f} virtual s, test {point.test:.4f}", flush=True)
+    def tell(point: Point) -> None:
+        name = f"{job.method}, rate {job.settings['lr']:.4g}"
+        share = f"{100 * point.committed_share:.1f} % of the tokens"
+        print(f"{name}: {share}, {point.time_s:.0f} virtual s, test {point.test:.4f}", flush=True)
 
-        return run(job, tell, states)
+    return run(job, tell, states)
 
 
 def summary(

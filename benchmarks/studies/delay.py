@@ -309,12 +309,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines")
     arguments = parser.parse_args()
-    kept = (
-        [json.loads(line) for line in arguments.results.read_text().splitlines()]
-        if arguments.results.exists()
-        else []
-    )
-    rows = {(row["trial"], row["seed"]): row for row in kept}
+    lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
+    rows = {(row["trial"], row["seed"]): row for row in map(json.loads, lines)}
     for name in arguments.trials:
         if (name, arguments.seed) not in rows:
             row = {"trial": name, "seed": arguments.seed, **plain(run(TRIALS[name], arguments.seed))}

@@ -21,7 +21,8 @@ from geotrain.config import (
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.network import Line, LinkTable, RankDevice
-from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, payloads, server_times, worker_timing
+from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, server_times, worker_timing
+from geotrain.plan.model.sizes import Sizes
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import Work, useful_flops
 
@@ -144,10 +145,9 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         homes = {region: [ranks[name] for name, (home, _) in placed.items() if home == region] for region in regions}
         inside = {region: _to_server(region, homes[region], network) for region in regions}
     timings = [worker_timing(name, region, steps[name]) for name, (region, _) in placed.items()]
-    numels = [f.numel for f in parameter_map_of(run).fragments]
-    sizes = payloads(run.outer, numels)
+    sizes = Sizes(run.outer, tuple(f.numel for f in parameter_map_of(run).fragments))
     shards = {region: max(1, len(shards_of(cluster, region))) for region in regions}
-    servers = server_times(run.outer, numels, sizes, shards, max(1, len(cluster.global_shards)))
+    servers = server_times(run.outer, sizes, shards, max(1, len(cluster.global_shards)))
     found = pace(run.outer, sizes, timings, wide, inside, servers)
     workers = {
         name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name], memory[name])

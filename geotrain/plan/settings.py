@@ -28,7 +28,8 @@ from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
 from geotrain.plan.model.network import Line
-from geotrain.plan.model.rounds import pace, payloads, server_times, worker_timing
+from geotrain.plan.model.rounds import pace, server_times, worker_timing
+from geotrain.plan.model.sizes import Sizes
 
 BUSY = 0.8  # of a link's rate that payload may take
 TRAFFIC = 0.1  # of the accelerators' price that traffic may cost
@@ -122,9 +123,9 @@ def settings(
     found = []
     for outer in outers(task):
         numels = fragment_sizes(task.architecture, outer.fragments.layers_per_fragment)
-        sizes = payloads(outer, numels)
+        sizes = Sizes(outer, numels)
         for shards in numbers_of_shards(task, outer, numels):
-            servers = server_times(outer, numels, sizes, dict.fromkeys(homes, shards), shards)
+            servers = server_times(outer, sizes, dict.fromkeys(homes, shards), shards)
             paced = pace(outer, sizes, timings, wide, near, servers)
             server_busy = max(paced.global_busy, *(region.server_busy for region in paced.regions.values()))
             if server_busy <= SERVER_BUSY:

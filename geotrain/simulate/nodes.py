@@ -26,10 +26,10 @@ from geotrain.outer.messages import (
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
+from geotrain.plan.model.sizes import LinkSizes
 from geotrain.simulate.clock import Clock, Promise
 from geotrain.simulate.links import VirtualNetwork, Way
 from geotrain.simulate.server_work import ServerWork
-from geotrain.simulate.sizes import LinkSizes
 
 
 def nothing(*_: Any) -> None:

@@ -6,19 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from geotrain.outer.messages import Answer, Message, UpdatePart
-from geotrain.plan.model.server_rates import ServerRates
-from geotrain.plan.model.servers import Place, ServerSeconds, server_seconds
+from geotrain.plan.model.servers import ServerSeconds
 from geotrain.simulate.clock import Clock
-from geotrain.simulate.sizes import Sizes
-
-
-def seconds_of(place: Place, sizes: Sizes, rates: ServerRates | None) -> ServerSeconds:
-    """Compute how long servers work, for the cost model. rates: None: a server takes no time."""
-    if rates is None:
-        return ServerSeconds()
-    members = sizes.local if place.above else sizes.wide
-    above = sizes.wide.up, sizes.wide.down
-    return server_seconds(place, sizes.numels, (members.up, members.down), above, rates)
 
 
 class ServerWork:

@@ -19,12 +19,12 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.parameters.parameter_map import ParameterMap
 from geotrain.plan.model.server_rates import ServerRates
-from geotrain.plan.model.servers import place_of
+from geotrain.plan.model.servers import ServerSeconds, place_of, server_seconds
+from geotrain.plan.model.sizes import Sizes
 from geotrain.simulate.clock import Clock, VirtualProcess
 from geotrain.simulate.links import Ring, Star
 from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, VirtualClient
-from geotrain.simulate.server_work import ServerWork, seconds_of
-from geotrain.simulate.sizes import Sizes
+from geotrain.simulate.server_work import ServerWork
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.timed import TimedGlobalServer, TimedRegionServer
 from geotrain.simulate.worker import Idle, Learner, SimWorker
@@ -201,9 +201,9 @@ class VirtualWorld:
         return Star(links, link_of, spec.seed, spec.trunk, spec.home)
 
     def _work(self, role: Literal["region", "global"], members: int) -> ServerWork:
-        sizes = self.task.sizes
+        sizes, rates = self.task.sizes, self.task.server_rates
         place = place_of(role, sizes.config, members)
-        return ServerWork(self.clock, seconds_of(place, sizes, self.task.server_rates))
+        return ServerWork(self.clock, server_seconds(place, sizes, rates) if rates else ServerSeconds())
 
     def _build_region(self, region: RegionSpec) -> None:
         name, workers = region.name, tuple(w.name for w in region.workers)

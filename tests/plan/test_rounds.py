@@ -10,8 +10,9 @@ import pytest
 from geotrain.config import OuterConfig, parse
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.plan.model.network import Line
-from geotrain.plan.model.rounds import ExchangePace, WorkerTiming, pace, payloads, server_times
+from geotrain.plan.model.rounds import ExchangePace, WorkerTiming, pace, server_times
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
+from geotrain.plan.model.sizes import Sizes
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -42,9 +43,8 @@ def closed_form(
 ) -> ExchangePace:
     workers = [WorkerTiming(f"{name}-{i}", name, s) for name, steps in STEPS_S.items() for i, s in enumerate(steps)]
     lines = [Line((), spec.gbps, spec.latency_s) for spec in (wide, local)]
-    numels = [f.numel for f in layout(outer).fragments]
-    sizes = payloads(outer, numels)
-    servers = rates and server_times(outer, numels, sizes, dict.fromkeys(STEPS_S, 1), 1, rates)
+    sizes = Sizes(outer, tuple(f.numel for f in layout(outer).fragments))
+    servers = rates and server_times(outer, sizes, dict.fromkeys(STEPS_S, 1), 1, rates)
     return pace(outer, sizes, workers, *({name: line for name in STEPS_S} for line in lines), servers)
 
 

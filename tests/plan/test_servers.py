@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import ROOT
-from benchmarks.servers.rates import PAGE, literal, literal_of, markdown
+from benchmarks.servers.rates import PAGE, literal, markdown, rounded
 from geotrain.commands.dry_run import needs, show
 from geotrain.config import codec_config, load_cluster, load_run
 from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
@@ -19,7 +19,7 @@ from geotrain.outer import downlink
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards import shard as shard
 from geotrain.parameters.parameter_map import parameter_map_of
-from geotrain.plan.model.server_rates import MEASURED
+from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.model.servers import place_of, server_needs
 from geotrain.staging.interface import from_bytes
 from tests.support.outer_world import FakeWorker, World, config, parameter_map, random_deltas, start_vector, whole
@@ -158,4 +158,6 @@ def test_the_dry_run_tells_what_mirrors_on_the_disk_would_be_worth() -> None:
 def test_the_page_has_the_table_that_follows_from_the_rates() -> None:
     """If this fails: `python -m benchmarks.servers.rates`."""
     assert f"<!-- servers: begin -->\n\n{markdown()}\n\n<!-- servers: end -->" in PAGE.read_text()
-    assert literal_of(literal(MEASURED)) == MEASURED
+    written = {"ServerRates": ServerRates}
+    exec(literal(rounded(MEASURED)), written)
+    assert written["MEASURED"] == MEASURED

@@ -15,8 +15,8 @@ import torch
 from geotrain.config import MomentumConfig, OuterConfig, OverlapConfig, codec_config, rule_config
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import StridedSlice
+from geotrain.plan.model.sizes import Sizes
 from geotrain.simulate.links import LinkSpec
-from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualTask, VirtualWorld
 from tests.support.outer_world import parameter_map

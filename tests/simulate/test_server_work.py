@@ -9,10 +9,11 @@ import pytest
 
 from benchmarks.studies.environments import one_block
 from geotrain.config import OuterConfig
+from geotrain.plan.model import servers
 from geotrain.plan.model.server_rates import ServerRates
-from geotrain.plan.model.servers import merge_stages, place_of, send_stages, update_stages
+from geotrain.plan.model.servers import merge_s, place_of, send_s
+from geotrain.plan.model.sizes import Sizes
 from geotrain.simulate.links import LinkSpec
-from geotrain.simulate.sizes import Sizes
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
 
@@ -37,20 +38,19 @@ def simulated(workers: int, rates: ServerRates | None) -> dict[str, Any]:
 
 
 def update_s(rates: ServerRates) -> float:
-    stages = update_stages(place_of("region", OUTER, 1), SIZES.local.up[0], NUMEL, SIZES.local.down[0], rates)
-    return sum(stages.values())
+    return servers.update_s(place_of("region", OUTER, 1), SIZES.local.up[0], NUMEL, SIZES.local.down[0], rates)
 
 
 def test_a_servers_time_is_the_formulas() -> None:
     found = simulated(1, RATES)
-    of_send = sum(send_stages(NUMEL, SIZES.wide.up[0], RATES).values())
-    of_merge = sum(merge_stages(place_of("region", OUTER, 1), NUMEL, SIZES.wide.down[0], RATES).values())
-    of_top = update_stages(place_of("global", OUTER, 1), SIZES.wide.up[0], NUMEL, SIZES.wide.down[0], RATES)
+    of_send = send_s(NUMEL, SIZES.wide.up[0], RATES)
+    of_merge = merge_s(place_of("region", OUTER, 1), NUMEL, SIZES.wide.down[0], RATES)
+    of_top = servers.update_s(place_of("global", OUTER, 1), SIZES.wide.up[0], NUMEL, SIZES.wide.down[0], RATES)
     updates, sends = STEPS // H, STEPS // H // 2
     merges = sends + 1  # the first weights, too
     expected = updates * update_s(RATES) + sends * of_send + merges * of_merge
     assert found["servers"]["eu"] == pytest.approx(expected)
-    assert found["servers"]["global"] == pytest.approx(sends * sum(of_top.values()))
+    assert found["servers"]["global"] == pytest.approx(sends * of_top)
     assert found["seconds"] > STEPS * STEP_S + updates * update_s(RATES)  # its worker waits for each answer
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from geotrain.common.files import whole_file
@@ -42,8 +43,7 @@ def interval(values: Sequence[float | None]) -> dict[str, Any]:
     n, middle = len(known), mean(known)
     if middle is None or n < 2:
         return {"mean": middle, "half_width": None, "n": n}
-    deviation = math.sqrt(sum((v - middle) ** 2 for v in known) / (n - 1))
-    return {"mean": middle, "half_width": STUDENT.get(n - 1, 1.96) * deviation / math.sqrt(n), "n": n}
+    return {"mean": middle, "half_width": STUDENT.get(n - 1, 1.96) * stdev(known) / math.sqrt(n), "n": n}
 
 
 def speedup(slow: Sequence[float | None], fast: Sequence[float | None]) -> dict[str, Any]:

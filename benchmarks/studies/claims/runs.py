@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import hardware
 from benchmarks.studies.claims.exchange import EXCHANGE, Exchange, devices_of_a_worker, wide_bytes, world_for
-from benchmarks.studies.claims.kept import EVERY_S, Keeper, Kept, Spent
+from benchmarks.studies.claims.kept import EVERY_S, Kept
 from benchmarks.studies.claims.methods import METHODS, Settings, whole_steps
 from benchmarks.studies.claims.worlds import WORLDS
 from benchmarks.studies.environments import HALOS, Environment, load_environment
@@ -122,7 +122,6 @@ def run(
     none on the selection slice.
     """
     torch.set_num_threads(1)
-    begin = time.process_time(), time.perf_counter()
     r = job.resolved
 
     def told(point: Point) -> None:
@@ -131,27 +130,30 @@ def run(
         if job.until is not None and point.test <= job.until:
             raise LossReached
 
-    with nullcontext() if states is None else Kept(states, job.key) as kept:
-        if found := kept and kept.load():
-            world, curve, before = found
-            kept.tell(f"{job.method}: goes on at {100 * curve.share(world):.1f} % of the tokens")
-            world.wake()
-            curve.tell = told
-            for point in curve.points:
-                told(point)
-        else:
-            task = training_task(r.study, r.outer, r.environment.numel, r.devices)
-            curve, before = Curve(r.study, job.points, tell=told), Spent()
-            world = VirtualWorld(r.world, replace(task, momentum_decay=r.momentum_decay), curve.watch)
+    kept = None if states is None else Kept(states, job.key, every_s)
+    if found := kept and kept.load():
+        world, curve, cpu_s, wall_s = found
+        print(f"{job.method}: goes on at {100 * curve.share(world):.1f} % of the tokens", flush=True)
+        world.wake()
+        curve.tell = told
+        for point in curve.points:
+            told(point)
+    else:
+        task = training_task(r.study, r.outer, r.environment.numel, r.devices)
+        curve, cpu_s, wall_s = Curve(r.study, job.points, tell=told), 0.0, 0.0
+        world = VirtualWorld(r.world, replace(task, momentum_decay=r.momentum_decay), curve.watch)
+    began_cpu_s, began_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
 
-        def state() -> tuple[Any, dict[str, Any]]:
-            spent = before.with_sitting(*begin)
-            about = {"method": job.method, "settings": job.settings, "steps": job.steps}
-            return (world, curve, spent), about | {"committed_share": curve.share(world)} | asdict(spent)
+    def spent_s() -> tuple[float, float]:
+        """Seconds of the processor and of the wall, over all the run's sittings."""
+        return time.process_time() - began_cpu_s, time.perf_counter() - began_s
 
-        look = Keeper(kept, every_s, lambda: world.at_rest, state).look if kept else None
-        measured = _measured(job, world, curve, look) if r.study.steps else {"failed": NO_ROUND}
-    spent = before.with_sitting(*begin)
+    def look() -> None:
+        if kept and world.at_rest:
+            kept.save_if_due(lambda: (world, curve, *spent_s()))
+
+    measured = _measured(job, world, curve, look if kept else None) if r.study.steps else {"failed": NO_ROUND}
+    cpu_s, wall_s = spent_s()
     return {
         "key": job.key,
         **asdict(job),
@@ -160,9 +162,9 @@ def run(
         "seconds": world.clock.now,
         **measured,
         "numel": world.task.parameter_map.numel,
-        "cpu_s": spent.cpu_s,
-        "wall_s": spent.wall_s,
-        "hardware": "; ".join(spent.hardware),
+        "cpu_s": cpu_s,
+        "wall_s": wall_s,
+        "hardware": hardware(),
         "text": standard_library().digest,
     }
 

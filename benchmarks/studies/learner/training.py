@@ -18,7 +18,7 @@ from geotrain.outer.messages import ChunkDelta, ChunkWeights, Lease
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters
-from geotrain.simulate.sizes import Sizes
+from geotrain.plan.model.sizes import Sizes
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.world import VirtualTask, VirtualWorld
 from geotrain.staging.interface import Pending
@@ -48,10 +48,10 @@ class Study:
     inner: InnerSettings = field(default_factory=InnerSettings)
     quarter_of: dict[str, int] = field(default_factory=dict)
 
-    def model(self, gradient: Tensor | None = None) -> SmallLM:
+    def model(self) -> SmallLM:
         a = small_architecture(self.hidden, self.layers, self.heads, self.ffn, self.length)
         start = [initial_tensor(p, self.seed).flatten() for p in canonical_parameters(a)]
-        return SmallLM(a, torch.cat(start), gradient)
+        return SmallLM(a, torch.cat(start))
 
 
 def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devices: int = 1) -> VirtualTask:
@@ -68,9 +68,7 @@ def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devic
     )
     samples = study.batch * devices
     steps = study.steps // devices
-    # Workers step one after another in virtual time: one gradient serves all of them, and the processor's caches hold
-    # more of everything else.
-    learner = partial(Learning, study, outer, parameter_map, model.gradient, steps * samples, samples)
+    learner = partial(Learning, study, outer, parameter_map, steps * samples, samples)
     sizes = Sizes(outer, tuple(max(1, round(f.numel * share)) for f in parameter_map.fragments))
     return VirtualTask(outer, sizes, parameter_map, start, steps * samples, samples, learner)
 
@@ -85,14 +83,13 @@ class Learning:
         study: Study,
         outer: OuterConfig,
         parameter_map: ParameterMap,
-        gradient: Tensor,
         train_samples: int,
         samples: int,
         spec: WorkerSpec,
     ) -> None:
         self.study, self.train_samples, self.samples = study, train_samples, samples
         self.quarter = study.quarter_of.get(spec.name)
-        self.model = study.model(gradient)
+        self.model = study.model()
         self.outer, self.parameter_map = outer, parameter_map
         self.jobs = 0
         self.losses: list[float] = []

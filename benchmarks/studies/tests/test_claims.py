@@ -13,8 +13,9 @@ import benchmarks.studies.claims.__main__ as claims
 import benchmarks.studies.claims.runs as claims_runs
 import benchmarks.studies.confirm as confirm
 from benchmarks.common import flat
+from benchmarks.goals import Goal
 from benchmarks.studies.claims.exchange import regional_world, wide_bytes
-from benchmarks.studies.claims.markdown import GAP_GOALS, _met, markdown
+from benchmarks.studies.claims.markdown import _met, markdown
 from benchmarks.studies.claims.methods import (
     METHODS,
     MUON,
@@ -100,10 +101,8 @@ def test_speedups_are_geometric_means_over_the_seeds_that_reached_it():
 
 
 def test_a_goal_is_met_by_the_whole_interval():
-    def reaches(x: float) -> bool:
-        return x >= 1.5
-
-    found = [_met(1.6, 1.51, reaches), _met(1.6, 1.3, reaches), _met(1.6, None, reaches), _met(1.4, 1.3, reaches)]
+    goal = Goal("a", least=1.5)
+    found = [_met(goal, 1.6, 1.51), _met(goal, 1.6, 1.3), _met(goal, 1.6, None), _met(goal, 1.4, 1.3)]
     assert found == ["yes", "mean only", "mean only", "**no**"]
 
 
@@ -435,7 +434,7 @@ def test_a_look_at_few_methods_tells_what_it_can(tmp_path):
     report = study.published() | {"goodput": KEPT}
     assert report["gap_one_worker_a_region"] is None and set(report["speedup"]) == {"ours_over_diloco"}
     text = markdown(report, {m: METHODS[m].title for m in few})
-    assert "ours_over_diloco" in text and not any(name in text for name in GAP_GOALS)
+    assert "ours_over_diloco" in text and not any(name in text for name in GAPS)
 
 
 @pytest.mark.parametrize("failing", [("halos",), ("diloco", "diloco-muon"), (MINE,), tuple(METHODS)], ids=str)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 import benchmarks.studies.claims.kept as keeping
-from benchmarks.studies.claims.kept import Keeper, Kept, Spent
+from benchmarks.studies.claims.kept import Kept, drop
 from benchmarks.studies.claims.methods import METHODS, OURS, OURS_2BIT, SYNCHRONOUS, muon
 from benchmarks.studies.claims.runs import Job, run
 from benchmarks.studies.learner.model import SmallLM, small_architecture
@@ -44,14 +42,14 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Call with n: every run of this test is ended after so many states."""
 
     def stops(every: int) -> None:
-        count, save = iter(range(1, 10**6)), Kept.save
+        count, save_if_due = iter(range(1, 10**6)), Kept.save_if_due
 
-        def counted(self: Kept, *args) -> None:
-            save(self, *args)
+        def counted(self: Kept, state: Callable[[], object]) -> None:
+            save_if_due(self, state)
             if next(count) % every == 0:
                 raise Stopped
 
-        monkeypatch.setattr(Kept, "save", counted)
+        monkeypatch.setattr(Kept, "save_if_due", counted)
 
     return stops
 
@@ -87,16 +85,18 @@ def test_a_run_that_was_ended_gives_the_same_row(of, every, stops, tmp_path, cap
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-import benchmarks.studies.claims.kept as keeping
+import torch
 from benchmarks.studies.claims.runs import Job, run
 
-def write(self, part, states=[0]):
-    states[0] += self.bytes == 0
-    if states[0] == 5 and self.bytes > 20_000:
+def save(state, file, states=[0]):
+    states[0] += 1
+    if states[0] == 5:
+        file.write(b"a part")
+        file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-    return of_its_own(self, part)
+    of_its_own(state, file)
 
-of_its_own, keeping._Summed.write = keeping._Summed.write, write
+of_its_own, torch.save = torch.save, save
 run(Job(**json.loads(sys.argv[1])), None, Path(sys.argv[2]), every_s=0)
 """
 
@@ -106,112 +106,37 @@ def test_a_run_killed_while_its_state_is_written_goes_on_with_the_one_before(tmp
     command = [sys.executable, "-c", KILLED, json.dumps(asdict(of)), str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert len(list(tmp_path.glob("*.state"))) == 2  # a whole one, and a part
+    assert len(list(tmp_path.iterdir())) == 2  # a whole one, and a part
     assert result(run(of, states=tmp_path, every_s=0)) == result(run(of))
     assert "goes on at" in capsys.readouterr().out
-    assert len(list(tmp_path.glob("*.state"))) == 1
+    drop(tmp_path, of.key)
+    assert not list(tmp_path.glob("*.state"))
 
 
-def state_of(folder: Path, stops: Callable[[int], None], of: Job) -> tuple[Path, Path]:
-    """(the state's description, the state) of a run that was ended."""
+def test_what_other_code_wrote_is_not_used(stops, tmp_path, capsys, monkeypatch):
+    of = job(muon(SYNCHRONOUS), steps=64)
     stops(1)
     with pytest.raises(Stopped):
-        run(of, states=folder, every_s=0)
-    (about,), (body,) = folder.glob("*.json"), folder.glob("*.state")
-    return about, body
-
-
-def damage(about: Path, body: Path) -> None:
-    content = bytearray(body.read_bytes())
-    content[len(content) // 2] ^= 1
-    body.write_bytes(content)
-
-
-def cut_short(about: Path, body: Path) -> None:
-    os.truncate(body, body.stat().st_size - 1)
-
-
-def no_json(about: Path, body: Path) -> None:
-    about.write_text("{")
-
-
-def of_another_run(about: Path, body: Path) -> None:
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"key": "another"}))
-
-
-def missing(about: Path, body: Path) -> None:
-    body.unlink()
-
-
-@pytest.mark.parametrize("how", [damage, cut_short, no_json, of_another_run, missing], ids=lambda how: how.__name__)
-def test_a_state_that_is_none_is_told_and_the_run_begins_anew(how, stops, tmp_path, capsys):
-    of = job(muon(SYNCHRONOUS), steps=64)
-    how(*state_of(tmp_path, stops, of))
-    assert result(run(of, states=tmp_path)) == result(run(of))
-    out = capsys.readouterr().out
-    assert "the run begins anew" in out and "goes on" not in out
-
-
-def test_what_other_code_wrote_is_left_alone(stops, tmp_path, capsys, monkeypatch):
-    of = job(muon(SYNCHRONOUS), steps=64)
-    about, body = state_of(tmp_path, stops, of)
+        run(of, states=tmp_path, every_s=0)
+    monkeypatch.undo()
     monkeypatch.setattr(keeping, "code", lambda: "0123456789ab")
-    assert result(run(of, states=tmp_path)) == result(run(of))
-    assert "other code" in capsys.readouterr().out and about.exists() and body.exists()
+    assert result(run(of, states=tmp_path)) == result(run(of)) and "goes on" not in capsys.readouterr().out
 
 
-def test_two_processes_are_not_at_one_run(tmp_path):
-    with Kept(tmp_path, "key"), pytest.raises(BlockingIOError, match="another process"), Kept(tmp_path, "key"):
-        pass
-    with Kept(tmp_path, "key"):
-        pass
-
-
-def test_a_full_disk_ends_no_run(tmp_path, monkeypatch):
-    told: list[str] = []
-    with Kept(tmp_path, "key", told.append) as kept:
-        kept.save(1, {})
-        with monkeypatch.context() as full:
-            full.setattr(keeping._Summed, "write", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
-            kept.save(2, {})
-        assert "No space left" in told[0] and kept.load() == 1
-        kept.drop()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_state_is_kept_when_it_is_time_and_may_be(tmp_path, monkeypatch):
-    now_s, may = [0.0], [True]
+def test_a_state_is_saved_when_it_is_time_and_while_somebody_wants_the_result(tmp_path, monkeypatch):
+    now_s = [0.0]
     monkeypatch.setattr(keeping.time, "monotonic", lambda: now_s[0])
-    with Kept(tmp_path, "key") as kept:
-        saved: list[float] = []
-
-        def save(what: object, about: object) -> None:
-            saved.append(now_s[0])
-            now_s[0] += 30  # a slow disk
-
-        monkeypatch.setattr(kept, "save", save)
-        keeper = Keeper(kept, 300, lambda: may[0], lambda: (1, {}))
-        for now_s[0] in (299, 300, 301, 600, 929, 931):
-            may[0] = now_s[0] != 300
-            keeper.look()
-        assert saved == [301, 931]  # not more than a twentieth of the time
-        monkeypatch.setattr(keeper, "_parent", type("Ended", (), {"is_alive": lambda self: False})())
-        with pytest.raises(SystemExit):
-            keeper.look()
-
-
-def test_a_row_tells_of_all_its_machines(monkeypatch):
-    machines = iter(("a core", "a core", "another"))
-    monkeypatch.setattr(keeping, "hardware", lambda: next(machines))
-    spent = Spent()
-    for _ in range(3):
-        spent = spent.with_sitting(time.process_time() - 5, time.perf_counter() - 10)
-    assert spent.hardware == ("a core", "another")
-    assert spent.cpu_s >= 15 and spent.wall_s >= 30
+    kept, saved = Kept(tmp_path, "key", 300.0), []
+    for now_s[0] in (299.0, 301.0, 600.0, 602.0):
+        kept.save_if_due(lambda: saved.append(now_s[0]))
+    assert saved == [301.0, 602.0]
+    ended = type("Ended", (), {"is_alive": lambda self: False})()
+    monkeypatch.setattr(keeping.multiprocessing, "parent_process", lambda: ended)
+    with pytest.raises(SystemExit):
+        kept.save_if_due(lambda: None)
 
 
 def test_a_model_that_was_kept_still_has_its_parts_in_two_vectors(tmp_path):
-    """What the compiled functions hold is made anew around them."""
     architecture = small_architecture(16, 1, 2, 32, 16)
     numel = sum(p.numel for p in canonical_parameters(architecture))
     model = SmallLM(architecture, torch.linspace(-1, 1, numel))

@@ -22,22 +22,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from geotrain.config import CodecConfig, OuterConfig
-from geotrain.outer.codec import make_codec
+from geotrain.config import OuterConfig
 from geotrain.parameters.parameter_map import fragments_due
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.model.servers import ServerSeconds, place_of, server_seconds
+from geotrain.plan.model.sizes import Sizes
 from geotrain.plan.model.step import StepTime
-
-
-@dataclass(frozen=True)
-class Payloads:
-    """Bytes of each fragment. wide: between regions; local: between a worker and its region's server."""
-
-    wide_up: tuple[int, ...]
-    wide_down: tuple[int, ...]
-    local: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -111,35 +102,19 @@ class ExchangePace:
     global_busy: float
 
 
-def payloads(outer: OuterConfig, numels: Sequence[int]) -> Payloads:
-    """Count the bytes of each fragment's payloads. numels: elements of each fragment."""
-
-    def coded(config: CodecConfig) -> tuple[int, ...]:
-        codec = make_codec(config)
-        return tuple(codec.encoded_bytes(n) for n in numels)
-
-    return Payloads(coded(outer.up), coded(outer.down), coded(outer.local))
-
-
 def server_times(
-    outer: OuterConfig,
-    numels: Sequence[int],
-    sizes: Payloads,
-    shards: Mapping[str, int],
-    top_shards: int,
-    rates: ServerRates = MEASURED,
+    outer: OuterConfig, sizes: Sizes, shards: Mapping[str, int], top_shards: int, rates: ServerRates = MEASURED
 ) -> ServerTimes:
-    """Compute the seconds that servers take for each fragment. numels, sizes: of each fragment. shards: how many each
-    region's server has; top_shards: the global one."""
-    wide = sizes.wide_up, sizes.wide_down
-    near = server_seconds(place_of("region", outer, 1), numels, (sizes.local, sizes.local), wide, rates)
-    top = server_seconds(place_of("global", outer, 1), numels, wide, wide, rates)
+    """Compute the seconds that servers take for each fragment. shards: how many each region's server has; top_shards:
+    the global one."""
+    near = server_seconds(place_of("region", outer, 1), sizes, rates)
+    top = server_seconds(place_of("global", outer, 1), sizes, rates)
     return ServerTimes({region: near.over(number) for region, number in shards.items()}, top.over(top_shards))
 
 
 def pace(
     outer: OuterConfig,
-    sizes: Payloads,
+    sizes: Sizes,
     workers: Sequence[WorkerTiming],
     wide: Mapping[str, Line],
     inside: Mapping[str, Line],
@@ -153,13 +128,13 @@ def pace(
         steps = outer.local_steps
         if outer.scale_local_steps:
             steps = max(1, ceil(steps * fastest / w.step_s))
-        settles, refreshes = stops(outer, len(sizes.local), steps)
+        settles, refreshes = stops(outer, len(sizes.numels), steps)
         gatherings = refreshes if w.refreshes_all else 1  # each fragment is adopted once
         stop_s = settles * w.settle_s + gatherings * w.refresh_s
         alone[w.name] = WorkerPace(steps, steps * w.step_s + stop_s, stop_s, stop_s, gatherings)
 
     members = {r: [w for w in workers if w.region == r] for r in dict.fromkeys(w.region for w in workers)}
-    loop = _Loop(outer, sizes, members, wide, inside, servers or ServerTimes.none(members, len(sizes.local)))
+    loop = _Loop(outer, sizes, members, wide, inside, servers or ServerTimes.none(members, len(sizes.numels)))
     own_s = {name: worker.job_s for name, worker in alone.items()}
     if outer.rule.synchronous:
         jobs, rounds, loads = loop.together(own_s, max(workers, key=lambda w: own_s[w.name]))
@@ -182,8 +157,8 @@ def pace(
                 busy=min(1.0, loop.carried_s[r] / rounds[r]),
                 server_busy=min(1.0, loads[r]),
                 staleness=0.0 if outer.rule.synchronous else (versions_per_s - 1 / rounds[r]) * rounds[r],
-                up_bytes=loop.flows[r] * sum(sizes.wide_up),
-                down_bytes=loop.flows[r] * sum(sizes.wide_down),
+                up_bytes=loop.flows[r] * sum(sizes.wide.up),
+                down_bytes=loop.flows[r] * sum(sizes.wide.down),
             )
             for r, mine in members.items()
         },
@@ -201,7 +176,7 @@ class _Loop:
     def __init__(
         self,
         outer: OuterConfig,
-        sizes: Payloads,
+        sizes: Sizes,
         members: Mapping[str, Sequence[WorkerTiming]],
         wide: Mapping[str, Line],
         inside: Mapping[str, Line],
@@ -211,26 +186,26 @@ class _Loop:
         self.wide, self.inside = wide, inside
         # In a flat run every worker exchanges with the global server by itself, over its region's link.
         self.flows = {r: len(mine) if outer.flat else 1 for r, mine in members.items()}
-        largest_bytes = max(sum(sizes.wide_up), sum(sizes.wide_down))  # of a round, in the busier direction
+        largest_bytes = max(sum(sizes.wide.up), sum(sizes.wide.down))  # of a round, in the busier direction
         self.carried_s = {r: self.flows[r] * largest_bytes * 8e-9 / wide[r].gbps for r in members}
-        self.near = ServerTimes.none(members, len(sizes.local)).near if outer.flat else servers.near
+        self.near = ServerTimes.none(members, len(sizes.numels)).near if outer.flat else servers.near
         # What a region's server does to exchange each fragment.
         self.beyond_s = {r: _added(self.near[r].send, self.near[r].merge) for r in members}
         self.trip_s = {
-            r: max(_added(_trips(sizes.wide_up, sizes.wide_down, wide[r]), self.beyond_s[r], servers.top.update))
+            r: max(_added(_trips(sizes.wide.up, sizes.wide.down, wide[r]), self.beyond_s[r], servers.top.update))
             for r in members
         }
 
     def together(self, own_s: Mapping[str, float], slowest: WorkerTiming) -> Paced:
         sizes, near, top, flows = self.sizes, self.near, self.servers.top.update, self.flows
         exposed_s = 0.0
-        for f, local in enumerate(sizes.local):
+        for f, local in enumerate(sizes.local.up):
             arrivals, after_s = [], []  # at the global server; from there until a region's workers have the answer
             for r, mine in self.members.items():
                 near_s = 0.0 if self.outer.flat else self.inside[r].seconds(local, len(mine))
                 before_s = near_s + len(mine) * near[r].update[f] + near[r].send[f]
-                arrivals.append((before_s + self.wide[r].seconds(sizes.wide_up[f], flows[r]), flows[r] * top[f]))
-                after_s.append(self.wide[r].seconds(sizes.wide_down[f], flows[r]) + near[r].merge[f] + near_s)
+                arrivals.append((before_s + self.wide[r].seconds(sizes.wide.up[f], flows[r]), flows[r] * top[f]))
+                after_s.append(self.wide[r].seconds(sizes.wide.down[f], flows[r]) + near[r].merge[f] + near_s)
             taken_s = 0.0  # it takes them one after another, as they come
             for at_s, work_s in sorted(arrivals):
                 taken_s = max(taken_s, at_s) + work_s
@@ -243,7 +218,7 @@ class _Loop:
 
     def each_by_itself(self, own_s: Mapping[str, float]) -> Paced:
         sizes, flat = self.sizes, self.outer.flat
-        up_bytes, down_bytes = (sizes.wide_up, sizes.wide_down) if flat else (sizes.local, sizes.local)
+        up_bytes, down_bytes = (sizes.wide.up, sizes.wide.down) if flat else (sizes.local.up, sizes.local.down)
         jobs: dict[str, float] = {}
         rounds: dict[str, float] = {}
         loads: dict[str, float] = {}
@@ -259,7 +234,9 @@ class _Loop:
             if flat:
                 rounds[r], loads[r] = len(mine) / rate, 0.0
             else:
-                updates, shortest_s = self.outer.rule.updates_per_send or len(mine), self.shortest_s(r)
+                updates = self.outer.rule.updates_per_send or len(mine)
+                # A fragment's exchanges follow each other, and the link carries all fragments.
+                shortest_s = max(self.trip_s[r], self.carried_s[r])
                 rounds[r] = max(updates / rate, shortest_s)
                 loads[r] = rate * sum(update_s) + sum(self.beyond_s[r]) / rounds[r]
                 if loads[r] > 1:  # its workers wait for it
@@ -267,11 +244,6 @@ class _Loop:
                     rounds[r] = max(updates / rate * loads[r], shortest_s)
             jobs |= {name: job * slower for name, job in mine_s.items()}
         return jobs, rounds, loads
-
-    def shortest_s(self, region: str) -> float:
-        """Lower bound of a round (s): a fragment's exchanges follow each other, and the link carries all
-        fragments."""
-        return max(self.trip_s[region], self.carried_s[region])
 
 
 def stops(outer: OuterConfig, fragments: int, steps: int) -> tuple[int, int]:

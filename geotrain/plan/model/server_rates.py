@@ -18,24 +18,14 @@ class ServerRates:
     recovery_s_per_gb: float
 
 
-# begin
-MEASURED = ServerRates(
-    hardware="AMD EPYC, 2 cores, 24 GiB, no GPU",
-    note="python -m benchmarks.servers",
-    of_parameter={
-        "decode_and_norm": 0.335,
-        "rule": 0.324,
-        "answer": 1.79,
-        "up_encode": 2.34,
-        "merge": 0.508,
-        "mirror": 9.9,
-    },
-    of_byte={
-        "frames_in": 0.432,
-        "journal_write": 0.269,
-        "journal_flush": 0.292,
-        "frames_out": 0.373,
-    },
-    recovery_s_per_gb=1.76,
-)
-# end
+# fmt: off
+MEASURED = ServerRates(hardware='AMD EPYC, 2 cores, 24 GiB, no GPU',
+            note='python -m benchmarks.servers',
+            of_parameter={'decode_and_norm': 0.335,
+                          'rule': 0.324,
+                          'answer': 1.79,
+                          'up_encode': 2.34,
+                          'merge': 0.508,
+                          'mirror': 9.9},
+            of_byte={'frames_in': 0.432, 'journal_write': 0.269, 'journal_flush': 0.292, 'frames_out': 0.373},
+            recovery_s_per_gb=1.76)

@@ -6,9 +6,9 @@ All are for the whole server; its shards divide what grows with parameters. Time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 from geotrain.config import CodecConfig, OuterConfig
@@ -19,6 +19,7 @@ from geotrain.outer.downlink import sends_changes
 from geotrain.outer.rules import AsyncRegion, Rule, global_rule, region_rule
 from geotrain.parameters.parameter_map import Chunk, ParameterMap, fragments_due
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
+from geotrain.plan.model.sizes import Sizes
 
 PROCESS_BYTES = 300 << 20  # Python, torch, gRPC; measured
 
@@ -118,55 +119,51 @@ def server_needs(
         "process": PROCESS_BYTES,
     }
     journal = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * numel)
-    update_s = sum(update_stages(place, coded(place.up, chunks), numel, coded(place.down, chunks), rates).values())
+    one_update_s = update_s(place, coded(place.up, chunks), numel, coded(place.down, chunks), rates)
     recovery_s = snapshot / 1e9 * rates.recovery_s_per_gb
-    send_s, wide_up = 0.0, 0
+    beyond_s, wide_up = 0.0, 0
     if place.above is not None:
         wide_up, wide_down = (coded(codec, chunks) for codec in place.above)
-        beyond = [send_stages(numel, wide_up, rates), merge_stages(place, numel, wide_down, rates)]
-        send_s = sum(sum(each.values()) for each in beyond)
-    replay_s = journal / max(1, coded(place.up, chunks)) * update_s
+        beyond_s = send_s(numel, wide_up, rates) + merge_s(place, numel, wide_down, rates)
+    replay_s = journal / max(1, coded(place.up, chunks)) * one_update_s
     disk = mirrors + (snapshots + 1) * snapshot + snapshots * journal
     sizes = snapshot, mirrors, disk
-    return ServerNeeds(place.role, state | other, passing, *sizes, update_s, send_s, wide_up, recovery_s, replay_s)
+    return ServerNeeds(
+        place.role, state | other, passing, *sizes, one_update_s, beyond_s, wide_up, recovery_s, replay_s
+    )
 
 
-def update_stages(
-    place: Place, in_bytes: float, numel: float, out_bytes: float, rates: ServerRates = MEASURED
-) -> dict[str, float]:
-    """Compute the seconds of a member's update of so many parameters, by stage."""
+def update_s(place: Place, in_bytes: float, numel: float, out_bytes: float, rates: ServerRates = MEASURED) -> float:
+    """Compute the seconds of a member's update of so many parameters."""
     byte, parameter = rates.of_byte, rates.of_parameter
-    answer = parameter["answer"]
-    if sends_changes(place.down):  # it is coded as a region's progress is, and decoded into the mirror
-        answer = parameter["up_encode"] + parameter["decode_and_norm"]
-    ns = {
-        **{stage: byte[stage] * in_bytes for stage in ("frames_in", "journal_write", "journal_flush")},
-        **{stage: parameter[stage] * numel for stage in ("decode_and_norm", "rule")},
-        "answer": answer * numel,
-        "frames_out": byte["frames_out"] * out_bytes,
-        "mirror": parameter["mirror"] * numel if place.on_disk and sends_changes(place.down) else 0.0,
-    }
-    return {stage: value / 1e9 for stage, value in ns.items()}
+    changes = sends_changes(place.down)
+    # A change is coded as a region's progress is, and decoded into the mirror.
+    answer = parameter["up_encode"] + parameter["decode_and_norm"] if changes else parameter["answer"]
+    mirror = parameter["mirror"] if place.on_disk and changes else 0.0
+    ns = _taken_in_ns(in_bytes, rates) + byte["frames_out"] * out_bytes
+    return (ns + (parameter["decode_and_norm"] + parameter["rule"] + answer + mirror) * numel) / 1e9
 
 
-def send_stages(numel: float, up_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
-    """Compute the seconds of a region's update of so many parameters to the global server, by stage."""
-    ns = {"up_encode": rates.of_parameter["up_encode"] * numel, "frames_out": rates.of_byte["frames_out"] * up_bytes}
-    return {stage: value / 1e9 for stage, value in ns.items()}
+def send_s(numel: float, up_bytes: float, rates: ServerRates = MEASURED) -> float:
+    """Compute the seconds of a region's update of so many parameters to the global server."""
+    return (rates.of_parameter["up_encode"] * numel + rates.of_byte["frames_out"] * up_bytes) / 1e9
 
 
-def merge_stages(place: Place, numel: float, down_bytes: float, rates: ServerRates = MEASURED) -> dict[str, float]:
-    """Compute the seconds of merging the global server's answer, by stage."""
-    ns = {stage: rates.of_byte[stage] * down_bytes for stage in ("frames_in", "journal_write", "journal_flush")}
-    ns["merge"] = rates.of_parameter["merge"] * numel
-    if place.on_disk and place.above is not None and sends_changes(place.above[1]):
-        ns["mirror"] = rates.of_parameter["mirror"] * numel
-    return {stage: value / 1e9 for stage, value in ns.items()}
+def merge_s(place: Place, numel: float, down_bytes: float, rates: ServerRates = MEASURED) -> float:
+    """Compute the seconds of merging the global server's answer."""
+    on_disk = place.on_disk and place.above is not None and sends_changes(place.above[1])
+    mirror = rates.of_parameter["mirror"] if on_disk else 0.0
+    return (_taken_in_ns(down_bytes, rates) + (rates.of_parameter["merge"] + mirror) * numel) / 1e9
+
+
+def _taken_in_ns(count_bytes: float, rates: ServerRates) -> float:
+    """Compute the nanoseconds until a payload has arrived and is on the disk."""
+    return sum(rates.of_byte[stage] for stage in ("frames_in", "journal_write", "journal_flush")) * count_bytes
 
 
 @dataclass(frozen=True)
 class ServerSeconds:
-    """Seconds of one thread of a server for each fragment. update: for a member's update, from its first byte to its
+    """Compute the seconds of one thread of a server for each fragment. update: for a member's update, from its first byte to its
     answer's last. send, merge: of a region, for its update to the global server, and for the answer to it."""
 
     update: tuple[float, ...] = ()
@@ -174,29 +171,23 @@ class ServerSeconds:
     merge: tuple[float, ...] = ()
 
     def over(self, shards: int) -> ServerSeconds:
-        """Seconds of `shards` shards that work side by side, each on its share."""
+        """Compute the seconds of `shards` shards that work side by side, each on its share."""
         return ServerSeconds(*(tuple(s / shards for s in each) for each in (self.update, self.send, self.merge)))
 
 
-def server_seconds(
-    place: Place,
-    numels: Sequence[int],
-    members: tuple[Sequence[int], Sequence[int]],
-    above: tuple[Sequence[int], Sequence[int]],
-    rates: ServerRates = MEASURED,
-) -> ServerSeconds:
-    """Compute the seconds of a server's work. members, above: bytes of each fragment's payloads up and down, with the
-    members, and with the global server (a region's)."""
-
-    def of(stages: Callable[..., dict[str, float]], *figures: Sequence[int]) -> tuple[float, ...]:
-        return tuple(sum(stages(*of_one, rates).values()) for of_one in zip(*figures, strict=True))
-
-    up, down = members
-    update = of(partial(update_stages, place), up, numels, down)
+def server_seconds(place: Place, sizes: Sizes, rates: ServerRates = MEASURED) -> ServerSeconds:
+    """Compute the seconds of each fragment of these sizes."""
+    members = sizes.local if place.above else sizes.wide
+    update = zip(members.up, sizes.numels, members.down, strict=True)
+    updates = tuple(update_s(place, up, numel, down, rates) for up, numel, down in update)
     if place.above is None:
-        return ServerSeconds(update)
-    merge = of(partial(merge_stages, place), numels, above[1])
-    return ServerSeconds(update, of(send_stages, numels, above[0]), merge)
+        return ServerSeconds(updates)
+    wide = list(zip(sizes.numels, sizes.wide.up, sizes.wide.down, strict=True))
+    return ServerSeconds(
+        updates,
+        tuple(send_s(numel, up, rates) for numel, up, _ in wide),
+        tuple(merge_s(place, numel, down, rates) for numel, _, down in wide),
+    )
 
 
 def coded(codec: CodecConfig, chunks: Sequence[Chunk]) -> int:

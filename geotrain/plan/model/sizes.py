@@ -1,9 +1,9 @@
-"""Computes how many bytes a message has on the wire, from the real model and the codecs' own exact formula."""
+"""Computes the bytes of messages on the wire, by the real model and the codecs' own exact formula."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from geotrain.config import CodecConfig, OuterConfig, codec_config
 from geotrain.outer.codec import make_codec
@@ -23,7 +23,7 @@ class LinkSizes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of messages. numels: elements of each fragment of the model whose training is simulated."""
+    """Message sizes of a run. numels: elements of each fragment of its model."""
 
     config: OuterConfig
     numels: tuple[int, ...]
@@ -40,5 +40,11 @@ class Sizes:
 
     def _on_link(self, up: CodecConfig, down: CodecConfig) -> LinkSizes:
         first = PLAIN if sends_changes(down) else down
-        codecs = [make_codec(config) for config in (up, down, first)]
-        return LinkSizes(*(tuple(codec.encoded_bytes(n) for n in self.numels) for codec in codecs))
+        return LinkSizes(*(_coded(config, self.numels) for config in (up, down, first)))
+
+
+@lru_cache(maxsize=256)
+def _coded(config: CodecConfig, numels: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of fragments of so many elements."""
+    codec = make_codec(config)
+    return tuple(codec.encoded_bytes(n) for n in numels)
