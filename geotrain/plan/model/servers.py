@@ -163,8 +163,8 @@ def _taken_in_ns(count_bytes: float, rates: ServerRates) -> float:
 
 @dataclass(frozen=True)
 class ServerSeconds:
-    """Compute the seconds of one thread of a server for each fragment. update: for a member's update, from its first byte to its
-    answer's last. send, merge: of a region, for its update to the global server, and for the answer to it."""
+    """Holds the seconds of one thread of a server for each fragment. update: for a member's update, from its first
+    byte to its answer's last. send, merge: of a region, for its update to the global server, and for the answer."""
 
     update: tuple[float, ...] = ()
     send: tuple[float, ...] = ()
