@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -130,8 +131,9 @@ class Running:
 
     def __init__(self, loop: Loop, build: Callable[[], Server], begin: Callable[[Server], None], folder: Path,
                  port: int = 0, above: str = "", certs: Path | None = None,
-                 silent_s: float = 60.0) -> None:  # fmt: skip
+                 silent_s: float = 60.0, events: deque[Any] | None = None) -> None:  # fmt: skip
         self.certs, self.silent_s = certs, silent_s
+        self.events: deque[Any] = deque() if events is None else events
         self.loop, self.build, self.begin, self.folder, self.above = loop, build, begin, folder, above
         self.region_client: RegionClient | None = None
         self.region_client_task: asyncio.Task[None] | None = None
@@ -145,7 +147,7 @@ class Running:
 
     def again(self) -> Running:
         return Running(
-            self.loop, self.build, self.begin, self.folder, self.port, self.above, self.certs, self.silent_s
+            self.loop, self.build, self.begin, self.folder, self.port, self.above, self.certs, self.silent_s, self.events
         )
 
     def snapshot(self) -> None:
@@ -155,10 +157,12 @@ class Running:
         finish_snapshot(r.store, r.journal, *copy)
 
     async def _start(self, port: int) -> int:
-        self.server_thread = ServerThread(self.server, self.recovered.journal, self._deliver)
+        self.server_thread = ServerThread(self.server, self.recovered.journal, self._deliver, self.events.append)
         role, name = ("region", self.server.name) if self.above else ("global", GLOBAL)
         own = load_credentials(self.certs, role, name) if self.certs else None
-        self.service = GrpcService(self.server_thread, self._snapshot, silent_s=self.silent_s, credentials=own)
+        self.service = GrpcService(
+            self.server_thread, self._snapshot, self._of_client, silent_s=self.silent_s, credentials=own
+        )
         if self.above:
             trust = Trust(own, identity("global", GLOBAL)) if own else None
             self.region_client = RegionClient(self.server_thread, self.server, self.above, trust=trust)
@@ -170,6 +174,12 @@ class Running:
 
     async def _snapshot(self) -> str:
         return "nowhere"
+
+    def _of_client(self) -> dict[str, Any]:
+        client = self.region_client
+        if client is None:
+            return {}
+        return {"connected": client.connected, "queued": len(client._updates) + len(client._leases)}
 
     def kill(self) -> None:
         self.loop.do(self._kill())
