@@ -8,11 +8,9 @@ import re
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from geotrain.config import Address
 from geotrain.net.transport import grpc_client, wire
@@ -21,7 +19,6 @@ from geotrain.net.transport.rpc import ListenError
 from geotrain.net.transport.worker_client import ServerForgot, WorkerClient
 from geotrain.outer.messages import Join, Refused, UpdatePart
 from tests.support.net_worlds import BUSY_S, Cluster, FakeWorker, clusters, halves, outer, status_of, wait_for, whole
-from tests.support.outer_world import weights_of
 
 
 @pytest.fixture
@@ -36,55 +33,6 @@ def in_background(call: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("rule", ["sync", "halos"])
-def test_a_run_survives_restarts_of_both_servers(make, rule):
-    """Recovered from their folders, at any time: workers rejoin in the same incarnation, nothing is lost or done
-    twice."""
-    cluster = make(outer(rule), {"eu": {"a": halves}, "us": {"b": whole}}, train_samples=120)
-    workers = [cluster.worker("a"), cluster.worker("b")]
-    threads = [in_background(w.run) for w in workers]
-    for turn in range(3):
-        time.sleep(0.15)
-        if turn % 2:
-            cluster.restart_top()
-        else:
-            cluster.restart("eu")
-    for thread in threads:
-        thread.join(BUSY_S)
-        assert not thread.is_alive()
-    starts = sorted(lease.start for w in workers for lease in w.trained)
-    assert starts == list(range(0, 120, 4))
-    wait_for(lambda: cluster.top.server.finished)
-    assert cluster.top.server.lease_table.committed_samples == 120
-    updates = {name: region.server.members for name, region in cluster.regions.items()}
-    for worker, region in zip(workers, ("eu", "us"), strict=True):
-        assert updates[region][worker.name].updates == len(worker.trained) * len(cluster.parameter_map.fragments)
-        worker.close()
-
-
-def test_sync_restarts_leave_the_same_bits(make):
-    """The same run with and without restarts ends in the same state."""
-    ends = []
-    for restarts in (0, 3):
-        cluster = make(outer("sync"), {"eu": {"a": halves}, "us": {"b": whole}}, train_samples=80)
-        workers = [cluster.worker("a"), cluster.worker("b")]
-        threads = [in_background(w.run) for w in workers]
-        for turn in range(restarts):
-            time.sleep(0.1)
-            if turn % 2:
-                cluster.restart_top()
-            else:
-                cluster.restart("us")
-        for thread in threads:
-            thread.join(BUSY_S)
-            assert not thread.is_alive()
-        for worker in workers:
-            worker.close()
-        ends.append(weights_of(cluster.top.server))
-    for one, other in zip(*ends, strict=True):
-        assert torch.equal(one, other)
-
-
 async def make_link(address: str) -> GrpcClient:
     return GrpcClient(address, "a", "life-1")
 
@@ -93,37 +41,6 @@ def joined(cluster: Cluster, name: str = "a") -> FakeWorker:
     worker = cluster.worker(name)
     worker.join()
     return worker
-
-
-def test_a_part_sent_twice_is_applied_once(make):
-    cluster = make(outer(), {"eu": {"a": halves}})
-    worker = joined(cluster)
-    lease = worker.lease()
-    parts = worker.parts(lease, (0,))
-    link = cluster.loop.do(make_link(worker.clients[0].address))
-    try:
-        region, do = cluster.regions["eu"].server, cluster.loop.do
-        for _ in range(3):
-            assert do(link.push(parts[0])) == 0
-        before = region.weights(0).clone()
-        assert do(link.push(parts[1])) == 1
-        after = region.weights(0).clone()
-        assert not torch.equal(before, after)
-        for part in parts * 2:
-            assert do(link.push(part)) == 1
-        assert torch.equal(region.weights(0), after) and region.members["a"].updates == 1
-    finally:
-        cluster.loop.do(link.close())
-        worker.close()
-
-
-def test_a_worker_of_another_run_is_told_both_digests(make):
-    cluster = make(outer(), {"eu": {"a": whole}})
-    worker = cluster.worker("a")
-    worker.identity = dataclasses.replace(worker.identity, config_digest="beef", model="something else")
-    with pytest.raises(Refused, match=r"a has beef \(something else\), this server has 0123 \(a tiny llama\)"):
-        worker.join()
-    worker.close()
 
 
 def test_an_unreachable_server_is_named_within_the_deadline(monkeypatch, caplog):
@@ -156,19 +73,6 @@ def test_a_taken_port_is_named(make):
         cluster.loop.do(cluster.top.service.start(Address(port=port)))
 
 
-def test_an_older_life_cannot_come_back(make):
-    cluster = make(outer(), {"eu": {"a": whole}})
-    old = joined(cluster)
-    new = cluster.worker("a", "life-2")
-    new.join()
-    lease = new.lease()
-    with pytest.raises(Refused, match="another process has joined under this name"):
-        old.exchange(old.parts(lease, (0,)), (0,))
-    new.train(lease)
-    old.close()
-    new.close()
-
-
 def test_a_server_restored_from_an_older_state_is_noticed(make):
     """What it had acknowledged is gone: the worker must not go on as if nothing had happened."""
     cluster = make(outer(), {"eu": {"a": whole}})
@@ -183,26 +87,6 @@ def test_a_server_restored_from_an_older_state_is_noticed(make):
     with pytest.raises(ServerForgot, match="start this worker again"):
         worker.exchange(worker.parts(worker.trained[-1], (0,)), (0,))
     worker.close()
-
-
-def test_a_region_whose_folder_is_lost_starts_again_from_the_global_weights(make):
-    cluster = make(outer(), {"eu": {"a": whole}})
-    worker = joined(cluster)
-    for _ in range(3):
-        worker.train(worker.lease())
-    region = cluster.regions["eu"]
-    wait_for(lambda: not region.server.in_flight)
-    region.kill()
-    before = cluster.top.server.members["eu"].sequence
-    assert before > 0
-    cluster.regions["eu"] = cluster.new_region("eu", cluster.folder / "empty", region.port)
-    second = cluster.worker("a", "life-2")
-    second.join()
-    for _ in range(2):
-        second.train(second.lease())
-    wait_for(lambda: cluster.top.server.members["eu"].sequence > before)
-    worker.close()
-    second.close()
 
 
 def test_a_stream_that_stops_halfway_is_forgotten_and_sent_again(make):

@@ -26,39 +26,6 @@ def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
         yield maker
 
 
-def test_a_region_whose_update_is_refused_goes_on(make):
-    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole}, "us": {"b": whole}}, train_samples=24)
-    top, region = cluster.top.server, cluster.regions["eu"].server
-    admit, refused = top.admit, []
-
-    def refuse_once(part: UpdatePart) -> bool:
-        if part.member == "eu" and not refused:
-            refused.append(part.sequence)
-            raise Refused("far out of the ordinary, the test says")
-        return admit(part)
-
-    top.admit = refuse_once
-    events = []
-    cluster.regions["eu"].server_thread.write_event = events.append
-    a, b = cluster.worker("a"), cluster.worker("b")
-    a.join()
-    b.join()
-    a.train(a.lease())
-    wait_for(lambda: refused and region.fragments and region.incarnation == top.members["eu"].incarnation)
-    assert [event for event in events if isinstance(event, StartedOver)] == [
-        StartedOver("far out of the ordinary, the test says")
-    ]
-    assert top.members["eu"].restarts == 1
-    for worker in (a, b):
-        while (lease := worker.lease()) is not None:
-            worker.train(lease)
-        worker.leave()
-    wait_for(lambda: top.finished)
-    assert top.lease_table.committed_samples == 24
-    for worker in (a, b):
-        worker.close()
-
-
 def test_an_update_made_while_a_session_begins_is_sent(make):
     """It is made after the region was asked what to send again, and delivered before the answer to that is there."""
     cluster = make(outer(updates_per_send=1), {"eu": {"a": whole}}, train_samples=24)

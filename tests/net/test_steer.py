@@ -18,7 +18,7 @@ from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import VALIDATION_CODEC
-from geotrain.outer.messages import Lease, LeaseRequest, Refused, Validated
+from geotrain.outer.messages import Lease, LeaseRequest, Validated
 from geotrain.outer.server.leases import Validations
 from geotrain.parameters.parameter_map import numel, scatter
 from geotrain.staging.interface import from_bytes
@@ -75,30 +75,6 @@ def test_a_pause_may_last_longer_than_any_deadline(make: Callable[..., Cluster],
     worker.close()
 
 
-def test_a_drained_region_leaves_and_the_rest_trains_everything(make: Callable[..., Cluster]) -> None:
-    cluster = make(outer(), PLAN, train_samples=64)
-    first = cluster.worker("c")
-    first.join()
-    first.train(first.lease())
-    assert tell(cluster, "drain", "us") == "running"
-    assert first.lease() is None
-    first.leave()
-    first.close()
-    wait_for(lambda: cluster.top.server.members["us"].left and cluster.regions["us"].server.done)
-    assert not cluster.top.server.finished
-    eu = [cluster.worker("a"), cluster.worker("b")]
-    for worker in eu:
-        worker.join()
-    while leases := [(w, lease) for w in eu if (lease := w.lease()) is not None]:
-        for worker, lease in leases:
-            worker.train(lease)
-    for worker in eu:
-        worker.leave()
-        worker.close()
-    wait_for(lambda: cluster.top.server.finished)
-    assert cluster.top.server.status()["committed_samples"] == 64
-
-
 def end_and_resume(cluster: Cluster) -> None:
     """As the server's process does: once it is over, a last snapshot that says so, and a start from it."""
     for region in cluster.regions.values():
@@ -142,14 +118,6 @@ def test_stopped_and_resumed_gives_the_bits_of_a_run_that_never_stopped(make: Ca
 def _stop_after(cluster: Cluster, samples: int) -> None:
     wait_for(lambda: cluster.top.server.lease_table.committed_samples >= samples)
     tell(cluster, "stop")
-
-
-def test_a_region_server_takes_no_such_word(make: Callable[..., Cluster]) -> None:
-    cluster = make(outer(), PLAN)
-    with pytest.raises(Refused, match="can snapshot and unban"):
-        command(cluster.regions["eu"].address, rpc.Control("stop"), BUSY_S)
-    with pytest.raises(Refused, match="no region is called 'mars'"):
-        tell(cluster, "drain", "mars")
 
 
 def test_without_tls_only_this_machine_steers() -> None:

@@ -169,21 +169,6 @@ def test_a_fault_in_one_chunk_of_global_weights_changes_no_mirror() -> None:
     assert not region.in_flight or update.sequence not in region.in_flight
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda deltas: deltas[:-1], "are no whole fragments"),
-        (lambda deltas: deltas[::-1], "are no whole fragments"),
-        (lambda deltas: (*deltas[:-1], type(deltas[0])(99, 0, b"")), "are no whole fragments"),
-    ],
-)
-def test_an_update_is_of_whole_fragments(change: Any, reason: str) -> None:
-    world = make(config(), **CHUNKS)
-    [part] = world.workers["a"][1].parts({0: torch.ones(16)})
-    with pytest.raises(Refused, match=reason):
-        world.regions["eu"].handle(type(part)(*(part.member, "life-1", 1, 0, change(part.deltas)), job=1))
-
-
 def test_a_state_that_is_cut_otherwise_is_refused() -> None:
     world, other = make(config(), **CHUNKS), make(config(), fragments=1, chunk_elements=12)
     with pytest.raises(

@@ -59,7 +59,9 @@ class Scenario:
 
     # -- the world
 
-    def do_world(self, *regions: str, samples: int = 48, fragments: bool = False, rule: str = "halos", **settings: Any):
+    def do_world(
+        self, *regions: str, samples: int = 48, fragments: bool = False, rule: str = "halos", **settings: Any
+    ):
         """world eu:a/2,b us:c: regions and their workers; a has two ranks. All have joined. fragments: one a layer.
         Other settings go into the outer block."""
         named = (region.partition(":") for region in regions)
@@ -103,7 +105,7 @@ class Scenario:
 
     def do_lease(self, worker: str, job: int = 0) -> None:
         """job: which; 0: its next."""
-        region, fake = self.world.workers[worker]
+        fake = self.world.workers[worker][1]
         request = LeaseRequest(worker, job or fake.job + 1)
         try:
             reply = self.world.lease(worker, self.incarnation(worker), request)
@@ -228,7 +230,7 @@ class Scenario:
     def do_leases(self, region: str) -> None:
         """Which jobs of its workers a region has leases for."""
         held = self.world.servers(region).leases.held
-        self.lines.append(f"{region} holds leases of jobs {({name: sorted(of) for name, of in held.items()})}")
+        self.lines.append(f"{region} holds leases of jobs { ({name: sorted(of) for name, of in held.items()}) }")
 
     # -- the link between a region and the global server
 
@@ -242,6 +244,10 @@ class Scenario:
         """So many messages of a region whose link is cut reach the global server."""
         for _ in range(count):
             self.world.deliver(region)
+
+    def do_answer(self, region: str, update: int) -> None:
+        """The answer to its update of one fragment reaches the region."""
+        self.world.answer(region, update)
 
     # -- the operator
 

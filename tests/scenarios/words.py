@@ -33,14 +33,16 @@ def message_text(message: Any) -> str:
         case UpdatePart(deltas=deltas):
             rank = f", rank {message.part}" if message.part else ""
             leases = f", completes leases {list(message.leases)}" if message.leases else ""
-            chunks, version = [delta.chunk for delta in deltas], deltas[0].anchor_version if deltas else "none"
-            return f"{message.member}'s update {message.sequence}{rank}, chunks {chunks} from version {version}{leases}"
+            adopted = f", has adopted up to {message.adopted}" if message.adopted > 0 else ""
+            chunks, version = [delta.chunk for delta in deltas], deltas[0].anchor_version
+            about = f"chunks {chunks} from version {version}{leases}{adopted}"
+            return f"{message.member}'s update {message.sequence}{rank}, {about}"
         case LeaseRequest():
             return f"{message.worker} asks for the lease of job {message.job}"
         case Lease():
-            end = message.start + message.samples
+            samples = f"samples {message.start} to {message.start + message.samples}"
             task = f", and validation {message.validate}" if message.validate else ""
-            return f"lease {message.lease}, samples {message.start} to {end}, for {message.worker}'s job {message.job}{task}"
+            return f"lease {message.lease}, {samples}, for {message.worker}'s job {message.job}{task}"
         case Finished():
             return f"{message.worker} is finished, from job {message.job}"
         case Welcome():
@@ -50,7 +52,9 @@ def message_text(message: Any) -> str:
             return f"{message.member} joins, rank {message.part} of {message.parts}{held}"
         case Answer():
             versions = sorted({weights.version for weights in message.weights})
-            return f"answer to update {message.sequence}, weights of version {', '.join(map(str, versions)) or 'none'}"
+            return (
+                f"answer to update {message.sequence}, weights of version {', '.join(map(str, versions)) or 'none'}"
+            )
         case AnswerWanted():
             return f"{message.member} wants the answer to update {message.sequence}"
         case Release() | Trained():
@@ -97,7 +101,8 @@ def event_text(kind: str, event: dict[str, Any]) -> str | None:
         case "SentUp":
             return f"update {event['sequence']} sent up: fragments {event['fragments']}, weight {event['weight']}"
         case "Merged":
-            return f"merged with the global weights after update {event['sequence']}: versions {event['global_versions']}"
+            versions = event["global_versions"]
+            return f"merged with the global weights after update {event['sequence']}: versions {versions}"
         case "Joined":
             return f"{member} joined, rank {event['part']}, {'a new' if event['new'] else 'the same'} incarnation"
         case "StartedOver":

@@ -208,6 +208,8 @@ class InMemory(World):
             if refused.retry_s is not None:
                 world.up[name].append(message)
                 return False
+            if not isinstance(message, UpdatePart):
+                return False  # its process ends
             world.tell(name, UpdateRejected(name, region.incarnation, refused.reason, message.sequence))
             world.lives[name] += 1
             region.incarnation = f"life-{world.lives[name]}"
@@ -221,6 +223,9 @@ class InMemory(World):
         elif isinstance(message, Leave):
             world.tell(name, message)
         return True
+
+    def answer(self, region: str, update: int) -> None:
+        self.world.deliver_down(region, self.world.regions[region].in_flight[update])
 
     def answered(self, name: str) -> bool:
         """The region pulls the answers to what the global server has taken; and hears what heartbeats tell."""

@@ -147,7 +147,15 @@ class Running:
 
     def again(self) -> Running:
         return Running(
-            self.loop, self.build, self.begin, self.folder, self.port, self.above, self.certs, self.silent_s, self.events
+            self.loop,
+            self.build,
+            self.begin,
+            self.folder,
+            self.port,
+            self.above,
+            self.certs,
+            self.silent_s,
+            self.events,
         )
 
     def snapshot(self) -> None:

@@ -153,9 +153,7 @@ class World(InProcess):
         """A server of this world, without state."""
         shards = shards or self.shards
         if name == GLOBAL:
-            return GlobalServer(
-                self.identity, self.parameter_map, self.config, self.names, *self.plan, shards=shards
-            )
+            return GlobalServer(self.identity, self.parameter_map, self.config, self.names, *self.plan, shards=shards)
         rule = region_rule(self.config.rule, self.names[name], UPDATES, self.momentum_decay)
         server = RegionServer(
             name, self.identity, self.parameter_map, self.config, rule, self.names[name], shards=shards
@@ -286,6 +284,24 @@ def make(cfg, cut_a=whole, cut_b=whole, fragments=None, chunk_elements=1 << 27, 
     start = [start_vector()[:1].expand(f.numel).clone() for f in lay.fragments]
     regions = {"eu": [FakeWorker("a", lay, cut_a(lay))], "us": [FakeWorker("b", lay, cut_b(lay))]}
     return kind(cfg, regions, start, lay, **kwargs)
+
+
+def flat(
+    rule: str = "halos",
+    samples: int = 100_000,
+    workers: tuple[str, ...] = ("a", "b"),
+    others: tuple[str, ...] = (),
+    **changes: Any,
+) -> Any:
+    """A global server whose members are the workers, all joined. others: those of region us."""
+    shape, settings = parameter_map(), config(rule, **changes).model_copy(update={"levels": 1})
+    regions = {"eu": workers, **({"us": others} if others else {})}
+    top = GlobalServer(Identity("t", "c", shape.digest, "m"), shape, settings, regions, samples, 1)
+    top.set_weights([torch.zeros(f.numel) for f in shape.fragments])
+    for name in (*workers, *others):
+        for join in FakeWorker(name, shape, whole(shape)).joins(top.identity):
+            top.handle(join)
+    return top
 
 
 def random_deltas(world: World, seed: int) -> dict[int, torch.Tensor]:
