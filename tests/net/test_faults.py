@@ -8,9 +8,10 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from geotrain.config import Address
 from geotrain.net.transport import grpc_client, wire
@@ -18,13 +19,8 @@ from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.rpc import ListenError
 from geotrain.net.transport.worker_client import ServerForgot, WorkerClient
 from geotrain.outer.messages import Join, Refused, UpdatePart
-from tests.support.net_worlds import BUSY_S, Cluster, FakeWorker, clusters, halves, outer, status_of, wait_for, whole
-
-
-@pytest.fixture
-def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
-    with clusters(tmp_path) as maker:
-        yield maker
+from tests.support.net_worlds import BUSY_S, halves, outer, status_of, wait_for, whole
+from tests.support.outer_world import weights_of
 
 
 def in_background(call: Callable[[], None]) -> threading.Thread:
@@ -33,14 +29,34 @@ def in_background(call: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.parametrize("rule", ["sync", "halos"])
+def test_restarts_of_both_servers_lose_nothing_and_do_nothing_twice(make, rule):
+    """Recovered from their folders, when a worker has trained so many jobs: workers rejoin in the same incarnation.
+    A synchronous run, where the order of updates does not depend on time, ends with the bits of one without restarts.
+    """
+    ends = []
+    for restarts in (3, 0) if rule == "sync" else (3,):
+        cluster = make(outer(rule), {"eu": {"a": halves}, "us": {"b": whole}}, train_samples=80)
+        workers = [cluster.worker("a"), cluster.worker("b")]
+        threads = [in_background(w.run) for w in workers]
+        for turn in range(restarts):
+            wait_for(lambda turn=turn, workers=workers: any(len(w.trained) > 2 * turn for w in workers))
+            cluster.restart_top() if turn % 2 else cluster.restart("eu")
+        for thread in threads:
+            thread.join(BUSY_S)
+            assert not thread.is_alive()
+        assert sorted(lease.start for w in workers for lease in w.trained) == list(range(0, 80, 4))
+        wait_for(lambda cluster=cluster: cluster.top.server.finished)
+        assert cluster.top.server.lease_table.committed_samples == 80
+        for worker, region in zip(workers, ("eu", "us"), strict=True):
+            updates = cluster.regions[region].server.members[worker.name].updates
+            assert updates == len(worker.trained) * len(cluster.parameter_map.fragments)
+        ends.append(weights_of(cluster.top.server))
+    assert all(torch.equal(one, other) for one, other in zip(ends[0], ends[-1], strict=True))
+
+
 async def make_link(address: str) -> GrpcClient:
     return GrpcClient(address, "a", "life-1")
-
-
-def joined(cluster: Cluster, name: str = "a") -> FakeWorker:
-    worker = cluster.worker(name)
-    worker.join()
-    return worker
 
 
 def test_an_unreachable_server_is_named_within_the_deadline(monkeypatch, caplog):
@@ -76,7 +92,7 @@ def test_a_taken_port_is_named(make):
 def test_a_server_restored_from_an_older_state_is_noticed(make):
     """What it had acknowledged is gone: the worker must not go on as if nothing had happened."""
     cluster = make(outer(), {"eu": {"a": whole}})
-    worker = joined(cluster)
+    worker = cluster.joined("a")
     worker.train(worker.lease())
     copy = cluster.folder / "copy"
     shutil.copytree(cluster.regions["eu"].folder, copy)
@@ -86,12 +102,11 @@ def test_a_server_restored_from_an_older_state_is_noticed(make):
     cluster.regions["eu"] = cluster.new_region("eu", copy, region.port)
     with pytest.raises(ServerForgot, match="start this worker again"):
         worker.exchange(worker.parts(worker.trained[-1], (0,)), (0,))
-    worker.close()
 
 
 def test_a_stream_that_stops_halfway_is_forgotten_and_sent_again(make):
     cluster = make(outer(), {"eu": {"a": whole}})
-    worker = joined(cluster)
+    worker = cluster.joined("a")
     part = worker.parts(worker.lease(), (0,))[0]
     service = cluster.regions["eu"].service
 
@@ -107,24 +122,22 @@ def test_a_stream_that_stops_halfway_is_forgotten_and_sent_again(make):
     cluster.loop.do(half())
     worker.exchange([part], (0,))
     assert cluster.regions["eu"].server.members["a"].updates == 1
-    worker.close()
 
 
 def test_refusals_are_counted_with_their_sender(make):
     cluster = make(outer(), {"eu": {"a": whole}})
-    worker = joined(cluster)
+    worker = cluster.joined("a")
     part = worker.parts(worker.lease(), (0,))[0]
     nan = dataclasses.replace(part.deltas[0], payload=b"\xff" * len(part.deltas[0].payload))
     pushed = worker.clients[0].push(dataclasses.replace(part, deltas=(nan,)))
     with pytest.raises(Refused, match="not finite"):
         pushed.result(BUSY_S)
     assert status_of(worker.clients[0].address)["refused"] == {"a": 1}
-    worker.close()
 
 
 def test_a_status_is_answered_while_tensors_are_worked_on(make):
     cluster = make(outer(), {"eu": {"a": whole}})
-    worker = joined(cluster)
+    worker = cluster.joined("a")
     server_thread = cluster.regions["eu"].server_thread
     answered = threading.Event()
     slow = asyncio.run_coroutine_threadsafe(server_thread.read(lambda: answered.wait(BUSY_S)), cluster.loop.loop)
@@ -132,15 +145,13 @@ def test_a_status_is_answered_while_tensors_are_worked_on(make):
     assert not slow.done()
     answered.set()
     assert slow.result(BUSY_S) is True
-    worker.close()
 
 
 def test_what_a_former_life_of_the_server_acknowledged_is_sent_again(make):
     """The acknowledgement of a part is late: it arrives when the server, which died with the part before the other
     came, was joined again already. Without the part the update would never be whole, nor any after it be taken."""
     cluster = make(outer(), {"eu": {"a": halves}})
-    worker = cluster.worker("a")
-    worker.join()
+    worker = cluster.joined("a")
     lease = worker.lease()
     part, other = worker.parts(lease, (0,))
     client = worker.clients[0]
@@ -163,15 +174,13 @@ def test_what_a_former_life_of_the_server_acknowledged_is_sent_again(make):
     for push in pushed:
         push.result(BUSY_S)
     wait_for(lambda: cluster.regions["eu"].server.members["a"].sequence == other.sequence)
-    worker.close()
 
 
 def test_the_next_update_does_not_keep_the_one_before_from_being_sent_again(make):
     """A rank's part was acknowledged, and its next update is on the way, refused until the other rank's part has
     come. Then the server dies: the part is wanted once more, before the update that is on the way."""
     cluster = make(outer(), {"eu": {"a": halves}})
-    worker = cluster.worker("a")
-    worker.join()
+    worker = cluster.joined("a")
     part, other = worker.parts(worker.lease(), (0,))
     client = worker.clients[0]
     client.push(part).result(30)
@@ -190,4 +199,23 @@ def test_the_next_update_does_not_keep_the_one_before_from_being_sent_again(make
     cluster.restart("eu")
     worker.clients[1].push(other).result(30)
     wait_for(lambda: cluster.regions["eu"].server.members["a"].sequence == other.sequence)
-    worker.close()
+
+
+def test_a_region_with_other_data_is_refused(make):
+    """It learns from its worker what it trains on; the global server compares; its server ends with the reason."""
+    cluster = make(outer(), {"eu": {"a": whole}, "us": {"b": whole}})
+    for name, data in (("a", "aa" * 32), ("b", "bb" * 32)):
+        worker = cluster.worker(name)
+        real = worker.clients[0].join
+        worker.clients[0].join = lambda join, real=real, data=data: real(dataclasses.replace(join, data=data))
+        worker.join()
+        if name == "a":
+            wait_for(lambda: cluster.top.server.data == "aa" * 32)
+            assert worker.lease() is not None
+        else:
+            task = cluster.regions["us"].region_client_task
+            wait_for(task.done)
+            with pytest.raises(Refused, match=r"data differs: us trains on data of sha256 b+…, this run on a+…"):
+                task.result()
+        worker.close()
+    assert not cluster.regions["eu"].region_client_task.done()

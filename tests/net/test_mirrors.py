@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from geotrain.outer.messages import Answer, AnswerWanted, ChunkWeights, Refused
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.server.server import Handled
 from geotrain.outer.shards.shard import MIRRORS
-from tests.support.net_worlds import Cluster, clusters, outer
+from tests.support.net_worlds import outer
 from tests.support.net_worlds import whole as in_one_part
 from tests.support.outer_world import config, make, random_deltas, weights_of
 from tests.support.recorded_world import JournaledWorld
@@ -207,12 +207,6 @@ def test_a_mark_tells_histories_apart():
     assert 0 < fingerprint(ChunkWeights(0, 1 << 40, b""), 0) < 1 << 63
 
 
-@pytest.fixture
-def make_cluster(tmp_path) -> Iterator[Callable[..., Cluster]]:
-    with clusters(tmp_path) as maker:
-        yield maker
-
-
 @pytest.mark.parametrize("killed", ["eu", GLOBAL])
 def test_over_sockets_no_weights_go_whole_after_a_kill(make_cluster, killed):
     """On both links: from the global server to the region, and from the region's server to its worker."""
@@ -241,4 +235,3 @@ def test_over_sockets_no_weights_go_whole_after_a_kill(make_cluster, killed):
     for _ in range(2):
         worker.train(worker.lease())
     assert {number for number, _ in told} == {0, 1} and all(increment for _, increment in told), told
-    worker.close()

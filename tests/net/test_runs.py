@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 
 from tests.support.net_worlds import (
     Cluster,
-    clusters,
     halves,
     outer,
     stripes,
@@ -19,12 +16,6 @@ from tests.support.net_worlds import (
     whole,
 )
 from tests.support.outer_world import weights_of
-
-
-@pytest.fixture
-def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
-    with clusters(tmp_path) as maker:
-        yield maker
 
 
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])

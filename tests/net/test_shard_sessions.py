@@ -164,7 +164,10 @@ def test_no_shard_gets_an_order_before_all_have_noted_the_past_that_they_belong_
         told = [await shard.heard.get() for shard in (quick, slow)]
         assert told[0] == told[1] and told[0].timeline
         quick.say(told[0])
-        await asyncio.sleep(0.1)
+        while not quick.says.empty():
+            await asyncio.sleep(0)
+        for _ in range(100):  # turns of the loop, in which all that follows from it happens
+            await asyncio.sleep(0)
         assert not coordinator.ready and lineage.timeline == Timeline()
         slow.say(told[1])
         await coordinator.wait_ready()

@@ -211,6 +211,7 @@ class Cluster:
                  silent_s: float = 60.0) -> None:  # fmt: skip
         self.certs, self.silent_s = certs, silent_s
         self.config, self.parameter_map = config, tiny_layout(config)
+        self.workers: list[FakeWorker] = []
         self.loop, self.folder, self.plan = loop, folder, (train_samples, samples_per_step)
         self.identity = Identity("test", "0123", self.parameter_map.digest, "a tiny llama")
         self.names = {region: tuple(workers) for region, workers in regions.items()}
@@ -247,7 +248,15 @@ class Cluster:
         cut = self.slicings[name](self.parameter_map)
         address = self.region_of(name).address
         trust = self.trust("worker", name, "region", self.home[name]) if self.certs else None
-        return FakeWorker(name, incarnation, address, self.parameter_map, self.config, cut, self.identity, trust)
+        place = address, self.parameter_map, self.config, cut, self.identity, trust
+        self.workers.append(FakeWorker(name, incarnation, *place))
+        return self.workers[-1]
+
+    def joined(self, name: str, incarnation: str = "life-1") -> FakeWorker:
+        """A worker that has joined its region."""
+        worker = self.worker(name, incarnation)
+        worker.join()
+        return worker
 
     def trust(self, role: Any, name: str, server_role: Any, server: str) -> Trust:
         assert self.certs is not None
@@ -262,6 +271,8 @@ class Cluster:
         self.regions[region] = self.regions[region].again()
 
     def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
         for running in (*self.regions.values(), self.top):
             running.kill()
 

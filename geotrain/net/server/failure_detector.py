@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from geotrain.monitor.events import Trouble
@@ -27,11 +28,13 @@ class FailureDetector:
     """Watches the members of one server, which are as silent as the most silent of their ranks.
 
     When a member is taken for dead, its leases go back to the pool. Should it speak again, it may go on with new
-    ones.
+    ones. clock: gives seconds; in tests they pass when a test says so.
     """
 
-    def __init__(self, server_thread: ServerThread, silent_s: float) -> None:
-        self.server_thread, self.silent_s = server_thread, silent_s
+    def __init__(
+        self, server_thread: ServerThread, silent_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.server_thread, self.silent_s, self.clock = server_thread, silent_s, clock
         self.silent: set[str] = set()
         self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
@@ -48,7 +51,7 @@ class FailureDetector:
 
     def heard(self, member: str, part: int) -> None:
         """Note that one rank made a call."""
-        self._heard_s[member, part] = time.monotonic()
+        self._heard_s[member, part] = self.clock()
 
     def silent_for(self, member: str, now_s: float) -> float:
         """Seconds since the member's most silent rank was heard of; 0 if none ever was. now_s: time.monotonic()."""
@@ -57,16 +60,21 @@ class FailureDetector:
 
     async def _watch(self) -> None:
         period_s = self.silent_s / 8
-        woke_s = time.monotonic()
+        woke_s = self.clock()
         while True:
             await asyncio.sleep(period_s)
-            late_s, woke_s = time.monotonic() - woke_s - period_s, time.monotonic()
-            # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
-            # members. That time does not count against them.
-            if late_s > period_s:
-                self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
-                self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
-            await self._look(woke_s)
+            woke_s = await self.look(woke_s + period_s)
+
+    async def look(self, due_s: float) -> float:
+        """Judge all members now. due_s: when that should have been. Returns the time."""
+        now_s = self.clock()
+        # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
+        # members. That time does not count against them.
+        if (late_s := now_s - due_s) > self.silent_s / 8:
+            self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
+            self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
+        await self._look(now_s)
+        return now_s
 
     async def _look(self, now_s: float) -> None:
         limits = self.server_thread.server.limits
