@@ -65,7 +65,13 @@ class Idlers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("files, again", [((FILES, FILES), False), ((FILES, 4 * FILES), True)])
+@pytest.mark.parametrize(
+    "files, again",
+    [
+        pytest.param((FILES, FILES), False, marks=pytest.mark.long("geotrain/net/server")),
+        ((FILES, 4 * FILES), True),
+    ],
+)
 def test_more_idle_connections_than_files_end_nothing(tmp_path: Path, files: tuple[int, int], again: bool) -> None:
     """A run begins, goes on and ends well: with fewer file descriptors than there are connections, and with enough of
     them, which the server has to ask for, when every connection that is shut is opened again at once."""

@@ -44,7 +44,13 @@ def train(site: Site) -> None:
     side_by_side([site.worker(name) for name in ("a", "b")], FakeWorker.run)
 
 
-@pytest.mark.parametrize("place", PLACES)
+SHORT = ("a region's server, its last snapshot written", "a region's coordinator, its shards told")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, marks=() if p in SHORT else pytest.mark.long("geotrain/net/server")) for p in PLACES],
+)
 def test_who_is_killed_at_its_end_and_started_again_stays_ended(tmp_path: Path, place: str) -> None:
     """Nobody waits for who has gone, everybody ends in good order, and all data is trained once."""
     which, shards, *where = PLACES[place]

@@ -41,6 +41,7 @@ def train_when(filled: threading.Event, worker: FakeWorker, train: Callable[[Lea
     train(lease)
 
 
+@pytest.mark.long("geotrain/net")
 @pytest.mark.slow
 def test_servers_wait_for_room_and_the_run_ends_well(site: Site) -> None:
     """Both disks are filled while a run goes on, both servers are killed and come back to full disks."""

@@ -219,6 +219,7 @@ def test_snapshots_go_by_the_time_and_not_by_the_number_of_fragments(tmp_path):
         assert taken > 3 if many else taken == 2  # of the beginning and the end
 
 
+@pytest.mark.long("geotrain/net", "geotrain/outer")
 @pytest.mark.slow
 def test_servers_killed_at_any_time_leave_the_same_bits(tmp_path):
     """SIGKILL of the region server and the global server, in turns, during a synchronous run: every update is applied

@@ -58,7 +58,7 @@ def trained(site: Site, upset: Callable[[dict[str, Server]], None] = lambda serv
     return dict(read_weights(site.folder / "global", site.parameter_map))
 
 
-@pytest.fixture(params=["fp32", "int4"])
+@pytest.fixture(params=[pytest.param("fp32", marks=pytest.mark.long("geotrain/net")), "int4"])
 def settings(request: pytest.FixtureRequest) -> dict[str, object]:
     """Whole weights come down, or changes."""
     codec = codec_config(request.param)
