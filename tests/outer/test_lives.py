@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.storage.recovery import end_incarnations
 from geotrain.outer.events import Joined
@@ -26,7 +27,6 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
-from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.member import MOST_INCARNATIONS
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
 from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded
@@ -159,21 +159,13 @@ def test_the_end_is_the_same_for_all_ranks_of_a_worker():
     assert (again.start, again.samples) == (lease.start, lease.samples)
 
 
-def new_global(world: World) -> GlobalServer:
-    names = {r: tuple(region.members) for r, region in world.regions.items()}
-    return GlobalServer(
-        world.identity, world.parameter_map, world.config, names, world.top.lease_table.train_samples, 1
-    )
-
-
 def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     world = make(config(), train_samples=64)
     world.top.handle(Leave("eu"))
-    restored = new_global(world)
-    restored.load(*world.top.state())
+    restored = saved_and_loaded(world, GLOBAL)
     assert restored.members["eu"].left and not restored.finished
     world.top.handle(Leave("us"))
-    restored.load(*world.top.state())
+    restored = saved_and_loaded(world, GLOBAL)
     assert restored.finished
     restored.begin_again()
     assert not restored.finished and not restored.members["eu"].left  # it waits for its members to come back

@@ -74,12 +74,7 @@ def test_a_server_restored_from_its_state_goes_on_to_the_same_bits(rule, down):
 
 def restart(world: World, region: str) -> None:
     """Replace a region server by one restored from its state, as after a kill; its members stay as they are."""
-    old = world.regions[region]
-    tensors, meta = old.state()
-    tensors = {k: v.clone() for k, v in tensors.items()}
-    new = type(old)(region, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
-    new.incarnation = old.incarnation
-    new.load(tensors, meta)
+    old, new = world.regions[region], saved_and_loaded(world, region)
     for name, member in old.members.items():
         for join in member.joined.values():
             new.handle(join)

@@ -15,7 +15,16 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import ParameterMapError
 from geotrain.staging.interface import to_bytes
-from tests.support.outer_world import UPDATES, World, config, halves, make, random_deltas, weights_of
+from tests.support.outer_world import (
+    UPDATES,
+    World,
+    config,
+    halves,
+    make,
+    random_deltas,
+    saved_and_loaded,
+    weights_of,
+)
 from tests.support.recorded_world import same_state
 
 CHUNKS = {"fragments": 1, "chunk_elements": 6}  # 24, 16, 16 and 8 elements: four, three, three and two chunks
@@ -56,12 +65,7 @@ def play(world: World, restarted: int | None = None) -> list[Any]:
 
 def restart(world: World, region: str, shards: int) -> None:
     """As after a kill: what the state leaves out is said again."""
-    old = world.regions[region]
-    new = type(old)(
-        region, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members), shards=shards
-    )
-    new.incarnation = old.incarnation
-    new.load({name: tensor.clone() for name, tensor in old.state()[0].items()}, old.state()[1])
+    old, new = world.regions[region], saved_and_loaded(world, region, shards)
     for message in left_out(old):
         new.handle(message)
     same_state(new, old)

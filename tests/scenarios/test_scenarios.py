@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.scenarios.language import played, transports_of
 
 FILES = sorted(Path(__file__).parent.glob("*.txt"))
-PLAYS = [(file, transport) for file in FILES for transport in transports_of(file.read_text())]
 
 
-@pytest.mark.parametrize(("file", "transport"), PLAYS, ids=[f"{f.stem}-{t}" for f, t in PLAYS])
-def test_scenario(file: Path, transport: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    now = played(file.read_text(), transport, tmp_path)
+def played_over(*transports: str) -> Any:
+    """Runs a test with each file and transport."""
+    plays = [(f, t) for f in FILES for t in transports_of(f.read_text()) if t in transports]
+    return pytest.mark.parametrize(("file", "transport"), plays, ids=[f.stem for f, _ in plays])
+
+
+def check(file: Path, transport: str, folder: Path, request: pytest.FixtureRequest) -> None:
+    now = played(file.read_text(), transport, folder)
     if request.config.option.rewrite:
         file.write_text(now)
     assert now == file.read_text()
+
+
+@played_over("memory", "messages")
+def test_in_memory(file: Path, transport: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    check(file, transport, tmp_path, request)
+
+
+@played_over("sockets")
+def test_over_sockets(file: Path, transport: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    check(file, transport, tmp_path, request)
+
+
+@played_over("processes")
+def test_as_processes(file: Path, transport: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    check(file, transport, tmp_path, request)
