@@ -36,9 +36,9 @@ from tests.support.outer_world import (
     FakeWorker,
     World,
     config,
+    flat,
     make,
     random_deltas,
-    weights_of,
     whole,
 )
 from tests.support.outer_world import parameter_map as toy
@@ -140,56 +140,19 @@ def test_a_synchronous_run_ends_with_all_samples_trained_whenever_a_worker_dies(
 # ---------------------------------------------------------------------------- leases of the silent and of who left
 
 
-def all_leases(world: World) -> set[int]:
-    return set(world.top.lease_table.open)
-
-
-@pytest.mark.parametrize("levels", [1, 2])
-def test_a_lease_asked_for_while_paused_does_not_go_to_the_dead(levels):
-    world = two_in_a_region(levels=2)
-    top, region = world.top, world.regions["eu"]
-    if levels == 1:
-        flat = type(top)(
-            top.identity, top.parameter_map, config().model_copy(update={"levels": 1}), {"eu": ("a", "b")}, 64, 1
-        )
-        flat.set_weights([x.clone() for x in weights_of(top)])
-        for join in world.workers["a"][1].joins(world.identity):
-            flat.handle(join)
-        flat.handle(OperatorCommand("pause"))
-        assert flat.handle(LeaseRequest("a", 1)).reply is None
-        flat.handle(MemberSilent("a", "life-1"))
-        flat.handle(OperatorCommand("resume"))
-        with pytest.raises(NotJoined):  # the call that waited asks again
-            flat.handle(LeaseRequest("a", 1))
-        assert not flat.lease_table.open
-        for join in world.workers["a"][1].joins(world.identity):  # should it live: it joins, and asks again
-            flat.handle(join)
-        assert isinstance(flat.handle(LeaseRequest("a", 1)).reply, Lease)
-        return
+def test_a_lease_asked_for_while_paused_does_not_go_to_the_dead():
+    """Of a flat run."""
+    top, joins = flat(), FakeWorker("a", toy(), whole(toy())).joins(flat().identity)
     top.handle(OperatorCommand("pause"))
-    world.tell("eu", LeaseRequest("a", 1))
-    request = world.up["eu"].popleft()
-    assert top.handle(request).reply is None
-    world.tell("eu", MemberSilent("a", "life-1"))
+    assert top.handle(LeaseRequest("a", 1)).reply is None
+    top.handle(MemberSilent("a", "life-1"))
     top.handle(OperatorCommand("resume"))
-    granted = top.handle(request).reply
-    world.tell("eu", granted)
-    assert not region.holds("a")
-    while world.up["eu"]:
-        world.deliver("eu")
-    assert not top.lease_table.open and top.lease_table.pool
-
-
-@pytest.mark.parametrize("end", [MemberSilent("a", "life-1"), Leave("a")])
-def test_a_reserve_that_comes_too_late_is_given_back(end):
-    world = two_in_a_region(lease_reserve=3)
-    assert world.tell("eu", LeaseRequest("a", 1)) is None
-    world.tell("eu", end)
-    while world.up["eu"]:
-        world.deliver("eu")
-    assert not all_leases(world) and not any(world.regions["eu"].leases.held.values())
-    free = sum(samples for _, samples, *_ in world.top.lease_table.pool) + 64 - world.top.lease_table.next_start
-    assert free == 64
+    with pytest.raises(NotJoined):  # the call that waited asks again
+        top.handle(LeaseRequest("a", 1))
+    assert not top.lease_table.open
+    for join in joins:  # should it live: it joins, and asks again
+        top.handle(join)
+    assert isinstance(top.handle(LeaseRequest("a", 1)).reply, Lease)
 
 
 def test_a_lease_for_a_job_that_is_done_is_given_back_unless_it_is_a_copy():
