@@ -42,10 +42,8 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.server.server import Handled, identity_of
-from tests.support.net_worlds import BUSY_S, Cluster, Loop, first_weights, halves, tiny_layout, wait_for
-from tests.support.net_worlds import whole as whole_fragments
-from tests.support.outer_world import FakeWorker, whole
-from tests.support.outer_world import halves as half_chunks
+from tests.support.net_worlds import BUSY_S, Cluster, Loop, first_weights, tiny_layout, wait_for
+from tests.support.outer_world import FakeWorker, halves, whole
 from tests.support.recorded_world import JournaledWorld
 from tests.support.server_processes import Site
 
@@ -62,8 +60,8 @@ class Plan:
     outer: OuterConfig
     samples: int
 
-    def slicings(self, by_one: Any, by_two: Any) -> dict[str, dict[str, Any]]:
-        return {r: {w: (by_one, by_two)[n - 1] for w, n in workers.items()} for r, workers in self.regions.items()}
+    def slicings(self) -> dict[str, dict[str, Any]]:
+        return {r: {w: (whole, halves)[n - 1] for w, n in workers.items()} for r, workers in self.regions.items()}
 
 
 class World(ABC):
@@ -74,10 +72,9 @@ class World(ABC):
 
     def __init__(self, plan: Plan) -> None:
         self.parameter_map = tiny_layout(plan.outer)
-        fakes = plan.slicings(whole, half_chunks)
         self.workers = {
             name: (region, FakeWorker(name, self.parameter_map, cut(self.parameter_map)))
-            for region, workers in fakes.items()
+            for region, workers in plan.slicings().items()
             for name, cut in workers.items()
         }
 
@@ -340,8 +337,7 @@ class OverSockets(OverGrpc):
     def __init__(self, plan: Plan, folder: Path) -> None:
         super().__init__(plan)
         self.loop, self.links, self.regions = Loop(), {}, tuple(plan.regions)
-        slicings = plan.slicings(whole_fragments, halves)
-        self.cluster = Cluster(self.loop, folder, plan.outer, slicings, plan.samples, STEP)
+        self.cluster = Cluster(self.loop, folder, plan.outer, plan.slicings(), plan.samples, STEP)
         self.identity = self.cluster.identity
 
     def running(self, server: str) -> Any:

@@ -39,7 +39,7 @@ from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters, gather, numel, scatter
 from geotrain.staging.interface import to_bytes
 from tests.support.outer_configs import outer_config
-from tests.support.outer_world import UPDATES
+from tests.support.outer_world import UPDATES, halves, whole  # noqa: F401
 
 TINY = {
     "model_type": "llama",
@@ -83,17 +83,6 @@ def first_weights(parameter_map: ParameterMap, seed: int = 1) -> list[Tensor]:
         for parameter, (_, view) in zip(f.parameters, parameter_map.split(f.index, vectors[f.index]), strict=True):
             view.copy_(initial_tensor(parameter, seed))
     return vectors
-
-
-def whole(parameter_map: ParameterMap) -> Slicing:
-    return [[parameter_map.whole(f.index) for f in parameter_map.fragments]]
-
-
-def halves(parameter_map: ParameterMap) -> Slicing:
-    cuts = [f.numel // 3 for f in parameter_map.fragments]
-    front = [(StridedSlice(0, cut),) for cut in cuts]
-    back = [(StridedSlice(cut, f.numel - cut),) for cut, f in zip(cuts, parameter_map.fragments, strict=True)]
-    return [front, back]
 
 
 def stripes(parameter_map: ParameterMap) -> Slicing:
