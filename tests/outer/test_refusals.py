@@ -1,4 +1,4 @@
-"""What a server refuses, in its words, and that it has changed nothing then: a table a kind of message."""
+"""A server refuses messages in words, and has changed nothing then: a table for each kind of message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.support.recorded_world import frozen
 
 
 def refuses(server: Any, message: Any, reason: str) -> None:
-    """It does so before a payload is here, where that is asked, and when it is told; nothing has changed then."""
+    """Check that the server refuses the message when it is told, an update also before its payload is here, and that
+    its state is the same then."""
     tensors, plain = frozen(server)
     takes = [server.handle]
     if isinstance(message, UpdatePart) and "not finite" not in reason and "beyond all" not in reason:
@@ -48,7 +49,7 @@ HUGE = torch.full((8,), 3e38).numpy().tobytes()
 
 
 def delta(**change: Any) -> Any:
-    """An update whose last delta has this change."""
+    """Return what changes the last delta of an update."""
     return lambda part: replace(part, deltas=(*part.deltas[:-1], replace(part.deltas[-1], **change)))
 
 
@@ -99,7 +100,7 @@ UPDATES = {
 
 
 @pytest.mark.parametrize("what", UPDATES)
-def test_of_an_update(what: str) -> None:
+def test_refused_updates(what: str) -> None:
     change, reason = UPDATES[what]
     world = make(config(limits=LimitsConfig(norm_deviations=None)), cut_a=halves, fragments=1, chunk_elements=6)
     region = world.regions["eu"]
@@ -124,8 +125,8 @@ JOINS = {
 
 
 @pytest.mark.parametrize("what", JOINS)
-def test_of_a_join(what: str) -> None:
-    """The incarnation that is there stays."""
+def test_refused_joins(what: str) -> None:
+    """The incarnation that is there stays and is heard."""
     change, reason = JOINS[what]
     world = make(config(), cut_a=halves)
     region, worker = world.regions["eu"], world.workers["a"][1]
@@ -133,7 +134,7 @@ def test_of_a_join(what: str) -> None:
     assert [region.handle(part).reply for part in worker.parts(random_deltas(world, 1))] == [False, True]
 
 
-def test_of_ranks_that_do_not_cover_the_model() -> None:
+def test_refused_ranks_that_do_not_cover_the_model() -> None:
     world = make(config(), cut_a=halves)
     first, second = world.workers["a"][1].joins(world.identity, "life-2")
     world.regions["eu"].handle(first)
@@ -141,8 +142,8 @@ def test_of_ranks_that_do_not_cover_the_model() -> None:
 
 
 @pytest.mark.parametrize(("rule", "weight"), [("halos", MOST_WEIGHT + 1), ("sync", 2)])
-def test_of_a_regions_weight(rule: str, weight: int) -> None:
-    """It stands for its workers."""
+def test_refused_weights_of_regions(rule: str, weight: int) -> None:
+    """A region stands for its workers."""
     world = make(config(rule, limits=LimitsConfig(norm_deviations=None)))
     for _ in range(1 if rule == "sync" else 3):
         world.push("a", random_deltas(world, 1))
@@ -161,12 +162,12 @@ LEASES = {
 
 @pytest.mark.parametrize("what", LEASES)
 @pytest.mark.parametrize("where", ["eu", GLOBAL, "flat"])
-def test_of_a_request_for_a_lease(where: str, what: str) -> None:
+def test_refused_lease_requests(where: str, what: str) -> None:
     refuses(flat() if where == "flat" else make(config(lease_reserve=2)).server(where), *LEASES[what])
 
 
 @pytest.mark.parametrize("change", [{"seconds": math.nan}, {"loss": math.inf}, {"version": -1}, {"number": 7}])
-def test_of_a_validation(change: dict[str, Any]) -> None:
+def test_refused_validations(change: dict[str, Any]) -> None:
     top = make(config(), train_samples=64).top
     top.validations.number = 1
     good = Validated("a", 1, 3, 2.5, 1.0)
@@ -185,6 +186,6 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("what", NOTHING)
-def test_of_what_means_nothing_to_a_server(what: str) -> None:
+def test_refused_messages_that_mean_nothing_to_a_server(what: str) -> None:
     where, message, reason = NOTHING[what]
     refuses(make(config()).server(where), message, reason)

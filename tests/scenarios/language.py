@@ -1,4 +1,4 @@
-"""The language of scenarios: a command a line, `----`, then all that came of it.
+"""Plays scenarios: a text of commands, a line each, then `----`, then all that came of them.
 
 A file begins with comments that tell its story, one of which says over which transports it is played:
 
@@ -47,7 +47,7 @@ LIMITS = ("strikes", "strike_window", "norm_deviations", "norm_free_updates")
 
 
 class Scenario:
-    """What the commands of a file work on. A command `x` is the method `do_x`, which writes lines."""
+    """Runs the commands of one file over one transport. A command `x` is the method `do_x`, which writes lines."""
 
     world: World
 
@@ -62,8 +62,8 @@ class Scenario:
     def do_world(
         self, *regions: str, samples: int = 48, fragments: bool = False, rule: str = "halos", **settings: Any
     ):
-        """world eu:a/2,b us:c: regions and their workers; a has two ranks. All have joined. fragments: one a layer.
-        Other settings go into the outer block."""
+        """Begin a run: `world eu:a/2,b us:c` has two regions and three workers, of which a has two ranks; all have
+        joined. fragments: one a layer. Other settings go into the outer block."""
         named = (region.partition(":") for region in regions)
         plan = {name: {w.partition("/")[0]: 1 + ("/" in w) for w in workers.split(",")} for name, _, workers in named}
         for link in {"up", "down", "local"} & set(settings):
@@ -94,17 +94,18 @@ class Scenario:
     # -- what members say
 
     def do_new(self, worker: str) -> None:
-        """A new incarnation of the worker joins, with all its ranks."""
+        """Have a new incarnation of the worker join, with all its ranks."""
         self.lives[worker] += 1
         self.leases.pop(worker, None)
         self.joins(worker)
 
     def do_join(self, worker: str, life: int = 0, part: int = -1, **changes: Any) -> None:
-        """life: as which of its incarnations; 0: its present one. part: only this rank. changes: other fields."""
+        """Have the worker join. life: as which of its incarnations; 0: its present one. part: only this rank.
+        changes: other fields."""
         self.joins(worker, life, part, **changes)
 
     def do_lease(self, worker: str, job: int = 0) -> None:
-        """job: which; 0: its next."""
+        """Ask for a lease. job: for which of the worker's jobs; 0: its next."""
         fake = self.world.workers[worker][1]
         request = LeaseRequest(worker, job or fake.job + 1)
         try:
@@ -120,8 +121,8 @@ class Scenario:
         self, worker: str, fragments: str = "", version: int | None = None, part: int = -1, life: int = 0,
         scale: float = 1.0, **changes: Any,
     ) -> None:  # fmt: skip
-        """The worker's next update. It completes the job's lease if it is of the last fragment. version: of its
-        anchor; None: the newest. part: only this rank says its part, and the update stays the next. changes: other
+        """Send the worker's next update. It completes the job's lease if it is of the last fragment. version: of its
+        anchor; None: the newest. part: only this rank sends its part, and the update stays the next. changes: other
         fields."""
         region, fake = self.world.workers[worker]
         every = tuple(range(len(self.world.parameter_map.fragments)))
@@ -144,7 +145,7 @@ class Scenario:
             fake.job = job - 1
 
     def do_repeat(self, worker: str, part: int = -1) -> None:
-        """The worker says its last update once more, bit for bit."""
+        """Send the worker's last update once more, bit for bit."""
         self.says_parts(worker, part)
 
     def says_parts(self, worker: str, part: int) -> bool:
@@ -152,7 +153,7 @@ class Scenario:
         return all([self.call(region, each) is not None for each in self.parts[worker] if part in (-1, each.part)])
 
     def do_pull(self, worker: str, update: int = -1) -> None:
-        """All its ranks get the answer to the worker's last update, or to that one, which was of the same
+        """Pull the answer to the worker's last update, by all its ranks. update: to that one, which was of the same
         fragments."""
         fake, fragments = self.world.workers[worker][1], tuple(range(len(self.world.parameter_map.fragments)))
         if update and worker in self.parts:
@@ -167,7 +168,7 @@ class Scenario:
             self.say(f"{worker}, rank {part}, pulls", text)
 
     def do_train(self, worker: str, jobs: int = 1) -> None:
-        """So many jobs: a lease, an update of all fragments, its answer."""
+        """Train so many jobs: a lease, an update of all fragments, its answer."""
         for _ in range(jobs):
             self.do_lease(worker)
             self.do_push(worker)
@@ -180,17 +181,17 @@ class Scenario:
     # -- what happens to them
 
     def do_restart(self, *servers: str) -> None:
-        """Killed without a word, and started again from their folders. Workers have to join again."""
+        """Kill servers without a word, and start them again from their folders. Workers have to join again."""
         for server in servers:
             self.world.restart(server)
             self.world.rest()
 
     def do_copy(self, server: str) -> None:
-        """Of its folder, as a backup has it."""
+        """Back up the server's folder."""
         self.world.restart(server, lambda folder: shutil.copytree(folder, self.folder / f"copy of {server}"))
 
     def do_restore(self, server: str) -> None:
-        """Its disk is lost, and comes back from the copy."""
+        """Lose the server's disk, and bring it back from the backup."""
 
         def restore(folder: Path) -> None:
             shutil.rmtree(folder)
@@ -199,7 +200,7 @@ class Scenario:
         self.world.restart(server, restore)
 
     def do_lose(self, server: str) -> None:
-        """Its disk is lost."""
+        """Lose the server's disk."""
         self.world.restart(server, shutil.rmtree)
 
     def do_snapshot(self, *servers: str) -> None:
@@ -207,28 +208,28 @@ class Scenario:
             self.world.snapshot(server)
 
     def do_silent(self, member: str) -> None:
-        """Nothing was heard of the member for too long."""
+        """Tell the member's server that nothing was heard of it for too long."""
         server = self.world.workers[member][0] if member in self.world.workers else GLOBAL
         region = server == GLOBAL
         self.call(server, MemberSilent(member, self.world.life_of(member) if region else self.incarnation(member)))
 
     def do_strike(self, worker: str, times: int = 1) -> None:
-        """Updates of the worker were refused for good, before they came to the journal."""
+        """Tell the region that updates of the worker were refused for good before they came to the journal."""
         region = self.world.workers[worker][0]
         for _ in range(times):
             self.call(region, UpdateRejected(worker, self.incarnation(worker), "it was wild"))
 
     def do_refuse(self, region: str) -> None:
-        """The global server will refuse the region's next update for good."""
+        """Have the global server refuse the region's next update for good."""
         self.world.refuse(region)
 
     def do_answers(self, member: str) -> None:
-        """Which of the member's updates the server can still answer."""
+        """Show which of the member's updates its server can still answer."""
         server = self.world.workers[member][0] if member in self.world.workers else GLOBAL
         self.lines.append(f"{server} keeps answers for {member}: {sorted(self.world.answers(server, member))}")
 
     def do_leases(self, region: str) -> None:
-        """Which jobs of its workers a region has leases for."""
+        """Show for which jobs of its workers the region has leases."""
         held = self.world.servers(region).leases.held
         self.lines.append(f"{region} holds leases of jobs { ({name: sorted(of) for name, of in held.items()}) }")
 
@@ -241,12 +242,12 @@ class Scenario:
         self.world.held.remove(region)
 
     def do_deliver(self, region: str, count: int = 1) -> None:
-        """So many messages of a region whose link is cut reach the global server."""
+        """Deliver so many messages of a region whose link is cut."""
         for _ in range(count):
             self.world.deliver(region)
 
     def do_answer(self, region: str, update: int) -> None:
-        """The answer to its update of one fragment reaches the region."""
+        """Deliver the answer to the region's update of one fragment."""
         self.world.answer(region, update)
 
     # -- the operator
@@ -284,7 +285,7 @@ class Scenario:
         return reply
 
     def say(self, what: str, reply: str) -> None:
-        """A member's call and its reply. Where all messages are seen, it is among them."""
+        """Write a member's call and its reply, unless all messages are written and it is among them."""
         if self.transport != "messages" or "pulls" in what:
             self.lines.append(what + (f" → {reply}" if reply else ""))
 
@@ -301,7 +302,7 @@ class Scenario:
                 self.lines.append(f"  replies: {reply_text(outcome.reply)}")
 
     def finish_command(self) -> None:
-        """All that it set off arrives; then what happened is told, server by server."""
+        """Let all arrive that the command set off; then write what happened, server by server."""
         self.world.rest()
         if self.transport != "messages":
             for server in self.servers:
@@ -316,7 +317,7 @@ class Scenario:
 
 
 def value(word: str) -> Any:
-    """A number, on, off, none, or the word itself."""
+    """Read a word of a command: a number, on, off, none, or the word itself."""
     named = {"on": True, "off": False, "none": None}
     if word in named:
         return named[word]
@@ -334,14 +335,14 @@ def transports_of(text: str) -> list[str]:
 
 
 def blocks(text: str) -> Iterator[tuple[list[str], list[str]]]:
-    """The comments and the commands of each."""
+    """Return the comments and the commands of each block."""
     for block in text.strip().split("\n\n"):
         lines = block.partition("\n----")[0].splitlines()
         yield [x for x in lines if x.startswith("#")], [x for x in lines if x and not x.startswith("#")]
 
 
 def played(text: str, transport: str, folder: Path) -> str:
-    """The file with what comes of its commands now."""
+    """Play the file; returns it with what comes of its commands now."""
     scenario, out = Scenario(transport, folder), list[str]()
     try:
         for comments, commands in blocks(text):

@@ -1,4 +1,4 @@
-"""Messages, events and states as lines of a scenario."""
+"""Renders messages, events and states as lines of a scenario."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def reply_text(reply: Any) -> str:
 
 
 def event_text(kind: str, event: dict[str, Any]) -> str | None:
-    """event: the event's fields. Returns None for those that a scenario leaves out."""
+    """Render an event, or return None for one that a scenario leaves out. event: its fields."""
     member = event.get("member", "")
     match kind:
         case "UpdateApplied":
@@ -121,7 +121,7 @@ def event_text(kind: str, event: dict[str, Any]) -> str | None:
 
 
 def state_text(name: str, status: dict[str, Any]) -> Iterator[str]:
-    """What a server's status says."""
+    """Render what a server's status says: a line or two for it, and one for each member."""
     if "phase" in status:
         draining = f", draining {status['draining']}" if status["draining"] else ""
         yield f"{name}: {status['phase']}{draining}, versions {status['versions']}"

@@ -1,7 +1,7 @@
-"""The world of a scenario over its transports: in memory, over real sockets in this process, and as processes.
+"""Plays a scenario's world over three transports: in memory, over real sockets in this process, and as processes.
 
-Each has the same servers, from the same settings, and their journals and snapshots on disk. What a command of the
-language needs is a call of `World`.
+Each has the same servers, from the same settings, with journals and snapshots on disk. `World` has a call for each
+thing that a command of the language needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Watch = Callable[[str, Any, Handled | Refused | None], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """regions: region → its workers → how many ranks each has."""
+    """Describes the run of a world. regions: region → its workers → how many ranks each has. samples: of the run."""
 
     regions: dict[str, dict[str, int]]
     outer: OuterConfig
@@ -65,7 +65,10 @@ class Plan:
 
 
 class World(ABC):
-    """workers: name → its region, and the worker, which makes its messages."""
+    """Calls the servers of one run on behalf of its members and its operator.
+
+    workers: name → its region, and the worker, which makes its messages.
+    """
 
     workers: dict[str, tuple[str, FakeWorker]]
     identity: Any
@@ -80,15 +83,15 @@ class World(ABC):
 
     @abstractmethod
     def tell(self, server: str, message: Message) -> Any:
-        """The reply to a message of a member, or of the operator. Raises Refused."""
+        """Tell a server a message of a member, or of the operator; returns its reply. Raises Refused."""
 
     @abstractmethod
     def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
-        """The answer to that update, if there is one."""
+        """Pull the answer to that update; None: there is none yet."""
 
     @abstractmethod
     def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
-        """The reply to the request, once the global server has said it; None: the run is paused."""
+        """Ask for a lease; returns the reply, once the global server has said it. None: the run is paused."""
 
     @abstractmethod
     def rest(self) -> None:
@@ -96,11 +99,11 @@ class World(ABC):
 
     @abstractmethod
     def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
-        """Kill it without a word, and start it again from its folder. between: what happens to that."""
+        """Kill the server without a word, and start it again from its folder. between: is called with that folder."""
 
     @abstractmethod
     def refuse(self, region: str) -> None:
-        """The global server will refuse the region's next update for good."""
+        """Have the global server refuse the region's next update for good."""
 
     @abstractmethod
     def snapshot(self, server: str) -> None: ...
@@ -110,14 +113,17 @@ class World(ABC):
 
     @abstractmethod
     def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
-        """Kind and fields of each event of the server since this was asked last."""
+        """Return kind and fields of each event of the server since this was asked last."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class InMemory(World):
-    """Messages are delivered when all is at rest, or one by one: see `hold`. watch: as JournaledWorld takes it."""
+    """Delivers messages by function calls, in a fixed order. Those of a region whose link is cut wait.
+
+    watch: is called with each message and with what came of it, as `JournaledWorld` takes it.
+    """
 
     def __init__(self, plan: Plan, folder: Path, watch: Watch) -> None:
         super().__init__(plan)
@@ -182,14 +188,14 @@ class InMemory(World):
             pass
 
     def moves(self, region: str) -> bool:
-        """All that the region has to say is said once, and all answers that are there are taken. Returns whether
-        anything came of it."""
+        """Deliver all that the region has to say, and all answers that are there. Returns whether anything came of
+        it."""
         said = [self.deliver(region) for _ in range(len(self.world.up[region])) if self.world.up[region]]
         return any([*said, self.answered(region)])
 
     def deliver(self, name: str) -> bool:
-        """The region's next message reaches the global server, as its client delivers it. Returns whether it got a
-        reply; else it is said again."""
+        """Deliver the region's next message to the global server, as its client does. Returns whether it got a reply;
+        else it is said again."""
         world, region, message = self.world, self.world.regions[name], self.world.up[name].popleft()
         try:
             if name in self.refusing and isinstance(message, UpdatePart):
@@ -225,7 +231,8 @@ class InMemory(World):
         self.world.deliver_down(region, self.world.regions[region].in_flight[update])
 
     def answered(self, name: str) -> bool:
-        """The region pulls the answers to what the global server has taken; and hears what heartbeats tell."""
+        """Pull the answers to what the global server has taken, and take what heartbeats tell. Returns whether there
+        was anything."""
         world, region = self.world, self.world.regions[name]
         taken = [u for s, u in region.in_flight.items() if s <= world.top.members[name].sequence]
         found = [world.deliver_down(name, update) for update in taken]
@@ -255,7 +262,7 @@ class InMemory(World):
 
 
 class OverGrpc(World):
-    """Calls servers as members do, a single attempt a call: what they refuse is seen."""
+    """Calls servers over gRPC as members do, with a single attempt a call, so that a refusal is seen."""
 
     loop: Loop
     links: dict[tuple[str, str], GrpcClient]
@@ -272,7 +279,7 @@ class OverGrpc(World):
         return self.links[worker, incarnation]
 
     def call(self, attempt: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Where the connection is lost, as after a restart, the call is made again."""
+        """Make a call; make it again where the connection is lost, as after a restart."""
         deadline_s = time.monotonic() + BUSY_S
         while True:
             try:
@@ -332,7 +339,7 @@ class OverGrpc(World):
 
 
 class OverSockets(OverGrpc):
-    """Servers on threads and sockets of this process."""
+    """Runs the servers on threads and sockets of this process."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         super().__init__(plan)
@@ -391,7 +398,7 @@ class OverSockets(OverGrpc):
 
 
 class AsProcesses(OverGrpc):
-    """Servers as processes of their own, which a restart kills (SIGKILL)."""
+    """Runs each server as a process of its own, which a restart kills (SIGKILL)."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         super().__init__(plan)
@@ -417,7 +424,7 @@ class AsProcesses(OverGrpc):
         raise NotImplementedError("no process refuses what it has no reason to refuse")
 
     def status(self, server: str) -> dict[str, Any]:
-        """The last one, of a process that has ended."""
+        """Return the server's status; of a process that has ended, its last one."""
         last = self.site.folder / server / STATUS
         while (status := ask_status(self.address(server), 5)) is None:
             if not self.processes[server].process.is_alive():
