@@ -1,4 +1,7 @@
-"""Each file of this folder, over each transport that it names, comes out as it stands."""
+"""Plays each file of this folder over each transport that it names; it must come out as it stands.
+
+`tests.support.scenario_language` says how a file is written.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.scenarios.language import played, transports_of
+from tests.support.scenario_language import played, transports_of
 
 FILES = sorted(Path(__file__).parent.glob("*.txt"))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from geotrain.monitor.events import Trouble
@@ -28,13 +27,13 @@ class FailureDetector:
     """Watches the members of one server, which are as silent as the most silent of their ranks.
 
     When a member is taken for dead, its leases go back to the pool. Should it speak again, it may go on with new
-    ones. clock: gives seconds; in tests they pass when a test says so.
+    ones.
     """
 
-    def __init__(
-        self, server_thread: ServerThread, silent_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.server_thread, self.silent_s, self.clock = server_thread, silent_s, clock
+    clock = staticmethod(time.monotonic)  # in tests, seconds pass when a test says so
+
+    def __init__(self, server_thread: ServerThread, silent_s: float) -> None:
+        self.server_thread, self.silent_s = server_thread, silent_s
         self.silent: set[str] = set()
         self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
@@ -59,11 +58,10 @@ class FailureDetector:
         return max(0.0, now_s - min(heard)) if heard else 0.0
 
     async def _watch(self) -> None:
-        period_s = self.silent_s / 8
         woke_s = self.clock()
         while True:
-            await asyncio.sleep(period_s)
-            woke_s = await self.look(woke_s + period_s)
+            await asyncio.sleep(self.silent_s / 8)
+            woke_s = await self.look(woke_s + self.silent_s / 8)
 
     async def look(self, due_s: float) -> float:
         """Judge all members now. due_s: when that should have been. Returns the time."""
@@ -73,16 +71,11 @@ class FailureDetector:
         if (late_s := now_s - due_s) > self.silent_s / 8:
             self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
             self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
-        await self._look(now_s)
-        return now_s
-
-    async def _look(self, now_s: float) -> None:
-        limits = self.server_thread.server.limits
         for name, member in list(self.server_thread.server.members.items()):
             # A quarantine's time is measured by this process, so it begins anew when the server is restarted.
             if not member.quarantined:
                 self._quarantined_s.pop(name, None)
-            elif now_s - self._quarantined_s.setdefault(name, now_s) >= limits.quarantine_s:
+            elif now_s - self._quarantined_s.setdefault(name, now_s) >= self.server_thread.server.limits.quarantine_s:
                 with suppress(Refused):
                     await self.server_thread.say(LiftQuarantine(name))
             # A member that was there before this server was restarted is expected to join again; it counts as heard
@@ -100,6 +93,7 @@ class FailureDetector:
                     await self.server_thread.say(MemberSilent(name, member.incarnation))
                     self.silent.add(name)
                     log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)
+        return now_s
 
     async def _look_at_work(self, name: str, member: Member, now_s: float) -> None:
         """Take the leases of a worker that beats, but trains no more. A region's workers are judged there."""

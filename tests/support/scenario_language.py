@@ -37,9 +37,9 @@ from geotrain.outer.messages import (
     Welcome,
 )
 from geotrain.outer.server.server import Handled
-from tests.scenarios.words import event_text, message_text, refusal_text, reply_text, state_text
-from tests.scenarios.worlds import AsProcesses, InMemory, OverSockets, Plan, World
 from tests.support.net_worlds import outer
+from tests.support.scenario_words import event_text, message_text, refusal_text, reply_text, state_text
+from tests.support.scenario_worlds import AsProcesses, InMemory, OverSockets, Plan, World
 
 WORLDS: dict[str, Callable[..., World]] = {"sockets": OverSockets, "processes": AsProcesses}
 TRANSPORTS = re.compile(r"^# transports: (.*)$", re.MULTILINE)
@@ -236,9 +236,11 @@ class Scenario:
     # -- the link between a region and the global server
 
     def do_cut(self, region: str) -> None:
+        """Cut the link between a region and the global server."""
         self.world.held.add(region)
 
     def do_mend(self, region: str) -> None:
+        """Mend the link: what waited is delivered."""
         self.world.held.remove(region)
 
     def do_deliver(self, region: str, count: int = 1) -> None:
