@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,14 +18,8 @@ from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.rpc import ListenError
 from geotrain.net.transport.worker_client import ServerForgot, WorkerClient
 from geotrain.outer.messages import Join, Refused, UpdatePart
-from tests.support.net_worlds import BUSY_S, halves, outer, status_of, wait_for, whole
+from tests.support.net_worlds import BUSY_S, halves, outer, side_by_side, status_of, wait_for, whole
 from tests.support.outer_world import weights_of
-
-
-def in_background(call: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    return thread
 
 
 @pytest.mark.parametrize("rule", ["sync", "halos"])
@@ -38,13 +31,10 @@ def test_restarts_of_both_servers_lose_nothing_and_do_nothing_twice(make, rule):
     for restarts in (3, 0) if rule == "sync" else (3,):
         cluster = make(outer(rule), {"eu": {"a": halves}, "us": {"b": whole}}, train_samples=80)
         workers = [cluster.worker("a"), cluster.worker("b")]
-        threads = [in_background(w.run) for w in workers]
-        for turn in range(restarts):
-            wait_for(lambda turn=turn, workers=workers: any(len(w.trained) > 2 * turn for w in workers))
-            cluster.restart_top() if turn % 2 else cluster.restart("eu")
-        for thread in threads:
-            thread.join(BUSY_S)
-            assert not thread.is_alive()
+        with side_by_side(workers):
+            for turn in range(restarts):
+                wait_for(lambda turn=turn, workers=workers: any(len(w.trained) > 2 * turn for w in workers))
+                cluster.restart_top() if turn % 2 else cluster.restart("eu")
         assert sorted(lease.start for w in workers for lease in w.trained) == list(range(0, 80, 4))
         wait_for(lambda cluster=cluster: cluster.top.server.finished)
         assert cluster.top.server.lease_table.committed_samples == 80

@@ -356,11 +356,8 @@ class FakeWorker:
         self.leave()
 
     def leave(self) -> None:
-        threads = [threading.Thread(target=c.leave) for c in self.clients]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(BUSY_S)
+        with futures.ThreadPoolExecutor(len(self.clients)) as pool:
+            list(pool.map(WorkerClient.leave, self.clients))
 
     def close(self) -> None:
         for client in self.clients:
@@ -414,29 +411,25 @@ def wait_for(what: Callable[[], Any], within_s: float = BUSY_S) -> Any:
 def train_all(cluster: Cluster, incarnation: str = "life-1") -> list[FakeWorker]:
     """Every worker until it is told that it is finished, side by side."""
     workers = [cluster.worker(name, incarnation) for name in cluster.home]
-    failed: list[BaseException] = []
-
-    def run(worker: FakeWorker) -> None:
-        try:
-            worker.run()
-        except BaseException as error:
-            failed.append(error)
-
-    side_by_side(workers, run)
-    assert not failed, failed
+    with side_by_side(workers):
+        pass
     wait_for(lambda: cluster.top.server.finished)
     return workers
 
 
-def side_by_side(workers: list[FakeWorker], run: Callable[[FakeWorker], None]) -> None:
-    """Each on a thread of its own; then they are closed."""
-    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(BUSY_S)
-    for worker in workers:
-        worker.close()
+@contextmanager
+def side_by_side(workers: list[FakeWorker]) -> Iterator[None]:
+    """Let each worker run on a thread of its own. At the end of the block wait until all have ended, and raise what
+    one of them raised."""
+    with futures.ThreadPoolExecutor(len(workers)) as pool:
+        try:
+            ends = [pool.submit(worker.run) for worker in workers]
+            yield
+            for end in ends:
+                end.result(BUSY_S)
+        finally:
+            for worker in workers:
+                worker.close()
 
 
 def same(one: dict, other: dict) -> bool:
