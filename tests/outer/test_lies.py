@@ -198,13 +198,6 @@ def test_a_speed_that_is_claimed_cuts_jobs_to_a_fourth_at_most(claims):
             coordinator = saved
 
 
-def test_one_liar_leaves_the_others_a_fourth_of_their_steps():
-    top = flat(scale_local_steps=True, local_steps=8, workers=("a", "b", "liar"))
-    top.handle(LeaseRequest("liar", 1, 1e-6))
-    assert top.handle(LeaseRequest("a", 1, 0.5)).reply.steps >= 2
-    assert top.handle(LeaseRequest("b", 1, 0.5)).reply.steps >= 2
-
-
 # ------------------------------------------------------------------------------------------------------ numbers
 
 

@@ -55,34 +55,6 @@ def test_progress_that_is_not_finite_is_refused_by_the_parameters_name():
         region.shards.execute(SendUp(0, 1, {}))
 
 
-@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
-@pytest.mark.parametrize("down", ["fp32", "int4"])
-def test_a_server_restored_from_its_state_goes_on_to_the_same_bits(rule, down):
-    straight = make(config(rule=rule, up=codec_config("int4"), down=codec_config(down)))
-    want = play(straight, 9)
-    broken = make(config(rule=rule, up=codec_config("int4"), down=codec_config(down)))
-    for i in range(9):
-        for n, r in (("a", "eu"), ("b", "us")):
-            broken.push(n, random_deltas(broken, 10 * i + ord(n)))
-            restart(broken, r)
-            broken.settle(r)
-        for r in broken.regions:
-            broken.settle(r)
-    for a, b in zip(want, weights_of(broken.top), strict=True):
-        assert torch.equal(a, b)
-
-
-def restart(world: World, region: str) -> None:
-    """Replace a region server by one restored from its state, as after a kill; its members stay as they are."""
-    old, new = world.regions[region], saved_and_loaded(world, region)
-    for name, member in old.members.items():
-        for join in member.joined.values():
-            new.handle(join)
-        for shard, dead in zip(new.shards.all, old.shards.all, strict=True):
-            shard.members[name].senders = dead.members[name].senders
-    world.regions[region] = new
-
-
 def test_incremental_answers_track_the_weights():
     """4-bit changes downwards: what one leaves out goes with the next, so the region stays near."""
     world = make(config(down=codec_config("int4"), updates_per_send=1, merge_alpha=1.0))

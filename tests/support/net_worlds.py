@@ -7,11 +7,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,16 @@ def stripes(parameter_map: ParameterMap) -> Slicing:
                 chunks.append(StridedSlice(24 * rows, tail))
             parts[part].append(tuple(chunks))
     return parts
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine function: it runs on an event loop of its own, with a deadline."""
+
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), BUSY_S))
+
+    return run
 
 
 class Loop:
