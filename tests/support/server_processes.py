@@ -52,11 +52,12 @@ def dies_at(place: str, after: bool = False, given: type = object) -> None:
 
 
 def serve(
-    folder: Path, which: str, resume: bool, said: Path, files: tuple[int, int] | None, evaluate: Evaluate | None,
-    launch: str, first: Callable[[], None], environment: dict[str, str],
+    folder: Path, which: str, resume: bool, said: Path, environment: dict[str, str],
+    files: tuple[int, int] | None = None, evaluate: Evaluate | None = None, launch: str = "",
+    first: Callable[[], None] = int,
 ) -> None:  # fmt: skip
-    """A server's whole process. files: how many it may have open, and how many it may ask for. first: called before
-    all else. environment: what it has besides that of these tests."""
+    """Run a server's whole process. environment: what it has besides that of these tests. files: how many it may
+    have open, and how many it may ask for. first: called before all else."""
     os.environ.update(environment)
     first()
     if files is not None:
@@ -70,21 +71,11 @@ def serve(
 
 
 class Server:
-    def __init__(
-        self,
-        folder: Path,
-        which: str,
-        resume: bool,
-        number: int,
-        files: tuple[int, int] | None,
-        evaluate: Evaluate | None,
-        launch: str,
-        first: Callable[[], None],
-        environment: dict[str, str],
-    ) -> None:
-        self.said = folder / f"stderr-{number}"
-        args = folder, which, resume, self.said, files, evaluate, launch, first, environment
-        self.process = FORKS.Process(target=serve, args=args)
+    def __init__(self, site: Site, which: str, resume: bool, **how: Any) -> None:
+        """how: as `serve` takes it."""
+        self.said = site.folder / f"stderr-{len(site.servers)}"
+        place = site.folder, which, resume, self.said, site.environment
+        self.process = FORKS.Process(target=serve, args=place, kwargs=how)
         self.process.start()
 
     def send(self, number: int) -> None:
@@ -161,17 +152,9 @@ class Site:
         self.parameter_map = parameter_map_of(self.run)
         self.servers: list[Server] = []
 
-    def serve(
-        self,
-        which: str,
-        resume: bool = False,
-        files: tuple[int, int] | None = None,
-        evaluate: Evaluate | None = None,
-        launch: str = "",
-        first: Callable[[], None] = int,
-    ) -> Server:
-        place = self.folder, which, resume, len(self.servers), files, evaluate
-        self.servers.append(Server(*place, launch, first, self.environment))
+    def serve(self, which: str, resume: bool = False, **how: Any) -> Server:
+        """Start a server's process. how: as `serve` takes it."""
+        self.servers.append(Server(self, which, resume, **how))
         return self.servers[-1]
 
     def address(self, which: str) -> str:
@@ -198,6 +181,6 @@ class Site:
         return [json.loads(line) for line in (self.folder / which / "events.jsonl").read_text().splitlines()]
 
     def updates(self) -> int:
-        """How many updates the region's server has taken."""
+        """Count the updates that the region's server has taken."""
         members = self.status("eu")["members"]
         return sum(members[name]["updates"] for name in ("a", "b"))
