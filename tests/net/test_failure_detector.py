@@ -18,7 +18,7 @@ SILENT_S = 1e6  # by the server's own clock nothing happens
 
 
 class Hands:
-    """A server's clock, and its failure detector, which looks when it is told to."""
+    """Sets the clock of a server's failure detector, and lets it look."""
 
     def __init__(self, running: Running) -> None:
         self.running, self.now_s = running, 0.0
@@ -27,7 +27,8 @@ class Hands:
         self.detector._heard_s = dict.fromkeys(self.detector._heard_s, 0.0)
 
     def passes(self, seconds: float, *heard: tuple[str, int], late_s: float = 0.0) -> None:
-        """heard: ranks that were heard of at its end. late_s: how long the server's process stood still."""
+        """Let seconds pass, and the detector look. heard: ranks that were heard of at their end. late_s: for how long
+        the server's process stood still."""
         self.now_s += seconds
         for rank in heard:
             self.detector.heard(*rank)
@@ -36,7 +37,7 @@ class Hands:
 
 @pytest.fixture
 def begin(make: Callable[..., Cluster]) -> Callable[..., tuple[Cluster, Hands]]:
-    """A region of workers a, of two ranks, and b."""
+    """Begins a run of one region, with workers a (two ranks) and b."""
 
     def begun(samples: int = 12, **settings: object) -> tuple[Cluster, Hands]:
         cluster = make(

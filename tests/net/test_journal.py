@@ -275,7 +275,7 @@ def test_a_full_disk_refuses_and_recovers(tmp_path, monkeypatch):
 
 
 def recorded(folder: Path, which: str, **settings: Any) -> JournaledWorld:
-    """A world of which this server is told everything through a journal."""
+    """Make a world in which this server is told everything through a journal."""
     kind = partial(JournaledWorld, folder, journaled=(which,))
     world: JournaledWorld = make(config(**settings), cut_a=halves, kind=kind)
     return world

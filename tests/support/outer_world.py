@@ -99,8 +99,8 @@ class InProcess:
             self.connect(name)
 
     def connect(self, name: str) -> None:
-        """The region joins, takes the weights if it has none, and will say again what may be lost: as its client
-        does."""
+        """Join the region to the global server, as its client does: it takes the weights if it has none, and sends
+        again what may be lost."""
         region = self.regions[name]
         region.handle(self.top.handle(region.join_message()).reply)
         if not region.fragments:
@@ -150,7 +150,7 @@ class World(InProcess):
                 self.tell(r, join)
 
     def build(self, name: str, shards: int | None = None) -> Any:
-        """A server of this world, without state."""
+        """Make a server of this world, without state."""
         shards = shards or self.shards
         if name == GLOBAL:
             return GlobalServer(self.identity, self.parameter_map, self.config, self.names, *self.plan, shards=shards)
@@ -162,7 +162,7 @@ class World(InProcess):
         return server
 
     def begin(self, server: Any) -> None:
-        """What a new server starts from: the global one from the first weights, a region from nothing."""
+        """Give a new server what it starts from: the global one the first weights, a region nothing."""
         if isinstance(server, GlobalServer):
             server.set_weights([v.clone() for v in self.start])
 
@@ -279,7 +279,7 @@ def start_vector() -> torch.Tensor:
 
 
 def make(cfg, cut_a=whole, cut_b=whole, fragments=None, chunk_elements=1 << 27, kind=World, **kwargs) -> Any:
-    """Worker a in region eu, and b in us. kind: makes the world."""
+    """Make a world with worker a in region eu, and b in us. kind: makes it of these."""
     lay = parameter_map(fragments, chunk_elements)
     start = [start_vector()[:1].expand(f.numel).clone() for f in lay.fragments]
     regions = {"eu": [FakeWorker("a", lay, cut_a(lay))], "us": [FakeWorker("b", lay, cut_b(lay))]}
@@ -293,7 +293,7 @@ def flat(
     others: tuple[str, ...] = (),
     **changes: Any,
 ) -> Any:
-    """A global server whose members are the workers, all joined. others: those of region us."""
+    """Make a global server whose members are the workers, all joined. others: those of region us."""
     shape, settings = parameter_map(), config(rule, **changes).model_copy(update={"levels": 1})
     regions = {"eu": workers, **({"us": others} if others else {})}
     top = GlobalServer(Identity("t", "c", shape.digest, "m"), shape, settings, regions, samples, 1)
@@ -310,7 +310,7 @@ def random_deltas(world: World, seed: int) -> dict[int, torch.Tensor]:
 
 
 def saved_and_loaded(world: World, name: str, shards: int | None = None) -> Any:
-    """The server as a restart leaves it: without joins, and with its incarnation's name."""
+    """Return the server as a restart leaves it: without joins, and with its incarnation's name."""
     tensors, meta = world.server(name).state()
     new = world.build(name, shards)
     new.load({key: tensor.clone() for key, tensor in tensors.items()}, json.loads(json.dumps(meta)))

@@ -20,8 +20,10 @@ from tests.support.outer_world import World
 
 
 class JournaledWorld(World):
-    """A world in which these servers are told everything through journals on disk. `kill` drops one of them without
-    a word, and recovers it from its folder.
+    """Tells its servers everything through journals on disk. `kill` drops one of them without a word, and recovers it
+    from its folder.
+
+    journaled: which servers; None: all.
 
     watch: is called with each message that one of them is told, and then with what came of it.
     """
@@ -65,7 +67,8 @@ class JournaledWorld(World):
         return server
 
     def kill(self, name: str, between: Callable[[Path], None] = lambda folder: None) -> list[str]:
-        """between: what happens to its folder meanwhile. Returns the faults that its recovery names."""
+        """Kill the server and recover it. between: is called with its folder meanwhile. Returns the faults that the
+        recovery names."""
         self.recovered[name].journal.close()
         between(self.folder / name)
         server = self.begun(name)
