@@ -56,10 +56,9 @@ def test_who_is_killed_at_its_end_and_started_again_stays_ended(tmp_path: Path, 
         servers[name] = site.serve(name, launch="1", first=dies)
     try:
         with side_by_side([site.worker(name) for name in ("a", "b")]):  # all of the run's data
-            pass
-        servers[which].process.join(BUSY_S)
-        assert servers[which].process.exitcode == -signal.SIGKILL
-        servers[which] = site.serve(which, resume=True, launch="1")
+            servers[which].process.join(BUSY_S)
+            assert servers[which].process.exitcode == -signal.SIGKILL
+            servers[which] = site.serve(which, resume=True, launch="1")
         for name, server in servers.items():
             assert server.ended()[0] == 0, (name, server.ended())
     finally:
