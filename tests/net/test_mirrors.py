@@ -208,9 +208,9 @@ def test_a_mark_tells_histories_apart():
 
 
 @pytest.mark.parametrize("killed", ["eu", GLOBAL])
-def test_over_sockets_no_weights_go_whole_after_a_kill(make_cluster, killed):
+def test_over_sockets_no_weights_go_whole_after_a_kill(make, killed):
     """On both links: from the global server to the region, and from the region's server to its worker."""
-    cluster = make_cluster(outer("halos", updates_per_send=1, down=INT4, local=INT4), {"eu": {"a": in_one_part}})
+    cluster = make(outer("halos", updates_per_send=1, down=INT4, local=INT4), {"eu": {"a": in_one_part}})
     worker = cluster.worker("a")
     fragments = len(cluster.parameter_map.fragments)
     worker.clients[0].mirrors = lambda: worker.receivers[0].fingerprints_of(fragments)
