@@ -78,6 +78,7 @@ class Scenario:
             shutil.rmtree(folder)
         folder.mkdir()
         self.lives.clear(), self.leases.clear(), self.parts.clear()
+        self.local = told.outer.local
         if self.transport in WORLDS:
             self.world = WORLDS[self.transport](told, folder)
             for worker in self.world.workers:
@@ -134,7 +135,7 @@ class Scenario:
         lease = self.leases[worker].get(job) if ends_job else None
         newest = self.world.status(region)["versions"]
         anchor = min([newest[f] for f in chosen] if newest else [0]) if version is None else version
-        parts = fake.parts(deltas, (lease,) if lease else (), self.incarnation(worker, life), anchor)
+        parts = fake.parts(deltas, (lease,) if lease else (), self.incarnation(worker, life), anchor, self.local)
         self.parts[worker] = [replace(each, **changes) for each in parts]
         taken = self.says_parts(worker, part)
         if part >= 0 or not taken:

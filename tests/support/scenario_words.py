@@ -51,10 +51,9 @@ def message_text(message: Any) -> str:
             held = f", answers for leases {list(message.leases)}" if message.leases else ""
             return f"{message.member} joins, rank {message.part} of {message.parts}{held}"
         case Answer():
-            versions = sorted({weights.version for weights in message.weights})
-            return (
-                f"answer to update {message.sequence}, weights of version {', '.join(map(str, versions)) or 'none'}"
-            )
+            versions = ", ".join(map(str, sorted({weights.version for weights in message.weights})))
+            what = "changes of the weights" if any(each.increment for each in message.weights) else "weights"
+            return f"answer to update {message.sequence}, {what} of version {versions or 'none'}"
         case AnswerWanted():
             return f"{message.member} wants the answer to update {message.sequence}"
         case Release() | Trained():
