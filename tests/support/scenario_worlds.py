@@ -328,10 +328,14 @@ class OverGrpc(World):
         """Whether the region has nothing under way and is known above, or has left in good order."""
         below, above = self.status(region), self.status(GLOBAL)["members"][region]
         if all(member["left"] for member in below["members"].values()):
-            return bool(above["left"])
+            return bool(above["left"]) and self.has_ended(region)
         queued = self.status(GLOBAL)["phase"] != "paused" and below.get("queued")  # else leases are asked for
         busy = below["in_flight"] or queued or not below["versions"]
         return bool(below["connected"] and above["joined"] and not busy)
+
+    @abstractmethod
+    def has_ended(self, region: str) -> bool:
+        """Whether the region's server knows that its goodbye was taken."""
 
     def close(self) -> None:
         for link in self.links.values():
@@ -357,6 +361,9 @@ class OverSockets(OverGrpc):
         if isinstance(message, MemberSilent):  # its failure detector says so
             return self.loop.do(self.running(server).server_thread.say(message))
         return super().tell(server, message)
+
+    def has_ended(self, region: str) -> bool:
+        return bool(self.running(region).server.done)
 
     def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
         running = self.running(server)
@@ -410,6 +417,9 @@ class AsProcesses(OverGrpc):
 
     def address(self, server: str) -> str:
         return self.site.address(server)
+
+    def has_ended(self, region: str) -> bool:
+        return not self.processes[region].process.is_alive()
 
     def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
         self.processes[server].send(signal.SIGKILL)
