@@ -63,6 +63,7 @@ def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="long tests too, and Hypothesis' full profile")
+    parser.addoption("--rewrite", action="store_true", help="scenarios are written anew (see tests/scenarios)")
     parser.addoption("--since", metavar="COMMIT", help="long tests too of what differs from this commit")
 
 

@@ -17,9 +17,9 @@ from geotrain.parallelism.checks import accumulation_steps, zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.plan.model.memory import host_memory, rank_memory
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
-from geotrain.plan.model.rounds import payloads
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
+from geotrain.plan.model.sizes import Sizes
 from geotrain.plan.model.work import Work
 
 
@@ -69,9 +69,9 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     be trained on this cluster."""
     check_together(run, cluster)
     parameter_map, outer = parameter_map_of(run), run.outer
-    sizes = payloads(outer, [f.numel for f in parameter_map.fragments])
-    wide = sum(sizes.wide_up), sum(sizes.wide_down)
-    to_server = wide if outer.flat else (sum(sizes.local), sum(sizes.local))
+    sizes = Sizes(outer, tuple(f.numel for f in parameter_map.fragments))
+    wide = sum(sizes.wide.up), sum(sizes.wide.down)
+    to_server = wide if outer.flat else (sum(sizes.local.up), sum(sizes.local.down))
     workers = []
     for home, worker in cluster.workers:
         setup = WorkerSetup.of(run, worker)

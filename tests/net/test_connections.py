@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from geotrain.net.server import grpc_service
 from geotrain.net.server.connection_guard import Stranger, too_many
-from tests.support.net_worlds import BUSY_S, clusters, outer, wait_for, whole
+from tests.support.net_worlds import BUSY_S, clusters, outer, side_by_side, wait_for, whole
 from tests.support.server_processes import Site
 
 FILES, IDLE = 120, 180  # file descriptors that a server may have, and idle connections to each
@@ -65,7 +65,13 @@ class Idlers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("files, again", [((FILES, FILES), False), ((FILES, 4 * FILES), True)])
+@pytest.mark.parametrize(
+    "files, again",
+    [
+        pytest.param((FILES, FILES), False, marks=pytest.mark.long("geotrain/net/server")),
+        ((FILES, 4 * FILES), True),
+    ],
+)
 def test_more_idle_connections_than_files_end_nothing(tmp_path: Path, files: tuple[int, int], again: bool) -> None:
     """A run begins, goes on and ends well: with fewer file descriptors than there are connections, and with enough of
     them, which the server has to ask for, when every connection that is shut is opened again at once."""
@@ -82,16 +88,10 @@ def test_more_idle_connections_than_files_end_nothing(tmp_path: Path, files: tup
 
     try:
         wait_for(lambda: idlers.closed > FILES and all(told(which) for which in servers))
-        threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(BUSY_S)
-            assert not thread.is_alive()
+        with side_by_side(workers):
+            pass
     finally:
         idlers.stop()
-        for worker in workers:
-            worker.close()
         for server in servers.values():
             server.process.join(BUSY_S)
             server.process.kill()

@@ -13,16 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from geotrain.config import OuterConfig, codec_config
+from geotrain.config import OuterConfig
 from geotrain.net.storage import disk_mirror_store
 from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.snapshots import SnapshotStore
-from geotrain.outer import downlink
 from geotrain.outer.shards import shard as shard
 from tests.support.disks import small_disk
-from tests.support.outer_world import config, make, random_deltas
-from tests.support.recorded_world import same_state
 
 MIB = 1 << 20
 LEFT = 0.1  # of a vector's pages that the kernel may keep: it is asked, and decides
@@ -161,29 +158,6 @@ def test_a_snapshot_gives_mirrors_to_the_shelf_and_what_it_read_goes_back(tmp_pa
     assert [name for name, x in found.items() if on_disk(x)] == ["held.eu.0", "mirror.1"]
     assert all(cached_bytes(found[name]) <= LEFT * size for name in ("held.eu.0", "mirror.1"))
     assert all(torch.equal(found[name], x) for name, x in tensors.items())
-
-
-@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
-def test_where_mirrors_lie_changes_no_bit(tmp_path: Path, monkeypatch, rule: str) -> None:
-    """States, answers and fingerprints, from the first weights on."""
-    every = {} if rule == "sync" else {"updates_per_send": 1}
-    links = {"up": codec_config("int4"), "down": codec_config("int4")}
-    settings = config(rule, **links, **every)
-    mirror_store, here = DiskMirrorStore(tmp_path, pytest.fail), make(settings, fragments=2)
-    with monkeypatch.context() as patch:
-        for module in (shard, downlink):
-            patch.setattr(module, "MirrorStore", lambda: mirror_store)
-        there = make(settings, fragments=2)
-    for seed in range(6):
-        for world in (here, there):
-            for worker in ("a", "b"):
-                world.push(worker, random_deltas(world, 10 * seed + ord(worker)))
-            for region in (*world.regions, *world.regions):
-                world.settle(region)
-        for server, other in ((there.top, here.top), *((there.regions[r], here.regions[r]) for r in here.regions)):
-            same_state(server, other)
-            mirrors = [x for name, x in server.state()[0].items() if name.startswith(shard.MIRRORS)]
-            assert mirrors and all(map(on_disk, mirrors))
 
 
 def test_the_setting_is_refused_where_it_would_do_nothing() -> None:

@@ -15,7 +15,7 @@ from geotrain.net.server.server_process import begin_server, global_server
 from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped, begin_snapshot, finish_snapshot, recover
 from geotrain.net.transport.rpc import Farewell
 from geotrain.outer.messages import Leave, OperatorCommand
-from tests.support.net_worlds import BUSY_S, FakeWorker, side_by_side
+from tests.support.net_worlds import BUSY_S, side_by_side
 from tests.support.server_processes import Server, Site, dies_at
 
 HOST, SESSIONS, SHARD = (
@@ -39,12 +39,13 @@ PLACES = {
 }
 
 
-def train(site: Site) -> None:
-    """All of the run's data, by both workers."""
-    side_by_side([site.worker(name) for name in ("a", "b")], FakeWorker.run)
+SHORT = ("a region's server, its last snapshot written", "a region's coordinator, its shards told")
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, marks=() if p in SHORT else pytest.mark.long("geotrain/net/server")) for p in PLACES],
+)
 def test_who_is_killed_at_its_end_and_started_again_stays_ended(tmp_path: Path, place: str) -> None:
     """Nobody waits for who has gone, everybody ends in good order, and all data is trained once."""
     which, shards, *where = PLACES[place]
@@ -54,10 +55,10 @@ def test_who_is_killed_at_its_end_and_started_again_stays_ended(tmp_path: Path, 
         dies = partial(dies_at, *where) if name == which else int
         servers[name] = site.serve(name, launch="1", first=dies)
     try:
-        train(site)
-        servers[which].process.join(BUSY_S)
-        assert servers[which].process.exitcode == -signal.SIGKILL
-        servers[which] = site.serve(which, resume=True, launch="1")
+        with side_by_side([site.worker(name) for name in ("a", "b")]):  # all of the run's data
+            servers[which].process.join(BUSY_S)
+            assert servers[which].process.exitcode == -signal.SIGKILL
+            servers[which] = site.serve(which, resume=True, launch="1")
         for name, server in servers.items():
             assert server.ended()[0] == 0, (name, server.ended())
     finally:

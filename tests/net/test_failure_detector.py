@@ -1,40 +1,64 @@
-"""Heartbeats: the silent are taken for dead, the living are not."""
+"""The failure detector, in time that passes when a test says so: the silent count as dead, the living do not."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 
 import pytest
 
+from geotrain.config import LimitsConfig
 from geotrain.monitor.events import Trouble
-from geotrain.net.transport import rpc
-from geotrain.outer.messages import LeaseRequest
+from geotrain.outer.messages import LeaseRequest, Refused
 from geotrain.outer.server import leases
-from tests.support.net_worlds import BUSY_S, Cluster, clusters, halves, outer, status_of, wait_for, whole
+from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
-SILENT_S = 4.0  # twenty beats late, on a busy machine, they are not
+SILENT_S = 1e6  # by the server's own clock nothing happens
+
+
+class Hands:
+    """Sets the clock of a server's failure detector, and lets it look."""
+
+    def __init__(self, running: Running) -> None:
+        self.running, self.now_s = running, 0.0
+        self.detector = running.service.failure_detector
+        self.detector.clock = lambda: self.now_s
+        self.detector._heard_s = dict.fromkeys(self.detector._heard_s, 0.0)
+
+    def passes(self, seconds: float, *heard: tuple[str, int], late_s: float = 0.0) -> None:
+        """Let seconds pass, and the detector look. heard: ranks that were heard of at their end. late_s: for how long
+        the server's process stood still."""
+        self.now_s += seconds
+        for rank in heard:
+            self.detector.heard(*rank)
+        self.running.loop.do(self.detector.look(self.now_s - late_s))
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch) -> Iterator[Callable[..., Cluster]]:
-    monkeypatch.setattr(rpc, "BEAT_S", SILENT_S / 20)
-    monkeypatch.setattr(rpc, "REGION_BEAT_S", SILENT_S / 20)
-    with clusters(tmp_path) as maker:
-        yield maker
+def begin(make: Callable[..., Cluster]) -> Callable[..., tuple[Cluster, Hands]]:
+    """Begins a run of one region, with workers a (two ranks) and b."""
+
+    def begun(samples: int = 12, **settings: object) -> tuple[Cluster, Hands]:
+        cluster = make(
+            outer(updates_per_send=1, **settings), {"eu": {"a": halves, "b": whole}}, samples, silent_s=SILENT_S
+        )
+        return cluster, Hands(cluster.regions["eu"])
+
+    return begun
 
 
-@pytest.mark.parametrize("dead_ranks", [1, 2])
-def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(make, dead_ranks):
+@pytest.mark.parametrize("heard", [[], [("a", 0)], [("a", 1)]])
+def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(begin, heard):
     """Also when only one of its ranks died. The idle but living keep theirs."""
-    cluster = make(outer(), {"eu": {"a": halves, "b": whole}}, train_samples=12, silent_s=SILENT_S)
-    dead, living = cluster.worker("a"), cluster.worker("b")
-    dead.join()
-    living.join()
+    cluster, hands = begin()
+    dead, living = cluster.joined("a"), cluster.joined("b")
     lost, held = dead.lease(), living.lease()
-    for client in dead.clients[:dead_ranks]:
-        client.close()
+    hands.passes(SILENT_S - 1, ("a", 0), ("a", 1), ("b", 0))
+    hands.passes(SILENT_S - 1, *heard, ("b", 0))
+    assert not hands.detector.silent
+    hands.passes(2, ("b", 0))
+    assert hands.detector.silent == {"a"}
     lease_table = cluster.top.server.lease_table
     wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
     assert status_of(living.clients[0].address)["silent"] == ["a"]
@@ -42,24 +66,17 @@ def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(make, dead_rank
     while (lease := living.lease()) is not None:
         living.train(lease)
     assert sorted(lease.start for lease in living.trained) == [0, 4, 8]
-    for worker in (dead, living):
-        worker.close()
 
 
-def test_who_was_only_slow_goes_on(make):
+def test_who_was_only_slow_goes_on(begin):
     """Its data lies in the pool still: what it trained of it is counted, once, and nothing is skipped."""
-    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole, "b": whole}}, train_samples=12, silent_s=SILENT_S)
-    slow, other = cluster.worker("a"), cluster.worker("b")
-    slow.join()
-    other.join()
+    cluster, hands = begin()
+    slow, other, lease_table = cluster.joined("a"), cluster.joined("b"), cluster.top.server.lease_table
     lease = slow.lease()
-    detector = cluster.regions["eu"].service.failure_detector
-    real = detector.heard
-    detector.heard = lambda member, part: real(member, part) if member != "a" else None
-    lease_table = cluster.top.server.lease_table
+    hands.passes(SILENT_S + 1, ("b", 0))
     wait_for(lambda: lease_table.pool)
-    detector.heard = real
-    wait_for(lambda: not detector.silent)
+    hands.passes(1, ("a", 0), ("a", 1), ("b", 0))
+    assert not hands.detector.silent
     slow.train(lease)
     wait_for(lambda: lease_table.committed_samples == 4 and not lease_table.pool)
     slow.leave()
@@ -69,28 +86,27 @@ def test_who_was_only_slow_goes_on(make):
     wait_for(lambda: cluster.top.server.finished)
     assert sorted(t.start for t in other.trained) == [4, 8]
     assert lease_table.committed_samples == 12 and lease_table.repeated_samples == 0
-    for worker in (slow, other):
-        worker.close()
 
 
-def test_who_beats_but_trains_no_more_loses_its_leases(make, monkeypatch):
+def test_who_beats_but_trains_no_more_loses_its_leases(begin, monkeypatch):
     """By its own measured step; those who train keep theirs. What it trains all the same is counted, once."""
     monkeypatch.setattr(leases, "LEAST_PATIENCE_S", 0.0)
-    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole, "b": whole}}, train_samples=20, silent_s=SILENT_S)
-    hangs, trains = cluster.worker("a"), cluster.worker("b")
-    lease_table, region = cluster.top.server.lease_table, cluster.regions["eu"]
-    told = []
-    region.server_thread.write_event = told.append
+    cluster, hands = begin(20)
+    hangs, trains, region = cluster.joined("a"), cluster.joined("b"), cluster.regions["eu"]
+    lease_table, alive = cluster.top.server.lease_table, (("a", 0), ("a", 1), ("b", 0))
     for worker in (hangs, trains):
-        worker.join()
         worker.train(worker.lease())
     kept = trains.clients[0].lease(LeaseRequest("b", trains.job, 100.0)).result(BUSY_S)
     lost = hangs.clients[0].lease(LeaseRequest("a", hangs.job, 0.1)).result(BUSY_S)
     assert lost.steps == 2 and region.server.patience_s("a") == 10 * 2 * 0.1
+    for seconds in (1, 1, 1):
+        hands.passes(seconds, *alive)
+        assert len(lease_table.open) == 2
+    hands.passes(1, *alive)
     wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
-    assert region.server.members["a"].silent and not region.service.failure_detector.silent
-    trouble = wait_for(lambda: [event.what for event in told if isinstance(event, Trouble)])
-    assert trouble[0].startswith("a: lives, but has sent nothing for ")
+    assert region.server.members["a"].silent and not hands.detector.silent
+    trouble = [event.what for event in region.events if isinstance(event, Trouble)]
+    assert trouble == ["a: lives, but has sent nothing for 3 s; its leases go to others"]
     assert list(lease_table.open) == [kept.lease]
     hangs.train(lost)
     wait_for(lambda: not lease_table.pool)
@@ -101,34 +117,59 @@ def test_who_beats_but_trains_no_more_loses_its_leases(make, monkeypatch):
         worker.leave()
     wait_for(lambda: cluster.top.server.finished)
     assert lease_table.committed_samples == 20 and lease_table.repeated_samples == 0
-    for worker in (hangs, trains):
-        worker.close()
 
 
-def test_a_busy_server_thread_makes_nobody_dead(make):
-    """Heartbeats that came are heard, however long the server's thread works on something else."""
-    cluster = make(outer(), {"eu": {"a": halves}}, train_samples=12, silent_s=SILENT_S)
-    worker = cluster.worker("a")
-    worker.join()
-    lease = worker.lease()
-    region = cluster.regions["eu"]
-    busy = asyncio.run_coroutine_threadsafe(
-        region.server_thread.read(lambda: time.sleep(1.5 * SILENT_S)), region.loop.loop
-    )
-    busy.result(BUSY_S)
-    region.loop.do(region.server_thread.read(lambda: None))  # what was said meanwhile has been handled, too
-    assert not region.service.failure_detector.silent
-    assert not region.server.members["a"].silent
+def test_a_busy_server_thread_makes_nobody_dead(begin):
+    """Heartbeats that came while the server's thread worked on something else are heard before it judges."""
+    cluster, hands = begin()
+    lease, region = cluster.joined("a").lease(), cluster.regions["eu"]
+    may_go_on, waits = threading.Event(), hands.running.server_thread.read
+    busy = asyncio.run_coroutine_threadsafe(waits(lambda: may_go_on.wait(BUSY_S)), region.loop.loop)
+    hands.now_s = SILENT_S + 1
+    judged = asyncio.run_coroutine_threadsafe(hands.detector.look(hands.now_s), region.loop.loop)
+    region.loop.do(asyncio.sleep(0))  # it waits for the thread by now
+    for part in (0, 1):
+        hands.detector.heard("a", part)
+    may_go_on.set()
+    judged.result(BUSY_S), busy.result(BUSY_S)
+    assert not hands.detector.silent and not region.server.members["a"].silent
     assert list(cluster.top.server.lease_table.open) == [lease.lease] and not cluster.top.server.lease_table.pool
-    worker.close()
 
 
-def test_a_server_that_was_stopped_itself_blames_nobody(make):
-    cluster = make(outer(), {"eu": {"a": whole}}, silent_s=SILENT_S)
-    worker = cluster.worker("a")
-    worker.join()
-    region = cluster.regions["eu"]
-    region.loop.loop.call_soon_threadsafe(lambda: time.sleep(1.5 * SILENT_S))
-    time.sleep(1.5 * SILENT_S + SILENT_S / 4)
-    assert not region.service.failure_detector.silent
-    worker.close()
+def test_a_server_that_was_stopped_itself_blames_nobody(begin):
+    cluster, hands = begin()
+    cluster.joined("a")
+    hands.passes(2 * SILENT_S, late_s=1.9 * SILENT_S)
+    assert not hands.detector.silent
+    hands.passes(SILENT_S)
+    assert hands.detector.silent == {"a"}
+
+
+def test_a_worker_that_died_while_its_server_was_away_is_noticed(begin):
+    """It counts as heard of when the server looks first; a worker that never came is not waited for."""
+    cluster, _ = begin()
+    lost = cluster.joined("a").lease()
+    cluster.restart("eu")
+    hands = Hands(cluster.regions["eu"])
+    hands.passes(1)
+    hands.passes(SILENT_S)
+    assert hands.detector.silent == {"a"}
+    wait_for(lambda: (lost.start, lost.samples) in cluster.top.server.lease_table.pool)
+
+
+def test_a_quarantine_ends_after_its_time(begin):
+    cluster, hands = begin(limits=LimitsConfig(strikes=1, quarantine_s=600.0))
+    worker = cluster.joined("b")
+    with pytest.raises(Refused, match="no worker comes to job -1"):
+        worker.clients[0].lease(LeaseRequest("b", -1)).result(BUSY_S)
+    member = cluster.regions["eu"].server.members["b"]
+    hands.passes(1, ("b", 0))
+    hands.passes(599, ("b", 0))
+    assert member.quarantined
+    with pytest.raises(Refused, match="b is quarantined after 1 refused updates"):
+        cluster.joined("b", "life-2")
+    hands.passes(1, ("b", 0))
+    assert not member.quarantined
+    with pytest.raises(Refused, match="this incarnation of it was quarantined; start it anew"):
+        cluster.joined("b")
+    assert cluster.joined("b", "life-3").lease() is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot
 from geotrain.net.storage.snapshots import SnapshotStore, StoreError
 from geotrain.outer.messages import LeaseRequest, MemberSilent, UpdateRejected
 from tests.support.outer_world import config, halves, make, random_deltas
-from tests.support.recorded_world import Recorded
+from tests.support.recorded_world import JournaledWorld
 
 INT8 = codec_config("int8")
 WAIT_S = 60.0
@@ -84,9 +85,9 @@ def test_whatever_comes_between_its_chunks_it_is_the_state_of_its_beginning(whic
 
 @pytest.mark.parametrize("which", [GLOBAL, "eu"])
 def test_a_snapshot_on_disk_is_of_its_beginning(tmp_path, which):
-    recorded = Recorded(tmp_path, which, up=INT8, down=INT8, updates_per_send=1)
-    world, store, journal = recorded.world, recorded.recovered.store, recorded.recovered.journal
-    server = recorded.recovered.server
+    kind = partial(JournaledWorld, tmp_path, journaled=(which,))
+    world = make(config(up=INT8, down=INT8, updates_per_send=1), cut_a=halves, kind=kind)
+    server, store, journal = (getattr(world.recovered[which], part) for part in ("server", "store", "journal"))
     world.push("a", random_deltas(world, 1))
     world.settle("eu")
     wanted = contents(server)

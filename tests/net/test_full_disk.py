@@ -15,7 +15,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
 from geotrain.outer.messages import Lease, Refused
 from tests.support.disks import BALLAST, fill, small_disk
-from tests.support.net_worlds import BUSY_S, FakeWorker, wait_for
+from tests.support.net_worlds import BUSY_S, FakeWorker, side_by_side, wait_for
 from tests.support.server_processes import Server, Site
 
 pytestmark = pytest.mark.root
@@ -41,6 +41,7 @@ def train_when(filled: threading.Event, worker: FakeWorker, train: Callable[[Lea
     train(lease)
 
 
+@pytest.mark.long("geotrain/net")
 @pytest.mark.slow
 def test_servers_wait_for_room_and_the_run_ends_well(site: Site) -> None:
     """Both disks are filled while a run goes on, both servers are killed and come back to full disks."""
@@ -49,31 +50,24 @@ def test_servers_wait_for_room_and_the_run_ends_well(site: Site) -> None:
     filled = threading.Event()
     for worker in workers:  # else one of them may train everything before the other is there, or the disks are full
         worker.train = partial(train_when, filled, worker, worker.train)  # type: ignore[method-assign]
-    threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: all(worker.trained for worker in workers))
-    for which in servers:
-        fill(site.folder / which)
-    filled.set()
-    for which in servers:
-        with pytest.raises(Refused, match=r"needs .* MB, but only .* free|No space left"):
-            command(site.address(which), rpc.Control("snapshot"), BUSY_S)
-        assert servers[which].process.is_alive()
-    for which in servers:
-        servers[which].send(signal.SIGKILL)
-        servers[which].ended()
-        servers[which] = site.serve(which, resume=True)
-    for server in servers.values():
-        wait_for(lambda s=server: waits(s))
-        assert server.process.is_alive()
-    for which in servers:
-        (site.folder / which / BALLAST).unlink()
-    for thread in threads:
-        thread.join(BUSY_S)
-        assert not thread.is_alive()
-    for worker in workers:
-        worker.close()
+    with side_by_side(workers):
+        wait_for(lambda: all(worker.trained for worker in workers))
+        for which in servers:
+            fill(site.folder / which)
+        filled.set()
+        for which in servers:
+            with pytest.raises(Refused, match=r"needs .* MB, but only .* free|No space left"):
+                command(site.address(which), rpc.Control("snapshot"), BUSY_S)
+            assert servers[which].process.is_alive()
+        for which in servers:
+            servers[which].send(signal.SIGKILL)
+            servers[which].ended()
+            servers[which] = site.serve(which, resume=True)
+        for server in servers.values():
+            wait_for(lambda s=server: waits(s))
+            assert server.process.is_alive()
+        for which in servers:
+            (site.folder / which / BALLAST).unlink()
     for server in servers.values():
         server.process.join(BUSY_S)
         assert server.process.exitcode == 0

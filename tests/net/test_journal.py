@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import tempfile
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from geotrain.net.storage.journal import Journal, JournalDamaged, JournalFull
 from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import OtherFormatError
 from geotrain.outer.messages import ChunkDelta, LeaseRequest, Leave, Refused, UpdatePart
-from tests.support.outer_world import random_deltas
-from tests.support.recorded_world import Recorded, same_state
+from tests.support.outer_world import config, halves, make, random_deltas
+from tests.support.recorded_world import JournaledWorld, same_state
 
 BIG = 1 << 24
 
@@ -240,11 +240,9 @@ def test_new_folders_are_on_disk_in_their_parents(tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    recorded = Recorded(tmp_path / "runs" / "small" / "global", GLOBAL)
-    recovered = recorded.recovered
-    store, journal = recovered.store, recovered.journal
-    finish_snapshot(store, journal, *begin_snapshot(recovered.server, store, journal, ended=False))
-    recovered.journal.close()
+    world = recorded(tmp_path / "runs" / "small", GLOBAL)
+    world.snapshot(GLOBAL)
+    world.close()
     made = [path for path in tmp_path.rglob("*") if path.is_dir()]
     assert len(made) >= 5
     for folder in made:
@@ -276,77 +274,74 @@ def test_a_full_disk_refuses_and_recovers(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------- the state that comes back
 
 
+def recorded(folder: Path, which: str, **settings: Any) -> JournaledWorld:
+    """Make a world in which this server is told everything through a journal."""
+    kind = partial(JournaledWorld, folder, journaled=(which,))
+    world: JournaledWorld = make(config(**settings), cut_a=halves, kind=kind)
+    return world
+
+
 @pytest.mark.parametrize("which", [GLOBAL, "eu"])
 @pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
 def test_replay_gives_bitwise_the_state_that_was(tmp_path, rule, which):
     """After every update the folder is copied, as a kill would leave it, and recovered; snapshots come and go, one of
     them between the two halves of an update; the newest is lost once, and the one before it does."""
     every = {} if rule == "sync" else {"updates_per_send": 2}
-    recorded = Recorded(tmp_path / "live", which, rule=rule, up=codec_config("int4"), **every)
-    world = recorded.world
+    world = recorded(tmp_path, which, rule=rule, up=codec_config("int4"), **every)
+    live, copied, recovered = tmp_path / which, tmp_path / "copy", world.recovered[which]
     lost_snapshots = 0
     for i in range(10):
         for n, r in (("a", "eu"), ("b", "us")):
             lease = world.lease(n)
-            deltas = random_deltas(world, 10 * i + ord(n))
-            worker = world.workers[n][1]
-            parts = worker.parts(deltas, (lease.lease,) if lease else ())
+            parts = world.workers[n][1].parts(random_deltas(world, 10 * i + ord(n)), (lease.lease,) if lease else ())
             for p, part in enumerate(parts):
                 world.tell(r, part)
                 if p == 0 and len(parts) > 1 and i % 4 == 1:
-                    server, journal = recorded.recovered.server, recorded.recovered.journal
-                    copy = begin_snapshot(server, recorded.recovered.store, journal, ended=False)
+                    copy = begin_snapshot(recovered.server, recovered.store, recovered.journal, ended=False)
                     if i % 8 == 1:  # else the process died before the snapshot was written
-                        finish_snapshot(recorded.recovered.store, journal, *copy)
+                        finish_snapshot(recovered.store, recovered.journal, *copy)
             for each in (r, *world.regions):  # a synchronous round is answered once both have sent
                 world.settle(each)
-            shutil.copytree(tmp_path / "live", tmp_path / "copy")
-            if i == 9 and len(recorded.recovered.store.numbers()) == 2:
-                newest = max(recorded.recovered.store.numbers())
-                (tmp_path / "copy" / "snapshots" / f"{newest:08d}" / "meta.json").write_text("")
+            shutil.copytree(live, copied)
+            if i == 9 and len(recovered.store.numbers()) == 2:
+                newest = max(recovered.store.numbers())
+                (copied / "snapshots" / f"{newest:08d}" / "meta.json").write_text("")
                 lost_snapshots += 1
-            again = recover(recorded.build, recorded.begin, tmp_path / "copy", keep=2)
+            again = recover(partial(world.build, which), world.begin, copied, keep=2)
             again.journal.close()
-            same_state(again.server, recorded.recovered.server)
-            shutil.rmtree(tmp_path / "copy")
+            same_state(again.server, recovered.server)
+            shutil.rmtree(copied)
     assert again.replayed > 0
     assert lost_snapshots or which == GLOBAL
-    recorded.recovered.journal.close()
+    world.close()
 
 
 def test_lives_after_a_recovery_replay_too(tmp_path):
     """Several deaths with no snapshot between: halves of updates that died with an incarnation are not applied on
     replay."""
-    recorded = Recorded(tmp_path / "live", "eu")
-    world = recorded.world
+    world = recorded(tmp_path, "eu")
     for incarnation in range(3):
         region, worker = world.regions["eu"], world.workers["a"][1]
         world.push("a", random_deltas(world, incarnation))
         parts = worker.parts(random_deltas(world, 100 + incarnation))
         world.tell("eu", parts[0])  # the other half never comes: the server dies
-        worker.sequence -= 1
         worker.job -= 1
-        recorded.recovered.journal.close()
-        recorded.recovered = recover(recorded.build, recorded.begin, tmp_path / "live", keep=2)
-        same_state(recorded.recovered.server, region)
-        with suppress(Refused):  # journaled and refused: not every rank has joined again
-            recorded.recovered.journal.append(parts[1])
-            recorded.recovered.server.handle(parts[1])
-        recorded.put_in_place()
+        world.kill("eu")
+        same_state(world.regions["eu"], region)
+        with pytest.raises(Refused):  # journaled and refused: not every rank has joined again
+            world.tell("eu", parts[1])
+        world.rejoin("eu")
     assert world.regions["eu"].members["a"].updates == 3
-    recorded.recovered.journal.close()
+    world.close()
 
 
 def test_a_journal_moved_away_leaves_the_snapshot(tmp_path):
-    recorded = Recorded(tmp_path, "eu")
-    world = recorded.world
-    server, journal = recorded.recovered.server, recorded.recovered.journal
-    store = recorded.recovered.store
-    finish_snapshot(store, journal, *begin_snapshot(server, store, journal, ended=False))
-    want = {name: t.clone() for name, t in server.state()[0].items()}
+    world = recorded(tmp_path, "eu")
+    world.snapshot("eu")
+    want = {name: t.clone() for name, t in world.regions["eu"].state()[0].items()}
     world.push("a", random_deltas(world, 1))
-    journal.close()
-    shutil.move(tmp_path / JOURNAL, tmp_path / "aside")
-    again = recover(recorded.build, recorded.begin, tmp_path, keep=2)
+    world.close()
+    shutil.move(tmp_path / "eu" / JOURNAL, tmp_path / "aside")
+    again = recover(partial(world.build, "eu"), world.begin, tmp_path / "eu", keep=2)
     assert all(torch.equal(want[name], tensor) for name, tensor in again.server.state()[0].items())
     again.journal.close()

@@ -8,36 +8,24 @@ import dataclasses
 import errno
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 import torch
 from grpc import aio
 
-from geotrain.config import FragmentConfig
 from geotrain.monitor.events import EventLog, Trouble
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.outer.messages import Refused
-from geotrain.parameters.parameter_map import Parameter, ParameterMap
-from tests.support import net_worlds
 from tests.support.broken_frames import mutations
-from tests.support.net_worlds import BUSY_S, Cluster, clusters, outer, wait_for, whole
-
-
-@pytest.fixture
-def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
-    with clusters(tmp_path) as maker:
-        yield maker
+from tests.support.net_worlds import BUSY_S, outer, wait_for, whole
 
 
 def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch):
     cluster = make(outer(), {"eu": {"a": whole}})
-    worker = cluster.worker("a")
-    worker.join()
+    worker = cluster.joined("a")
     lease = worker.lease()
     before = cluster.regions["eu"].server.members["a"].updates
     monkeypatch.setattr("geotrain.net.server.server_thread.FULL_RETRY_S", 0.2)
@@ -53,37 +41,25 @@ def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch)
     pushed = worker.clients[0].push(part)
     everything = tuple(range(len(cluster.parameter_map.fragments)))
     assert len(worker.clients[0].pull(0, everything).result(BUSY_S).weights) == len(everything)
-    time.sleep(0.5)
+    wait_for(lambda: cluster.regions["eu"].server_thread.full)
     assert not pushed.done() and cluster.regions["eu"].server.members["a"].updates == before
     full = False
     pushed.result(BUSY_S)
     assert cluster.regions["eu"].server.members["a"].updates == before + 1
-    worker.close()
-
-
-@pytest.fixture
-def large(make, monkeypatch) -> Cluster:
-    """One parameter of 6 M elements: 24 MB updates, 24 data frames."""
-    parameters = [Parameter("big", (6000, 1000), None, "ones")]
-    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: ParameterMap(parameters))
-    return make(outer(fragments=FragmentConfig(), updates_per_send=1), {"eu": {"a": whole}})
 
 
 def test_updates_of_many_chunks(large):
-    worker = large.worker("a")
-    worker.join()
+    worker = large.joined("a")
     before = worker.anchor[0].clone()
     worker.train(worker.lease())
     assert not torch.equal(before, worker.anchor[0])
     region = large.regions["eu"].server
     assert torch.equal(worker.anchor[0], region.weights(0))
     wait_for(lambda: not region.in_flight)
-    worker.close()
 
 
 def test_what_the_server_has_or_refuses_is_not_sent(large):
-    worker = large.worker("a")
-    worker.join()
+    worker = large.joined("a")
     lease = worker.lease()
     part = worker.parts(lease, (0,))[0]
     worker.exchange([part], (0,))
@@ -117,14 +93,12 @@ def test_what_the_server_has_or_refuses_is_not_sent(large):
 
     assert large.loop.do(again())[0] == 1
     assert len(frames) == 2  # the headers
-    worker.close()
 
 
 def test_garbage_changes_nothing(make):
     """Every call with bytes that are no message, or not the right one: an error at once, and the state as it was."""
     cluster = make(outer(), {"eu": {"a": whole}})
-    worker = cluster.worker("a")
-    worker.join()
+    worker = cluster.joined("a")
     lease = worker.lease()
     region = cluster.regions["eu"]
     tensors, meta = region.server.state()
@@ -167,19 +141,16 @@ def test_garbage_changes_nothing(make):
     after, meta_after = region.server.state()
     assert meta == meta_after and all(torch.equal(before[name], t) for name, t in after.items())
     worker.train(lease)
-    worker.close()
 
 
 def test_a_header_that_promises_too_much_is_refused_before_the_payload(make):
     cluster = make(outer(), {"eu": {"a": whole}})
-    worker = cluster.worker("a")
-    worker.join()
+    worker = cluster.joined("a")
     part = worker.parts(worker.lease(), (0,))[0]
     huge = dataclasses.replace(part, deltas=(dataclasses.replace(part.deltas[0], payload=bytes(3_000_000)),))
     pushed = worker.clients[0].push(huge)
     with pytest.raises(Refused, match=r"payloads of more than \d+ bytes are refused here"):
         pushed.result(BUSY_S)
-    worker.close()
 
 
 def test_the_diary_is_bounded(tmp_path):

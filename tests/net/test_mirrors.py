@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,108 +16,46 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.net.storage.frozen_state import FrozenState
-from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import SnapshotStore
 from geotrain.outer.downlink import FINGERPRINT_BYTES, fingerprint
 from geotrain.outer.events import SentWhole
-from geotrain.outer.messages import Answer, AnswerWanted, ChunkWeights
+from geotrain.outer.messages import Answer, AnswerWanted, ChunkWeights, Refused
 from geotrain.outer.mirror_store import MirrorStore
+from geotrain.outer.server.server import Handled
 from geotrain.outer.shards.shard import MIRRORS
-from tests.support.net_worlds import Cluster, clusters, outer
+from tests.support.net_worlds import outer
 from tests.support.net_worlds import whole as in_one_part
 from tests.support.outer_world import config, make, random_deltas, weights_of
+from tests.support.recorded_world import JournaledWorld
 
 INT4 = codec_config("int4")
 LINKS = {"up": INT4, "down": INT4}
 
 
 class Twin:
-    """A world of which the global server and region eu are told everything through journals on disk. `kill` drops
-    one of them without a word, and recovers it from its folder."""
+    """A world of which the global server and region eu are told everything through journals on disk."""
 
     def __init__(self, folder: Path, rule: str = "halos", on_disk: bool = False) -> None:
         folder.mkdir(exist_ok=True)
-        self.mirror_store = DiskMirrorStore(folder, pytest.fail) if on_disk else MirrorStore()
+        store = DiskMirrorStore(folder, pytest.fail) if on_disk else MirrorStore()
         every = {} if rule == "sync" else {"updates_per_send": 1}
-        self.world = make(config(rule, **LINKS, **every), fragments=1)
-        self.folder, self.lives, self.seed = folder, 1, 0
+        journaled = {"journaled": (GLOBAL, "eu"), "mirror_store": store, "watch": self.watch}
         self.told: list[ChunkWeights] = []  # all weights that reached region eu
-        self.recovered: dict[str, Any] = {}
         self.events: list[Any] = []
-        for name in (GLOBAL, "eu"):
-            self._recover(name)
-        for region in self.world.regions.values():
-            self._connect(region)
-        self.events.clear()
+        kind = partial(JournaledWorld, folder, **journaled)
+        self.world = make(config(rule, **LINKS, **every), fragments=1, kind=kind)
+        self.folder, self.seed, self.close, self.snapshot = folder, 0, self.world.close, self.world.snapshot
 
-    @property
-    def servers(self) -> dict[str, Any]:
-        return {name: recovered.server for name, recovered in self.recovered.items()}
+    def watch(self, name: str, message: Any, outcome: Handled | Refused | None) -> None:
+        if isinstance(message, Answer) and outcome is None:
+            self.told += message.weights
+        self.events += outcome.events if isinstance(outcome, Handled) else ()
 
-    def _build(self, name: str) -> Any:
-        world, old = self.world, self.world.top if name == GLOBAL else self.world.regions[name]
-        if name == GLOBAL:
-            names = {r: tuple(region.members) for r, region in world.regions.items()}
-            new = type(old)(world.identity, world.parameter_map, world.config, names, 1 << 20, 1)
-        else:
-            new = type(old)(name, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
-        return new
-
-    def _begin(self, name: str, server: Any) -> None:
-        if name == GLOBAL:
-            server.set_weights([x.clone() for x in weights_of(self.world.top)])
-
-    def _recover(self, name: str) -> list[str]:
-        self.recovered[name] = recovered = recover(
-            lambda: self._build(name),
-            lambda server: self._begin(name, server),
-            self.folder / name,
-            2,
-            None,
-            self.mirror_store,
-        )
-        server, journal, real = recovered.server, recovered.journal, type(recovered.server).handle
-
-        def journaled(message: Any) -> Any:
-            journal.append(message)
-            journal.flush()
-            if isinstance(message, Answer):
-                self.told += message.weights
-            handled = real(server, message)
-            self.events += handled.events
-            return handled
-
-        server.handle = journaled
-        server.incarnation = f"life-{self.lives}"
-        if name == GLOBAL:
-            self.world.top = server
-        else:
-            self.world.regions[name] = server
-        return recovered.faults
-
-    def _connect(self, region: Any) -> None:
-        """As the region's client does it."""
-        region.handle(self.world.top.handle(region.join_message()).reply)
-        if not region.fragments:
-            assert self.world.answer(region.name, 0, tuple(range(len(region.parameter_map.fragments))))
-        self.world.up[region.name].clear()
-        self.world.up[region.name].extend(send.message for send in region.resend())
-        for worker in (w for r, w in self.world.workers.values() if r == region.name):
-            for join in worker.joins(self.world.identity):
-                worker.sequence = self.world.tell(region.name, join).sequence - 1
-
-    def kill(self, name: str) -> list[str]:
-        self.recovered[name].journal.close()
-        self.lives += 1
-        faults = self._recover(name)
-        for region in self.world.regions.values():
-            if name in (GLOBAL, region.name):
-                self._connect(region)
+    def kill(self, name: str, between: Callable[[Path], None] = lambda folder: None) -> list[str]:
+        faults = self.world.kill(name, between)
+        for region in [name] if name in self.world.regions else self.world.regions:
+            self.world.rejoin(region)
         return faults
-
-    def snapshot(self, name: str) -> None:
-        r = self.recovered[name]
-        finish_snapshot(r.store, r.journal, *begin_snapshot(r.server, r.store, r.journal, ended=False))
 
     def push(self) -> None:
         self.seed += 1
@@ -135,10 +75,6 @@ class Twin:
             self.world.settle(name)
         for name in regions:  # a synchronous round is answered once both have sent
             self.world.settle(name)
-
-    def close(self) -> None:
-        for recovered in self.recovered.values():
-            recovered.journal.close()
 
 
 @pytest.mark.parametrize("mirrors", ["memory", "disk"])
@@ -170,7 +106,8 @@ def test_kills_change_no_bit_of_what_is_sent(tmp_path, rule, mirrors):
     assert len(calm.told) > first and all(weights.increment for weights in calm.told[first:])
     assert all(map(torch.equal, weights_of(shaken.world.top), weights_of(calm.world.top)))
     assert not [event for event in shaken.events if isinstance(event, SentWhole)]
-    where = [on_disk(x) for s in shaken.servers.values() for n, x in s.state()[0].items() if n.startswith(MIRRORS)]
+    servers = (recovered.server for recovered in shaken.world.recovered.values())
+    where = [on_disk(x) for server in servers for n, x in server.state()[0].items() if n.startswith(MIRRORS)]
     assert where and all(each == (mirrors == "disk") for each in where)
     assert sorted(path.name for path in shaken.folder.iterdir()) == ["eu", "global"]  # nothing has a name
     calm.close()
@@ -220,17 +157,18 @@ def test_an_older_state_of_either_end_is_noticed(tmp_path):
     for name in (GLOBAL, "eu"):
         twin = Twin(tmp_path / name)
         twin.step()
-        tensors, state = twin.servers[name].state()
-        old = FrozenState({key: tensor.clone() for key, tensor in tensors.items()}), {"state": state}
+        tensors, state = twin.world.server(name).state()
+        old = FrozenState({key: tensor.clone() for key, tensor in tensors.items()}), {"state": state, **META}
         twin.step()
         twin.step()
-        twin.recovered[name].journal.close()
-        folder = tmp_path / name / name
-        folder.rename(tmp_path / name / "lost")
-        SnapshotStore(folder / "snapshots").save(old[0], {**old[1], **META})
-        (folder / "journal").mkdir()
+
+        def restored(folder: Path, old: Any = old) -> None:
+            shutil.rmtree(folder)
+            SnapshotStore(folder / "snapshots").save(*old)
+            (folder / "journal").mkdir()
+
         twin.told.clear()
-        twin.kill(name)
+        twin.kill(name, restored)
         assert SentWhole("eu") in twin.events
         twin.step()
         region, sent = twin.world.regions["eu"], twin.world.top.state()[0]
@@ -269,16 +207,10 @@ def test_a_mark_tells_histories_apart():
     assert 0 < fingerprint(ChunkWeights(0, 1 << 40, b""), 0) < 1 << 63
 
 
-@pytest.fixture
-def make_cluster(tmp_path) -> Iterator[Callable[..., Cluster]]:
-    with clusters(tmp_path) as maker:
-        yield maker
-
-
 @pytest.mark.parametrize("killed", ["eu", GLOBAL])
-def test_over_sockets_no_weights_go_whole_after_a_kill(make_cluster, killed):
+def test_over_sockets_no_weights_go_whole_after_a_kill(make, killed):
     """On both links: from the global server to the region, and from the region's server to its worker."""
-    cluster = make_cluster(outer("halos", updates_per_send=1, down=INT4, local=INT4), {"eu": {"a": in_one_part}})
+    cluster = make(outer("halos", updates_per_send=1, down=INT4, local=INT4), {"eu": {"a": in_one_part}})
     worker = cluster.worker("a")
     fragments = len(cluster.parameter_map.fragments)
     worker.clients[0].mirrors = lambda: worker.receivers[0].fingerprints_of(fragments)
@@ -303,4 +235,3 @@ def test_over_sockets_no_weights_go_whole_after_a_kill(make_cluster, killed):
     for _ in range(2):
         worker.train(worker.lease())
     assert {number for number, _ in told} == {0, 1} and all(increment for _, increment in told), told
-    worker.close()

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from geotrain.config import LimitsConfig, MomentumConfig
 from geotrain.net.storage.recovery import JOURNAL, Recovered, begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import LeaseRequest, LiftQuarantine, MemberSilent, Refused, UpdatePart, UpdateRejected
-from geotrain.outer.rules import region_rule
-from geotrain.outer.server.region_server import RegionServer
-from tests.support.outer_world import UPDATES, FakeWorker, World, config, halves, parameter_map, weights_of, whole
-from tests.support.recorded_world import same_state
+from tests.support.outer_world import FakeWorker, World, config, halves, parameter_map, weights_of, whole
+from tests.support.recorded_world import frozen, same_state, thawed
 
 
 class Killed(BaseException):
@@ -92,18 +91,12 @@ class KilledServers(RuleBasedStateMachine):
         self.acknowledged: dict[str, list[int]] = {n: [] for n in self.workers}  # the values of their updates
         self.doubtful: dict[str, int] = {}  # sent whole, but the server died before it said so
         self.recovered: Recovered = self._recover()
-        self.twin = self._build()  # never killed, but forgets what a restart forgets
+        self.twin = self.world.build("eu")  # never killed, but forgets what a restart forgets
         self._begin(self.twin)
         self._remember()
 
     def _zeros(self) -> list[torch.Tensor]:
         return [torch.zeros(f.numel) for f in self.shape.fragments]
-
-    def _build(self) -> RegionServer:
-        rule = region_rule(self.settings.rule, ("a", "b"), UPDATES)
-        server = RegionServer("eu", self.world.identity, self.shape, self.settings, rule, ("a", "b"))
-        server.incarnation = "life-1"
-        return server
 
     def _begin(self, server: Any) -> None:
         server.set_weights(self._zeros())
@@ -114,14 +107,16 @@ class KilledServers(RuleBasedStateMachine):
 
     def _recover(self) -> Recovered:
         with self.disk.attached():
-            return recover(self._build, self._begin, self.folder, keep=2)
+            return recover(partial(self.world.build, "eu"), self._begin, self.folder, keep=2)
+
+    def _copy(self) -> Any:
+        """The twin as after a restart."""
+        copy = self.world.build("eu")
+        copy.load(*thawed(frozen(self.twin)))
+        return copy
 
     def _remember(self) -> None:
-        """The twin as after a restart."""
-        fresh = self._build()
-        tensors, meta = self.twin.state()
-        fresh.load({name: tensor.clone() for name, tensor in tensors.items()}, meta)
-        self.twin = fresh
+        self.twin = self._copy()
 
     # -- what may happen
 
@@ -164,10 +159,7 @@ class KilledServers(RuleBasedStateMachine):
 
     def _holds(self, last: Any) -> bool:
         """Whether the journal kept it: then the twin must take it, too."""
-        before = self._build()
-        tensors, meta = self.twin.state()
-        before.load({name: tensor.clone() for name, tensor in tensors.items()}, meta)
-        return self.recovered.server.state()[1] != before.state()[1]
+        return self.recovered.server.state()[1] != self._copy().state()[1]
 
     @initialize()
     def join_all(self) -> None:

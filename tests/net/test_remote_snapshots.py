@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from geotrain.config import CheckpointConfig, ConfigError
 from geotrain.monitor.events import SnapshotUploaded, Trouble
 from geotrain.net.storage import remote_snapshots as remote_module
 from geotrain.net.storage.frozen_state import FrozenState
-from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.recovery import recover
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, Uploader, newest_snapshot
 from geotrain.net.storage.snapshots import META, SnapshotStore, StoreError
 from geotrain.outer.events import Event
 from tests.support.net_worlds import same
 from tests.support.object_storage import make_bucket, s3_server
-from tests.support.outer_world import random_deltas
-from tests.support.recorded_world import Recorded
+from tests.support.outer_world import config, halves, make, random_deltas
+from tests.support.recorded_world import JournaledWorld
 
 
 @pytest.fixture(scope="module")
@@ -115,22 +116,22 @@ def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_aga
 
 def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
     """Its folder is gone, journal and all: the state is that of the snapshot, and new journals follow it."""
-    recorded, mirror = Recorded(tmp_path / "live", GLOBAL), RemoteSnapshots(url)
-    world, recovered = recorded.world, recorded.recovered
-    want: list[dict[str, torch.Tensor]] = []
+    kind, mirror = partial(JournaledWorld, tmp_path, journaled=(GLOBAL,)), RemoteSnapshots(url)
+    world = make(config(), cut_a=halves, kind=kind)
+    store, want = world.recovered[GLOBAL].store, list[dict[str, torch.Tensor]]()
     for i in range(2):
         for turn in range(8):
             world.push("a", random_deltas(world, 10 * i + turn))
         while sent := world.deliver_up("eu"):
             world.deliver_down("eu", sent)
-        store, journal = recovered.store, recovered.journal
-        number = finish_snapshot(store, journal, *begin_snapshot(recovered.server, store, journal, ended=False))
+        world.snapshot(GLOBAL)
+        number = store.numbers()[-1]
         mirror.upload(store.path(number), store.checkpoint_ids()[number])
-        want.append({name: t.clone() for name, t in recovered.server.state()[0].items()})
-    recovered.journal.close()
-    shutil.rmtree(tmp_path / "live")
+        want.append({name: t.clone() for name, t in world.top.state()[0].items()})
+    world.close()
+    shutil.rmtree(tmp_path / GLOBAL)
     for _ in range(2):  # the second time from its own disk
-        again = recover(recorded.build, recorded.begin, tmp_path / "live", keep=2, mirror=mirror)
+        again = recover(partial(world.build, GLOBAL), world.begin, tmp_path / GLOBAL, keep=2, mirror=mirror)
         again.journal.close()
         assert same(again.server.state()[0], want[1])
     assert not same(want[0], want[1])

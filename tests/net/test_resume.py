@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
 from itertools import islice
 
 import pytest
 import torch
 
-from geotrain.config import FragmentConfig
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.transport import deadlines, rpc, wire
@@ -18,25 +16,11 @@ from geotrain.net.transport.deadlines import FrameDeadline
 from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.net.transport.tcp_counters import TcpCounters
 from geotrain.outer.messages import Refused, UpdatePart
-from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from tests.support import net_worlds
-from tests.support.net_worlds import BUSY_S, Cluster, FakeWorker, clusters, outer, whole
+from tests.support.net_worlds import BUSY_S, FakeWorker, outer, whole
 
 MB = 1 << 20
 UPDATE_BYTES = 6_000_000 * 4
-
-
-@pytest.fixture
-def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
-    with clusters(tmp_path) as maker:
-        yield maker
-
-
-@pytest.fixture
-def large(make, monkeypatch) -> Cluster:
-    parameters = [Parameter("big", (6000, 1000), None, "ones")]
-    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: ParameterMap(parameters))
-    return make(outer(fragments=FragmentConfig(), updates_per_send=50), {"eu": {"a": whole}})
 
 
 class Breaking:
@@ -104,13 +88,11 @@ def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
     assert UPDATE_BYTES < wire_bytes < 1.5 * UPDATE_BYTES
     assert large.regions["eu"].server.members["a"].updates == (1 if way == "up" else 0)
     assert not large.regions["eu"].service.uploads._kept
-    worker.close()
 
 
 def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
     """Its sender comes back with another update of the same number: it is taken from the start."""
-    worker = large.worker("a")
-    worker.join()
+    worker = large.joined("a")
     part = worker.parts(worker.lease(), (0,))[0]
     changed = dataclasses.replace(part, metrics={"loss": 2.0})
     service = large.regions["eu"].service
@@ -136,7 +118,6 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
 
     assert large.loop.do(work()) == (7, 0, 1)
     assert large.regions["eu"].server.members["a"].metrics["loss"] == 2.0
-    worker.close()
 
 
 def half(size: int, sequence: int = 1) -> tuple[bytes, wire.FrameReader]:
@@ -208,8 +189,7 @@ def test_calls_are_limited_for_each_connection(make):
     assert rates.wait_s("x") is None and rates.wait_s("x") == pytest.approx(0.1)
 
     cluster = make(outer(), {"eu": {"a": whole}})
-    worker = cluster.worker("a")
-    worker.join()
+    worker = cluster.joined("a")
     cluster.regions["eu"].service.rates = RateLimits(per_s=1, burst=5)
 
     async def hurry() -> tuple[int, int]:
@@ -229,4 +209,3 @@ def test_calls_are_limited_for_each_connection(make):
     taken, refused = cluster.loop.do(hurry())
     assert taken >= 5 and refused > 5
     assert rpc.BEAT_S > 1 / 20
-    worker.close()

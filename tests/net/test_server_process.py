@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -19,7 +18,7 @@ from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, read_weight
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
 from geotrain.parameters.initial import initial_tensor
-from tests.support.net_worlds import BUSY_S, wait_for
+from tests.support.net_worlds import BUSY_S, side_by_side, wait_for
 from tests.support.server_processes import Site
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -219,6 +218,7 @@ def test_snapshots_go_by_the_time_and_not_by_the_number_of_fragments(tmp_path):
         assert taken > 3 if many else taken == 2  # of the beginning and the end
 
 
+@pytest.mark.long("geotrain/net", "geotrain/outer")
 @pytest.mark.slow
 def test_servers_killed_at_any_time_leave_the_same_bits(tmp_path):
     """SIGKILL of the region server and the global server, in turns, during a synchronous run: every update is applied
@@ -230,21 +230,14 @@ def test_servers_killed_at_any_time_leave_the_same_bits(tmp_path):
         site = Site(folder, "sync", train_samples=96)
         servers = {which: site.serve(which) for which in ("global", "eu")}
         workers = [site.worker("a"), site.worker("b")]
-        threads = [threading.Thread(target=w.run, daemon=True) for w in workers]
-        for thread in threads:
-            thread.start()
-        for turn in range(kills):
-            wait_for(lambda t=turn, trained=workers[0].trained: len(trained) > 2 * t)
-            which = ("eu", "global")[turn % 2]
-            servers[which].send(signal.SIGKILL)
-            servers[which].ended()
-            servers[which] = site.serve(which, resume=True)
-        for thread in threads:
-            thread.join(BUSY_S)
-            assert not thread.is_alive()
+        with side_by_side(workers):
+            for turn in range(kills):
+                wait_for(lambda t=turn, trained=workers[0].trained: len(trained) > 2 * t)
+                which = ("eu", "global")[turn % 2]
+                servers[which].send(signal.SIGKILL)
+                servers[which].ended()
+                servers[which] = site.serve(which, resume=True)
         assert servers["eu"].ended() == (0, "") and servers["global"].ended() == (0, "")
-        for worker in workers:
-            worker.close()
         assert sorted(lease.start for w in workers for lease in w.trained) == list(range(0, 96, 4))
         recoveries = [e for which in ("eu", "global") for e in site.events(which) if e["event"] == "Recovery"]
         assert len(recoveries) == 2 + kills

@@ -6,11 +6,9 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.journal import Journal
@@ -18,15 +16,9 @@ from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recov
 from geotrain.outer.messages import Lease, LeaseRequest, Leave, Send, UpdatePart
 from geotrain.outer.server import server
 from geotrain.outer.server.server import Handled
-from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
+from tests.support.net_worlds import halves, outer, wait_for, whole
 
 DEADLINE_S = 120.0
-
-
-@pytest.fixture
-def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
-    with clusters(tmp_path) as maker:
-        yield maker
 
 
 def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, tmp_path):
@@ -82,8 +74,7 @@ def test_a_message_is_on_the_disk_before_it_is_answered(make, monkeypatch):
 def test_a_push_is_checked_once(make, monkeypatch):
     """By its header, before its payload is taken; not again when it is applied."""
     cluster = make(outer(), {"eu": {"a": halves}}, train_samples=12)
-    worker = cluster.worker("a")
-    worker.join()
+    worker = cluster.joined("a")
     checks: list[tuple[str, int, int]] = []
     real = server.check_part
 
@@ -95,7 +86,6 @@ def test_a_push_is_checked_once(make, monkeypatch):
     lease = worker.lease()
     assert lease is not None
     worker.train(lease)
-    worker.close()
     pushed = [
         ("a", sequence + 1, part) for sequence in range(len(cluster.parameter_map.fragments)) for part in (0, 1)
     ]

@@ -160,6 +160,7 @@ def told(folder: Path, s3: dict[str, str], shards: int, of_top: tuple[str, ...],
     return ended
 
 
+@pytest.mark.long("geotrain/net", "geotrain/outer")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_disks_are_lost_and_the_run_goes_on_as_that_of_servers_in_one_process(

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import make_certificates, open_channel, trust_between
-from tests.support.net_worlds import BUSY_S, wait_for
+from tests.support.net_worlds import BUSY_S, side_by_side, wait_for
 from tests.support.server_processes import Server, Site
 
 ROLES = ("global", "eu", "global.shard-0", "eu.shard-1")
@@ -33,32 +32,14 @@ ROLES = ("global", "eu", "global.shard-0", "eu.shard-1")
 def trained(site: Site, upset: Callable[[dict[str, Server]], None] = lambda servers: None) -> dict[str, Tensor]:
     """The final weights of a whole run of two workers."""
     servers = {name: site.serve(name) for name in site.processes}
-    workers = [site.worker(name) for name in ("a", "b")]
-    failed: list[BaseException] = []
-
-    def run(worker: object) -> None:
-        try:
-            worker.run()  # type: ignore[attr-defined]
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    try:
+    with side_by_side([site.worker(name) for name in ("a", "b")]):
         upset(servers)
-        for thread in threads:
-            thread.join(BUSY_S)
-    finally:
-        for worker in workers:
-            worker.close()
-    assert not failed, failed
     for name, server in servers.items():
         assert server.ended()[0] == 0, (name, server.ended())
     return dict(read_weights(site.folder / "global", site.parameter_map))
 
 
-@pytest.fixture(params=["fp32", "int4"])
+@pytest.fixture(params=[pytest.param("fp32", marks=pytest.mark.long("geotrain/net")), "int4"])
 def settings(request: pytest.FixtureRequest) -> dict[str, object]:
     """Whole weights come down, or changes."""
     codec = codec_config(request.param)

@@ -15,6 +15,7 @@ from geotrain.net.storage.timeline import Timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused
 from geotrain.outer.shards.protocol import Copy
+from tests.support.net_worlds import on_a_loop
 
 
 class FakeShard:
@@ -88,146 +89,134 @@ async def here(coordinator: ShardSessions, *shards: FakeShard) -> list[asyncio.T
     return served
 
 
-def test_a_shard_that_leaves_quickly_keeps_the_farewell_from_none() -> None:
-    async def main() -> None:
-        coordinator, quick, slow = sessions(), FakeShard(0), FakeShard(1, holds_s=0.3)
-        served = await here(coordinator, quick, slow)
-        leaving = [asyncio.ensure_future(quick.leave()), asyncio.ensure_future(slow.leave(after=0.3))]
-        assert await coordinator.farewell() == []
-        await asyncio.gather(*served, *leaving)
-        assert not coordinator.lost.done()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+@on_a_loop
+async def test_a_shard_that_leaves_quickly_keeps_the_farewell_from_none() -> None:
+    coordinator, quick, slow = sessions(), FakeShard(0), FakeShard(1, holds_s=0.3)
+    served = await here(coordinator, quick, slow)
+    leaving = [asyncio.ensure_future(quick.leave()), asyncio.ensure_future(slow.leave(after=0.3))]
+    assert await coordinator.farewell() == []
+    await asyncio.gather(*served, *leaving)
+    assert not coordinator.lost.done()
 
 
-def test_a_shard_that_dies_at_the_end_is_told_when_it_calls_again() -> None:
-    async def main() -> None:
-        coordinator, staying, dying = sessions(), FakeShard(0), FakeShard(1, holds_s=1000.0)
-        served = await here(coordinator, staying, dying)
-        ending = asyncio.ensure_future(coordinator.farewell())
-        await staying.leave()
-        await served[0]
-        dying.says.put_nowait(aio.EOF)
-        await served[1]
-        again = FakeShard(1)
-        served = [asyncio.ensure_future(coordinator.serve(again))]
-        await again.leave()
-        assert await ending == [] and not coordinator.lost.done()
-        await served[0]
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+@on_a_loop
+async def test_a_shard_that_dies_at_the_end_is_told_when_it_calls_again() -> None:
+    coordinator, staying, dying = sessions(), FakeShard(0), FakeShard(1, holds_s=1000.0)
+    served = await here(coordinator, staying, dying)
+    ending = asyncio.ensure_future(coordinator.farewell())
+    await staying.leave()
+    await served[0]
+    dying.says.put_nowait(aio.EOF)
+    await served[1]
+    again = FakeShard(1)
+    served = [asyncio.ensure_future(coordinator.serve(again))]
+    await again.leave()
+    assert await ending == [] and not coordinator.lost.done()
+    await served[0]
 
 
-def test_who_says_no_farewell_is_named_and_before_the_end_a_stream_that_breaks_is_a_lost_shard() -> None:
-    async def main() -> None:
-        coordinator, staying, silent = sessions(), FakeShard(0), FakeShard(1)
-        served = await here(coordinator, staying, silent)
-        leaving = asyncio.ensure_future(staying.leave())
-        assert await coordinator.farewell(0.5) == [1]
-        for task in (*served, leaving):
-            task.cancel()
-        coordinator, *shards = sessions(), FakeShard(0), FakeShard(1)
-        served = await here(coordinator, *shards)
-        shards[0].says.put_nowait(aio.EOF)
-        await asyncio.gather(*served)
-        try:
-            await coordinator.until_lost()
-            raise AssertionError("a lost shard ends the incarnation")
-        except ShardLost as lost:
-            assert "shard 0" in str(lost) or "shard 1" in str(lost)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+@on_a_loop
+async def test_who_says_no_farewell_is_named_and_before_the_end_a_stream_that_breaks_is_a_lost_shard() -> None:
+    coordinator, staying, silent = sessions(), FakeShard(0), FakeShard(1)
+    served = await here(coordinator, staying, silent)
+    leaving = asyncio.ensure_future(staying.leave())
+    assert await coordinator.farewell(0.5) == [1]
+    for task in (*served, leaving):
+        task.cancel()
+    coordinator, *shards = sessions(), FakeShard(0), FakeShard(1)
+    served = await here(coordinator, *shards)
+    shards[0].says.put_nowait(aio.EOF)
+    await asyncio.gather(*served)
+    try:
+        await coordinator.until_lost()
+        raise AssertionError("a lost shard ends the incarnation")
+    except ShardLost as lost:
+        assert "shard 0" in str(lost) or "shard 1" in str(lost)
 
 
-def test_orders_of_one_message_go_to_a_shard_together() -> None:
-    async def main() -> None:
-        coordinator, *shards = sessions(), FakeShard(0), FakeShard(1)
-        served = await here(coordinator, *shards)
-        commands = [Copy(number) for number in range(1, 20)]
-        for command in commands:  # as on the server's thread, while it handles one message
-            coordinator.send_all(command)
-        for shard in shards:
-            assert [await shard.heard.get() for _ in commands] == commands and shard.written == 1
-        for task in served:
-            task.cancel()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+@on_a_loop
+async def test_orders_of_one_message_go_to_a_shard_together() -> None:
+    coordinator, *shards = sessions(), FakeShard(0), FakeShard(1)
+    served = await here(coordinator, *shards)
+    commands = [Copy(number) for number in range(1, 20)]
+    for command in commands:  # as on the server's thread, while it handles one message
+        coordinator.send_all(command)
+    for shard in shards:
+        assert [await shard.heard.get() for _ in commands] == commands and shard.written == 1
+    for task in served:
+        task.cancel()
 
 
-def test_no_shard_gets_an_order_before_all_have_noted_the_past_that_they_belong_to() -> None:
+@on_a_loop
+async def test_no_shard_gets_an_order_before_all_have_noted_the_past_that_they_belong_to() -> None:
     """Who then comes without it has lost its disk, also if its coordinator was killed in between."""
+    lineage = FakeLineage(Timeline())
+    coordinator, quick, slow = sessions(lineage), FakeShard(0, timeline=""), FakeShard(1, timeline="")
+    served = [asyncio.ensure_future(coordinator.serve(shard)) for shard in (quick, slow)]
+    told = [await shard.heard.get() for shard in (quick, slow)]
+    assert told[0] == told[1] and told[0].timeline
+    quick.say(told[0])
+    while not quick.says.empty():
+        await asyncio.sleep(0)
+    for _ in range(100):  # turns of the loop, in which all that follows from it happens
+        await asyncio.sleep(0)
+    assert not coordinator.ready and lineage.timeline == Timeline()
+    slow.say(told[1])
+    await coordinator.wait_ready()
+    assert lineage.timeline == Timeline(told[0].timeline, begun=True)
+    for task in served:
+        task.cancel()
 
-    async def main() -> None:
-        lineage = FakeLineage(Timeline())
-        coordinator, quick, slow = sessions(lineage), FakeShard(0, timeline=""), FakeShard(1, timeline="")
-        served = [asyncio.ensure_future(coordinator.serve(shard)) for shard in (quick, slow)]
-        told = [await shard.heard.get() for shard in (quick, slow)]
-        assert told[0] == told[1] and told[0].timeline
-        quick.say(told[0])
-        await asyncio.sleep(0.1)
-        assert not coordinator.ready and lineage.timeline == Timeline()
-        slow.say(told[1])
-        await coordinator.wait_ready()
-        assert lineage.timeline == Timeline(told[0].timeline, begun=True)
-        for task in served:
-            task.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+@on_a_loop
+async def test_who_has_lost_its_disk_takes_all_back_and_is_refused_where_nothing_was_copied() -> None:
+    coordinator = sessions(FakeLineage(Timeline("before", "1", begun=True)))
+    with pytest.raises(Refused, match=r"shard 0 of 'eu': it has no state: .*docs/servers\.md") as refused:
+        await coordinator.serve(FakeShard(0, timeline=""))
+    assert refused.value.retry_s is None and not coordinator.lost.done()  # the other shards may stay
 
-
-def test_who_has_lost_its_disk_takes_all_back_and_is_refused_where_nothing_was_copied() -> None:
-    async def main() -> None:
-        coordinator = sessions(FakeLineage(Timeline("before", "1", begun=True)))
-        with pytest.raises(Refused, match=r"shard 0 of 'eu': it has no state: .*docs/servers\.md") as refused:
-            await coordinator.serve(FakeShard(0, timeline=""))
-        assert refused.value.retry_s is None and not coordinator.lost.done()  # the other shards may stay
-
-        for timeline in ("", "another"):
-            coordinator = sessions(FakeLineage(Timeline("before", "1", begun=True), "1", "2"))
-            await coordinator.serve(lost := FakeShard(0, timeline=timeline))
-            with pytest.raises(TimelineLost, match="all go back to 2"):
-                await coordinator.until_lost()
-            assert lost.heard.empty()
-
-        # The coordinator has gone back, and its shards follow: who has not taken the checkpoint yet is told,
-        # and ends no incarnation.
-        lineage = FakeLineage(Timeline("after", "2"), "1", "2")
-        coordinator, late = sessions(lineage), FakeShard(0, timeline="before")
-        await coordinator.serve(late)
-        assert await late.heard.get() == rpc.GoBack("2", "after") and not coordinator.lost.done()
-        served = await here(coordinator, FakeShard(0, timeline="after"), FakeShard(1, timeline="after"))
-        assert lineage.timeline == Timeline("after", "2", begun=True)
-        for task in served:
-            task.cancel()
-
-        # One has found its copy of that checkpoint damaged: the coordinator has to look for another.
-        coordinator = sessions(FakeLineage(Timeline("after", "2"), "1"))
-        await coordinator.serve(FakeShard(0, timeline="before"))
-        with pytest.raises(TimelineLost, match="all go back to 1"):
+    for timeline in ("", "another"):
+        coordinator = sessions(FakeLineage(Timeline("before", "1", begun=True), "1", "2"))
+        await coordinator.serve(lost := FakeShard(0, timeline=timeline))
+        with pytest.raises(TimelineLost, match="all go back to 2"):
             await coordinator.until_lost()
+        assert lost.heard.empty()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    # The coordinator has gone back, and its shards follow: who has not taken the checkpoint yet is told,
+    # and ends no incarnation.
+    lineage = FakeLineage(Timeline("after", "2"), "1", "2")
+    coordinator, late = sessions(lineage), FakeShard(0, timeline="before")
+    await coordinator.serve(late)
+    assert await late.heard.get() == rpc.GoBack("2", "after") and not coordinator.lost.done()
+    served = await here(coordinator, FakeShard(0, timeline="after"), FakeShard(1, timeline="after"))
+    assert lineage.timeline == Timeline("after", "2", begun=True)
+    for task in served:
+        task.cancel()
+
+    # One has found its copy of that checkpoint damaged: the coordinator has to look for another.
+    coordinator = sessions(FakeLineage(Timeline("after", "2"), "1"))
+    await coordinator.serve(FakeShard(0, timeline="before"))
+    with pytest.raises(TimelineLost, match="all go back to 1"):
+        await coordinator.until_lost()
 
 
-def test_a_moment_is_copied_when_all_shards_have_said_so() -> None:
-    async def main() -> None:
-        coordinator, *shards = sessions(), FakeShard(0), FakeShard(1)
-        served = await here(coordinator, *shards)
-        for troubles in (("", "away"), ("", "")):
-            copying = asyncio.ensure_future(coordinator.upload("7"))
-            for shard, trouble in zip(shards, troubles, strict=True):
-                assert await shard.heard.get() == rpc.Upload("7")
-                assert not copying.done()
-                shard.say(rpc.Uploaded("7", trouble))
-            if any(troubles):
-                with pytest.raises(StoreError, match="eu: shard 1: away"):
-                    await copying
+@on_a_loop
+async def test_a_moment_is_copied_when_all_shards_have_said_so() -> None:
+    coordinator, *shards = sessions(), FakeShard(0), FakeShard(1)
+    served = await here(coordinator, *shards)
+    for troubles in (("", "away"), ("", "")):
+        copying = asyncio.ensure_future(coordinator.upload("7"))
+        for shard, trouble in zip(shards, troubles, strict=True):
+            assert await shard.heard.get() == rpc.Upload("7")
+            assert not copying.done()
+            shard.say(rpc.Uploaded("7", trouble))
+        if any(troubles):
+            with pytest.raises(StoreError, match="eu: shard 1: away"):
+                await copying
+    await copying
+    copying = asyncio.ensure_future(coordinator.upload("8"))
+    shards[0].says.put_nowait(aio.EOF)
+    with pytest.raises(StoreError, match="8 is not copied: eu: the stream to shard 0 has ended"):
         await copying
-        copying = asyncio.ensure_future(coordinator.upload("8"))
-        shards[0].says.put_nowait(aio.EOF)
-        with pytest.raises(StoreError, match="8 is not copied: eu: the stream to shard 0 has ended"):
-            await copying
-        for task in served:
-            task.cancel()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    for task in served:
+        task.cancel()

@@ -58,8 +58,7 @@ def test_a_member_is_known_by_every_connection_it_speaks_over(tmp_path: Path) ->
     """After a loss it comes over a new one, without joining again: its bytes are still its own."""
     with clusters(tmp_path) as make:
         cluster = make(outer(), {"eu": {"a": whole}})
-        worker = cluster.worker("a")
-        worker.join()
+        worker = cluster.joined("a")
         peers = cluster.regions["eu"].service.peers
         assert set(peers.values()) == {"a"}
         peers.clear()

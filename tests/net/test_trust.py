@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.messages import Join, LeaseRequest, Refused, Release
-from tests.support.net_worlds import Cluster, clusters, halves, outer, wait_for, whole
+from tests.support.net_worlds import halves, outer, wait_for, whole
 
 PLAN = {"eu": {"a": halves, "b": whole}, "us": {"c": whole}}
 
@@ -36,12 +35,6 @@ def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("certs")
     make_certificates(cluster_config(), made)
     return made
-
-
-@pytest.fixture
-def make(tmp_path) -> Iterator[Callable[..., Cluster]]:
-    with clusters(tmp_path) as maker:
-        yield maker
 
 
 def test_a_run_under_tls(make, folder):
@@ -67,8 +60,7 @@ def test_a_worker_speaks_for_itself_only(make, folder):
         false.join()
     false.close()
 
-    good = cluster.worker("b")
-    good.join()
+    good = cluster.joined("b")
     lease = good.lease()
 
     async def attempts() -> None:
@@ -89,7 +81,6 @@ def test_a_worker_speaks_for_itself_only(make, folder):
     cluster.loop.do(attempts())
     with pytest.raises(Refused, match="does not speak for"):
         command(cluster.region_of("b").address, rpc.Control("stop"), 10, cluster.trust("worker", "b", "region", "eu"))
-    good.close()
 
 
 def test_a_worker_is_no_region_and_a_region_no_other(make, folder):
@@ -115,12 +106,10 @@ def test_a_worker_is_no_region_and_a_region_no_other(make, folder):
         await link.release(Release((lease.lease,)))  # of another region's worker: without effect
         await link.close()
 
-    worker = cluster.worker("a")
-    worker.join()
+    worker = cluster.joined("a")
     lease = worker.lease()
     cluster.loop.do(attempts())
     assert lease.lease in cluster.top.server.lease_table.open
-    worker.close()
 
 
 def test_strangers_do_not_get_in(make, folder, tmp_path):

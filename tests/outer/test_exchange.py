@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -232,3 +233,85 @@ def test_the_end_of_a_run_waits_until_its_last_delta_has_been_sent():
     world.answer(1, 0, 1)
     script = exchange.finish()
     assert next(script) is pushed
+
+
+# ------------------------------------------------- two ranks, whose server restarts between their pulls
+
+
+class RestartingServer:
+    """Answers with its incarnation. At the pulls that `restarts` names (counted over both ranks), it has just
+    restarted."""
+
+    def __init__(self, restarts: set[int]) -> None:
+        self.restarts, self.incarnation, self.pulls = restarts, 1, 0
+        self.lock = threading.Lock()
+
+    def answer(self, sequence: int) -> Answer:
+        with self.lock:
+            self.pulls += 1
+            if self.pulls in self.restarts:
+                self.incarnation += 1
+            return Answer(sequence, (), f"incarnation {self.incarnation}")
+
+
+class TwoRanks:
+    """agree() over two threads."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.flags = [True, True]
+
+    def agree(self, rank: int, flag: bool) -> bool:
+        self.flags[rank] = flag
+        self.barrier.wait()
+        together = all(self.flags)
+        self.barrier.wait()
+        return together
+
+
+class OneRank(Everything):
+    """One of two ranks, as the exchange sees it."""
+
+    pushes = holds = ((),)
+    world_size = 2
+
+    def __init__(self, rank: int, group: TwoRanks, server: RestartingServer) -> None:
+        super().__init__()
+        self.rank, self.group, self.server = rank, group, server
+        self.taken: list[str] = []  # incarnations of the server whose answers it has adopted
+
+    def agree(self, flag: bool) -> bool:
+        return self.group.agree(self.rank, flag)
+
+    def join(self, join: Join) -> Welcome:
+        return Welcome(1, 1, f"incarnation {self.server.incarnation}")
+
+    def refresh(self, changed: tuple[int, ...]) -> None:
+        self.taken.append(self.answered)
+
+    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Any:
+        answer = self.server.answer(sequence)
+        self.answered = answer.incarnation
+        return Ready(answer)
+
+
+@pytest.mark.parametrize("restarts", [set(), {2}, {3}, {4}, {2, 4}, {4, 6}, {3, 4, 5, 6, 7}])
+def test_ranks_adopt_the_answers_of_one_incarnation(restarts: set[int]) -> None:
+    server, group = RestartingServer(restarts), TwoRanks()
+    ranks = [OneRank(i, group, server) for i in range(2)]
+
+    def run(rank: OneRank) -> None:
+        exchange = Exchange("w", OuterConfig(), rank, rank, rank, [[0]], clock=lambda: 0.0)
+        wait_for(exchange.start(Identity("r", "c", "l", "m"), "1"))
+        for job in range(1, 4):
+            exchange.begin(Lease("w", job, job, 0, 1, 1))
+            wait_for(exchange.after_step((0,), {}))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ranks[0].taken == ranks[1].taken and len(ranks[0].taken) == 4
+    if not restarts:
+        assert server.pulls == 8  # nothing is pulled twice

@@ -10,16 +10,10 @@ import pytest
 from geotrain.config import LimitsConfig
 from geotrain.outer.events import Joined, Left, Merged, Quarantined, SentUp, UpdateApplied, UpdateRefused, UpdateStage
 from geotrain.outer.messages import (
-    Answer,
-    Finished,
     Leave,
-    OperatorCommand,
     Refused,
-    Release,
-    RunComplete,
     UpdatePart,
     UpdateRejected,
-    Welcome,
 )
 from geotrain.outer.server import server
 from geotrain.outer.server.server import Handled
@@ -38,17 +32,6 @@ def checked(monkeypatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(server, "check_part", counting)
     return seen
-
-
-def test_what_means_nothing_to_a_server_is_refused_by_its_name() -> None:
-    world = make(config())
-    for message in (Welcome(1, 1), Answer(0, ()), Finished("a", 1), RunComplete()):
-        with pytest.raises(Refused, match=f"a {type(message).__name__} means nothing to this server"):
-            world.top.handle(message)
-    with pytest.raises(Refused, match="a Release means nothing"):
-        world.regions["eu"].handle(Release((1,)))
-    with pytest.raises(Refused, match="can snapshot and unban, not pause"):
-        world.regions["eu"].handle(OperatorCommand("pause"))
 
 
 def test_an_admitted_update_is_not_checked_again(checked) -> None:

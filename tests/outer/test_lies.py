@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,56 +16,24 @@ from benchmarks import ROOT
 from geotrain.config import LimitsConfig, load_run
 from geotrain.net.transport import wire
 from geotrain.outer.messages import (
+    Finished,
     Identity,
     Join,
     Lease,
     LeaseRequest,
     MemberSilent,
+    OperatorCommand,
     Refused,
     UpdatePart,
-    Validated,
 )
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.leases import FASTER, MOST_HELD, MOST_HELD_IN_ROUNDS, LeaseTable
 from geotrain.outer.server.limits import FAR, NormLimits
-from geotrain.outer.server.member import MOST_JOBS, MOST_LEASES, MOST_METRICS, MOST_NAME, MOST_WEIGHT
+from geotrain.outer.server.member import MOST_LEASES, MOST_METRICS, MOST_NAME
 from geotrain.outer.server.server import identity_of
-from geotrain.parameters.parameter_map import ParameterMap
-from tests.support.outer_world import FakeWorker, World, config, make, parameter_map, random_deltas, whole
-
-
-def flat(rule: str = "halos", samples: int = 100_000, workers: tuple[str, ...] = ("a", "b"), **changes: Any) -> Any:
-    """A global server whose members are the workers, all joined."""
-    shape: ParameterMap = parameter_map()
-    settings_ = config(rule, **changes).model_copy(update={"levels": 1})
-    top = GlobalServer(Identity("t", "c", shape.digest, "m"), shape, settings_, {"eu": workers}, samples, 1)
-    top.set_weights([torch.zeros(f.numel) for f in shape.fragments])
-    for name in workers:
-        for join in FakeWorker(name, shape, whole(shape)).joins(top.identity):
-            top.handle(join)
-    return top
-
+from tests.support.outer_world import FakeWorker, World, config, flat, make, parameter_map, random_deltas, whole
 
 # ------------------------------------------------------------------------------------------------------ weight
-
-
-def test_a_worker_stands_for_one_worker():
-    world = make(config())
-    [part] = world.workers["a"][1].parts(random_deltas(world, 1))
-    with pytest.raises(Refused, match="a: an update of weight 2; it may stand for 1 at most"):
-        world.regions["eu"].handle(dataclasses.replace(part, weight=2))
-
-
-@pytest.mark.parametrize(("rule", "weight"), [("halos", MOST_WEIGHT + 1), ("sync", 2)])
-def test_a_region_stands_for_its_workers(rule, weight):
-    world = make(config(rule, limits=LimitsConfig(norm_deviations=None)))
-    world.push("a", random_deltas(world, 1))
-    world.push("a", random_deltas(world, 1)) if rule != "sync" else None
-    world.push("a", random_deltas(world, 1)) if rule != "sync" else None
-    update = next(m for m in world.up["eu"] if isinstance(m, UpdatePart))
-    with pytest.raises(Refused, match=f"an update of weight {weight}; it may stand for"):
-        world.top.handle(dataclasses.replace(update, weight=weight))
-    assert world.top.handle(update).reply
 
 
 def test_a_weight_without_data_excuses_no_norm_and_changes_no_usual():
@@ -139,13 +106,6 @@ def test_who_is_alone_at_work_is_measured_by_its_own_history():
                 limits2.note(member, 0, told, 4)
 
 
-def test_a_norm_beyond_all_numbers_is_refused_even_without_limits():
-    world = make(config(limits=LimitsConfig(norm_deviations=None)))
-    [part] = world.workers["a"][1].parts({0: torch.full((64,), 3e38)})
-    with pytest.raises(Refused, match="beyond all numbers"):
-        world.regions["eu"].handle(part)
-
-
 # ------------------------------------------------------------------------------------------------------ leases
 
 
@@ -180,20 +140,6 @@ def test_one_worker_cannot_take_all_leases_of_a_flat_run():
         top.handle(LeaseRequest("a", MOST_HELD + 1))
     assert top.handle(LeaseRequest("a", MOST_HELD)).reply.job == MOST_HELD  # what it has it may ask for again
     assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Lease)
-
-
-@pytest.mark.parametrize("job", [0, -3, MOST_JOBS + 1, 1 << 62])
-@pytest.mark.parametrize("where", ["region", "global", "flat"])
-def test_nobody_comes_to_such_a_job(job, where):
-    """1 << 62 cannot be written down: a reserve asks for the one after it."""
-    world = make(config(lease_reserve=2))
-    server = {"region": world.regions["eu"], "global": world.top, "flat": flat()}[where]
-    with pytest.raises(Refused, match=f"a: no worker comes to job {job}"):
-        server.handle(LeaseRequest("a", job))
-    [part] = world.workers["a"][1].parts(random_deltas(world, 1))
-    if job:
-        with pytest.raises(Refused, match=f"a: no worker comes to job {job}"):
-            world.regions["eu"].handle(dataclasses.replace(part, job=job))
 
 
 @pytest.mark.parametrize("workers", [("a", "b"), ("a", "b", "c")])
@@ -236,13 +182,6 @@ def test_nobody_completes_the_leases_of_another():
 # ------------------------------------------------------------------------------------------------------ speed
 
 
-@pytest.mark.parametrize("step_s", [1e-300, 1e300, float("inf"), float("nan"), -1.0])
-def test_no_step_takes_such_a_time(step_s):
-    for server in (make(config()).regions["eu"], make(config()).top, flat()):
-        with pytest.raises(Refused, match=r"a: no worker comes to job 1, or takes .* s a step"):
-            server.handle(LeaseRequest("a", 1, step_s))
-
-
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.floats(1e-6, 1e6), st.booleans()), min_size=1, max_size=30))
 def test_a_speed_that_is_claimed_cuts_jobs_to_a_fourth_at_most(claims):
     """Relative to what the others' own speeds give: against the plain definition."""
@@ -259,13 +198,6 @@ def test_a_speed_that_is_claimed_cuts_jobs_to_a_fourth_at_most(claims):
             coordinator = saved
 
 
-def test_one_liar_leaves_the_others_a_fourth_of_their_steps():
-    top = flat(scale_local_steps=True, local_steps=8, workers=("a", "b", "liar"))
-    top.handle(LeaseRequest("liar", 1, 1e-6))
-    assert top.handle(LeaseRequest("a", 1, 0.5)).reply.steps >= 2
-    assert top.handle(LeaseRequest("b", 1, 0.5)).reply.steps >= 2
-
-
 # ------------------------------------------------------------------------------------------------------ numbers
 
 
@@ -279,19 +211,6 @@ def test_what_a_member_says_of_itself_overwrites_nothing():
     assert (told["left"], told["joined"], told["quarantined"], told["lr"]) == (False, True, False, 0.5)
     assert "loss" not in told and "tokens" not in told
     json.dumps(region.status(), allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    "metrics", [{str(n): 1.0 for n in range(MOST_METRICS + 1)}, {"x" * (MOST_NAME + 1): 1.0}], ids=["many", "long"]
-)
-def test_metrics_are_few_and_short(metrics):
-    world = make(config())
-    region, fake = world.regions["eu"], world.workers["a"][1]
-    [part] = fake.parts(random_deltas(world, 1))
-    for take in (region.admit, region.handle):  # before its payload is here, and after
-        with pytest.raises(Refused, match=f"with {len(metrics)} metrics; at most {MOST_METRICS}"):
-            take(dataclasses.replace(part, metrics=metrics))
-    assert region.handle(part).reply
 
 
 def test_what_a_region_merges_can_always_be_written_down():
@@ -323,24 +242,6 @@ def test_what_a_region_merges_can_always_be_written_down():
     assert told == 3 * MOST_LEASES - 1
 
 
-def test_an_update_completes_so_many_leases():
-    world = make(config())
-    [part] = world.workers["a"][1].parts(random_deltas(world, 1), tuple(range(MOST_LEASES + 1)))
-    with pytest.raises(Refused, match=f"completes {MOST_LEASES + 1} leases; at most {MOST_LEASES}"):
-        world.regions["eu"].handle(part)
-
-
-@pytest.mark.parametrize("change", [{"seconds": math.nan}, {"loss": math.inf}, {"version": -1}, {"number": 7}])
-def test_a_validation_has_numbers(change):
-    top = make(config(), train_samples=64).top
-    top.validations.number = 1
-    good = Validated("a", 1, 3, 2.5, 1.0)
-    with pytest.raises(Refused, match="was not asked for"):
-        top.handle(dataclasses.replace(good, **change))
-    top.handle(good)
-    json.dumps(top.status(), allow_nan=False)
-
-
 # ------------------------------------------------------------------------------------------------------ data
 
 
@@ -361,3 +262,13 @@ def test_who_joins_first_does_not_decide_which_data_is_right():
     with pytest.raises(Refused, match="data differs: eu trains on data"):
         top.handle(join("eu", wrong))
     assert top.handle(join("us", right)).reply and top.data == right
+
+
+# ------------------------------------------------------------------------------------------------------ a flat run
+
+
+def test_a_flat_run_drains_the_workers_of_a_region():
+    top = flat(workers=("a",), others=("c",))
+    top.handle(OperatorCommand("drain", "eu"))
+    assert isinstance(top.handle(LeaseRequest("c", 1)).reply, Lease)
+    assert top.handle(LeaseRequest("a", 1)).reply == Finished("a", 1) and top.status()["draining"] == ["eu"]

@@ -11,38 +11,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geotrain.common.names import GLOBAL
 from geotrain.config import LimitsConfig, codec_config
 from geotrain.kernels.payload_format import FORMATS
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.messages import (
-    Finished,
     Lease,
     LeaseRequest,
-    Leave,
     LiftQuarantine,
-    MemberSilent,
-    NotJoined,
     Refused,
-    Release,
-    RunComplete,
     UpdateRejected,
 )
 from geotrain.outer.server.limits import LEAST_DEVIATION, MEMORY, NORMAL, PEAK, NormLimits, norm
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Handled
 from tests.support.outer_world import (
-    FakeWorker,
     World,
     config,
     halves,
     make,
     random_deltas,
-    saved_and_loaded,
-    weights_of,
-    whole,
 )
-from tests.support.outer_world import parameter_map as toy
 from tests.support.recorded_world import same_state
 
 sizes = st.floats(1e-6, 1e6)
@@ -149,28 +137,6 @@ def learned(**limits: object) -> World:
     return world
 
 
-def test_an_exploded_update_is_refused_whole_and_changes_nothing():
-    world = learned()
-    region, worker = world.regions["eu"], world.workers["a"][1]
-    deltas = random_deltas(world, 99)
-    half = {**deltas, 0: 1e4 * deltas[0]}  # one fragment of it
-    region.handle(MemberSilent("a", "life-1"))
-    before = [x.clone() for x in weights_of(region)], region.versions
-    parts = worker.parts(half)
-    region.handle(parts[0])
-    assert not region.members["a"].silent
-    region.handle(MemberSilent("a", "life-1"))
-    norms = region.norms.state()
-    with pytest.raises(
-        Refused, match=r"a: fragment 0: the update's norm of .* up to .* is usual here.*norm_deviations"
-    ):
-        region.handle(parts[1])
-    assert all(map(torch.equal, weights_of(region), before[0])) and region.versions == before[1]
-    assert region.norms.state() == norms and region.members["a"].silent
-    worker.sequence -= 1
-    assert [region.handle(p).reply for p in worker.parts(deltas)] == [False, True]  # its number is still free
-
-
 def test_a_region_that_was_cut_off_may_bring_much():
     """Sixty times the usual, for it stands for sixty times as many updates; for one worker that is too much, and for
     sixty that have got no data, too."""
@@ -198,63 +164,7 @@ def test_limits_can_be_switched_off():
     assert world.regions["eu"].state()[1]["norms"] is None
 
 
-@pytest.mark.parametrize("version", [-1, 1])
-def test_a_version_that_never_was_is_refused(version):
-    world = make(config())
-    region, worker = world.regions["eu"], world.workers["a"][1]
-    with pytest.raises(Refused, match=f"starts from version {version}, which this server never gave; it is at"):
-        region.handle(worker.parts(random_deltas(world, 1), version=version)[0])
-
-
 # ------------------------------------------------------------------------------------------------- quarantine
-
-
-QUARANTINED = (
-    r"a is quarantined after 3 refused updates; the last one: it was wild\. "
-    r"Started anew it may join 600 s later, or once the operator unbans it"
-)
-
-
-def strike(world: World, times: int, incarnation: str = "life-1") -> list[bool]:
-    return [world.tell("eu", UpdateRejected("a", incarnation, "it was wild")) for _ in range(times)]
-
-
-def test_who_offends_again_and_again_is_quarantined():
-    """Its data goes to others, it hears why, and comes back in a new incarnation once it is unbanned; also across a
-    restart of the server."""
-    world = learned(strikes=3, strike_window=10)
-    region, worker = world.regions["eu"], world.workers["a"][1]
-    lease = world.lease("a")
-    assert strike(world, 2) == [False, False]
-    assert strike(world, 5, "another incarnation") == [False] * 5
-    assert strike(world, 1) == [True]
-    assert Release((lease.lease,)) in world.up["eu"]
-    for server in (region, saved_and_loaded(world, "eu")):
-        status = server.status()["members"]["a"]
-        assert status["quarantined"] and status["refused"] == 3 and status["fault"] == "it was wild"
-        assert server.status()["refused"] == {"a": 3}
-        for refused in (lambda s=server: s.handle(worker.parts(random_deltas(world, 1))[0]),
-                        lambda s=server: s.handle(worker.joins(world.identity)[0]),
-                        lambda s=server: s.handle(worker.joins(world.identity, "life-2")[0])):  # fmt: skip
-            with pytest.raises(Refused, match=QUARANTINED) as told:
-                refused()
-            assert told.value.retry_s is None
-        server.handle(LiftQuarantine("a"))
-        with pytest.raises(Refused, match="this incarnation of it was quarantined; start it anew"):
-            server.handle(worker.joins(world.identity)[0])
-        for join in worker.joins(world.identity, "life-2"):
-            server.handle(join)
-        assert server.current("a", "life-2") and not server.members["a"].strikes
-
-
-def test_old_strikes_are_forgotten():
-    world = learned(strikes=3, strike_window=4)
-    for _ in range(4):
-        assert strike(world, 1) == [False]
-        for turn in range(2):
-            assert world.push("a", random_deltas(world, turn)) is not None
-    assert world.regions["eu"].members["a"].refused == 4
-    assert strike(world, 3) == [False, False, True]
 
 
 @given(st.lists(st.sampled_from(["good", "wild", "strike", "unban", "join"]), max_size=25))
@@ -313,82 +223,3 @@ def outcome(server: RegionServer, message: object) -> Handled | str:
 
 
 # -------------------------------------------------------------------------------------------- data; the end
-
-
-def test_regions_of_different_data_are_told_apart():
-    """A region learns from its workers what it trains on, and says so above."""
-    world = make(config())
-    eu, us = world.regions["eu"], world.regions["us"]
-    for region, name, data in ((eu, "a", "aa" * 32), (us, "b", "bb" * 32)):
-        for join in world.workers[name][1].joins(world.identity):
-            handled = region.handle(dataclasses.replace(join, data=data))
-        [told] = [send for send in handled.sends if send.to == GLOBAL]
-        if region is eu:
-            world.top.handle(told.message)
-        else:
-            with pytest.raises(
-                Refused, match=r"data differs: us trains on data of sha256 b+…, this run on a+…; copy one"
-            ):
-                world.top.handle(told.message)
-    with pytest.raises(Refused, match="data differs: a trains on"):
-        eu.handle(dataclasses.replace(world.workers["a"][1].joins(world.identity)[0], data="cc" * 32))
-    assert saved_and_loaded(world, "eu").data == "aa" * 32 == world.top.data
-
-
-def two_in_a_region(**settings: object) -> tuple[World, RegionServer]:
-    shape = toy()
-    workers = [FakeWorker(name, shape, whole(shape)) for name in ("a", "b")]
-    start = [torch.zeros(f.numel) for f in shape.fragments]
-    world = World(config(updates_per_send=50, **settings), {"eu": workers}, start, shape, train_samples=8)
-    return world, world.regions["eu"]
-
-
-def test_the_dead_keep_nobody_from_flushing():
-    """One worker has left, the other is dead for good: what is pending goes up at once, and the region leaves when
-    the global server says that all data is trained; not before, since the dead may come back for it."""
-    world, region = two_in_a_region()
-    lease = world.lease("a")
-    world.push("a", random_deltas(world, 1), (lease.lease,))
-    world.tell("eu", MemberSilent("a", "life-1"))
-    world.tell("eu", Leave("b"))
-    assert [type(message).__name__ for message in world.up["eu"]] == ["UpdatePart"]
-    sent = world.deliver_up("eu")
-    world.deliver_down("eu", sent)
-    assert not region.gone and not world.up["eu"]
-    world.tell("eu", RunComplete())
-    assert list(world.up["eu"]) == [Leave("eu")]
-    restored = saved_and_loaded(world, "eu")
-    assert restored.over and restored.gone
-    restored.begin_again()
-    assert not restored.over
-
-
-def test_who_speaks_again_is_not_dead():
-    world, region = two_in_a_region()
-    for revive in (lambda: world.push("a", random_deltas(world, 2)),
-                   lambda: region.handle(world.workers["a"][1].joins(world.identity)[0])):  # fmt: skip
-        region.handle(MemberSilent("a", "life-1"))
-        assert region.members["a"].silent
-        with pytest.raises(NotJoined, match="a has left, or was not heard from for too long: join first"):
-            region.handle(LeaseRequest("a", 9))
-        assert region.members["a"].silent
-        revive()
-        assert not region.members["a"].silent
-    region.handle(Leave("b"))
-    region.handle(RunComplete())
-    assert not region.gone  # it is at work
-
-
-def test_a_run_whose_data_is_trained_ends_without_its_dead_regions():
-    world = make(config(), train_samples=4)
-    for job in range(1, 9):
-        lease = world.top.handle(LeaseRequest("a", job)).reply
-        if isinstance(lease, Lease):
-            assert not world.top.finished
-            world.top.lease_table.commit((lease.lease,))
-    world.top.handle(Leave("eu"))
-    world.top.handle(MemberSilent("us", "life-1"))
-    assert world.top.lease_table.finished and world.top.finished
-    world.top.handle(world.regions["us"].join_message())
-    assert not world.top.finished  # the region lives
-    assert isinstance(world.top.handle(LeaseRequest("b", 1)).reply, Finished)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.storage.recovery import end_incarnations
 from geotrain.outer.events import Joined
@@ -26,42 +27,9 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
-from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.member import MOST_INCARNATIONS
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
-from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded, weights_of
-
-
-def test_a_refused_join_leaves_the_living_in_place():
-    world = make(config(), cut_a=halves)
-    region, worker = world.regions["eu"], world.workers["a"][1]
-    good = worker.joins(world.identity, "life-2")[0]
-    for change in ({"part": 5}, {"pushes": ()}, {"parameter_map_digest": "other"}):
-        with pytest.raises(Refused):
-            region.handle(dataclasses.replace(good, **change))
-    assert [region.handle(p).reply for p in worker.parts(random_deltas(world, 1))] == [False, True]
-
-
-def test_an_older_life_is_refused_for_good():
-    world = make(config(), cut_a=halves)
-    region, worker = world.regions["eu"], world.workers["a"][1]
-    for join in worker.joins(world.identity, "life-2"):
-        region.handle(join)
-    with pytest.raises(Refused, match="another process has joined") as refused:
-        region.handle(worker.joins(world.identity, "life-1")[0])
-    assert refused.value.retry_s is None
-    restored = saved_and_loaded(world, "eu")
-    with pytest.raises(Refused, match="another process has joined"):
-        restored.handle(worker.joins(world.identity, "life-1")[0])
-
-
-def test_every_restart_is_counted():
-    world = make(config(), cut_a=halves)
-    worker, lives = world.workers["a"][1], 100
-    for incarnation in range(lives):
-        for join in worker.joins(world.identity, f"life-{incarnation + 2}"):
-            world.regions["eu"].handle(join)
-    assert saved_and_loaded(world, "eu").status()["members"]["a"]["restarts"] == lives
+from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded
 
 
 def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
@@ -147,18 +115,6 @@ def test_what_no_phase_allows_is_refused():
         region.members["a"].meet(MemberEvent.HEARD)
 
 
-@pytest.mark.parametrize("change", [{"deltas": ()}, {"weight": 0}, {"twice": True}])
-def test_updates_that_make_no_sense_are_refused(change):
-    world = make(config(), fragments=1)
-    region, worker = world.regions["eu"], world.workers["a"][1]
-    good = worker.parts(random_deltas(world, 1))[0]
-    if change.pop("twice", False):
-        change = {"deltas": (good.deltas[0], good.deltas[0])}
-    with pytest.raises(Refused, match="is none"):
-        region.handle(dataclasses.replace(good, **change))
-    assert region.handle(good).reply
-
-
 def test_whether_a_part_is_wanted_is_known_without_its_payload():
     world = make(config(), cut_a=halves)
     region, worker = world.regions["eu"], world.workers["a"][1]
@@ -191,14 +147,6 @@ def test_an_answer_that_comes_twice_is_adopted_once():
     assert torch.equal(region.weights(0), x) and torch.equal(region.state()[0]["mirror.0"], mirror)
 
 
-def test_a_second_copy_of_a_lease_that_is_done_is_dropped():
-    world = make(config(), train_samples=64)
-    lease = world.lease("a")
-    world.push("a", random_deltas(world, 1), leases=(lease.lease,))
-    region = world.regions["eu"]
-    assert region.handle(lease).sends == () and not any(region.leases.held.values())
-
-
 def test_the_end_is_the_same_for_all_ranks_of_a_worker():
     """A lease that comes back after rank 0 was told "finished" must not go to rank 1."""
     world = make(config(), train_samples=8)
@@ -211,27 +159,13 @@ def test_the_end_is_the_same_for_all_ranks_of_a_worker():
     assert (again.start, again.samples) == (lease.start, lease.samples)
 
 
-def test_an_unknown_worker_gets_no_lease():
-    world = make(config())
-    with pytest.raises(Refused, match="no worker of this run is called 'zoe'"):
-        world.top.handle(LeaseRequest("zoe", 1))
-
-
-def new_global(world: World) -> GlobalServer:
-    names = {r: tuple(region.members) for r, region in world.regions.items()}
-    return GlobalServer(
-        world.identity, world.parameter_map, world.config, names, world.top.lease_table.train_samples, 1
-    )
-
-
 def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     world = make(config(), train_samples=64)
     world.top.handle(Leave("eu"))
-    restored = new_global(world)
-    restored.load(*world.top.state())
+    restored = saved_and_loaded(world, GLOBAL)
     assert restored.members["eu"].left and not restored.finished
     world.top.handle(Leave("us"))
-    restored.load(*world.top.state())
+    restored = saved_and_loaded(world, GLOBAL)
     assert restored.finished
     restored.begin_again()
     assert not restored.finished and not restored.members["eu"].left  # it waits for its members to come back
@@ -277,76 +211,6 @@ def test_a_region_learns_its_number_from_the_global_server():
     assert region.global_versions == [0] * len(flying)  # nobody knows the lost versions
 
 
-def test_a_region_restored_from_an_older_state_sends_nothing_twice():
-    """What that state holds as pending went up after it: the region begins again from the global weights, gives its
-    data back, and its workers' updates, whose versions it still knows, are taken."""
-    world = make(config(updates_per_send=2), fragments=1)
-    region, worker = world.regions["eu"], world.workers["a"][1]
-    lease = world.lease("a")
-    assert lease is not None
-    world.push("a", random_deltas(world, 1), (lease.lease,))
-    older = saved_and_loaded(world, "eu")  # one update is pending
-    world.push("a", random_deltas(world, 2))
-    while sent := world.deliver_up("eu"):
-        world.deliver_down("eu", sent)
-    committed = world.top.lease_table.committed_samples
-    assert committed > 0 and region.sequence > 0 and older.sequence == 0
-    weights = [x.clone() for x in weights_of(world.top)]
-
-    world.regions["eu"] = older
-    welcome = world.top.handle(dataclasses.replace(older.join_message(), incarnation="life-2")).reply
-    versions = [state.version for state in older.fragments]
-    handled = older.handle(welcome)
-    assert handled.reply == 0 and [send.message for send in handled.sends] == [Release((lease.lease,))]
-    assert older.fragments == [] and older.sequence == welcome.sequence - 1
-    assert saved_and_loaded(world, "eu").first_versions == versions
-    answered(world, "eu")
-    assert [state.version for state in older.fragments] == versions
-    assert all(torch.equal(mine, x) for mine, x in zip(weights_of(older), weights, strict=True))
-    assert not any(older.rule.pending(state) for state in older.fragments) and not older.in_flight
-    for join in worker.joins(world.identity):
-        older.handle(join)
-    worker.sequence -= 1
-    older.handle(worker.parts(random_deltas(world, 3), version=versions[0])[0])
-    assert world.top.lease_table.committed_samples == committed
-
-
-def test_a_region_keeps_leases_in_reserve_and_gives_back_what_it_does_not_need():
-    """Cut off, it hands out what it asked for before, also to a worker's next incarnation; each job's lease is asked
-    for once. Who is silent gives all back; a new incarnation, what the former one had begun."""
-    world = make(config(lease_reserve=2), train_samples=640)
-    region = world.regions["eu"]
-
-    def asked() -> list[int]:
-        """The jobs for which leases are asked above; and they are granted."""
-        return [world.deliver("eu").job for _ in list(world.up["eu"])]
-
-    assert world.tell("eu", LeaseRequest("a", 1)) is None
-    assert asked() == [1, 2, 3]
-    assert world.down["a"].job == 1  # the worker waits for one, and is told of one
-    assert world.tell("eu", LeaseRequest("a", 2)).job == 2
-    assert world.tell("eu", LeaseRequest("a", 3)).job == 3
-    assert asked() == [4, 5] and world.down["a"].job == 1
-    assert len(world.top.lease_table.open) == 5
-    for join in world.workers["a"][1].joins(world.identity, "life-2"):
-        world.tell("eu", join)
-    assert [world.tell("eu", LeaseRequest("a", job)).job for job in (1, 2, 3, 4)] == [1, 2, 3, 4]
-    assert asked() == [6]  # nothing went back, and nothing is asked for twice
-    for part in world.workers["a"][1].parts(random_deltas(world, 1), incarnation="life-2"):
-        world.tell("eu", part)  # of job 1, which is not over with it
-    for join in world.workers["a"][1].joins(world.identity, "life-3"):
-        world.tell("eu", join)
-    assert world.deliver("eu") == Release((1,)) and not world.up["eu"]
-    assert list(region.leases.held["a"]) == [2, 3, 4, 5, 6]
-    world.tell("eu", MemberSilent("a", "life-3"))
-    assert isinstance(world.deliver("eu"), Release)
-    world.up["eu"].clear()  # the update of nobody else
-    assert not world.top.lease_table.open and not any(region.leases.held.values())
-    for join in world.workers["a"][1].joins(world.identity, "life-3"):
-        world.tell("eu", join)
-    assert world.tell("eu", LeaseRequest("a", 2)) is None and asked() == [2, 3, 4]
-
-
 def test_an_automatic_reserve_lasts_a_minute_and_is_a_fiftieth_of_the_run_at_most():
     world = make(config(lease_reserve="auto", local_steps=8), train_samples=1 << 20)
     region = world.regions["eu"]
@@ -363,41 +227,6 @@ def test_an_automatic_reserve_lasts_a_minute_and_is_a_fiftieth_of_the_run_at_mos
     assert [len(asked(1, step_s)) - 1 for step_s in (100.0, 8.0, 2.5, 0.8, 0.001)] == [1, 1, 3, 10, 10]
     region.leases.jobs_each = 75.0
     assert asked(1, 0.8) == [1, 2]
-
-
-def test_a_paused_region_gives_back_what_its_workers_have_not_asked_for():
-    """And its reserve is there again after it: each sample is in one place throughout."""
-    world = make(config(lease_reserve=4), train_samples=640)
-    region = world.regions["eu"]
-
-    def delivered() -> list[int]:
-        """All that waits goes up. Returns the jobs that were asked for."""
-        said = [world.deliver("eu") for _ in list(world.up["eu"])]
-        return [message.job for message in said if isinstance(message, LeaseRequest)]
-
-    world.tell("eu", LeaseRequest("a", 1))
-    world.deliver("eu")
-    world.deliver("eu")
-    world.tell("eu", LeaseRequest("a", 2))  # one job ahead, as workers do; the reserve's are on their way
-    world.tell("eu", Recall())
-    assert list(region.leases.held["a"]) == [1, 2] and delivered() == [3, 4, 5, 6]
-    world.top.handle(OperatorCommand("pause"))
-    assert world.top.recalls("eu")
-    world.tell("eu", Recall())
-    (released,) = world.up["eu"]
-    assert isinstance(released, Release) and len(released.leases) == 4
-    restored = saved_and_loaded(world, "eu")  # what was asked for outlives the process
-    assert [restored.leases.spare("a"), restored.leases.asked] == [(), {"a": 2}]
-    delivered()
-    assert {lease.job for lease in world.top.lease_table.open.values()} == {1, 2}
-    world.tell("eu", LeaseRequest("a", 3))
-    waiting = list(world.up["eu"])
-    assert delivered() == [3, 4, 5, 6, 7] and list(region.leases.held["a"]) == [1, 2]  # the run is paused
-    world.top.handle(OperatorCommand("resume"))
-    assert not world.top.recalls("eu")
-    world.up["eu"].extend(waiting)  # a region's client asks until it gets a reply
-    delivered()
-    assert world.down["a"].job == 3 and list(region.leases.held["a"]) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():
@@ -436,38 +265,6 @@ def test_a_run_that_is_resumed_with_fewer_samples_than_were_handed_out_trains_no
     assert sum(size for _, size in shorter.lease_table.pool) == 8 and shorter.lease_table.next_start == 14
     granted = [shorter.handle(LeaseRequest("b", job)).reply for job in range(1, 6)]
     assert [type(reply) for reply in granted] == [Lease] * 4 + [Finished]
-
-
-@pytest.mark.parametrize("command", [OperatorCommand("drain", "eu"), OperatorCommand("stop")])
-def test_a_region_that_is_to_leave_gives_back_its_reserve_and_others_train_it(command: OperatorCommand):
-    world = make(config(lease_reserve=8, local_steps=2), train_samples=10)
-    world.tell("eu", LeaseRequest("a", 1))
-    while world.up["eu"]:
-        world.deliver("eu")
-    assert not world.top.lease_table._left()  # eu has all of the run's data
-    world.top.handle(command)
-    assert world.top.recalls("eu") and world.top.recalls("us") == world.top.stopping
-    world.tell("eu", Recall())
-    world.tell("eu", LeaseRequest("a", 2))
-    while world.up["eu"]:
-        world.deliver("eu")
-    assert world.down["a"] == Finished("a", 2)
-    assert [lease.job for lease in world.top.lease_table.open.values()] == [1]
-    reply = world.top.handle(LeaseRequest("b", 1)).reply
-    assert isinstance(reply, Finished if world.top.stopping else Lease)
-
-
-def test_no_former_life_comes_back_however_many_there_were():
-    world = make(config())
-    region, fake = world.regions["eu"], world.workers["a"][1]
-    lives = [f"life-{n}" for n in range(2, 100)]
-    for incarnation in lives:
-        region.handle(fake.joins(world.identity, incarnation)[0])
-    for server in (region, saved_and_loaded(world, "eu")):
-        for incarnation in ("life-1", *lives[:-1]):
-            with pytest.raises(Refused, match="another process has joined") as told:
-                server.handle(fake.joins(world.identity, incarnation)[0])
-            assert told.value.retry_s is None
 
 
 def test_a_member_has_only_so_many_lives():

@@ -15,7 +15,16 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import ParameterMapError
 from geotrain.staging.interface import to_bytes
-from tests.support.outer_world import UPDATES, World, config, halves, make, random_deltas, weights_of
+from tests.support.outer_world import (
+    UPDATES,
+    World,
+    config,
+    halves,
+    make,
+    random_deltas,
+    saved_and_loaded,
+    weights_of,
+)
 from tests.support.recorded_world import same_state
 
 CHUNKS = {"fragments": 1, "chunk_elements": 6}  # 24, 16, 16 and 8 elements: four, three, three and two chunks
@@ -56,12 +65,7 @@ def play(world: World, restarted: int | None = None) -> list[Any]:
 
 def restart(world: World, region: str, shards: int) -> None:
     """As after a kill: what the state leaves out is said again."""
-    old = world.regions[region]
-    new = type(old)(
-        region, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members), shards=shards
-    )
-    new.incarnation = old.incarnation
-    new.load({name: tensor.clone() for name, tensor in old.state()[0].items()}, old.state()[1])
+    old, new = world.regions[region], saved_and_loaded(world, region, shards)
     for message in left_out(old):
         new.handle(message)
     same_state(new, old)
@@ -167,21 +171,6 @@ def test_a_fault_in_one_chunk_of_global_weights_changes_no_mirror() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in region.state()[0].items())
     world.tell("eu", answer)
     assert not region.in_flight or update.sequence not in region.in_flight
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda deltas: deltas[:-1], "are no whole fragments"),
-        (lambda deltas: deltas[::-1], "are no whole fragments"),
-        (lambda deltas: (*deltas[:-1], type(deltas[0])(99, 0, b"")), "are no whole fragments"),
-    ],
-)
-def test_an_update_is_of_whole_fragments(change: Any, reason: str) -> None:
-    world = make(config(), **CHUNKS)
-    [part] = world.workers["a"][1].parts({0: torch.ones(16)})
-    with pytest.raises(Refused, match=reason):
-        world.regions["eu"].handle(type(part)(*(part.member, "life-1", 1, 0, change(part.deltas)), job=1))
 
 
 def test_a_state_that_is_cut_otherwise_is_refused() -> None:

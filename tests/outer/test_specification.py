@@ -2,7 +2,8 @@
 servers, silence, reserve, pause, drain, strikes, refusals for good. At the end of each, all data is trained and the
 run ends.
 
-GEOTRAIN_SPECIFICATION=1000 plays so many lives of several hundred steps, in place of the few in `make test`.
+GEOTRAIN_SPECIFICATION=1000 plays so many lives of several hundred steps, in place of as many as Hypothesis' profile
+says.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tests.support.remote_shards_world import FarWorld
 from tests.support.specified_world import REGIONS, SpecifiedWorld, frozen
 
 LIVES = int(os.environ.get("GEOTRAIN_SPECIFICATION", "0"))
-LIVES_PLAYED, STEPS_PLAYED = (LIVES, 400) if LIVES else (60, 40)
+STEPS_PLAYED = 400 if LIVES else 40
 WORKERS = "abc"
 NAMES = st.sampled_from(WORKERS)
 PLACES = st.sampled_from(list(REGIONS))
@@ -237,11 +238,10 @@ class Lives(RuleBasedStateMachine):
         super().teardown()
 
 
-def explored(lives: int, steps: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
+def explored(times: int = 1, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
     profile = settings(
-        max_examples=lives,
-        stateful_step_count=steps + 1,
-        deadline=None,
+        max_examples=times * (LIVES or settings.default.max_examples),
+        stateful_step_count=STEPS_PLAYED + 1,
         suppress_health_check=list(HealthCheck),
         derandomize=not LIVES,
         phases=phases,
@@ -250,7 +250,7 @@ def explored(lives: int, steps: int, phases: tuple[Phase, ...] = tuple(Phase)) -
 
 
 def test_the_servers_do_what_is_specified() -> None:
-    explored(LIVES_PLAYED, STEPS_PLAYED)
+    explored()
 
 
 # ------------------------------------------------------------------------------- it would notice if they did not
@@ -278,13 +278,14 @@ FAULTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long("geotrain/outer", "tests/support", "tests/outer/test_specification.py")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str) -> None:
     """By plays like those of the test above. Which ones they are changes with the source; most faults are found in
     the first few."""
     rules = patch.object(sys.modules[__name__], "RULES", ["sync"]) if "round" in fault else nullcontext()
     with FAULTS[fault], rules, pytest.raises(AssertionError):
-        explored(5 * LIVES_PLAYED, STEPS_PLAYED, (Phase.generate,))
+        explored(10, (Phase.generate,))
 
 
 # ------------------------------------------------------------------------------------- in whatever process it happens
@@ -312,7 +313,7 @@ def a_life(
 def played() -> str:
     """A digest of all states that the servers have come to in some random lives."""
     found = hashlib.sha256()
-    for seed in range(30):
+    for seed in range(8):
         for world in a_life(seed, SpecifiedWorld, 60, {"up": ["int8"], "down": ["bf16", "int4"]}):
             for each in world.servers.values():
                 tensors, plain = frozen(each)
@@ -339,7 +340,10 @@ def test_no_state_depends_on_the_order_of_a_set() -> None:
 # ---------------------------------------------------------------------------------------- in several processes
 
 
-@pytest.mark.parametrize("seed", range(LIVES or 24))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=() if seed < 6 else pytest.mark.long("geotrain/outer")) for seed in range(LIVES or 24)],
+)
 def test_shards_in_processes_of_their_own_change_no_bit(seed: int) -> None:
     """Roles die at any time, and what they say comes late or is lost (`tests.support.remote_shards_world`)."""
     every = ["fp32", "bf16", "int8", "int4"]

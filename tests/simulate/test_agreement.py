@@ -11,6 +11,7 @@ from geotrain.emulate import wan
 from tests.support.process_trees import marked, new_mark
 
 
+@pytest.mark.long("geotrain/simulate", "geotrain/outer", "benchmarks/agreement.py")
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(900)

@@ -6,11 +6,12 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters, gather, numel, scatter
 from geotrain.staging.interface import to_bytes
 from tests.support.outer_configs import outer_config
-from tests.support.outer_world import UPDATES
+from tests.support.outer_world import UPDATES, halves, whole  # noqa: F401
 
 TINY = {
     "model_type": "llama",
@@ -84,17 +85,6 @@ def first_weights(parameter_map: ParameterMap, seed: int = 1) -> list[Tensor]:
     return vectors
 
 
-def whole(parameter_map: ParameterMap) -> Slicing:
-    return [[parameter_map.whole(f.index) for f in parameter_map.fragments]]
-
-
-def halves(parameter_map: ParameterMap) -> Slicing:
-    cuts = [f.numel // 3 for f in parameter_map.fragments]
-    front = [(StridedSlice(0, cut),) for cut in cuts]
-    back = [(StridedSlice(cut, f.numel - cut),) for cut, f in zip(cuts, parameter_map.fragments, strict=True)]
-    return [front, back]
-
-
 def stripes(parameter_map: ParameterMap) -> Slicing:
     """Three parts: every third group of 8 elements, as strided rows."""
     parts: list[list[tuple[StridedSlice, ...]]] = [[], [], []]
@@ -106,6 +96,16 @@ def stripes(parameter_map: ParameterMap) -> Slicing:
                 chunks.append(StridedSlice(24 * rows, tail))
             parts[part].append(tuple(chunks))
     return parts
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine function: it runs on an event loop of its own, with a deadline."""
+
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), BUSY_S))
+
+    return run
 
 
 class Loop:
@@ -130,8 +130,9 @@ class Running:
 
     def __init__(self, loop: Loop, build: Callable[[], Server], begin: Callable[[Server], None], folder: Path,
                  port: int = 0, above: str = "", certs: Path | None = None,
-                 silent_s: float = 60.0) -> None:  # fmt: skip
+                 silent_s: float = 60.0, events: deque[Any] | None = None) -> None:  # fmt: skip
         self.certs, self.silent_s = certs, silent_s
+        self.events: deque[Any] = deque() if events is None else events
         self.loop, self.build, self.begin, self.folder, self.above = loop, build, begin, folder, above
         self.region_client: RegionClient | None = None
         self.region_client_task: asyncio.Task[None] | None = None
@@ -145,7 +146,15 @@ class Running:
 
     def again(self) -> Running:
         return Running(
-            self.loop, self.build, self.begin, self.folder, self.port, self.above, self.certs, self.silent_s
+            self.loop,
+            self.build,
+            self.begin,
+            self.folder,
+            self.port,
+            self.above,
+            self.certs,
+            self.silent_s,
+            self.events,
         )
 
     def snapshot(self) -> None:
@@ -155,10 +164,12 @@ class Running:
         finish_snapshot(r.store, r.journal, *copy)
 
     async def _start(self, port: int) -> int:
-        self.server_thread = ServerThread(self.server, self.recovered.journal, self._deliver)
+        self.server_thread = ServerThread(self.server, self.recovered.journal, self._deliver, self.events.append)
         role, name = ("region", self.server.name) if self.above else ("global", GLOBAL)
         own = load_credentials(self.certs, role, name) if self.certs else None
-        self.service = GrpcService(self.server_thread, self._snapshot, silent_s=self.silent_s, credentials=own)
+        self.service = GrpcService(
+            self.server_thread, self._snapshot, self._of_client, silent_s=self.silent_s, credentials=own
+        )
         if self.above:
             trust = Trust(own, identity("global", GLOBAL)) if own else None
             self.region_client = RegionClient(self.server_thread, self.server, self.above, trust=trust)
@@ -170,6 +181,12 @@ class Running:
 
     async def _snapshot(self) -> str:
         return "nowhere"
+
+    def _of_client(self) -> dict[str, Any]:
+        client = self.region_client
+        if client is None:
+            return {}
+        return {"connected": client.connected, "queued": len(client._updates) + len(client._leases)}
 
     def kill(self) -> None:
         self.loop.do(self._kill())
@@ -193,6 +210,7 @@ class Cluster:
                  silent_s: float = 60.0) -> None:  # fmt: skip
         self.certs, self.silent_s = certs, silent_s
         self.config, self.parameter_map = config, tiny_layout(config)
+        self.workers: list[FakeWorker] = []
         self.loop, self.folder, self.plan = loop, folder, (train_samples, samples_per_step)
         self.identity = Identity("test", "0123", self.parameter_map.digest, "a tiny llama")
         self.names = {region: tuple(workers) for region, workers in regions.items()}
@@ -229,7 +247,15 @@ class Cluster:
         cut = self.slicings[name](self.parameter_map)
         address = self.region_of(name).address
         trust = self.trust("worker", name, "region", self.home[name]) if self.certs else None
-        return FakeWorker(name, incarnation, address, self.parameter_map, self.config, cut, self.identity, trust)
+        place = address, self.parameter_map, self.config, cut, self.identity, trust
+        self.workers.append(FakeWorker(name, incarnation, *place))
+        return self.workers[-1]
+
+    def joined(self, name: str, incarnation: str = "life-1") -> FakeWorker:
+        """A worker that has joined its region."""
+        worker = self.worker(name, incarnation)
+        worker.join()
+        return worker
 
     def trust(self, role: Any, name: str, server_role: Any, server: str) -> Trust:
         assert self.certs is not None
@@ -244,6 +270,8 @@ class Cluster:
         self.regions[region] = self.regions[region].again()
 
     def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
         for running in (*self.regions.values(), self.top):
             running.kill()
 
@@ -338,11 +366,8 @@ class FakeWorker:
         self.leave()
 
     def leave(self) -> None:
-        threads = [threading.Thread(target=c.leave) for c in self.clients]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(BUSY_S)
+        with futures.ThreadPoolExecutor(len(self.clients)) as pool:
+            list(pool.map(WorkerClient.leave, self.clients))
 
     def close(self) -> None:
         for client in self.clients:
@@ -396,29 +421,25 @@ def wait_for(what: Callable[[], Any], within_s: float = BUSY_S) -> Any:
 def train_all(cluster: Cluster, incarnation: str = "life-1") -> list[FakeWorker]:
     """Every worker until it is told that it is finished, side by side."""
     workers = [cluster.worker(name, incarnation) for name in cluster.home]
-    failed: list[BaseException] = []
-
-    def run(worker: FakeWorker) -> None:
-        try:
-            worker.run()
-        except BaseException as error:
-            failed.append(error)
-
-    side_by_side(workers, run)
-    assert not failed, failed
+    with side_by_side(workers):
+        pass
     wait_for(lambda: cluster.top.server.finished)
     return workers
 
 
-def side_by_side(workers: list[FakeWorker], run: Callable[[FakeWorker], None]) -> None:
-    """Each on a thread of its own; then they are closed."""
-    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(BUSY_S)
-    for worker in workers:
-        worker.close()
+@contextmanager
+def side_by_side(workers: list[FakeWorker]) -> Iterator[None]:
+    """Let each worker run on a thread of its own. At the end of the block wait until all have ended, and raise what
+    one of them raised."""
+    with futures.ThreadPoolExecutor(len(workers)) as pool:
+        try:
+            ends = [pool.submit(worker.run) for worker in workers]
+            yield
+            for end in ends:
+                end.result(BUSY_S)
+        finally:
+            for worker in workers:
+                worker.close()
 
 
 def same(one: dict, other: dict) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from typing import Any
 
@@ -94,9 +95,17 @@ class InProcess:
         self.top, self.regions = top, regions
         self.up: dict[str, deque[Message]] = {name: deque() for name in regions}
         self.down: dict[str, Message] = {}  # worker → what it was told last
-        for name, region in regions.items():
-            top.handle(region.join_message())
-            assert self.answer(name, 0, tuple(range(len(region.parameter_map.fragments))))
+        for name in regions:
+            self.connect(name)
+
+    def connect(self, name: str) -> None:
+        """Join the region to the global server, as its client does: it takes the weights if it has none, and sends
+        again what may be lost."""
+        region = self.regions[name]
+        region.handle(self.top.handle(region.join_message()).reply)
+        if not region.fragments:
+            self.answer(name, 0, tuple(range(len(region.parameter_map.fragments))))
+        self.up[name] = deque(send.message for send in region.resend())
 
     def tell(self, region: str, message: Message) -> Any:
         """The region's reply."""
@@ -128,24 +137,42 @@ class World(InProcess):
     def __init__(self, config: OuterConfig, regions: dict[str, list[FakeWorker]], start: list[Tensor],
                  parameter_map: ParameterMap,
                  train_samples: int = 1 << 20, samples_per_step: int = 1,
-                 momentum_decay: float | None = None, shards: int = 1) -> None:  # fmt: skip
-        self.parameter_map, self.config = parameter_map, config
-        self.identity = Identity("test", "config", parameter_map.digest, "toy")
-        names = {r: tuple(w.name for w in workers) for r, workers in regions.items()}
-        top = GlobalServer(
-            self.identity, parameter_map, config, names, train_samples, samples_per_step, shards=shards
-        )
-        top.set_weights([v.clone() for v in start])
+                 momentum_decay: float | None = None, shards: int = 1,
+                 identity: Identity | None = None) -> None:  # fmt: skip
+        self.parameter_map, self.config, self.start = parameter_map, config, start
+        self.identity = identity or Identity("test", "config", parameter_map.digest, "toy")
+        self.names = {r: tuple(w.name for w in workers) for r, workers in regions.items()}
+        self.plan, self.momentum_decay, self.shards = (train_samples, samples_per_step), momentum_decay, shards
         self.workers = {w.name: (r, w) for r, workers in regions.items() for w in workers}
-        servers = {}
-        for r in regions:
-            rule = region_rule(config.rule, names[r], UPDATES, momentum_decay)
-            servers[r] = RegionServer(r, self.identity, parameter_map, config, rule, names[r], shards=shards)
-            servers[r].incarnation = "life-1"
-        super().__init__(top, servers)
+        super().__init__(self.begun(GLOBAL), {r: self.begun(r) for r in regions})
         for r, w in self.workers.values():
             for join in w.joins(self.identity):
                 self.tell(r, join)
+
+    def build(self, name: str, shards: int | None = None) -> Any:
+        """Make a server of this world, without state."""
+        shards = shards or self.shards
+        if name == GLOBAL:
+            return GlobalServer(self.identity, self.parameter_map, self.config, self.names, *self.plan, shards=shards)
+        rule = region_rule(self.config.rule, self.names[name], UPDATES, self.momentum_decay)
+        server = RegionServer(
+            name, self.identity, self.parameter_map, self.config, rule, self.names[name], shards=shards
+        )
+        server.incarnation = "life-1"
+        return server
+
+    def begin(self, server: Any) -> None:
+        """Give a new server what it starts from: the global one the first weights, a region nothing."""
+        if isinstance(server, GlobalServer):
+            server.set_weights([v.clone() for v in self.start])
+
+    def begun(self, name: str) -> Any:
+        server = self.build(name)
+        self.begin(server)
+        return server
+
+    def server(self, name: str) -> Any:
+        return self.top if name == GLOBAL else self.regions[name]
 
     def push(self, worker: str, deltas: dict[int, Tensor], leases: tuple[int, ...] = ()) -> dict[int, Tensor] | None:
         """A whole update of one worker; the weights it is answered with, if any yet."""
@@ -251,11 +278,30 @@ def start_vector() -> torch.Tensor:
     return torch.randn(64, generator=torch.Generator().manual_seed(1))
 
 
-def make(cfg: OuterConfig, cut_a=whole, cut_b=whole, fragments=None, chunk_elements=1 << 27, **kwargs) -> World:
+def make(cfg, cut_a=whole, cut_b=whole, fragments=None, chunk_elements=1 << 27, kind=World, **kwargs) -> Any:
+    """Make a world with worker a in region eu, and b in us. kind: makes it of these."""
     lay = parameter_map(fragments, chunk_elements)
     start = [start_vector()[:1].expand(f.numel).clone() for f in lay.fragments]
     regions = {"eu": [FakeWorker("a", lay, cut_a(lay))], "us": [FakeWorker("b", lay, cut_b(lay))]}
-    return World(cfg, regions, start, lay, **kwargs)
+    return kind(cfg, regions, start, lay, **kwargs)
+
+
+def flat(
+    rule: str = "halos",
+    samples: int = 100_000,
+    workers: tuple[str, ...] = ("a", "b"),
+    others: tuple[str, ...] = (),
+    **changes: Any,
+) -> Any:
+    """Make a global server whose members are the workers, all joined. others: those of region us."""
+    shape, settings = parameter_map(), config(rule, **changes).model_copy(update={"levels": 1})
+    regions = {"eu": workers, **({"us": others} if others else {})}
+    top = GlobalServer(Identity("t", "c", shape.digest, "m"), shape, settings, regions, samples, 1)
+    top.set_weights([torch.zeros(f.numel) for f in shape.fragments])
+    for name in (*workers, *others):
+        for join in FakeWorker(name, shape, whole(shape)).joins(top.identity):
+            top.handle(join)
+    return top
 
 
 def random_deltas(world: World, seed: int) -> dict[int, torch.Tensor]:
@@ -263,8 +309,9 @@ def random_deltas(world: World, seed: int) -> dict[int, torch.Tensor]:
     return {f.index: torch.randn(f.numel, generator=gen) for f in world.parameter_map.fragments}
 
 
-def saved_and_loaded(world: World, region: str):
-    old = world.regions[region]
-    new = type(old)(region, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
-    new.load(*old.state())
+def saved_and_loaded(world: World, name: str, shards: int | None = None) -> Any:
+    """Return the server as a restart leaves it: without joins, and with its incarnation's name."""
+    tensors, meta = world.server(name).state()
+    new = world.build(name, shards)
+    new.load({key: tensor.clone() for key, tensor in tensors.items()}, json.loads(json.dumps(meta)))
     return new

@@ -1,67 +1,98 @@
-"""A server that is told everything through a journal of its own, and whether two servers hold the same."""
+"""A world whose servers have journals on disk, and whether two servers hold the same."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from geotrain.common.names import GLOBAL
-from geotrain.net.storage.recovery import recover
-from tests.support.outer_world import config, halves, make, weights_of
+from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.outer.messages import Refused
+from geotrain.outer.mirror_store import MirrorStore
+from geotrain.outer.server.server import Handled
+from tests.support.outer_world import World
 
 
-class Recorded:
-    """A world (see tests.support.outer_world) of which one server is told everything through a journal of its own."""
+class JournaledWorld(World):
+    """Tells its servers everything through journals on disk. `kill` drops one of them without a word, and recovers it
+    from its folder.
 
-    def __init__(self, folder: Path, which: str, **settings: Any) -> None:
-        self.world = make(config(**settings), cut_a=halves)
-        self.which, self.folder = which, folder
-        self.start = [x.clone() for x in weights_of(self.world.top)]
-        self.recovered = recover(self.build, self.begin, folder, keep=2)
-        self.put_in_place()
+    journaled: which servers; None: all.
 
-    def build(self) -> Any:
-        world = self.world
-        if self.which == GLOBAL:
-            names = {r: tuple(region.members) for r, region in world.regions.items()}
-            return type(world.top)(
-                world.identity, world.parameter_map, world.config, names, world.top.lease_table.train_samples, 1
-            )
-        old = world.regions[self.which]
-        new = type(old)(self.which, world.identity, world.parameter_map, world.config, old.rule, tuple(old.members))
-        new.incarnation = old.incarnation
-        return new
+    watch: is called with each message that one of them is told, and then with what came of it.
+    """
 
-    def begin(self, server: Any) -> None:
-        if self.which == GLOBAL:
-            server.set_weights([v.clone() for v in self.start])
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: Any,
+        journaled: tuple[str, ...] | None = None,
+        mirror_store: MirrorStore | None = None,
+        watch: Callable[[str, Any, Handled | Refused | None], None] = lambda *_: None,
+        **settings: Any,
+    ) -> None:
+        self.folder, self.journaled, self.mirror_store, self.watch = folder, journaled, mirror_store, watch
+        self.recovered: dict[str, Any] = {}
+        self.lives: defaultdict[str, int] = defaultdict(int)
+        super().__init__(*arguments, **settings)
 
-    def put_in_place(self) -> None:
-        """The world's server becomes this one: what it is told is journaled first. Members join it again."""
-        world, server, journal = self.world, self.recovered.server, self.recovered.journal
+    def begun(self, name: str) -> Any:
+        if self.journaled is not None and name not in self.journaled:
+            return super().begun(name)
+        build, place = partial(self.build, name), self.folder / name
+        self.recovered[name] = recover(build, self.begin, place, 2, None, self.mirror_store)
+        server, journal = self.recovered[name].server, self.recovered[name].journal
 
-        real = type(server).handle
-
-        def journaled(message: Any) -> Any:
+        def handle(message: Any) -> Handled:
             journal.append(message)
             journal.flush()
-            return real(server, message)
+            self.watch(name, message, None)
+            try:
+                handled = type(server).handle(server, message)
+            except Refused as refused:
+                self.watch(name, message, refused)
+                raise
+            self.watch(name, message, handled)
+            return handled
 
-        server.handle = journaled
-        if self.which == GLOBAL:
-            for region in world.regions.values():
-                journaled(region.join_message())
-            world.top = server
+        server.handle = handle
+        self.lives[name] += 1
+        server.incarnation = f"life-{self.lives[name]}"
+        return server
+
+    def kill(self, name: str, between: Callable[[Path], None] = lambda folder: None) -> list[str]:
+        """Kill the server and recover it. between: is called with its folder meanwhile. Returns the faults that the
+        recovery names."""
+        self.recovered[name].journal.close()
+        between(self.folder / name)
+        server = self.begun(name)
+        if name == GLOBAL:
+            self.top = server
         else:
-            old, world.regions[self.which] = world.regions[self.which], server
-            for worker in (w for r, w in world.workers.values() if r == self.which):
-                for join in worker.joins(world.identity):
-                    world.tell(self.which, join)
-            if not server.fragments:
-                world.answer(self.which, 0, tuple(range(len(old.fragments))))
+            self.regions[name] = server
+        for region in [name] if name in self.regions else self.regions:
+            self.connect(region)
+        return self.recovered[name].faults
+
+    def rejoin(self, region: str) -> None:
+        """The region's workers join again, in the same incarnation."""
+        for worker in (w for r, w in self.workers.values() if r == region):
+            for join in worker.joins(self.identity):
+                worker.sequence = self.tell(region, join).sequence - 1
+
+    def snapshot(self, name: str) -> None:
+        r = self.recovered[name]
+        finish_snapshot(r.store, r.journal, *begin_snapshot(r.server, r.store, r.journal, ended=False))
+
+    def close(self) -> None:
+        for recovered in self.recovered.values():
+            recovered.journal.close()
 
 
 def same_state(one: Any, other: Any) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run, parse
+from geotrain.common.names import GLOBAL
+from geotrain.config import ClusterConfig, OuterConfig, RunConfig, load_cluster, load_run, parse
 from geotrain.launch.check import free_ports
 from geotrain.net.server.server_process import serve as serve_process
 from geotrain.net.server.server_setup import Evaluate, ServerSetup
@@ -51,11 +52,12 @@ def dies_at(place: str, after: bool = False, given: type = object) -> None:
 
 
 def serve(
-    folder: Path, which: str, resume: bool, said: Path, files: tuple[int, int] | None, evaluate: Evaluate | None,
-    launch: str, first: Callable[[], None], environment: dict[str, str],
+    folder: Path, which: str, resume: bool, said: Path, environment: dict[str, str],
+    files: tuple[int, int] | None = None, evaluate: Evaluate | None = None, launch: str = "",
+    first: Callable[[], None] = int,
 ) -> None:  # fmt: skip
-    """A server's whole process. files: how many it may have open, and how many it may ask for. first: called before
-    all else. environment: what it has besides that of these tests."""
+    """Run a server's whole process. environment: what it has besides that of these tests. files: how many it may
+    have open, and how many it may ask for. first: called before all else."""
     os.environ.update(environment)
     first()
     if files is not None:
@@ -69,21 +71,11 @@ def serve(
 
 
 class Server:
-    def __init__(
-        self,
-        folder: Path,
-        which: str,
-        resume: bool,
-        number: int,
-        files: tuple[int, int] | None,
-        evaluate: Evaluate | None,
-        launch: str,
-        first: Callable[[], None],
-        environment: dict[str, str],
-    ) -> None:
-        self.said = folder / f"stderr-{number}"
-        args = folder, which, resume, self.said, files, evaluate, launch, first, environment
-        self.process = FORKS.Process(target=serve, args=args)
+    def __init__(self, site: Site, which: str, resume: bool, **how: Any) -> None:
+        """how: as `serve` takes it."""
+        self.said = site.folder / f"stderr-{len(site.servers)}"
+        place = site.folder, which, resume, self.said, site.environment
+        self.process = FORKS.Process(target=serve, args=place, kwargs=how)
         self.process.start()
 
     def send(self, number: int) -> None:
@@ -104,9 +96,9 @@ class Site:
     def __init__(
         self,
         folder: Path,
-        rule: str = "halos",
+        rule: str | OuterConfig = "halos",
         train_samples: int = 48,
-        init_from: str | None = None,
+        regions: dict[str, tuple[str, ...]] | None = None,
         every_minutes: float = 0.01,
         validates: bool = False,
         shards: int = 0,
@@ -116,48 +108,53 @@ class Site:
         **outer_settings: Any,
     ) -> None:
         self.folder, self.environment = folder, environment or {}
-        ports = free_ports(2 + 2 * shards)
+        block = outer(rule, **outer_settings) if isinstance(rule, str) else rule
+        regions = regions or {"eu": ("a", "b")}
+        servers = 1 + len(regions)
+        ports = iter(free_ports(servers * (1 + shards)))
         run = {
             "name": "tiny",
             "model": {"config": TINY},
             "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
             "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
-            "outer": outer(rule, **outer_settings).model_dump(by_alias=True, mode="json"),
+            "outer": block.model_dump(by_alias=True, mode="json"),
             "checkpoint": {"every_minutes": every_minutes, "snapshots": snapshots},
         }
         if validates:  # at its end only
             run["data"] = {**run["data"], "validation": "none", "validation_samples": 1}  # type: ignore[dict-item]
             run["monitor"] = {"validate_every_samples": 1000}
-        workers = [{"name": n, "hosts": [{"host": "localhost", "slots": 1}]} for n in ("a", "b")]
+
+        def listeners(name: str) -> dict[str, Any]:
+            return {name: [{"port": next(ports)} for _ in range(shards)]} if shards else {}
+
         cluster = {
             "name": "here",
-            "global_server": {"port": ports[0]},
-            "regions": [{"name": "eu", "server": {"port": ports[1]}, "workers": workers}],
+            "global_server": {"port": next(ports)},
+            **listeners("global_shards"),
+            "regions": [
+                {
+                    "name": region,
+                    "server": {"port": next(ports)},
+                    **listeners("shards"),
+                    "workers": [{"name": n, "hosts": [{"host": "localhost", "slots": 1}]} for n in workers],
+                }
+                for region, workers in regions.items()
+            ],
         }
         self.certs = certs
         if certs is not None:
             cluster["security"] = {"folder": str(certs)}
-        if shards:
-            cluster["global_shards"] = [{"port": port} for port in ports[2 : 2 + shards]]
-            cluster["regions"][0]["shards"] = [{"port": port} for port in ports[2 + shards :]]  # type: ignore[index]
-        self.processes = ["global", "eu", *(f"{s}.shard-{i}" for s in ("global", "eu") for i in range(shards))]
+        names = (GLOBAL, *regions)
+        self.processes = [*names, *(f"{name}.shard-{i}" for name in names for i in range(shards))]
         (folder / "run.json").write_text(json.dumps(run))
         (folder / "cluster.json").write_text(json.dumps(cluster))
         self.run, self.cluster = parse(RunConfig, run, "run"), parse(ClusterConfig, cluster, "cluster")
         self.parameter_map = parameter_map_of(self.run)
         self.servers: list[Server] = []
 
-    def serve(
-        self,
-        which: str,
-        resume: bool = False,
-        files: tuple[int, int] | None = None,
-        evaluate: Evaluate | None = None,
-        launch: str = "",
-        first: Callable[[], None] = int,
-    ) -> Server:
-        place = self.folder, which, resume, len(self.servers), files, evaluate
-        self.servers.append(Server(*place, launch, first, self.environment))
+    def serve(self, which: str, resume: bool = False, **how: Any) -> Server:
+        """Start a server's process. how: as `serve` takes it."""
+        self.servers.append(Server(self, which, resume, **how))
         return self.servers[-1]
 
     def address(self, which: str) -> str:
@@ -184,6 +181,6 @@ class Site:
         return [json.loads(line) for line in (self.folder / which / "events.jsonl").read_text().splitlines()]
 
     def updates(self) -> int:
-        """How many updates the region's server has taken."""
+        """Count the updates that the region's server has taken."""
         members = self.status("eu")["members"]
         return sum(members[name]["updates"] for name in ("a", "b"))

@@ -30,6 +30,8 @@ class FailureDetector:
     ones.
     """
 
+    clock = staticmethod(time.monotonic)  # in tests, seconds pass when a test says so
+
     def __init__(self, server_thread: ServerThread, silent_s: float) -> None:
         self.server_thread, self.silent_s = server_thread, silent_s
         self.silent: set[str] = set()
@@ -48,7 +50,7 @@ class FailureDetector:
 
     def heard(self, member: str, part: int) -> None:
         """Note that one rank made a call."""
-        self._heard_s[member, part] = time.monotonic()
+        self._heard_s[member, part] = self.clock()
 
     def silent_for(self, member: str, now_s: float) -> float:
         """Seconds since the member's most silent rank was heard of; 0 if none ever was. now_s: time.monotonic()."""
@@ -56,25 +58,24 @@ class FailureDetector:
         return max(0.0, now_s - min(heard)) if heard else 0.0
 
     async def _watch(self) -> None:
-        period_s = self.silent_s / 8
-        woke_s = time.monotonic()
+        woke_s = self.clock()
         while True:
-            await asyncio.sleep(period_s)
-            late_s, woke_s = time.monotonic() - woke_s - period_s, time.monotonic()
-            # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
-            # members. That time does not count against them.
-            if late_s > period_s:
-                self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
-                self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
-            await self._look(woke_s)
+            await asyncio.sleep(self.silent_s / 8)
+            woke_s = await self.look(woke_s + self.silent_s / 8)
 
-    async def _look(self, now_s: float) -> None:
-        limits = self.server_thread.server.limits
+    async def look(self, due_s: float) -> float:
+        """Judge all members now. due_s: when that should have been. Returns the time."""
+        now_s = self.clock()
+        # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
+        # members. That time does not count against them.
+        if (late_s := now_s - due_s) > self.silent_s / 8:
+            self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
+            self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
         for name, member in list(self.server_thread.server.members.items()):
             # A quarantine's time is measured by this process, so it begins anew when the server is restarted.
             if not member.quarantined:
                 self._quarantined_s.pop(name, None)
-            elif now_s - self._quarantined_s.setdefault(name, now_s) >= limits.quarantine_s:
+            elif now_s - self._quarantined_s.setdefault(name, now_s) >= self.server_thread.server.limits.quarantine_s:
                 with suppress(Refused):
                     await self.server_thread.say(LiftQuarantine(name))
             # A member that was there before this server was restarted is expected to join again; it counts as heard
@@ -92,6 +93,7 @@ class FailureDetector:
                     await self.server_thread.say(MemberSilent(name, member.incarnation))
                     self.silent.add(name)
                     log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)
+        return now_s
 
     async def _look_at_work(self, name: str, member: Member, now_s: float) -> None:
         """Take the leases of a worker that beats, but trains no more. A region's workers are judged there."""

@@ -1,0 +1,191 @@
+"""A server refuses messages in words, and has changed nothing then: a table for each kind of message."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from geotrain.common.names import GLOBAL
+from geotrain.config import LimitsConfig
+from geotrain.outer.messages import (
+    Answer,
+    ChunkDelta,
+    Finished,
+    LeaseRequest,
+    OperatorCommand,
+    Refused,
+    Release,
+    RunComplete,
+    UpdatePart,
+    Validated,
+    Welcome,
+)
+from geotrain.outer.server.member import MOST_JOBS, MOST_LEASES, MOST_METRICS, MOST_NAME, MOST_WEIGHT
+from geotrain.parameters.parameter_map import StridedSlice
+from tests.support.outer_world import config, flat, halves, make, random_deltas
+from tests.support.recorded_world import frozen
+
+
+def refuses(server: Any, message: Any, reason: str) -> None:
+    """Check that the server refuses the message when it is told, an update also before its payload is here, and that
+    its state is the same then."""
+    tensors, plain = frozen(server)
+    takes = [server.handle]
+    if isinstance(message, UpdatePart) and "not finite" not in reason and "beyond all" not in reason:
+        takes.insert(0, server.admit)
+    for take in takes:
+        with pytest.raises(Refused, match=reason):
+            take(message)
+    after, same = frozen(server)
+    assert same == plain and all(torch.equal(after[name], x) for name, x in tensors.items())
+
+
+NAN = torch.full((8,), torch.nan).numpy().tobytes()
+HUGE = torch.full((8,), 3e38).numpy().tobytes()
+
+
+def delta(**change: Any) -> Any:
+    """Return what changes the last delta of an update."""
+    return lambda part: replace(part, deltas=(*part.deltas[:-1], replace(part.deltas[-1], **change)))
+
+
+def having(**change: Any) -> Any:
+    return lambda part: replace(part, **change)
+
+
+JOB = "a: no worker comes to job"
+UPDATES = {
+    "no delta": (having(deltas=()), "is none"),
+    "no weight": (having(weight=0), "is none"),
+    "more than one worker": (having(weight=2), "a: an update of weight 2; it may stand for 1 at most"),
+    "the same chunk twice": (lambda part: replace(part, deltas=(*part.deltas, part.deltas[-1])), "is none"),
+    "half a fragment": (lambda part: replace(part, deltas=part.deltas[:-1]), "are no whole fragments"),
+    "chunks in another order": (lambda part: replace(part, deltas=part.deltas[::-1]), "are no whole fragments"),
+    "an unknown chunk": (
+        lambda part: replace(part, deltas=(*part.deltas[:-1], ChunkDelta(99, 0, b""))), "are no whole fragments"
+    ),
+    "a byte too few": (
+        lambda part: delta(payload=part.deltas[-1].payload[:-1])(part), "has 7 bytes, its slices need 8"
+    ),
+    "no numbers": (lambda part: delta(payload=NAN[: len(part.deltas[-1].payload)])(part), "not finite"),
+    "a norm beyond all numbers": (
+        lambda part: delta(payload=HUGE[: len(part.deltas[-1].payload)])(part), "beyond all numbers"
+    ),
+    "a version to come": (
+        lambda part: replace(part, deltas=tuple(replace(d, anchor_version=1) for d in part.deltas)),
+        "starts from version 1, which this server never gave; it is at",
+    ),
+    "a version below all": (
+        lambda part: replace(part, deltas=tuple(replace(d, anchor_version=-1) for d in part.deltas)),
+        "starts from version -1, which this server never gave; it is at",
+    ),
+    "a number to come": (having(sequence=5), "update a/5 came, but 1 is next"),
+    "another incarnation": (having(incarnation="ghost"), "join first"),
+    "a stranger": (having(member="zoe"), "no member is called 'zoe'"),
+    "a job below all": (having(job=-3), f"{JOB} -3"),
+    "a job beyond all": (having(job=MOST_JOBS + 1), f"{JOB} {MOST_JOBS + 1}"),
+    "too many metrics": (
+        having(metrics={str(n): 1.0 for n in range(MOST_METRICS + 1)}),
+        f"with {MOST_METRICS + 1} metrics; at most {MOST_METRICS}",
+    ),
+    "a metric's long name": (having(metrics={"x" * (MOST_NAME + 1): 1.0}), "with 1 metrics; at most"),
+    "too many leases": (
+        having(leases=tuple(range(MOST_LEASES + 1))), f"completes {MOST_LEASES + 1} leases; at most {MOST_LEASES}"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UPDATES)
+def test_refused_updates(what: str) -> None:
+    change, reason = UPDATES[what]
+    world = make(config(limits=LimitsConfig(norm_deviations=None)), cut_a=halves, fragments=1, chunk_elements=6)
+    region = world.regions["eu"]
+    first, good = world.workers["a"][1].parts(random_deltas(world, 1))
+    region.handle(first)
+    refuses(region, change(good), reason)
+    assert [region.handle(part).reply for part in (first, good)] == [False, True]
+
+
+JOINS = {
+    "a stranger": ({"member": "zoe"}, "no member is called 'zoe'"),
+    "another run file": ({"config_digest": "other"}, "config digest differs: a has other .* has config"),
+    "another model": (
+        {"parameter_map_digest": "other", "model": "a big one"},
+        "parameter map digest differs: a has other .a big one.",
+    ),
+    "a rank too many": ({"part": 2}, "part 2 of 2"),
+    "a slice beyond the end": ({"pushes": ((StridedSlice(0, 65),),)}, "does not lie within"),
+    "a slice that goes back": ({"pushes": ((StridedSlice(0, 8, -1, 2),),)}, "does not lie within"),
+    "no slices": ({"pushes": ()}, "slices for 0 chunks"),
+}
+
+
+@pytest.mark.parametrize("what", JOINS)
+def test_refused_joins(what: str) -> None:
+    """The incarnation that is there stays and is heard."""
+    change, reason = JOINS[what]
+    world = make(config(), cut_a=halves)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    refuses(region, replace(worker.joins(world.identity, "life-2")[0], **change), reason)
+    assert [region.handle(part).reply for part in worker.parts(random_deltas(world, 1))] == [False, True]
+
+
+def test_refused_ranks_that_do_not_cover_the_model() -> None:
+    world = make(config(), cut_a=halves)
+    first, second = world.workers["a"][1].joins(world.identity, "life-2")
+    world.regions["eu"].handle(first)
+    refuses(world.regions["eu"], replace(second, pushes=first.pushes), "element 0 of 64 is covered 2 times")
+
+
+@pytest.mark.parametrize(("rule", "weight"), [("halos", MOST_WEIGHT + 1), ("sync", 2)])
+def test_refused_weights_of_regions(rule: str, weight: int) -> None:
+    """A region stands for its workers."""
+    world = make(config(rule, limits=LimitsConfig(norm_deviations=None)))
+    for _ in range(1 if rule == "sync" else 3):
+        world.push("a", random_deltas(world, 1))
+    update = next(m for m in world.up["eu"] if isinstance(m, UpdatePart))
+    refuses(world.top, replace(update, weight=weight), f"an update of weight {weight}; it may stand for")
+    assert world.top.handle(update).reply
+
+
+SLOW = "a: no worker comes to job 1, or takes .* s a step"
+LEASES = {
+    **{str(job): (LeaseRequest("a", job), f"{JOB} {job}") for job in (0, -3, MOST_JOBS + 1, 1 << 62)},
+    **{f"{s} s a step": (LeaseRequest("a", 1, s), SLOW) for s in (1e-300, 1e300, math.inf, math.nan, -1.0)},
+    "a stranger": (LeaseRequest("zoe", 1), "no (worker of this run|member) is called 'zoe'"),
+}
+
+
+@pytest.mark.parametrize("what", LEASES)
+@pytest.mark.parametrize("where", ["eu", GLOBAL, "flat"])
+def test_refused_lease_requests(where: str, what: str) -> None:
+    refuses(flat() if where == "flat" else make(config(lease_reserve=2)).server(where), *LEASES[what])
+
+
+@pytest.mark.parametrize("change", [{"seconds": math.nan}, {"loss": math.inf}, {"version": -1}, {"number": 7}])
+def test_refused_validations(change: dict[str, Any]) -> None:
+    top = make(config(), train_samples=64).top
+    top.validations.number = 1
+    good = Validated("a", 1, 3, 2.5, 1.0)
+    refuses(top, replace(good, **change), "was not asked for")
+    top.handle(good)
+
+
+NOTHING = {
+    **{
+        type(message).__name__: (GLOBAL, message, f"a {type(message).__name__} means nothing to this server")
+        for message in (Welcome(1, 1), Answer(0, ()), Finished("a", 1), RunComplete())
+    },
+    "Release": ("eu", Release((1,)), "a Release means nothing"),
+    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot and unban, not pause"),
+}
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_refused_messages_that_mean_nothing_to_a_server(what: str) -> None:
+    where, message, reason = NOTHING[what]
+    refuses(make(config()).server(where), message, reason)

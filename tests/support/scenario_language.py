@@ -1,0 +1,360 @@
+"""Plays scenarios: a text of commands, a line each, then `----`, then all that came of them.
+
+A file begins with comments that tell its story, one of which says over which transports it is played:
+
+    # transports: memory, sockets
+
+The same lines come out of each. Of a file for `messages` (in memory, too) they are all messages between servers, in
+the order in which they were handled; of others, what members are told, and then each server's events. Commands are
+the methods `do_…` of `Scenario`. `pytest --rewrite tests/scenarios` writes what comes of them now, and a person reads
+the difference.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from geotrain.common.names import GLOBAL
+from geotrain.config import LimitsConfig, codec_config
+from geotrain.outer.messages import (
+    Lease,
+    LeaseRequest,
+    Leave,
+    LiftQuarantine,
+    MemberSilent,
+    OperatorCommand,
+    Refused,
+    UpdatePart,
+    UpdateRejected,
+    Welcome,
+)
+from geotrain.outer.server.server import Handled
+from tests.support.net_worlds import outer
+from tests.support.scenario_words import event_text, message_text, refusal_text, reply_text, state_text
+from tests.support.scenario_worlds import AsProcesses, InMemory, OverSockets, Plan, World
+
+WORLDS: dict[str, Callable[..., World]] = {"sockets": OverSockets, "processes": AsProcesses}
+TRANSPORTS = re.compile(r"^# transports: (.*)$", re.MULTILINE)
+LIMITS = ("strikes", "strike_window", "norm_deviations", "norm_free_updates")
+
+
+class Scenario:
+    """Runs the commands of one file over one transport. A command `x` is the method `do_x`, which writes lines."""
+
+    world: World
+
+    def __init__(self, transport: str, folder: Path) -> None:
+        self.transport, self.folder, self.lines = transport, folder, list[str]()
+        self.lives: defaultdict[str, int] = defaultdict(lambda: 1)
+        self.leases: defaultdict[str, dict[int, int]] = defaultdict(dict)  # worker → job → lease in hand
+        self.parts: dict[str, list[UpdatePart]] = {}  # worker → its last update
+
+    # -- the world
+
+    def do_world(
+        self, *regions: str, samples: int = 48, fragments: bool = False, rule: str = "halos", **settings: Any
+    ):
+        """Begin a run: `world eu:a/2,b us:c` has two regions and three workers, of which a has two ranks; all have
+        joined. fragments: one a layer. Other settings go into the outer block."""
+        named = (region.partition(":") for region in regions)
+        plan = {name: {w.partition("/")[0]: 1 + ("/" in w) for w in workers.split(",")} for name, _, workers in named}
+        for link in {"up", "down", "local"} & set(settings):
+            settings[link] = codec_config(settings[link])
+        if limits := {key: settings.pop(key) for key in LIMITS if key in settings}:
+            settings["limits"] = LimitsConfig(**limits)
+        if not fragments:
+            settings["fragments"] = {}
+        told, folder = Plan(plan, outer(rule, **settings), samples), self.folder / "world"
+        if hasattr(self, "world"):  # another story of this file
+            self.world.close()
+            shutil.rmtree(folder)
+        folder.mkdir()
+        self.lives.clear(), self.leases.clear(), self.parts.clear()
+        self.local = told.outer.local
+        if self.transport in WORLDS:
+            self.world = WORLDS[self.transport](told, folder)
+            for worker in self.world.workers:
+                self.joins(worker)
+            self.world.rest()
+        else:
+            self.world = InMemory(told, folder, lambda *_: None)
+            self.world.told = self.watch if self.transport == "messages" else self.world.told
+        self.servers = (*plan, GLOBAL)
+        for server in self.servers:
+            self.world.new_events(server)
+        self.lines.clear()
+
+    # -- what members say
+
+    def do_new(self, worker: str) -> None:
+        """Have a new incarnation of the worker join, with all its ranks."""
+        self.lives[worker] += 1
+        self.leases.pop(worker, None)
+        self.joins(worker)
+
+    def do_join(self, worker: str, life: int = 0, part: int = -1, **changes: Any) -> None:
+        """Have the worker join. life: as which of its incarnations; 0: its present one. part: only this rank.
+        changes: other fields."""
+        self.joins(worker, life, part, **changes)
+
+    def do_lease(self, worker: str, job: int = 0) -> None:
+        """Ask for a lease. job: for which of the worker's jobs; 0: its next."""
+        fake = self.world.workers[worker][1]
+        request = LeaseRequest(worker, job or fake.job + 1)
+        try:
+            reply = self.world.lease(worker, self.incarnation(worker), request)
+        except Refused as refused:
+            self.lines.append(f"{worker}: {message_text(request)} → {refusal_text(refused)}")
+            return None
+        if isinstance(reply, Lease):
+            self.leases[worker][reply.job] = reply.lease
+        return self.say(f"{worker}: {message_text(request)}", reply_text(reply))
+
+    def do_push(
+        self, worker: str, fragments: str = "", version: int | None = None, part: int = -1, life: int = 0,
+        scale: float = 1.0, **changes: Any,
+    ) -> None:  # fmt: skip
+        """Send the worker's next update. It completes the job's lease if it is of the last fragment. version: of its
+        anchor; None: the newest. part: only this rank sends its part, and the update stays the next. changes: other
+        fields."""
+        region, fake = self.world.workers[worker]
+        every = tuple(range(len(self.world.parameter_map.fragments)))
+        chosen = tuple(map(int, str(fragments).split(","))) if fragments != "" else every
+        ends_job, job = every[-1] in chosen, fake.job + 1
+        generator = torch.Generator().manual_seed(fake.sequence + 1)
+        numels = {f: self.world.parameter_map.fragments[f].numel for f in chosen}
+        deltas = {f: scale * torch.randn(numel, generator=generator) / 10 for f, numel in numels.items()}
+        lease = self.leases[worker].get(job) if ends_job else None
+        newest = self.world.status(region)["versions"]
+        anchor = min([newest[f] for f in chosen] if newest else [0]) if version is None else version
+        parts = fake.parts(deltas, (lease,) if lease else (), self.incarnation(worker, life), anchor, self.local)
+        self.parts[worker] = [replace(each, **changes) for each in parts]
+        taken = self.says_parts(worker, part)
+        if part >= 0 or not taken:
+            fake.sequence, fake.job = fake.sequence - 1, job - 1
+        elif ends_job:
+            self.leases[worker].pop(job, None)
+        else:
+            fake.job = job - 1
+
+    def do_repeat(self, worker: str, part: int = -1) -> None:
+        """Send the worker's last update once more, bit for bit."""
+        self.says_parts(worker, part)
+
+    def says_parts(self, worker: str, part: int) -> bool:
+        region = self.world.workers[worker][0]
+        return all([self.call(region, each) is not None for each in self.parts[worker] if part in (-1, each.part)])
+
+    def do_pull(self, worker: str, update: int = -1) -> None:
+        """Pull the answer to the worker's last update, by all its ranks. update: to that one, which was of the same
+        fragments."""
+        fake, fragments = self.world.workers[worker][1], tuple(range(len(self.world.parameter_map.fragments)))
+        if update and worker in self.parts:
+            chunks = [delta.chunk for delta in self.parts[worker][0].deltas]
+            fragments = self.world.parameter_map.fragments_of(chunks)
+        for part in range(len(fake.slicings)):
+            sequence = fake.sequence if update < 0 else update
+            try:
+                text = reply_text(self.world.pull(worker, self.incarnation(worker), part, sequence, fragments))
+            except Refused as refused:
+                text = refusal_text(refused)
+            self.say(f"{worker}, rank {part}, pulls", text)
+
+    def do_train(self, worker: str, jobs: int = 1) -> None:
+        """Train so many jobs: a lease, an update of all fragments, its answer."""
+        for _ in range(jobs):
+            self.do_lease(worker)
+            self.do_push(worker)
+            self.world.rest()
+            self.do_pull(worker)
+
+    def do_leave(self, worker: str) -> None:
+        self.call(self.world.workers[worker][0], Leave(worker))
+
+    # -- what happens to them
+
+    def do_restart(self, *servers: str) -> None:
+        """Kill servers without a word, and start them again from their folders. Workers have to join again."""
+        for server in servers:
+            self.world.restart(server)
+            self.world.rest()
+
+    def do_copy(self, server: str) -> None:
+        """Back up the server's folder."""
+        self.world.restart(server, lambda folder: shutil.copytree(folder, self.folder / f"copy of {server}"))
+
+    def do_restore(self, server: str) -> None:
+        """Lose the server's disk, and bring it back from the backup."""
+
+        def restore(folder: Path) -> None:
+            shutil.rmtree(folder)
+            shutil.copytree(self.folder / f"copy of {server}", folder)
+
+        self.world.restart(server, restore)
+
+    def do_lose(self, server: str) -> None:
+        """Lose the server's disk."""
+        self.world.restart(server, shutil.rmtree)
+
+    def do_snapshot(self, *servers: str) -> None:
+        for server in servers:
+            self.world.snapshot(server)
+
+    def do_silent(self, member: str) -> None:
+        """Tell the member's server that nothing was heard of it for too long."""
+        server = self.world.workers[member][0] if member in self.world.workers else GLOBAL
+        region = server == GLOBAL
+        self.call(server, MemberSilent(member, self.world.life_of(member) if region else self.incarnation(member)))
+
+    def do_strike(self, worker: str, times: int = 1) -> None:
+        """Tell the region that updates of the worker were refused for good before they came to the journal."""
+        region = self.world.workers[worker][0]
+        for _ in range(times):
+            self.call(region, UpdateRejected(worker, self.incarnation(worker), "it was wild"))
+
+    def do_refuse(self, region: str) -> None:
+        """Have the global server refuse the region's next update for good."""
+        self.world.refuse(region)
+
+    def do_answers(self, member: str) -> None:
+        """Show which of the member's updates its server can still answer."""
+        server = self.world.workers[member][0] if member in self.world.workers else GLOBAL
+        self.lines.append(f"{server} keeps answers for {member}: {sorted(self.world.answers(server, member))}")
+
+    def do_leases(self, region: str) -> None:
+        """Show for which jobs of its workers the region has leases."""
+        held = self.world.servers(region).leases.held
+        self.lines.append(f"{region} holds leases of jobs { ({name: sorted(of) for name, of in held.items()}) }")
+
+    # -- the link between a region and the global server
+
+    def do_cut(self, region: str) -> None:
+        """Cut the link between a region and the global server."""
+        self.world.held.add(region)
+
+    def do_mend(self, region: str) -> None:
+        """Mend the link: what waited is delivered."""
+        self.world.held.remove(region)
+
+    def do_deliver(self, region: str, count: int = 1) -> None:
+        """Deliver so many messages of a region whose link is cut."""
+        for _ in range(count):
+            self.world.deliver(region)
+
+    def do_answer(self, region: str, update: int) -> None:
+        """Deliver the answer to the region's update of one fragment."""
+        self.world.answer(region, update)
+
+    # -- the operator
+
+    def do_operator(self, what: str, region: str = "", at: str = GLOBAL) -> None:
+        self.call(at, OperatorCommand(what, region))
+
+    def do_unban(self, worker: str, at: str = "") -> None:
+        self.call(at or self.world.workers[worker][0], LiftQuarantine(worker))
+
+    def do_show(self, *servers: str) -> None:
+        for server in servers or self.servers:
+            self.lines += state_text(server, self.world.status(server))
+
+    # -- inside
+
+    def incarnation(self, worker: str, life: int = 0) -> str:
+        return f"life-{life or self.lives[worker]}"
+
+    def joins(self, worker: str, life: int = 0, part: int = -1, **changes: Any) -> None:
+        region, fake = self.world.workers[worker]
+        for join in fake.joins(self.world.identity, self.incarnation(worker, life)):
+            if part in (-1, join.part):
+                reply = self.call(region, replace(join, **changes))
+                if isinstance(reply, Welcome):
+                    fake.sequence, fake.job = reply.sequence - 1, reply.job - 1
+
+    def call(self, server: str, message: Any) -> Any:
+        try:
+            reply = self.world.tell(server, message)
+        except Refused as refused:
+            self.say(f"to {server}: {message_text(message)}", refusal_text(refused))
+            return None
+        self.say(f"to {server}: {message_text(message)}", reply_text(reply) if reply is not None else "")
+        return reply
+
+    def say(self, what: str, reply: str) -> None:
+        """Write a member's call and its reply, unless all messages are written and it is among them."""
+        if self.transport != "messages" or "pulls" in what:
+            self.lines.append(what + (f" → {reply}" if reply else ""))
+
+    def watch(self, server: str, message: Any, outcome: Handled | Refused | None) -> None:
+        if outcome is None:
+            self.lines.append(f"→ {server}: {message_text(message)}")
+        elif isinstance(outcome, Refused):
+            self.lines.append(f"  {refusal_text(outcome)}")
+        else:
+            events = (event_text(type(event).__name__, vars(event)) for event in outcome.events)
+            self.lines += [f"  {text}" for text in events if text]
+            self.lines += [f"  tells {send.to}: {message_text(send.message)}" for send in outcome.sends]
+            if outcome.reply is not None:
+                self.lines.append(f"  replies: {reply_text(outcome.reply)}")
+
+    def finish_command(self) -> None:
+        """Let all arrive that the command set off; then write what happened, server by server."""
+        self.world.rest()
+        if self.transport != "messages":
+            for server in self.servers:
+                told = (event_text(*event) for event in self.world.new_events(server))
+                self.lines += [f"  {server}: {text}" for text in told if text]
+
+    def play(self, line: str) -> None:
+        name, *words = line.split()
+        options = dict(word.split("=") for word in words if "=" in word)
+        getattr(self, f"do_{name}")(*(w for w in words if "=" not in w), **{k: value(v) for k, v in options.items()})
+        self.finish_command()
+
+
+def value(word: str) -> Any:
+    """Read a word of a command: a number, on, off, none, or the word itself."""
+    named = {"on": True, "off": False, "none": None}
+    if word in named:
+        return named[word]
+    try:
+        return int(word)
+    except ValueError:
+        try:
+            return float(word)
+        except ValueError:
+            return word
+
+
+def transports_of(text: str) -> list[str]:
+    return TRANSPORTS.findall(text)[0].split(", ")
+
+
+def blocks(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Return the comments and the commands of each block."""
+    for block in text.strip().split("\n\n"):
+        lines = block.partition("\n----")[0].splitlines()
+        yield [x for x in lines if x.startswith("#")], [x for x in lines if x and not x.startswith("#")]
+
+
+def played(text: str, transport: str, folder: Path) -> str:
+    """Play the file; returns it with what comes of its commands now."""
+    scenario, out = Scenario(transport, folder), list[str]()
+    try:
+        for comments, commands in blocks(text):
+            scenario.lines = []
+            for line in commands:
+                scenario.play(line)
+            result = ["----", *(scenario.lines or ["ok"])] if commands else []
+            out.append("\n".join([*comments, *commands, *result]))
+    finally:
+        if hasattr(scenario, "world"):
+            scenario.world.close()
+    return "\n\n".join(out) + "\n"

@@ -1,0 +1,135 @@
+"""Renders messages, events and states as lines of a scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from geotrain.outer.messages import (
+    Answer,
+    AnswerWanted,
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    Leave,
+    LiftQuarantine,
+    MemberSilent,
+    OperatorCommand,
+    Recall,
+    Refused,
+    Release,
+    RunComplete,
+    Trained,
+    UpdatePart,
+    UpdateRejected,
+    Validated,
+    Welcome,
+)
+
+
+def message_text(message: Any) -> str:
+    match message:
+        case UpdatePart(deltas=deltas):
+            rank = f", rank {message.part}" if message.part else ""
+            leases = f", completes leases {list(message.leases)}" if message.leases else ""
+            adopted = f", has adopted up to {message.adopted}" if message.adopted > 0 else ""
+            chunks, version = [delta.chunk for delta in deltas], deltas[0].anchor_version
+            about = f"chunks {chunks} from version {version}{leases}{adopted}"
+            return f"{message.member}'s update {message.sequence}{rank}, {about}"
+        case LeaseRequest():
+            return f"{message.worker} asks for the lease of job {message.job}"
+        case Lease():
+            samples = f"samples {message.start} to {message.start + message.samples}"
+            task = f", and validation {message.validate}" if message.validate else ""
+            return f"lease {message.lease}, {samples}, for {message.worker}'s job {message.job}{task}"
+        case Finished():
+            return f"{message.worker} is finished, from job {message.job}"
+        case Welcome():
+            return f"welcome, update {message.sequence} and job {message.job} are next"
+        case Join():
+            held = f", answers for leases {list(message.leases)}" if message.leases else ""
+            return f"{message.member} joins, rank {message.part} of {message.parts}{held}"
+        case Answer():
+            versions = ", ".join(map(str, sorted({weights.version for weights in message.weights})))
+            what = "changes of the weights" if any(each.increment for each in message.weights) else "weights"
+            return f"answer to update {message.sequence}, {what} of version {versions or 'none'}"
+        case AnswerWanted():
+            return f"{message.member} wants the answer to update {message.sequence}"
+        case Release() | Trained():
+            what = "gives back" if isinstance(message, Release) else "has trained, without an update,"
+            return f"{what} leases {sorted(message.leases)}"
+        case Leave():
+            return f"{message.member} leaves"
+        case MemberSilent():
+            return f"{message.member} was not heard of for too long"
+        case OperatorCommand():
+            return f"the operator: {message.what} {message.region}".rstrip()
+        case UpdateRejected():
+            return f"update {message.sequence} of {message.member} was refused for good: {message.reason}"
+        case LiftQuarantine():
+            return f"{message.member} is unbanned"
+        case Recall():
+            return "the run is paused, or the region is to leave"
+        case RunComplete():
+            return "all data of the run is trained"
+        case Validated():
+            return f"{message.worker} has validated {message.number}: loss {message.loss:g}"
+    return type(message).__name__
+
+
+def refusal_text(refused: Refused) -> str:
+    again = "for good" if refused.retry_s is None else f"for {refused.retry_s:g} s"
+    kind = type(refused).__name__ if type(refused) is not Refused else "refused"
+    return f"{kind} {again}: {refused.reason}"
+
+
+def reply_text(reply: Any) -> str:
+    if isinstance(reply, bool):
+        return "applied" if reply else "taken"
+    return "nothing yet" if reply is None else str(reply) if isinstance(reply, str | int) else message_text(reply)
+
+
+def event_text(kind: str, event: dict[str, Any]) -> str | None:
+    """Render an event, or return None for one that a scenario leaves out. event: its fields."""
+    member = event.get("member", "")
+    match kind:
+        case "UpdateApplied":
+            what = f"{member}'s update {event['sequence']} applied: versions {event['versions']}"
+            return f"{what}, staleness {event['staleness']}, {event['samples']} samples"
+        case "SentUp":
+            return f"update {event['sequence']} sent up: fragments {event['fragments']}, weight {event['weight']}"
+        case "Merged":
+            versions = event["global_versions"]
+            return f"merged with the global weights after update {event['sequence']}: versions {versions}"
+        case "Joined":
+            return f"{member} joined, rank {event['part']}, {'a new' if event['new'] else 'the same'} incarnation"
+        case "StartedOver":
+            return f"started over from the global weights: {event['reason']}"
+        case "UpdateRefused":
+            return f"refused {member} an update, strike {event['strikes']}: {event['reason']}"
+        case "Quarantined":
+            return f"quarantined {member}: {event['reason']}"
+        case "Steered":
+            return f"steered: {event['what']} {event['region']}".rstrip()
+        case "ValidationDone":
+            return f"validation {event['number']} by {event['worker']}: loss {event['loss']:g}"
+        case "SentWhole" | "Left" | "Unbanned":
+            return f"{member}: {kind}"
+    return None
+
+
+def state_text(name: str, status: dict[str, Any]) -> Iterator[str]:
+    """Render what a server's status says: a line or two for it, and one for each member."""
+    if "phase" in status:
+        draining = f", draining {status['draining']}" if status["draining"] else ""
+        yield f"{name}: {status['phase']}{draining}, versions {status['versions']}"
+        counts = "{committed_samples} of {train_samples} samples committed, {repeated_samples} repeated"
+        yield f"  {counts.format(**status)}, {status['open_leases']} leases open"
+    else:
+        sent = "{in_flight} in flight, {pending} pending, {lost_updates} lost".format(**status)
+        yield f"{name}: versions {status['versions']}, global {status['global_versions']}, updates: {sent}"
+    for member, facts in status["members"].items():
+        is_now = [what for what in ("joined", "left", "quarantined") if facts[what]] or ["away"]
+        counts = [f"{n} {what}" for what in ("updates", "restarts", "refused") if (n := facts[what])]
+        yield f"  {member}: {', '.join([*is_now, *counts])}"

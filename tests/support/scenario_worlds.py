@@ -1,0 +1,455 @@
+"""Plays a scenario's world over three transports: in memory, over real sockets in this process, and as processes.
+
+Each has the same servers, from the same settings, with journals and snapshots on disk. `World` has a call for each
+thing that a command of the language needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from geotrain.common.names import GLOBAL
+from geotrain.config import OuterConfig
+from geotrain.net.server.server_host import STATUS
+from geotrain.net.transport import rpc
+from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
+from geotrain.net.transport.operator_client import ask_status, command
+from geotrain.outer.messages import (
+    Finished,
+    Identity,
+    Join,
+    Lease,
+    LeaseRequest,
+    Leave,
+    LiftQuarantine,
+    MemberSilent,
+    Message,
+    NotJoined,
+    OperatorCommand,
+    Recall,
+    Refused,
+    RunComplete,
+    UpdatePart,
+    UpdateRejected,
+)
+from geotrain.outer.server.server import Handled, identity_of
+from tests.support.net_worlds import BUSY_S, Cluster, Loop, first_weights, tiny_layout, wait_for
+from tests.support.outer_world import FakeWorker, halves, whole
+from tests.support.recorded_world import JournaledWorld
+from tests.support.server_processes import Site
+
+STEP = 2  # samples
+REFUSED = "far out of the ordinary, the scenario says"
+Watch = Callable[[str, Any, Handled | Refused | None], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Describes the run of a world. regions: region → its workers → how many ranks each has. samples: of the run."""
+
+    regions: dict[str, dict[str, int]]
+    outer: OuterConfig
+    samples: int
+
+    def slicings(self) -> dict[str, dict[str, Any]]:
+        return {r: {w: (whole, halves)[n - 1] for w, n in workers.items()} for r, workers in self.regions.items()}
+
+
+class World(ABC):
+    """Calls the servers of one run on behalf of its members and its operator.
+
+    workers: name → its region, and the worker, which makes its messages.
+    """
+
+    workers: dict[str, tuple[str, FakeWorker]]
+    identity: Any
+
+    def __init__(self, plan: Plan) -> None:
+        self.parameter_map = tiny_layout(plan.outer)
+        self.workers = {
+            name: (region, FakeWorker(name, self.parameter_map, cut(self.parameter_map)))
+            for region, workers in plan.slicings().items()
+            for name, cut in workers.items()
+        }
+
+    @abstractmethod
+    def tell(self, server: str, message: Message) -> Any:
+        """Tell a server a message of a member, or of the operator; returns its reply. Raises Refused."""
+
+    @abstractmethod
+    def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
+        """Pull the answer to that update; None: there is none yet."""
+
+    @abstractmethod
+    def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
+        """Ask for a lease; returns the reply, once the global server has said it. None: the run is paused."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Return when all that servers have to say to each other has arrived."""
+
+    @abstractmethod
+    def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
+        """Kill the server without a word, and start it again from its folder. between: is called with that folder."""
+
+    @abstractmethod
+    def refuse(self, region: str) -> None:
+        """Have the global server refuse the region's next update for good."""
+
+    @abstractmethod
+    def snapshot(self, server: str) -> None: ...
+
+    @abstractmethod
+    def status(self, server: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return kind and fields of each event of the server since this was asked last."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class InMemory(World):
+    """Delivers messages by function calls, in a fixed order. Those of a region whose link is cut wait.
+
+    watch: is called with each message and with what came of it, as `JournaledWorld` takes it.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, watch: Watch) -> None:
+        super().__init__(plan)
+        self.told = watch
+        self.events: defaultdict[str, list[Any]] = defaultdict(list)
+        regions: dict[str, list[FakeWorker]] = {region: [] for region in plan.regions}
+        for region, worker in self.workers.values():
+            regions[region].append(worker)
+        self.world = JournaledWorld(
+            folder, plan.outer, regions, first_weights(self.parameter_map), self.parameter_map,
+            watch=self.watch, train_samples=plan.samples, samples_per_step=STEP,
+            identity=Identity("test", "0123", self.parameter_map.digest, "a tiny llama"),
+        )  # fmt: skip
+        self.identity = self.world.identity
+        self.held: set[str] = set()  # regions whose link is cut
+        self.refusing: set[str] = set()  # regions whose next update is refused for good
+
+    def servers(self, name: str) -> Any:
+        return self.world.server(name)
+
+    def life_of(self, region: str) -> str:
+        life: str = self.servers(region).incarnation
+        return life
+
+    def answers(self, server: str, member: str) -> list[int]:
+        return list(self.servers(server).members[member].answers)
+
+    def watch(self, server: str, message: Any, outcome: Handled | Refused | None) -> None:
+        if isinstance(outcome, Handled):
+            self.events[server] += [(type(event).__name__, vars(event)) for event in outcome.events]
+        self.told(server, message, outcome)
+
+    def tell(self, server: str, message: Message) -> Any:
+        if server == GLOBAL:
+            return self.world.top.handle(message).reply
+        try:
+            reply = self.world.tell(server, message)
+        except Refused as refused:
+            member = getattr(message, "worker", getattr(message, "member", ""))
+            if refused.retry_s is None and isinstance(message, UpdatePart | LeaseRequest):  # as the service does it
+                life = self.servers(server).members[member].incarnation
+                self.world.tell(server, UpdateRejected(member, life, refused.reason))
+            raise
+        if isinstance(message, UpdatePart):  # as a sender is told
+            return self.servers(server).members[message.member].sequence >= message.sequence
+        return reply
+
+    def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
+        return self.servers(self.workers[worker][0]).answer(worker, incarnation, part, sequence, fragments)
+
+    def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
+        region, _ = self.workers[worker]
+        self.servers(region).current(worker, incarnation)
+        reply = self.tell(region, request)
+        if reply is None:
+            self.rest()
+            reply = self.world.down.pop(worker, None)
+        return reply if reply is None or reply.job == request.job else None
+
+    def rest(self) -> None:
+        while any([self.moves(region) for region in self.world.regions if region not in self.held]):
+            pass
+
+    def moves(self, region: str) -> bool:
+        """Deliver all that the region has to say, and all answers that are there. Returns whether anything came of
+        it."""
+        said = [self.deliver(region) for _ in range(len(self.world.up[region])) if self.world.up[region]]
+        return any([*said, self.answered(region)])
+
+    def deliver(self, name: str) -> bool:
+        """Deliver the region's next message to the global server, as its client does. Returns whether it got a reply;
+        else it is said again."""
+        world, region, message = self.world, self.world.regions[name], self.world.up[name].popleft()
+        try:
+            if name in self.refusing and isinstance(message, UpdatePart):
+                self.refusing.remove(name)
+                world.top.handle(UpdateRejected(name, region.incarnation, REFUSED))
+                raise Refused(REFUSED)
+            world.top.current(name, region.incarnation)
+            reply = world.top.handle(message).reply
+        except NotJoined:
+            world.connect(name)
+            return True
+        except Refused as refused:
+            if refused.retry_s is not None:
+                world.up[name].append(message)
+                return False
+            if not isinstance(message, UpdatePart):
+                return False  # its process ends
+            world.tell(name, UpdateRejected(name, region.incarnation, refused.reason, message.sequence))
+            world.lives[name] += 1
+            region.incarnation = f"life-{world.lives[name]}"
+            world.connect(name)
+            return True
+        if isinstance(message, LeaseRequest) and reply is None:
+            world.up[name].append(message)
+            return False
+        if isinstance(reply, Lease | Finished):
+            world.tell(name, reply)
+        elif isinstance(message, Leave):
+            world.tell(name, message)
+        return True
+
+    def answer(self, region: str, update: int) -> None:
+        self.world.deliver_down(region, self.world.regions[region].in_flight[update])
+
+    def answered(self, name: str) -> bool:
+        """Pull the answers to what the global server has taken, and take what heartbeats tell. Returns whether there
+        was anything."""
+        world, region = self.world, self.world.regions[name]
+        taken = [u for s, u in region.in_flight.items() if s <= world.top.members[name].sequence]
+        found = [world.deliver_down(name, update) for update in taken]
+        if world.top.recalls(name) and any(region.leases.spare(worker) for worker in region.members):
+            found.append(world.tell(name, Recall()) is None)
+        if world.top.over and not region.over:
+            found.append(world.tell(name, RunComplete()) is None)
+        return any(found)
+
+    def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
+        self.world.kill(server, between)
+
+    def refuse(self, region: str) -> None:
+        self.refusing.add(region)
+
+    def snapshot(self, server: str) -> None:
+        self.world.snapshot(server)
+
+    def status(self, server: str) -> dict[str, Any]:
+        return json.loads(json.dumps(self.servers(server).status(), allow_nan=False))
+
+    def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
+        return self.events.pop(server, [])
+
+    def close(self) -> None:
+        self.world.close()
+
+
+class OverGrpc(World):
+    """Calls servers over gRPC as members do, with a single attempt a call, so that a refusal is seen."""
+
+    loop: Loop
+    links: dict[tuple[str, str], GrpcClient]
+
+    @abstractmethod
+    def address(self, server: str) -> str: ...
+
+    def connection(self, worker: str, incarnation: str) -> GrpcClient:
+        async def made() -> GrpcClient:
+            return GrpcClient(self.address(self.workers[worker][0]), worker, incarnation)
+
+        if (worker, incarnation) not in self.links:
+            self.links[worker, incarnation] = self.loop.do(made())
+        return self.links[worker, incarnation]
+
+    def call(self, attempt: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Make a call; make it again where the connection is lost, as after a restart."""
+        deadline_s = time.monotonic() + BUSY_S
+        while True:
+            try:
+                return self.loop.do(attempt())
+            except ConnectionLost:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+
+    def tell(self, server: str, message: Message) -> Any:
+        match message:
+            case Join():
+                link = self.connection(message.member, message.incarnation)
+                return self.call(lambda: link.join(message))
+            case UpdatePart():
+                link = self.connection(message.member, message.incarnation)
+                return self.call(lambda: link.push(message)) >= message.sequence
+            case OperatorCommand():
+                return command(self.address(server), rpc.Control(message.what, message.region), BUSY_S)
+            case LiftQuarantine():
+                return command(self.address(server), rpc.Control("unban", message.member), BUSY_S) and None
+            case Leave():
+                sequence, fake = self.workers[message.member][1].sequence, self.workers[message.member][1]
+                [link] = [link for (name, _), link in list(self.links.items())[::-1] if name == message.member][:1]
+
+                async def all_ranks() -> None:
+                    await asyncio.gather(*[link.leave(part, sequence) for part in range(len(fake.slicings))])
+
+                return self.call(all_ranks)
+        raise NotImplementedError(f"a scenario over sockets cannot say {type(message).__name__}")
+
+    def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
+        link = self.connection(worker, incarnation)
+        while (reply := self.call(lambda: link.lease(request, 0.2))) is None:
+            if self.status(GLOBAL)["phase"] == "paused":
+                return None
+        return reply
+
+    def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
+        link = self.connection(worker, incarnation)
+        return self.call(lambda: link.pull(part, sequence, fragments, 1 << 24, 0.0))
+
+    def rest(self) -> None:
+        wait_for(lambda: all(self.is_quiet(region) for region in self.regions))
+
+    def is_quiet(self, region: str) -> bool:
+        """Whether the region has nothing under way and is known above, or has left in good order."""
+        below, above = self.status(region), self.status(GLOBAL)["members"][region]
+        if all(member["left"] for member in below["members"].values()):
+            return bool(above["left"]) and self.has_ended(region)
+        queued = self.status(GLOBAL)["phase"] != "paused" and below.get("queued")  # else leases are asked for
+        busy = below["in_flight"] or queued or not below["versions"]
+        return bool(below["connected"] and above["joined"] and not busy)
+
+    @abstractmethod
+    def has_ended(self, region: str) -> bool:
+        """Whether the region's server knows that its goodbye was taken."""
+
+    def close(self) -> None:
+        for link in self.links.values():
+            self.loop.do(link.close())
+
+
+class OverSockets(OverGrpc):
+    """Runs the servers on threads and sockets of this process."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        super().__init__(plan)
+        self.loop, self.links, self.regions = Loop(), {}, tuple(plan.regions)
+        self.cluster = Cluster(self.loop, folder, plan.outer, plan.slicings(), plan.samples, STEP)
+        self.identity = self.cluster.identity
+
+    def running(self, server: str) -> Any:
+        return self.cluster.top if server == GLOBAL else self.cluster.regions[server]
+
+    def address(self, server: str) -> str:
+        return self.running(server).address
+
+    def tell(self, server: str, message: Message) -> Any:
+        if isinstance(message, MemberSilent):  # its failure detector says so
+            return self.loop.do(self.running(server).server_thread.say(message))
+        return super().tell(server, message)
+
+    def has_ended(self, region: str) -> bool:
+        return bool(self.running(region).server.done)
+
+    def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
+        running = self.running(server)
+        running.kill()
+        between(running.folder)
+        if server == GLOBAL:
+            self.cluster.top = running.again()
+        else:
+            self.cluster.regions[server] = running.again()
+
+    def refuse(self, region: str) -> None:
+        top, admit = self.cluster.top.server, self.cluster.top.server.admit
+
+        def refuse_once(part: UpdatePart) -> bool:
+            if part.member != region:
+                return admit(part)  # type: ignore[no-any-return]
+            top.admit = admit
+            raise Refused(REFUSED)
+
+        top.admit = refuse_once
+
+    def snapshot(self, server: str) -> None:
+        self.running(server).snapshot()
+
+    def status(self, server: str) -> dict[str, Any]:
+        return self.running(server).service.status()
+
+    def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
+        events, running = [], self.running(server)
+        while running.events:
+            event = running.events.popleft()
+            events.append((type(event).__name__, vars(event)))
+        return events
+
+    def close(self) -> None:
+        super().close()
+        self.cluster.close()
+        self.loop.close()
+
+
+class AsProcesses(OverGrpc):
+    """Runs each server as a process of its own, which a restart kills (SIGKILL)."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        super().__init__(plan)
+        self.loop, self.links, self.regions = Loop(), {}, tuple(plan.regions)
+        self.site = Site(folder, plan.outer, plan.samples, {r: tuple(w) for r, w in plan.regions.items()})
+        self.identity = identity_of(self.site.run, self.site.parameter_map)
+        self.processes = {name: self.site.serve(name) for name in self.site.processes}
+        self.read: defaultdict[str, int] = defaultdict(int)  # events of a server that were read
+
+    def address(self, server: str) -> str:
+        return self.site.address(server)
+
+    def has_ended(self, region: str) -> bool:
+        return not self.processes[region].process.is_alive()
+
+    def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
+        self.processes[server].send(signal.SIGKILL)
+        self.processes[server].ended()
+        between(self.site.folder / server)
+        self.processes[server] = self.site.serve(server, resume=True)
+
+    def snapshot(self, server: str) -> None:
+        command(self.address(server), rpc.Control("snapshot"), BUSY_S)
+
+    def refuse(self, region: str) -> None:
+        raise NotImplementedError("no process refuses what it has no reason to refuse")
+
+    def status(self, server: str) -> dict[str, Any]:
+        """Return the server's status; of a process that has ended, its last one."""
+        last = self.site.folder / server / STATUS
+        while (status := ask_status(self.address(server), 5)) is None:
+            if not self.processes[server].process.is_alive():
+                return json.loads(last.read_text())  # type: ignore[no-any-return]
+            time.sleep(0.02)
+        return status
+
+    def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
+        events = self.site.events(server)[self.read[server] :]
+        self.read[server] += len(events)
+        return [(event["event"], event) for event in events]
+
+    def close(self) -> None:
+        super().close()
+        for server in self.site.servers:
+            server.process.kill()
+            server.process.join()
+        self.loop.close()
