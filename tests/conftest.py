@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.forkserver
 import os
 import subprocess
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -105,6 +108,10 @@ def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def processor_seconds() -> float:
+    """Processor seconds of this process, of its children, and of those that its forkserver made."""
+    forkserver = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    with suppress(psutil.Error):
+        return sum(os.times()[:4]) + (sum(psutil.Process(forkserver).cpu_times()[:4]) if forkserver else 0.0)
     return sum(os.times()[:4])
 
 
@@ -124,8 +131,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    # workers may have been waited for: then they count among this process's children
-    own = os.times()
-    workers = sum(config.stash.get(WORKERS, {}).values())
-    total = own.user + own.system + max(workers, own.children_user + own.children_system)
+    own, workers = os.times(), config.stash.get(WORKERS, {})
+    total = own.user + own.system + sum(workers.values()) if workers else processor_seconds()
     terminalreporter.write_line(f"{total:.0f} s of processor time")
