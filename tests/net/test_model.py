@@ -26,6 +26,9 @@ from tests.support.outer_world import FakeWorker, World, config, halves, paramet
 from tests.support.recorded_world import frozen, same_state, thawed
 
 
+SECTOR_BYTES = 512  # a disk writes so many bytes as a whole
+
+
 class Killed(BaseException):
     """SIGKILL: nobody catches it."""
 
@@ -52,7 +55,9 @@ class Disk:
         pwrite, rename, unlink, rmtree = os.pwrite, Path.rename, Path.unlink, shutil.rmtree
 
         def write(descriptor: int, content: Any, position: int) -> Any:
-            half = bytes(content)[: len(content) // 2]
+            half, end = bytes(content)[: len(content) // 2], position + len(content)
+            if end <= os.fstat(descriptor).st_size and position // SECTOR_BYTES == (end - 1) // SECTOR_BYTES:
+                half = b""  # what is overwritten within a sector is old or new
             return self._do(pwrite, (descriptor, content, position), lambda: pwrite(descriptor, half, position))
 
         def sync(descriptor: int) -> None:

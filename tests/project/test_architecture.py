@@ -326,7 +326,7 @@ SHARED = ("support", "chaos", "mutants", "simulation")  # folders of tests/ whos
 
 
 def test_tests_share_through_support() -> None:
-    """A test module is imported by nobody; helpers lie in tests/support, those of whole kinds of tests beside them."""
+    """A test module is imported by nobody; helpers lie in tests/support, those of a kind of tests beside them."""
     for path in files("tests", "benchmarks"):
         for imported in imports(path):
             if imported.split(".")[0] == "tests":

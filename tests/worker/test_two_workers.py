@@ -93,6 +93,7 @@ class Servers(LocalServers):
     def __init__(self, folder: Path) -> None:
         self.run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
         self.lock = threading.RLock()
+        self.failed: BaseException | None = None  # of the first rank that failed
         self.parameter_map = parameter_map_of(self.run)
         self.applied: list[Change] = []  # by the region
         self.sent: list[Change] = []  # by the region, upwards
@@ -132,6 +133,14 @@ class Servers(LocalServers):
                 client.give(future, sequence, fragments)
             return reply
 
+    def fail(self, error: BaseException) -> None:
+        """Let nobody wait for an answer any more: a rank has failed."""
+        with self.lock:
+            self.failed = self.failed or error
+            for _, future, *_ in self.waiting:
+                future.set_exception(self.failed)
+            self.waiting.clear()
+
     def decoded(self, update: UpdatePart, codec: Codec) -> Tensor:
         """The delta of a worker's whole update, from the payloads of its ranks."""
         delta = torch.full((ELEMENTS,), torch.nan)
@@ -165,6 +174,9 @@ class RankClient(LocalClient):
         future: Future[Answer] = Future()
         with self.two.lock:
             self.two.waiting.append((self, future, sequence, fragments))
+            if self.two.failed is not None:
+                self.two.fail(self.two.failed)
+                return future
             if sequence or self.two.region.members[self.name].complete:
                 self.give(future, sequence, fragments)
         return future
@@ -231,8 +243,9 @@ class Worker:
         def step(rank: int) -> bool:
             try:
                 return next(self.steps[rank], False)
-            except BaseException:
+            except BaseException as error:
                 self.barrier.abort()
+                self.servers.fail(error)
                 raise
 
         return all(self.threads.map(step, range(2)))
