@@ -126,7 +126,7 @@ def test_bounds_of_random_kinds_hold(shape):
     draws = [
         regions(3),
         regions(5),
-        regions(4, random_matrices._on_a_globe),
+        regions(4, random_matrices.on_a_globe),
         regions(3, spare=0.25),
         regions(3, speeds=(1.0, 3.0)),
         regions(2, hosts_of=2),
