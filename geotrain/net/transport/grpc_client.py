@@ -204,9 +204,9 @@ class GrpcClient:
         finally:
             call.cancel()
 
-    async def lease(self, request: LeaseRequest) -> Lease | Finished | None:
-        ask = rpc.AskLease(self.member, self.incarnation, request, rpc.MAX_WAIT_S)
-        reply = await self._unary("lease", ask, Lease, Finished, rpc.NotYet, within_s=rpc.MAX_WAIT_S + REPLY_S)
+    async def lease(self, request: LeaseRequest, wait_s: float = rpc.MAX_WAIT_S) -> Lease | Finished | None:
+        ask = rpc.AskLease(self.member, self.incarnation, request, wait_s)
+        reply = await self._unary("lease", ask, Lease, Finished, rpc.NotYet, within_s=wait_s + REPLY_S)
         return None if isinstance(reply, rpc.NotYet) else reply
 
     async def release(self, release: Release) -> rpc.Ack:
