@@ -25,7 +25,6 @@ from geotrain.outer.messages import LeaseRequest, LiftQuarantine, MemberSilent, 
 from tests.support.outer_world import FakeWorker, World, config, halves, parameter_map, weights_of, whole
 from tests.support.recorded_world import frozen, same_state, thawed
 
-
 SECTOR_BYTES = 512  # a disk writes so many bytes as a whole
 
 
