@@ -91,14 +91,27 @@ class Block(BaseModel):
 Config = TypeVar("Config", bound=Block)
 
 
-def read_json(path: Path) -> Any:
-    """Read and parse a JSON file. Raises ConfigError."""
+def read_json(path: Path, lacks: str = "") -> Any:
+    """Read and parse a JSON file. lacks: a key by which the other of run and cluster file is known. Raises
+    ConfigError."""
     try:
-        return json.loads(path.read_text())
+        raw = json.loads(path.read_text(), object_pairs_hook=_object)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of the text's encoding, too
         raise ConfigError(f"{path}: not JSON: {error}") from None
+    if lacks and isinstance(raw, dict) and lacks in raw:
+        raise ConfigError(f"{path}: has {lacks!r}: the run file comes first, then the cluster file")
+    return raw
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of a JSON file. Raises ValueError: a key stands twice, of which JSON would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return found
 
 
 def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> Any:
@@ -121,9 +134,14 @@ def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> A
 
 
 def from_folder(raw: Any, keys: Iterable[str], folder: Path) -> Any:
-    """Copy parsed JSON with absolute paths at these keys, but for URLs. folder: of relative ones."""
+    """Copy parsed JSON with absolute paths at these keys, but for URLs. folder: of relative ones. Raises
+    ConfigError."""
 
     def absolute(path: str) -> str:
+        if path.startswith("~") or "$" in path:
+            raise ConfigError(
+                f'the path "{path}": only a shell replaces "~" and "$": write it as it is on each machine'
+            )
         return path if "://" in path else os.path.normpath(Path.cwd() / folder / path)
 
     return with_paths(raw, keys, absolute)

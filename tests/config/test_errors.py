@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from geotrain.config import ClusterConfig, ConfigError, OuterConfig, parse
+from geotrain.config import ClusterConfig, ConfigError, OuterConfig, load_cluster, load_run, parse
 
 SYNC, HALOS = {"name": "sync"}, {"name": "halos"}
 
@@ -126,3 +127,35 @@ def test_names_and_addresses_are_taken(host: str) -> None:
     region = {"ssh": f"me.too@{host}", "server": {"host": host}}
     made = parse(ClusterConfig, a_cluster(host=host, region=region, env={"NCCL_DEBUG": "-x $y"}), "cluster.json")
     assert made.regions[0].server.host == host
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RUN, CLUSTER = CONFIGS / "runs/quickstart.json", CONFIGS / "clusters/local-wan.json"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"seed":', '"seed": 1, "seed":', "not JSON: the key 'seed' stands twice in one object"),
+        (
+            '"data": {',
+            '"data": {"train_samples": 1, ',
+            "not JSON: the key 'train_samples' stands twice in one object",
+        ),
+        ('"train": "', '"train": "~/', "only a shell replaces"),
+        ('"train": "', '"train": "$HOME/', "only a shell replaces"),
+    ],
+)
+def test_a_run_file_whose_text_would_mean_something_else(tmp_path: Path, old: str, new: str, words: str) -> None:
+    text = RUN.read_text()
+    assert text.count(old) == 1
+    (tmp_path / "run.json").write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=words):
+        load_run(tmp_path / "run.json")
+
+
+def test_run_and_cluster_file_that_are_given_in_each_others_place() -> None:
+    with pytest.raises(ConfigError, match="has 'regions': the run file comes first"):
+        load_run(CLUSTER)
+    with pytest.raises(ConfigError, match="has 'model': the run file comes first"):
+        load_cluster(RUN)
