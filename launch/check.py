@@ -33,6 +33,11 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
 
     Raises ConfigError, UnsupportedModelError.
     """
+    if run.model.weights is not None:
+        raise ConfigError(
+            "model.weights: a loop of your own trains this model: `geotrain serve` starts its servers, not a launch "
+            "(docs/own_loop.md)"
+        )
     used = {host.region for _, worker in cluster.workers for host in worker.hosts}
     idle = [region.name for region in cluster.regions if not region.workers and region.name not in used]
     if idle:

@@ -54,11 +54,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def geotrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Says a command of GeoTrain's in this process: see `tests.support.command_line`."""
-    from tests.support.command_line import running
+def geotrain() -> Any:
+    """Give `say`, which runs a command of GeoTrain's in this process; what it needs is slow to import."""
+    from tests.support.command_line import say
 
-    return running(monkeypatch, capfd)
+    return say
 
 
 # -- long tests: whole spaces, long faults, browsers; `@pytest.mark.long("kernels")` names the paths that one covers

@@ -17,6 +17,7 @@ from geotrain.launch.launcher import locked, resolve
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
+from tests.support.command_line import say
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -45,6 +46,12 @@ def run_on(data: Path, **model: Any) -> RunConfig:
 
 def cluster() -> ClusterConfig:
     return load_cluster(CONFIGS / "clusters/local-two-regions.json")
+
+
+@pytest.mark.parametrize("command", ["dry-run", "launch"])
+def test_a_loops_run_file_is_for_serve(command: str) -> None:
+    done = say(command, "examples/vision.json", "examples/cluster.json")
+    assert done.returncode == 2 and "`geotrain serve` starts its servers" in done.text
 
 
 def test_data_that_is_right(prepared: Path) -> None:

@@ -40,8 +40,3 @@ def say(*words: str | Path, cwd: Path = ROOT) -> Done:
         with pytest.raises(SystemExit) as ended:
             cli.main()
     return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
-
-
-def running(*_: object) -> Run:
-    """Give `say`, to the fixture of that purpose."""
-    return say
