@@ -74,6 +74,15 @@ _MAY_BE_AUTO = _keys(
 )
 
 
+_REFUSED = {  # what DeepSpeed does elsewhere and cannot do here → what to do instead
+    "flops_profiler.enabled": "it does not know this engine's modules; monitoring has speed and utilization",
+    "data_efficiency.enabled": "data comes by leases: mixtures and phases are in data.train",
+    "tensor_parallel.autotp_size": "write parallel.tensor",
+    "zero_optimization.zero_quantized_gradients": "this engine reduces gradients itself",
+    "checkpoint.load_universal": "every checkpoint goes on with another layout",
+}
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
@@ -113,9 +122,10 @@ def check_block(block: dict[str, Any]) -> dict[str, Any]:
     """Return the block as it is.
 
     Raises ValueError, a line for each value of the wrong kind among those that GeoTrain itself reads, for each key
-    that DeepSpeed would pass over, and for each "auto" that stands where nothing follows from the run.
+    that DeepSpeed would pass over or this engine cannot honour, and for each "auto" that stands where nothing follows
+    from the run.
     """
-    if faults := [*_misshapen(block), *_no_auto(block)] or [*_unknown(block)]:
+    if faults := [*_misshapen(block), *_no_auto(block)] or [*_unknown(block), *_refused(block)]:
         raise ValueError("; ".join(faults))
     return block
 
@@ -132,6 +142,13 @@ def _misshapen(block: dict[str, Any]) -> Iterator[str]:
             value = holder[last]
             if value != AUTO and not fits(value):
                 yield f"{place} = {reprlib.repr(value)}: must be {kind}"
+
+
+def _refused(block: dict[str, Any]) -> Iterator[str]:
+    for place, instead in _REFUSED.items():
+        holder, _, key = place.partition(".")
+        if isinstance(block.get(holder), dict) and block[holder].get(key):
+            yield f"{place} = {reprlib.repr(block[holder][key])}: is not done here: {instead}"
 
 
 def _unknown(block: dict[str, Any]) -> Iterator[str]:

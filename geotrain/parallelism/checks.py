@@ -64,7 +64,8 @@ def reduction_bucket(deepspeed_block: dict[str, Any], parameters: int) -> int:
 
 def offloads_masters(deepspeed_block: dict[str, Any]) -> bool:
     """Whether masters and moments lie in host memory."""
-    return "offload_optimizer" in deepspeed_block.get("zero_optimization", {})
+    offload = deepspeed_block.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") != "none")
 
 
 def check_state_device(state_device: str, deepspeed_block: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, loa
 from geotrain.config.deepspeed import BLOCKS, KEYS, SCHEDULERS
 from geotrain.launch.check import check_together
 from geotrain.launch.preflight import cautions, schedule_cautions
+from geotrain.parallelism.checks import offloads_masters
 from tests.chaos.fuzz.messages import ODD, places
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -246,3 +247,28 @@ def test_the_block_may_be_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({**raw, "deepspeed": "ds/block.json"}))
     with pytest.raises(ConfigError, match="did you mean 'gradient_clipping'"):
         load_run(tmp_path / "run.json")
+
+
+# ---------------------------------------------------------------------------------- what this engine does not do
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled = True: is not done here"),
+        ({"data_efficiency": {"enabled": True}}, "data comes by leases"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "write parallel.tensor"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "reduces gradients itself"),
+        ({"checkpoint": {"load_universal": True}}, "goes on with another layout"),
+    ],
+)
+def test_what_this_engine_does_not_do_is_refused(block: dict[str, Any], words: str) -> None:
+    assert words in refused({**BLOCK, **block})
+    [(key, settings)] = block.items()
+    run_with({**BLOCK, key: {name: type(value)() for name, value in settings.items()}})  # turned off
+
+
+def test_an_offload_to_none_is_none() -> None:
+    """DeepSpeed's own word for it."""
+    for offload, offloads in (({"device": "none"}, False), ({}, False), ({"device": "cpu"}, True)):
+        assert offloads_masters({"zero_optimization": {"offload_optimizer": offload}}) is offloads
