@@ -107,11 +107,10 @@ def read_json(path: Path, lacks: str = "") -> Any:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object of a JSON file. Raises ValueError: a key stands twice, of which JSON would drop the first."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
-    return found
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"the key {twice[0]!r} stands twice in one object")
+    return dict(pairs)
 
 
 def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> Any:

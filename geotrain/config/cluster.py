@@ -257,5 +257,4 @@ def shard_name(server: str, shard: int) -> str:
 def load_cluster(path: str | Path) -> ClusterConfig:
     """Read a cluster file. Its paths become absolute: relative ones are meant from its folder. Raises ConfigError."""
     path = Path(path)
-    raw = from_folder(read_json(path, lacks="model"), ClusterConfig.paths, path.parent)
-    return parse(ClusterConfig, raw, str(path))
+    return parse(ClusterConfig, from_folder(read_json(path, "model"), ClusterConfig.paths, path.parent), str(path))

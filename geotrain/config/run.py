@@ -309,7 +309,7 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     line, so that relative paths in them are meant from the working directory. Raises ConfigError.
     """
     path = Path(path)
-    raw = _resolved(read_json(path, lacks="regions"), path.parent)
+    raw = _resolved(read_json(path, "regions"), path.parent)
     for change in changes:
         _put(raw, change)
     return parse(RunConfig, _resolved(raw, Path.cwd()), str(path))

@@ -13,7 +13,7 @@ from geotrain.plan.model.memory import host_memory, rank_memory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKER = load_cluster(CONFIGS / "clusters/four-regions-ssh.json").regions[0].workers[0]
-OFFLOADED = ("deepspeed.zero_optimization.offload_optimizer={}", "deepspeed.optimizer.type=AdamW")
+OFFLOADED = ('deepspeed.zero_optimization.offload_optimizer={"device": "cpu"}', "deepspeed.optimizer.type=AdamW")
 
 
 def run(*changes: str) -> RunConfig:
