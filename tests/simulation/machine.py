@@ -74,11 +74,12 @@ class Machine:
             stack.enter_context(mock.patch("uuid.uuid4", lambda: uuid.UUID(int=self.random.getrandbits(128))))
             stack.enter_context(mock.patch("random.uniform", self.random.uniform))
             asyncio.set_event_loop(loop)
-            disabled, logging.root.manager.disable = logging.root.manager.disable, logging.CRITICAL
+            disabled = logging.root.manager.disable
+            logging.disable(logging.CRITICAL)
             try:
                 yield
             finally:
-                logging.root.manager.disable = disabled
+                logging.disable(disabled)  # not by assignment: loggers remember what was disabled
                 asyncio.set_event_loop(None)
 
 

@@ -228,14 +228,14 @@ class World:
         name, death = process.name, process.deaths
         worker = SimulatedWorker(self, name)
         try:
-            await worker.run()
+            await worker.live()
         except ServerForgot:
             process.task = None
             self.loop.call_later(1.0, self.start, name)  # as its launcher would
             return
         finally:
             if process.deaths == death:
-                await worker.close()
+                await worker.end()
         process.ended = True
         self.note(name, "has ended")
 

@@ -282,12 +282,12 @@ class FakeWorker:
 
     def __init__(self, name: str, incarnation: str, address: str, parameter_map: ParameterMap, config: OuterConfig,
                  slicing: Slicing, identity: Identity, trust: Trust | None = None,
-                 shards: ShardsAbove | None = None) -> None:  # fmt: skip
+                 shards: ShardsAbove | None = None, deadline_s: float = 60) -> None:  # fmt: skip
         self.name, self.incarnation, self.parameter_map, self.slicing = name, incarnation, parameter_map, slicing
         self.identity = identity
         self.codec = make_codec(config.local)
         self.receivers = [WeightsReceiver(config.local) for _ in slicing]
-        settings: Any = {"connect_s": 60, "deadline_s": 60, "trust": trust, "shards": shards}
+        settings: Any = {"connect_s": deadline_s, "deadline_s": deadline_s, "trust": trust, "shards": shards}
         self.clients = [WorkerClient(address, **settings) for _ in slicing]
         self.anchor = [torch.zeros(f.numel) for f in parameter_map.fragments]
         self.versions = [0] * len(parameter_map.fragments)
@@ -295,16 +295,20 @@ class FakeWorker:
         self.trained: list[Lease] = []
 
     def join(self) -> None:
-        i = self.identity
-        for part, cut in enumerate(self.slicing):
-            cuts = tuple(tuple(c) for c in cut)
-            welcome = self.clients[part].join(
-                Join(i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation, part,
-                     len(self.slicing), cuts, cuts)
-            )  # fmt: skip
+        for client, join in zip(self.clients, self.joins(), strict=True):
+            welcome = client.join(join)
         self.sequence, self.job = welcome.sequence, welcome.job
         everything = tuple(range(len(self.parameter_map.fragments)))
         self.adopt([c.pull(0, everything) for c in self.clients], everything)
+
+    def joins(self) -> list[Join]:
+        """Make what each rank says at first."""
+        i, cuts = self.identity, [tuple(tuple(c) for c in cut) for cut in self.slicing]
+        return [
+            Join(i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation, part,
+                 len(cuts), cut, cut)
+            for part, cut in enumerate(cuts)
+        ]  # fmt: skip
 
     def adopt(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
         """As the trainer does: ranks adopt answers of one incarnation of the server only."""
@@ -312,6 +316,10 @@ class FakeWorker:
         while len({answer.incarnation for answer in arrived}) > 1:
             again = [c.pull(arrived[0].sequence, fragments) for c in self.clients]
             arrived = all_of(again)
+        self.take(arrived)
+
+    def take(self, arrived: Sequence[Answer]) -> None:
+        """Take the weights of an answer to each rank, all of one incarnation of the server."""
         versions = set()
         for part, answer in enumerate(arrived):
             for w in answer.weights:
