@@ -198,18 +198,18 @@ class World:
             server.incarnation = incarnation
             return server
 
-        recovered = _recovered(setup, events, build, begin_server)
-        if process.expected is not None:
-            self._compare(name, process.expected, durable(recovered.server))
-        kind = ServerHost if name == GLOBAL else RegionServerHost
-        monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
-        process.host = kind(setup, recovered, events, monitor, None)
         try:
+            recovered = _recovered(setup, events, build, begin_server)
+            if process.expected is not None:
+                self._compare(name, process.expected, durable(recovered.server))
+            kind = ServerHost if name == GLOBAL else RegionServerHost
+            monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
+            process.host = kind(setup, recovered, events, monitor, None)
             await process.host.run()
         except Exception as error:
             process.host = process.task = None
             process.expected = None
-            if isinstance(error, FOR_GOOD) or not isinstance(error, EXPECTED):
+            if isinstance(error, FOR_GOOD) or not isinstance(error, (*EXPECTED, OSError)):
                 self.faults.append(f"{name} ended: {error!r}")
             else:  # as its launcher does
                 self.note(name, f"ends: {error}")

@@ -9,6 +9,7 @@ import queue
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def run_world(
             except queue.Empty:
                 raise TimeoutError(f"ranks {sorted(set(range(ranks)) - set(results) - set(lost))} are late") from None
             if error:
-                raise AssertionError(f"rank {rank}:\n{error}")
+                raise AssertionError("\n".join([f"rank {rank}:\n{error}", *_others(answers)]))
             results[rank] = pickle.loads(value)
         for rank in results:
             workers[rank].join(timeout=max(0.1, until - time.monotonic()))
@@ -89,6 +90,16 @@ def run_world(
                 worker.kill()
             if worker.pid:
                 worker.join()
+
+
+def _others(answers: Any) -> list[str]:
+    """What other ranks fail with soon after the first: a rank that lost another often says so before that one."""
+    found = []
+    with suppress(queue.Empty):
+        while True:
+            rank, error, _ = answers.get(timeout=5.0)
+            found += [f"rank {rank}:\n{error}"] if error else []
+    return found
 
 
 def _rank(answers: Any, rank: int, ranks: int, port: int, task: Callable[..., Any], args: tuple[Any, ...]) -> None:
