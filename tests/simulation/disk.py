@@ -30,7 +30,10 @@ class Disk:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
             self.syncs += 1
-            self.synced[status.st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+            try:
+                self.synced[status.st_ino] = os.pread(descriptor, status.st_size, 0)
+            except OSError:  # it was opened for writing only
+                self.synced[status.st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
     def pwrite(self, descriptor: int, content: bytes, position: int) -> int:
         if self.full:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import random
 import uuid
@@ -24,7 +25,8 @@ from tests.simulation.disk import Disk
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network
 
-FRAME_BYTES = 2048  # so that transfers have several frames, and can break between them
+FRAME_BYTES = 1024  # so that transfers have several frames, and can break between them
+REGION_SILENT_S, WORKER_SILENT_S = 60.0, 25.0  # shorter than in the product: while all wait, nothing can break
 
 
 class Machine:
@@ -53,6 +55,9 @@ class Machine:
             (process_host, "raise_file_limit", lambda: None),
             (frozen_state, "threading", SimpleNamespace(Condition=_Condition)),
             (server_host, "TcpCounters", _Counters),
+            (server_host, "TRAFFIC_EVENT_S", 60.0),
+            (server_host, "REGION_SILENT_S", REGION_SILENT_S),
+            (server_host, "WORKER_SILENT_S", WORKER_SILENT_S),
             (grpc_service, "aio", transport),
             (grpc_service, "_check_free", lambda address: None),
             (grpc_service, "RateLimits", functools.partial(RateLimits, clock=loop.time)),
@@ -76,9 +81,11 @@ class Machine:
             asyncio.set_event_loop(loop)
             disabled = logging.root.manager.disable
             logging.disable(logging.CRITICAL)
+            gc.freeze()  # else the collector looks at all of torch again and again
             try:
                 yield
             finally:
+                gc.unfreeze()
                 logging.disable(disabled)  # not by assignment: loggers remember what was disabled
                 asyncio.set_event_loop(None)
 

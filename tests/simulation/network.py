@@ -16,6 +16,7 @@ from grpc import aio
 PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("process")  # whose code is running
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 NOTICE_S = 20.0  # a broken connection is noticed within this time, as keepalive does
+CONNECT_S, REFUSED_S = 20.0, 2.0  # no connection over a cut link, or to a process that is down, after this time
 
 
 def rpc_error(code: grpc.StatusCode, details: str, trailing: Any = ()) -> aio.AioRpcError:
@@ -60,7 +61,7 @@ class Call:
         self.trailing: Any = ()
         self.network.calls.append(self)
         if self.network.is_cut(self.client, self.network.owner(self.address)):
-            self.network.loop.call_later(self.network.random.uniform(0.0, 1.0), self.lose)
+            self.network.loop.call_later(self.network.random.uniform(0.0, CONNECT_S), self.lose)
         else:
             self.up.send(request, self._reach)
 
@@ -126,7 +127,7 @@ class Call:
         server = self.network.servers.get(self.address)
         handler = server.handler(self.method) if server is not None else None
         if server is None or handler is None:
-            self.lose()
+            self.network.loop.call_later(self.network.random.uniform(0.0, REFUSED_S), self.lose)
             return
         self.server = server.process
         self.task = self.network.loop.create_task(self._handle(handler, request), context=server.context.copy())

@@ -9,6 +9,7 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,29 @@ from tests.support.net_worlds import TINY, outer
 
 LEAVE_S = 1_000.0  # after the global server's end, those who were never disturbed have ended within this time
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
+MODEL = {**TINY, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 HOME = {worker: region for region, workers in REGIONS.items() for worker in workers}
+
+
+@cache
+def _configs(rule: str, train_samples: int, **settings: Any) -> tuple[RunConfig, ClusterConfig]:
+    raw = {
+        "name": "tiny",
+        "seed": 1,
+        "model": {"config": MODEL},
+        "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
+        "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
+        "outer": outer(rule, **settings).model_dump(by_alias=True, mode="json"),
+        "checkpoint": {"every_minutes": 0.2},
+        "monitor": {"enabled": False},
+    }
+    host = [{"host": "localhost", "slots": 1}]
+    regions = [
+        {"name": r, "server": {"port": 101 + i}, "workers": [{"name": w, "hosts": host} for w in workers]}
+        for i, (r, workers) in enumerate(REGIONS.items())
+    ]
+    cluster = {"name": "here", "global_server": {"port": 100}, "regions": regions}
+    return parse(RunConfig, raw, "run"), parse(ClusterConfig, cluster, "cluster")
 
 
 class _Events:
@@ -75,23 +98,7 @@ class World:
         self, seed: int, folder: Path, rule: str = "halos", train_samples: int = 48, **settings: Any
     ) -> None:
         self.random, self.folder = random.Random(seed), folder
-        raw = {
-            "name": "tiny",
-            "seed": 1,
-            "model": {"config": TINY},
-            "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
-            "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
-            "outer": outer(rule, **settings).model_dump(by_alias=True, mode="json"),
-            "checkpoint": {"every_minutes": 0.2},
-            "monitor": {"enabled": False},
-        }
-        host = [{"host": "localhost", "slots": 1}]
-        regions = [
-            {"name": r, "server": {"port": 101 + i}, "workers": [{"name": w, "hosts": host} for w in workers]}
-            for i, (r, workers) in enumerate(REGIONS.items())
-        ]
-        cluster = {"name": "here", "global_server": {"port": 100}, "regions": regions}
-        self.run_config, self.cluster = parse(RunConfig, raw, "run"), parse(ClusterConfig, cluster, "cluster")
+        self.run_config, self.cluster = _configs(rule, train_samples, **settings)
         self.parameter_map = parameter_map_of(self.run_config)
         self.addresses = {
             GLOBAL: str(self.cluster.global_server),
