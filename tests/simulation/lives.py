@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from grpc import aio
 
 from geotrain.common.names import GLOBAL
+from geotrain.config import codec_config
 from geotrain.outer.events import UpdateApplied
 from geotrain.outer.messages import Lease
 from tests.simulation.world import HOME, REGIONS, World, operate
 
 MEMORY = Path("/dev/shm")  # where there is one, files of a life cost no disk
-SAMPLES = 40
+SAMPLES = (12, 24, 36)  # of a run: whole rounds
 WITHIN_S = 20_000.0  # virtual; a region that is cut off counts as dead after 60 s
 SERVERS = (GLOBAL, *REGIONS)
 LINKS = [*((r, GLOBAL) for r in REGIONS), *HOME.items()]
@@ -119,13 +122,14 @@ def violations(world: World) -> list[str]:
     top = world.processes[GLOBAL].host
     assert top is not None
     leases = top.server.lease_table  # type: ignore[attr-defined]
-    if leases.committed_samples != SAMPLES or leases.open or leases.pool:
+    samples = world.run_config.data.train_samples
+    if leases.committed_samples != samples or leases.open or leases.pool:
         found.append(
-            f"{leases.committed_samples} of {SAMPLES} samples are committed; out: {leases.open} {leases.pool}"
+            f"{leases.committed_samples} of {samples} samples are committed; out: {leases.open} {leases.pool}"
         )
     trained = {(w.start + i) for _, _, w in world.record if isinstance(w, Lease) for i in range(w.samples)}
-    if trained != set(range(SAMPLES)):
-        found.append(f"samples nobody trained: {sorted(set(range(SAMPLES)) - trained)}")
+    if trained != set(range(samples)):
+        found.append(f"samples nobody trained: {sorted(set(range(samples)) - trained)}")
     return found
 
 
@@ -135,11 +139,26 @@ def digest(world: World) -> str:
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-def live(seed: int, **settings: object) -> World:
+def settings_of(seed: int) -> dict[str, Any]:
+    """Draw the run's settings."""
+    drawn = random.Random(-seed)
+    rule = drawn.choice(["halos", "published", "region_momentum", "sync"])
+    drawn_settings = {
+        "train_samples": drawn.choice(SAMPLES),
+        "rule": rule.replace("published", "halos"),
+        "up": codec_config(drawn.choice(["fp32", "int8"])),
+        "down": codec_config(drawn.choice(["fp32", "bf16", "int4"])),
+    }
+    if rule != "sync":
+        drawn_settings |= {"updates_per_send": drawn.randint(1, 3), "lease_reserve": drawn.randint(0, 2)}
+    return drawn_settings | ({"ledger": False} if rule == "published" else {})
+
+
+def live(seed: int) -> World:
     """Play the life of that seed to its end."""
     folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
     try:
-        world = World(seed, folder, train_samples=SAMPLES, **settings)  # type: ignore[arg-type]
+        world = World(seed, folder, **settings_of(seed))
         world.play(befall, WITHIN_S)
         return world
     finally:

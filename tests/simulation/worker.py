@@ -45,8 +45,9 @@ class SimulatedWorker(FakeWorker):
             self.world.note(self.name, lease)
             for f in everything:
                 await asyncio.sleep(STEP_S * self.world.random.uniform(0.5, 2.0))
-                pushed = []
-                for client, part in zip(self.clients, self.parts(lease, (f,)), strict=True):
+                pushed, parts = [], self.parts(lease, (f,))
+                self.world.account.trains(parts, self.slicing)
+                for client, part in zip(self.clients, parts, strict=True):
                     await asyncio.sleep(self.world.random.uniform(0.0, 0.5))  # ranks are not equally fast
                     pushed.append(client.push(part))
                 answers = [c.pull(self.sequence, (f,)) for c in self.clients]
@@ -72,3 +73,5 @@ class SimulatedWorker(FakeWorker):
             again = [asyncio.wrap_future(c.pull(arrived[0].sequence, fragments)) for c in self.clients]
             arrived = list(await asyncio.gather(*again))
         self.take(arrived)
+        for fragment in fragments:
+            self.world.account.adopts(self.name, fragment, self.anchor[fragment])

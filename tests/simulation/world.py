@@ -20,7 +20,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.monitor.events import EventLog, Trouble
 from geotrain.net.server.server_host import RegionServerHost, ServerHost
-from geotrain.net.server.server_process import EXPECTED, FOR_GOOD, _recovered, any_server, begin_server
+from geotrain.net.server.server_process import EXPECTED, FOR_GOOD, _recovered, any_server, begin_server, initial_weights
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.recovery import restarted
 from geotrain.net.transport import rpc, wire
@@ -28,6 +28,7 @@ from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.events import Event
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import parameter_map_of
+from tests.simulation.account import Account
 from tests.simulation.machine import Machine
 from tests.simulation.network import PROCESS, Channel
 from tests.simulation.worker import SimulatedWorker
@@ -113,6 +114,8 @@ class World:
         self.faults: list[str] = []
         self.disturbed: set[str] = set()  # whom the run may have given up: killed, or cut off
         self.acknowledged: set[tuple[str, str, int]] = set()
+        start = initial_weights(self.run_config, self.parameter_map)
+        self.account = Account(self.run_config.outer, self.parameter_map, REGIONS, start, train_samples)
 
     def server_of(self, worker: str) -> str:
         """The address of a worker's server."""
@@ -209,6 +212,7 @@ class World:
             recovered = _recovered(setup, events, build, begin_server)
             if process.expected is not None:
                 self._compare(name, process.expected, durable(recovered.server))
+            self.account.watch(recovered.server, self.faults.append)
             kind = ServerHost if name == GLOBAL else RegionServerHost
             monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
             process.host = kind(setup, recovered, events, monitor, None)
@@ -240,6 +244,8 @@ class World:
             process.task = None
             self.loop.call_later(1.0, self.start, name)  # as its launcher would
             return
+        except Exception as error:
+            self.faults.append(f"{name} ended: {error!r}")
         finally:
             if process.deaths == death:
                 await worker.end()
