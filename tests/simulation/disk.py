@@ -45,8 +45,8 @@ class Disk:
     def after(self, folder: Path, power_lost: bool) -> Path:
         """Copy the folder as the next process finds it: as it is, or after a loss of power. What the dead process
         still writes then goes to the old one."""
-        number = int(folder.suffix[1:] or 0) if folder.suffix[1:].isdecimal() else 0
-        copy = folder.with_suffix(f".{number + 1}")
+        name, _, number = folder.name.partition("~")
+        copy = folder.with_name(f"{name}~{int(number or 0) + 1}")
         shutil.copytree(folder, copy)
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             now, durable = path.read_bytes(), self.synced.get(path.stat().st_ino, b"")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from geotrain.net.server import grpc_service, process_host, server_host, server_thread
+from geotrain.net.server import grpc_service, process_host, server_host, server_thread, shard_host
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.storage import frozen_state
@@ -63,6 +63,8 @@ class Machine:
             (grpc_service, "RateLimits", functools.partial(RateLimits, clock=loop.time)),
             (grpc_service, "ResumableUploads", functools.partial(ResumableUploads, clock=loop.time)),
             (grpc_client, "aio", transport),
+            (shard_host, "aio", transport),
+            (shard_host, "psutil", _PSUTIL),
             (worker_client, "threading", threads),
             (wire, "DATA_FRAME_BYTES", FRAME_BYTES),
         ]
@@ -71,6 +73,7 @@ class Machine:
                 stack.enter_context(mock.patch.object(module, attribute, value))
             for target, clock in (("time.monotonic", loop.time), ("time.perf_counter", loop.time)):
                 stack.enter_context(mock.patch(target, clock))
+            stack.enter_context(mock.patch("time.sleep", _sleep))
             stack.enter_context(mock.patch("time.time", lambda: 1e9 + loop.time()))
             stack.enter_context(mock.patch("os.fsync", self.disk.fsync))
             stack.enter_context(mock.patch("os.fdatasync", self.disk.fsync))
@@ -160,6 +163,17 @@ class _Counters(_NoThread):
         return Traffic()
 
 
+class _Later(BaseException):
+    """Raised where a thread would sleep: what it was about is begun again after that time."""
+
+
+def _sleep(seconds: float) -> None:
+    raise _Later(seconds)
+
+
+_PSUTIL = SimpleNamespace(Process=lambda: None, Error=AttributeError)  # a process takes no memory here
+
+
 class _Writes:
     """A pool of one thread that writes snapshots: a while later, or when somebody waits for it."""
 
@@ -178,6 +192,9 @@ class _Writes:
         if (work := self._waiting.pop(future, None)) is not None:
             try:
                 future.set_result(work())
+            except _Later as later:
+                self._waiting[future] = work
+                self._machine.loop.call_later(later.args[0], self.write, future)
             except OSError as error:
                 future.set_exception(error)
 
@@ -185,16 +202,13 @@ class _Writes:
         for future in list(self._waiting):
             self.write(future)
 
-    def drop(self) -> None:
-        self._waiting.clear()
-
 
 def _wait(futures: list[Future[Any]], timeout: float) -> Any:
     """`concurrent.futures.wait` for what `_Writes` were given."""
     for future in futures:
         for pool in Machine.now.pools:
             pool.write(future)
-    return SimpleNamespace(not_done=set())
+    return SimpleNamespace(not_done={future for future in futures if not future.done()})
 
 
 class _Condition:

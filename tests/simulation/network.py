@@ -19,6 +19,11 @@ NOTICE_S = 20.0  # a broken connection is noticed within this time, as keepalive
 CONNECT_S, REFUSED_S = 20.0, 2.0  # no connection over a cut link, or to a process that is down, after this time
 
 
+def site(process: str) -> str:
+    """Where it runs: shards beside their server."""
+    return process.partition(".")[0]
+
+
 def rpc_error(code: grpc.StatusCode, details: str, trailing: Any = ()) -> aio.AioRpcError:
     return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), details)
 
@@ -57,7 +62,7 @@ class Call:
         self.status: aio.AioRpcError | None = None  # how the call ended, once the client knows
         self.ended = False  # whether the client knows the end
         self.task: asyncio.Task[None] | None = None
-        self.server: str | None = None
+        self.server: Server | None = None
         self.trailing: Any = ()
         self.network.calls.append(self)
         if self.network.is_cut(self.client, self.network.owner(self.address)):
@@ -106,6 +111,12 @@ class Call:
     async def done_writing(self) -> None:
         self.up.send(aio.EOF)
 
+    def done(self) -> bool:
+        return self.ended
+
+    async def code(self) -> grpc.StatusCode:
+        return self.status.code() if self.status else grpc.StatusCode.OK
+
     def cancel(self) -> None:
         """Give the call up; the server learns it later."""
         if not self.ended:
@@ -129,7 +140,7 @@ class Call:
         if server is None or handler is None:
             self.network.loop.call_later(self.network.random.uniform(0.0, REFUSED_S), self.lose)
             return
-        self.server = server.process
+        self.server = server
         self.task = self.network.loop.create_task(self._handle(handler, request), context=server.context.copy())
         server.tasks.add(self.task)
         self.task.add_done_callback(server.tasks.discard)
@@ -246,7 +257,10 @@ class Server:
             await asyncio.wait(set(self.tasks), timeout=grace_s)
         for task in set(self.tasks):
             task.cancel()
-        self.network.lose_process(self.process, notice_s=0.1, servers_only=True)
+        for call in [call for call in self.network.calls if call.server is self and call.down.open]:
+            if call.task is not None and not call.task.done():  # else its reply is on its way
+                call.up.open = call.down.open = False
+                self.network.loop.call_later(self.network.random.uniform(0.0, 0.1), call._notice)
 
 
 class Network:
@@ -285,26 +299,24 @@ class Network:
         await asyncio.wait({future}, timeout=60.0)
 
     def is_cut(self, one: str, other: str) -> bool:
-        return self.loop.time() < self.cuts.get(frozenset((one, other)), 0.0)
+        return self.loop.time() < self.cuts.get(frozenset((site(one), site(other))), 0.0)
 
     def cut(self, one: str, other: str, seconds: float) -> None:
         """Let nothing pass between two processes for so long, and break what is open between them."""
         self.cuts[frozenset((one, other))] = self.loop.time() + seconds
         for call in list(self.calls):
-            if {call.client, self.owner(call.address)} == {one, other}:
+            if {site(call.client), site(self.owner(call.address))} == {one, other}:
                 call.break_off()
 
-    def lose_process(self, name: str, notice_s: float = 2.0, servers_only: bool = False) -> None:
+    def lose_process(self, name: str) -> None:
         """Break all calls of a process that is gone; the other ends notice soon."""
         for call in list(self.calls):
-            if servers_only and call.task is not None and call.task.done():
-                continue  # its reply is on its way
             if self.owner(call.address) == name:
                 call.up.open = call.down.open = False
-                self.loop.call_later(self.random.uniform(0.0, notice_s), call._notice)
-            elif call.client == name and not servers_only:
+                self.loop.call_later(self.random.uniform(0.0, 2.0), call._notice)
+            elif call.client == name:
                 call.up.open = call.down.open = False
-                self.loop.call_later(self.random.uniform(0.0, notice_s), call._end_task)
+                self.loop.call_later(self.random.uniform(0.0, 2.0), call._end_task)
                 self.forget(call)
 
     def forget(self, call: Call) -> None:

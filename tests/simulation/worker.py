@@ -7,6 +7,7 @@ import uuid
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from geotrain.net.transport.sharded_link import shards_above
 from geotrain.outer.messages import Answer, Lease, LeaseRequest
 from geotrain.outer.server.server import identity_of
 from tests.support.net_worlds import FakeWorker, halves, whole
@@ -14,6 +15,8 @@ from tests.support.net_worlds import FakeWorker, halves, whole
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+REGIONS = {"eu": ("a", "b"), "us": ("c",)}
+HOME = {worker: region for region, workers in REGIONS.items() for worker in workers}
 STEP_S = 0.5  # an inner step's time
 
 
@@ -27,7 +30,8 @@ class SimulatedWorker(FakeWorker):
             identity_of(world.run_config, parameter_map),
         )
         there = world.server_of(name), parameter_map, world.run_config.outer, cut, identity
-        super().__init__(name, uuid.uuid4().hex, *there, deadline_s=1e6)
+        shards = shards_above(world.cluster, parameter_map, "worker", name, HOME[name])
+        super().__init__(name, uuid.uuid4().hex, *there, shards=shards, deadline_s=1e6)
         for client in self.clients:
             client.on_acknowledged = self._acknowledged
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,24 @@ from typing import Any
 import torch
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.config import ClusterConfig, RunConfig, parse, shards_of
+from geotrain.config.cluster import shard_name
 from geotrain.monitor.events import EventLog, Trouble
 from geotrain.net.server.server_host import RegionServerHost, ServerHost
-from geotrain.net.server.server_process import EXPECTED, FOR_GOOD, _recovered, any_server, begin_server, initial_weights
+from geotrain.net.server.server_process import (
+    EXPECTED,
+    FOR_GOOD,
+    _recovered,
+    any_server,
+    begin_server,
+    begin_shard,
+    initial_weights,
+    remote_shards,
+    shard_server,
+)
 from geotrain.net.server.server_setup import ServerSetup
+from geotrain.net.server.shard_host import JOURNALED, ShardHost
+from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.recovery import restarted
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.worker_client import ServerForgot
@@ -30,18 +44,19 @@ from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.simulation.account import Account
 from tests.simulation.machine import Machine
-from tests.simulation.network import PROCESS, Channel
-from tests.simulation.worker import SimulatedWorker
+from tests.simulation.network import PROCESS, Channel, site
+from tests.simulation.worker import HOME, REGIONS, SimulatedWorker
 from tests.support.net_worlds import TINY, outer
 
+SHARDS = 2  # of a server that has some in processes of their own
 LEAVE_S = 1_000.0  # after the global server's end, those who were never disturbed have ended within this time
-REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 MODEL = {**TINY, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-HOME = {worker: region for region, workers in REGIONS.items() for worker in workers}
 
 
 @cache
-def _configs(rule: str, train_samples: int, **settings: Any) -> tuple[RunConfig, ClusterConfig]:
+def _configs(
+    rule: str, train_samples: int, shards: tuple[str, ...] = (), **settings: Any
+) -> tuple[RunConfig, ClusterConfig]:
     raw = {
         "name": "tiny",
         "seed": 1,
@@ -52,12 +67,18 @@ def _configs(rule: str, train_samples: int, **settings: Any) -> tuple[RunConfig,
         "checkpoint": {"every_minutes": 0.2},
         "monitor": {"enabled": False},
     }
-    host = [{"host": "localhost", "slots": 1}]
+    host, ports = [{"host": "localhost", "slots": 1}], itertools.count(101)
     regions = [
-        {"name": r, "server": {"port": 101 + i}, "workers": [{"name": w, "hosts": host} for w in workers]}
-        for i, (r, workers) in enumerate(REGIONS.items())
+        {
+            "name": region,
+            "server": {"port": next(ports)},
+            "workers": [{"name": worker, "hosts": host} for worker in workers],
+            "shards": [{"port": next(ports)} for _ in range(SHARDS) if region in shards],
+        }
+        for region, workers in REGIONS.items()
     ]
-    cluster = {"name": "here", "global_server": {"port": 100}, "regions": regions}
+    above = [{"port": next(ports)} for _ in range(SHARDS) if GLOBAL in shards]
+    cluster = {"name": "here", "global_server": {"port": 100}, "global_shards": above, "regions": regions}
     return parse(RunConfig, raw, "run"), parse(ClusterConfig, cluster, "cluster")
 
 
@@ -84,7 +105,7 @@ class Process:
 
     name: str
     task: asyncio.Task[None] | None = None
-    host: ServerHost | None = None
+    host: ServerHost | ShardHost | None = None
     events: _Events | None = None
     folder: Path | None = None
     deaths: int = 0
@@ -105,6 +126,9 @@ class World:
             GLOBAL: str(self.cluster.global_server),
             **{r: str(self.cluster.region(r).server) for r in REGIONS},
         }
+        for server in list(self.addresses):
+            for i, address in enumerate(shards_of(self.cluster, server)):
+                self.addresses[shard_name(server, i)] = str(address)
         self.machine = Machine(self.random, {address: name for name, address in self.addresses.items()})
         self.loop, self.network, self.disk = self.machine.loop, self.machine.network, self.machine.disk
         self.processes = {name: Process(name) for name in (*self.addresses, *HOME)}
@@ -178,14 +202,14 @@ class World:
         if process.task is None or process.ended:
             return False
         process.deaths += 1
-        self.disturbed |= {name, *REGIONS.get(name, ())}
+        self.disturbed |= {each for each in self.processes if site(each) == site(name)} | {*REGIONS.get(site(name), ())}
         self.note(name, "loses power" if power_lost else "is killed")
         self.network.lose_process(name)
         self.network.servers.pop(self.addresses.get(name, ""), None)
         if process.folder is not None:
             if process.folder.exists():
                 process.folder = self.disk.after(process.folder, power_lost)
-            if process.host is not None:
+            if process.host is not None and isinstance(process.host.server, Server):
                 process.expected = durable(restarted_copy(self, process.host.server))
         if process.events is not None:
             process.events.alive = False
@@ -198,25 +222,37 @@ class World:
     async def _serve(self, process: Process) -> None:
         name, folder = process.name, process.folder
         assert folder is not None
-        setup = ServerSetup(self.run_config, self.cluster, name, folder, launch="one")
+        server, _, shard_number = name.partition(".shard-")
+        number = int(shard_number) if shard_number else None
+        setup = ServerSetup(self.run_config, self.cluster, server, folder, number, launch="one")
         process.events = _Events(self, name)
         events: EventLog = process.events  # type: ignore[assignment]
         incarnation = uuid.uuid4().hex
 
         def build() -> Server:
-            server = any_server(self.run_config, self.cluster, name, 1)
-            server.incarnation = incarnation
-            return server
+            made = any_server(self.run_config, self.cluster, name, remote_shards(self.run_config, self.cluster, name))
+            made.incarnation = incarnation
+            return made
 
         try:
-            recovered = _recovered(setup, events, build, begin_server)
-            if process.expected is not None:
-                self._compare(name, process.expected, durable(recovered.server))
-            self.account.watch(recovered.server, self.faults.append)
-            kind = ServerHost if name == GLOBAL else RegionServerHost
-            monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
-            process.host = kind(setup, recovered, events, monitor, None)
+            if setup.shard is not None:
+                build_shard = partial(shard_server, self.run_config, self.cluster, setup.server, setup.shard)
+                shard = _recovered(setup, events, build_shard, begin_shard, kinds=JOURNALED)
+                process.host = ShardHost(setup, shard, events, None)
+            else:
+                recovered = _recovered(setup, events, build, begin_server)
+                if process.expected is not None:
+                    self._compare(name, process.expected, durable(recovered.server))
+                self.account.watch(recovered.server, self.faults.append)
+                kind = ServerHost if name == GLOBAL else RegionServerHost
+                monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
+                process.host = kind(setup, recovered, events, monitor, None)
             await process.host.run()
+        except ShardLost as lost:
+            self.note(name, f"begins a new incarnation: {lost}")
+            process.host, process.expected = None, None
+            self.loop.call_soon(self.start, name)
+            return
         except Exception as error:
             process.host = process.task = None
             process.expected = None
@@ -255,7 +291,8 @@ class World:
 
 def restarted_copy(world: World, server: Server) -> Server:
     """The server as a replay of its journal must find it."""
-    return restarted(lambda: any_server(world.run_config, world.cluster, server.name, 1), server)
+    run, cluster = world.run_config, world.cluster
+    return restarted(lambda: any_server(run, cluster, server.name, remote_shards(run, cluster, server.name)), server)
 
 
 def durable(server: Server) -> dict[str, Any]:

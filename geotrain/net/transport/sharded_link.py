@@ -15,7 +15,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Role, Trust, trust_between
 from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import GrpcClient
-from geotrain.outer.messages import Answer, UpdatePart
+from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap
 
@@ -102,12 +102,17 @@ class ShardedLink(GrpcClient):
         self, i: int, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int
     ) -> Answer:
         """Pull one shard's chunks of the answer; an empty answer, if it has had none for a while: it may have begun a
-        new incarnation after the coordinator gave the header, and codes the answer once more only when the
-        coordinator is asked again."""
+        new incarnation after the coordinator gave the header, and codes the answer, or knows the member, once more
+        only when the coordinator is asked again."""
         shard, until_s = self.shards[i], time.monotonic() + EMPTY_S
 
         async def attempt() -> Answer | None:
-            found = await shard.pull(part, sequence, fragments, limit_bytes, AGAIN_S)
+            try:
+                found = await shard.pull(part, sequence, fragments, limit_bytes, AGAIN_S)
+            except Refused as refused:
+                if refused.retry_s is None or time.monotonic() < until_s:
+                    raise
+                found = None
             return Answer(sequence, ()) if found is None and time.monotonic() >= until_s else found
 
         return await shard.persist(attempt, SHARD_S)
