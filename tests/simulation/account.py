@@ -4,7 +4,7 @@ where each sample is. Nothing that was acknowledged may be missing after a death
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,8 @@ class Account:
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
         self.was: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)  # region, fragment → all weights that it has had
 
-    def watch(self, server: Server, fail: Any) -> None:
-        """Be told what this incarnation of a server does from now on. fail: is called with what is wrong."""
+    def watch(self, server: Server, lives: Callable[[], bool], fail: Callable[[str], None]) -> None:
+        """Be told what this incarnation of a server does, as long as it lives. fail: is called with what is wrong."""
         take, go_on = server.take, server.go_on
 
         def watched(message: Any) -> Handled:
@@ -76,7 +76,8 @@ class Account:
 
         def judge(look: Any, *told: Any) -> None:
             try:
-                look(server, *told)
+                if lives():
+                    look(server, *told)
             except (AssertionError, KeyError) as error:
                 fail(f"{server.name}: {error!r} as it was told {told!r:.200}")
 

@@ -49,6 +49,8 @@ async def is_cut_off(world: World) -> None:
 async def is_slow(world: World) -> None:
     """Every message takes far longer for a while."""
     world.network.slowness = world.random.choice([5.0, 50.0])
+    for name in REGIONS if world.network.slowness > 5.0 else ():  # a goodbye takes longer than a server lingers
+        world.disturb(name)
     await asyncio.sleep(60.0)
     world.network.slowness = 1.0
 

@@ -185,9 +185,13 @@ class World:
 
     def cut(self, below: str, above: str, seconds: float) -> None:
         """Let nothing pass for so long between a region or a worker and the server above it."""
-        self.disturbed |= {below, *REGIONS.get(below, ())}
+        self.disturb(below)
         self.note(below, f"is cut off from {above} for {seconds:g} s")
         self.network.cut(below, above, seconds)
+
+    def disturb(self, name: str) -> None:
+        """The run may give up this process, and those that depend on it: it may end without them."""
+        self.disturbed |= {each for each in self.processes if site(name) in (site(each), HOME.get(each))}
 
     def start(self, name: str) -> None:
         process = self.processes[name]
@@ -202,7 +206,7 @@ class World:
         if process.task is None or process.ended:
             return False
         process.deaths += 1
-        self.disturbed |= {each for each in self.processes if site(each) == site(name)} | {*REGIONS.get(site(name), ())}
+        self.disturb(name)
         self.note(name, "loses power" if power_lost else "is killed")
         self.network.lose_process(name)
         self.network.servers.pop(self.addresses.get(name, ""), None)
@@ -225,8 +229,8 @@ class World:
         server, _, shard_number = name.partition(".shard-")
         number = int(shard_number) if shard_number else None
         setup = ServerSetup(self.run_config, self.cluster, server, folder, number, launch="one")
-        process.events = _Events(self, name)
-        events: EventLog = process.events  # type: ignore[assignment]
+        log = process.events = _Events(self, name)
+        events: EventLog = log  # type: ignore[assignment]
         incarnation = uuid.uuid4().hex
 
         def build() -> Server:
@@ -243,7 +247,7 @@ class World:
                 recovered = _recovered(setup, events, build, begin_server)
                 if process.expected is not None:
                     self._compare(name, process.expected, durable(recovered.server))
-                self.account.watch(recovered.server, self.faults.append)
+                self.account.watch(recovered.server, lambda: log.alive, self.faults.append)
                 kind = ServerHost if name == GLOBAL else RegionServerHost
                 monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
                 process.host = kind(setup, recovered, events, monitor, None)
