@@ -55,7 +55,7 @@ MODEL = {**TINY, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "nu
 
 @cache
 def _configs(
-    rule: str, train_samples: int, shards: tuple[str, ...] = (), **settings: Any
+    rule: str, train_samples: int, shards: tuple[str, ...] = (), keep: int = 2, **settings: Any
 ) -> tuple[RunConfig, ClusterConfig]:
     raw = {
         "name": "tiny",
@@ -64,7 +64,7 @@ def _configs(
         "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
         "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
         "outer": outer(rule, **settings).model_dump(by_alias=True, mode="json"),
-        "checkpoint": {"every_minutes": 0.2},
+        "checkpoint": {"every_minutes": 0.2, "keep": keep},
         "monitor": {"enabled": False},
     }
     host, ports = [{"host": "localhost", "slots": 1}], itertools.count(101)

@@ -34,21 +34,21 @@ def replayed(run: FaultyRun, site: str) -> ServerReplay:
         return any_server(config, cluster, site, remote_shards(config, cluster, site))
 
     coordinator = Written(
-        build, partial(begin_server, run=config), _segments(run, site, KINDS), _snapshots(run, site)
+        build, partial(begin_server, run=config), segments(run, site, KINDS), snapshots(run, site)
     )
     shards = [
         Written(
             partial(shard_server, config, cluster, site, index),
             partial(begin_shard, run=config),
-            _segments(run, name, JOURNALED),
-            _snapshots(run, name),
+            segments(run, name, JOURNALED),
+            snapshots(run, name),
         )
         for index, name in enumerate(run.shards[site])
     ]
     return ServerReplay(coordinator, shards)
 
 
-def _segments(run: FaultyRun, name: str, kinds: tuple[type, ...]) -> Iterator[tuple[int, Iterator[Any]]]:
+def segments(run: FaultyRun, name: str, kinds: tuple[type, ...]) -> Iterator[tuple[int, Iterator[Any]]]:
     """(number, messages) of each segment of the journal. Each is read in a folder of its own, because the journal's
     reader refuses gaps, and the first segment may be missing: it ends before a new server listens, so that the server
     may drop it before it was linked into the archive.
@@ -75,7 +75,7 @@ def _copy(path: Path, folder: Path) -> None:
     (folder / path.name).write_bytes(path.read_bytes())
 
 
-def _snapshots(run: FaultyRun, name: str) -> dict[int, partial[Snapshot]]:
+def snapshots(run: FaultyRun, name: str) -> dict[int, partial[Snapshot]]:
     """By the segment of the journal that follows each."""
     paths = (run.archive / name / "snapshots").iterdir()
     return {checked_meta((path / META).read_bytes())["meta"]["segment"]: partial(_read, path) for path in paths}

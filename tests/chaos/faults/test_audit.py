@@ -3,108 +3,126 @@ left, and finds what was damaged in it afterwards."""
 
 from __future__ import annotations
 
-import random
+import asyncio
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from grpc import aio
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import codec_config
+from geotrain.config import codec_config, shard_name
 from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
 from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage.frozen_state import FrozenState
-from geotrain.net.storage.recovery import Restarted, begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.journal import Journal
+from geotrain.net.storage.recovery import KINDS, begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import Snapshot, SnapshotStore
 from geotrain.outer.messages import Answer, AnswerWanted, Join, UpdatePart
 from geotrain.outer.server.server import identity_of
-from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.protocol import Apply, Freeze, HeldPart
 from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.parameter_map import parameter_map_of
-from tests.chaos.faults.audit import accounts
+from tests.chaos.faults.audit import accounts, segments, snapshots
 from tests.chaos.faults.replay import ServerReplay, Written
 from tests.chaos.faults.runner import FaultyRun
 from tests.chaos.faults.world import make_world
-from tests.support.outer_configs import outer_config
-from tests.support.recorded_world import thawed
-from tests.support.remote_shards_world import Double, FarShard, FarWorld
-from tests.support.specified_world import REGIONS
+from tests.simulation.network import site as site_of
+from tests.simulation.worker import REGIONS
+from tests.simulation.world import SHARDS, World, operate
 
-Kept = list[tuple[Any, list[Any]]]  # snapshots, each with the journal that follows it
+Kept = list[tuple[Snapshot, list[Any]]]  # snapshots, each with the journal that follows it
+
+
+def read(run: Any, name: str) -> Kept:
+    """All that a process has written, of which nothing was dropped."""
+    kept, saved = list[tuple[Snapshot, list[Any]]](), snapshots(run, name)
+    for number, messages in segments(run, name, JOURNALED if ".shard-" in name else KINDS):
+        if number in saved:
+            kept.append((saved[number](), list(messages)))
+        elif kept:  # the snapshot before it failed
+            kept[-1][1].extend(messages)
+    return kept
 
 
 def written(build: Callable[[], Any], kept: Kept) -> Written[Any]:
-    def snapshot(number: int, saved: Any) -> Snapshot:
-        tensors, state = thawed(saved)
-        return Snapshot(number, tensors, {"state": state})
+    def snapshot(number: int) -> Snapshot:
+        saved = kept[number - 1][0]
+        return replace(saved, tensors={n: t.clone() for n, t in saved.tensors.items()}, meta=deepcopy(saved.meta))
 
-    journals = enumerate((journal for _, journal in kept), 1)
-    segments = [(n, [Restarted() if message is None else message for message in journal]) for n, journal in journals]
-    snapshots = {n: partial(snapshot, n, saved) for n, (saved, _) in enumerate(kept, 1)}
-    return Written(build, lambda machine: machine.load(*thawed(kept[0][0])), segments, snapshots)
+    def begin(machine: Any) -> None:
+        machine.load(snapshot(1).tensors, snapshot(1).meta["state"])
+
+    journals = [(number, messages) for number, (_, messages) in enumerate(kept, 1)]
+    return Written(build, begin, journals, {number: partial(snapshot, number) for number, _ in journals})
 
 
 class Server:
-    """A record of all that a server's processes have ever written, as lists of its own, to be damaged."""
+    """A record of all that a server's processes have ever written, to be damaged."""
 
-    def __init__(self, double: Double) -> None:
-        self.double = double
-        self.coordinator: Kept = [(saved, list(journal)) for saved, journal in double.written]
-        self.shards: list[Kept] = [[(s, list(journal)) for s, journal in v.written] for v in double.processes]
+    def __init__(self, world: World, kept: dict[str, Kept], site: str) -> None:
+        self.world, self.site = world, site
+        names = [shard_name(site, i) for i in range(SHARDS)]
+        self.coordinator, *self.shards = [[(s, list(m)) for s, m in kept[name]] for name in (site, *names)]
 
     def audited(self) -> ServerReplay:
-        double, far = self.double, self.double.far
+        run, cluster, site = self.world.run_config, self.world.cluster, self.site
 
         def build() -> Any:
-            shards = RemoteShards(double.world.shape, double.shards, far.up, far.changes)
-            return double.world.build_with(double.name, shards)
-
-        def build_shard(process: FarShard) -> ShardServer:
-            return process.build()
+            return any_server(run, cluster, site, remote_shards(run, cluster, site))
 
         shards = [
-            written(partial(build_shard, v), kept) for v, kept in zip(double.processes, self.shards, strict=True)
+            written(partial(shard_server, run, cluster, site, i), kept) for i, kept in enumerate(self.shards)
         ]
         return ServerReplay(written(build, self.coordinator), shards)
 
 
+async def lives_and_deaths(world: World) -> None:
+    """Every process dies twice; all of a server's write snapshots now and then. The run is cut short."""
+    for name in [*world.addresses] * 2:
+        await world.network.messages(20)
+        world.kill(name, power_lost=world.random.random() < 0.5)
+        await asyncio.sleep(1.0)
+        world.start(name)
+        await asyncio.sleep(5.0)
+        with suppress(aio.AioRpcError):
+            await operate(world, "snapshot", server=site_of(name))
+    await world.network.messages(40)
+    world.faults.append("enough")
+
+
 @pytest.fixture(scope="module")
-def world() -> FarWorld:
-    """Two regions and their global server have lived, died and written snapshots."""
-    config = outer_config(
-        "halos", up=codec_config("int8"), down=codec_config("int4"), local_steps=2, updates_per_send=2
-    )
-    world, dice = FarWorld(config, 400, 1, chunk_elements=20), random.Random(3)
-    for name in world.workers:
-        world.join(name, anew=True)
-    for turn in range(45):
-        name = dice.choice(list(world.workers))
-        region = world.workers[name].region
-        world.ask(name)
-        world.deliver_leases(region)
-        if world.present(name):
-            world.train(name)
-        world.deliver_update(region)
-        world.pull(region)
-        if turn % 9 == 0:
-            world.restart(dice.choice([GLOBAL, *REGIONS]))
-        if turn % 7 == 0:
-            world.snapshot(dice.choice([GLOBAL, *REGIONS]))
-        if turn % 13 == 0:
-            world.join(name, anew=True)
-    return world
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Server]:
+    """Two regions and their global server, with their shards, have lived, died and written snapshots."""
+    folder = tmp_path_factory.mktemp("life")
+    settings: Any = {"up": codec_config("int8"), "down": codec_config("int4"), "keep": 1000}
+    world = World(3, folder, train_samples=1200, shards=(GLOBAL, *REGIONS), **settings)
+    unseen = patch.object(world.account, "adopts", lambda *_: None)  # codecs of payloads from shard to shard
+    with patch.object(Journal, "drop_before", lambda *_: None), unseen:
+        world.play(lives_and_deaths, 2_000.0)
+    assert world.faults == ["enough"]
+    for name in world.addresses:
+        place = world.processes[name].folder
+        assert place is not None
+        (folder / "archive").mkdir(exist_ok=True)
+        (folder / "archive" / name).symlink_to(place)
+    run = SimpleNamespace(archive=folder / "archive", run=world.run_config)
+    return partial(Server, world, {name: read(run, name) for name in world.addresses})
 
 
 @pytest.mark.parametrize("site", [GLOBAL, *REGIONS])
-def test_what_lives_and_deaths_leave_is_whole(world: FarWorld, site: str) -> None:
-    found = Server(world.doubles[site]).audited()
+def test_what_lives_and_deaths_leave_is_whole(servers: Callable[[str], Server], site: str) -> None:
+    found = servers(site).audited()
     assert found.mismatches == []
     assert (
         len(found.coordinator.applied) > 10 and found.coordinator.snapshots > 1 and found.coordinator.recoveries > 0
@@ -124,11 +142,11 @@ def place(kept: Kept, kind: type, number: int = 3, like: Callable[[Any], bool] =
 
 
 def flip_an_element(server: Server) -> None:
-    (tensors, meta), journal = server.shards[0][2]
-    name = next(name for name in sorted(tensors) if name.endswith(".x"))
-    flipped = tensors[name].clone()
+    saved, journal = server.shards[0][2]
+    name = next(name for name in sorted(saved.tensors) if name.endswith(".x"))
+    flipped = saved.tensors[name].clone()
     flipped.view(torch.int32)[0] ^= 1  # the last bit of the first element
-    server.shards[0][2] = ({**tensors, name: flipped}, meta), journal
+    server.shards[0][2] = replace(saved, tensors={**saved.tensors, name: flipped}), journal
 
 
 def leave_a_command_out(server: Server) -> None:
@@ -149,25 +167,26 @@ def give_a_command_late(server: Server) -> None:
     journal.insert(i + 1, command)
 
 
-def lose_a_payload(server: Server) -> None:
+def put_for_a_payload(server: Server, become: Callable[[UpdatePart], list[UpdatePart]]) -> None:
+    """Put other messages in place of one with payloads, wherever it was said."""
     at, i = place(server.shards[0], UpdatePart)
-    part = at[i]
-    for _, journal in server.shards[0]:  # a segment may begin with it once more
-        journal[:] = [
-            m
-            for m in journal
-            if not (
-                isinstance(m, UpdatePart)
-                and (m.member, m.sequence, m.part) == (part.member, part.sequence, part.part)
-            )
-        ]
+    key = at[i].member, at[i].sequence, at[i].part
+    for _, journal in server.shards[0]:
+        here = [isinstance(m, UpdatePart) and (m.member, m.sequence, m.part) == key for m in journal]
+        journal[:] = [each for m, found in zip(journal, here, strict=True) for each in (become(m) if found else [m])]
+
+
+def lose_a_payload(server: Server) -> None:
+    put_for_a_payload(server, lambda part: [])
 
 
 def change_a_payload(server: Server) -> None:
-    journal, i = place(server.shards[0], UpdatePart)
-    delta, *others = journal[i].deltas
-    payload = bytes([delta.payload[0] ^ 1, *delta.payload[1:]])
-    journal[i] = replace(journal[i], deltas=(replace(delta, payload=payload), *others))
+    def changed(part: UpdatePart) -> list[UpdatePart]:
+        delta, *others = part.deltas
+        payload = bytes([delta.payload[0] ^ 1, *delta.payload[1:]])
+        return [replace(part, deltas=(replace(delta, payload=payload), *others))]
+
+    put_for_a_payload(server, changed)
 
 
 def lose_an_update(server: Server) -> None:
@@ -195,25 +214,25 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_the_audit_finds(world: FarWorld, damage: Callable[[Server], None]) -> None:
+def test_the_audit_finds(servers: Callable[[str], Server], damage: Callable[[Server], None]) -> None:
     site, told = DAMAGE[damage]
-    server = Server(world.doubles[site])
+    server = servers(site)
     damage(server)
     found = server.audited()
     assert any(re.search(told, text) for _, text in found.mismatches), found.mismatches
 
 
-def test_an_update_whose_payload_is_lost_counts_as_lost(world: FarWorld) -> None:
-    server = Server(world.doubles["us"])
+def test_an_update_whose_payload_is_lost_counts_as_lost(servers: Callable[[str], Server]) -> None:
+    server = servers("us")
     whole = server.audited().coordinator.applied
     lose_a_payload(server)
     left = server.audited().coordinator.applied
     assert len(left) == len(whole) - 1
 
 
-def test_what_a_shard_has_not_executed_yet_is_given_to_it(world: FarWorld) -> None:
+def test_what_a_shard_has_not_executed_yet_is_given_to_it(servers: Callable[[str], Server]) -> None:
     """The payloads are on its disk: it comes to the state of the others."""
-    server = Server(world.doubles["us"])
+    server = servers("us")
     whole = server.audited().shards[0].now.state()
     lack_the_last_commands(server)
     found = server.audited()
