@@ -33,6 +33,7 @@ from geotrain.outer.shards.remote import RemoteShards
 from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, numel, scatter
 from geotrain.staging.interface import from_bytes
+from tests.support.recorded_world import check_shards
 from tests.support.specification import Specification, Vector, close
 
 
@@ -55,7 +56,11 @@ class Account:
         self.codec = make_codec(config.local)
         self.deltas: dict[tuple[str, str, int], dict[int, Tensor]] = {}  # worker, incarnation, sequence → by chunk
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
-        self.was: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)  # region, fragment → all weights that it has had
+        self.late: set[int] = (
+            set()
+        )  # samples that came back when all other workers had been told that they are finished
+        # region, fragment → all weights that it has had
+        self.was: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
 
     def watch(self, server: Server, lives: Callable[[], bool], fail: Callable[[str], None]) -> None:
         """Be told what this incarnation of a server does, as long as it lives. fail: is called with what is wrong."""
@@ -72,6 +77,7 @@ class Account:
         def went_on() -> Handled:
             handled = go_on()
             judge(self._sent, handled.sends)
+            judge(check_shards)
             return handled
 
         def judge(look: Any, *told: Any) -> None:
@@ -128,8 +134,7 @@ class Account:
             case Leave():
                 self._back(top, message.member)
             case Release() if not top.rule.in_rounds:
-                for number in message.leases:
-                    ledger.given_back(number)
+                self._given_back(top, message.leases)
             case LeaseRequest() if isinstance(reply, Lease):
                 ledger.granted(reply)
         if isinstance(message, UpdatePart | Trained):
@@ -143,9 +148,17 @@ class Account:
     def _back(self, top: Any, member: str, but: tuple[int, ...] = ()) -> None:
         """What the member held goes to others."""
         ledger = self.spec.ledger
-        for number in ledger.open - set(but) if not top.rule.in_rounds else ():
-            if ledger.leases[number].worker in self.regions[member]:
-                ledger.given_back(number)
+        if not top.rule.in_rounds:
+            open_now = ledger.open - set(but)
+            self._given_back(top, [n for n in open_now if ledger.leases[n].worker in self.regions[member]])
+
+    def _given_back(self, top: Any, numbers: Iterable[int]) -> None:
+        workers = {worker for names in self.regions.values() for worker in names}
+        for number in numbers:
+            self.spec.ledger.given_back(number)
+            lease = self.spec.ledger.leases[number]
+            if workers - {lease.worker} <= top.lease_table.dismissed.keys():
+                self.late.update(range(lease.start, lease.start + lease.samples))
 
     def _region_took(self, region: Any, message: Any, reply: Any) -> None:
         if isinstance(message, Welcome):

@@ -20,11 +20,11 @@ from geotrain.net.server.shard_host import ShardHost
 from geotrain.outer.events import UpdateApplied
 from geotrain.outer.messages import Lease
 from tests.simulation.worker import HOME, REGIONS
-from tests.simulation.world import World, operate
+from tests.simulation.world import World, durable, operate
 
 MEMORY = Path("/dev/shm")  # where there is one, files of a life cost no disk
 SAMPLES = (12, 24, 36)  # of a run: whole rounds
-WITHIN_S = 2_000.0  # virtual; a region that is cut off counts as dead after 60 s
+WITHIN_S = 700.0  # virtual; a region that is cut off counts as dead after 60 s
 SERVERS = (GLOBAL, *REGIONS)
 LINKS = [*((r, GLOBAL) for r in REGIONS), *HOME.items()]
 
@@ -33,17 +33,18 @@ LINKS = [*((r, GLOBAL) for r in REGIONS), *HOME.items()]
 
 
 async def dies(world: World) -> None:
-    """A process is killed, or its machine loses power; it is started again a while later."""
-    name = world.random.choice([*world.addresses, *world.addresses, *HOME])
+    """One process is killed, or two, or their machine loses power; they are started again a while later."""
+    names = world.random.sample([*world.addresses, *HOME], world.random.choice([1, 1, 2]))
     await world.network.messages(world.random.randint(1, 60))
-    if world.kill(name, power_lost=name not in HOME and world.random.random() < 0.5):
-        await asyncio.sleep(world.random.choice([0.1, 0.1, 1.0, 5.0, 30.0, 90.0]))
+    dead = [n for n in names if world.kill(n, power_lost=n not in HOME and world.random.random() < 0.5)]
+    for name in dead:
+        await asyncio.sleep(world.random.choice([0.1, 0.1, 1.0, 5.0, 40.0, 90.0]))
         world.start(name)
 
 
 async def is_cut_off(world: World) -> None:
     """Nothing passes over a link for a while."""
-    world.cut(*world.random.choice(LINKS), world.random.choice([0.5, 5.0, 20.0, 90.0]))
+    world.cut(*world.random.choice(LINKS), world.random.choice([0.5, 5.0, 40.0, 90.0]))
 
 
 async def is_slow(world: World) -> None:
@@ -99,10 +100,10 @@ KINDS: list[Kind] = [
 
 
 async def befall(world: World) -> None:
-    """Let up to ten things befall the run, some of them at the same time."""
+    """Let up to fourteen things befall the run, some of them at the same time."""
     happening = []
-    for _ in range(world.random.randint(0, 10)):
-        await asyncio.sleep(world.random.expovariate(1 / 2.5))
+    for _ in range(world.random.randint(0, 14)):
+        await asyncio.sleep(world.random.expovariate(1 / 2.0))
         happening.append(asyncio.ensure_future(world.random.choice(KINDS)(world)))
     await asyncio.gather(*happening)
 
@@ -130,7 +131,8 @@ def violations(world: World) -> list[str]:
     assert top is not None
     leases = top.server.lease_table  # type: ignore[attr-defined]
     samples = world.run_config.data.train_samples
-    if leases.committed_samples != samples or leases.open or leases.pool:
+    left = {start + i for start, size in leases.pool for i in range(size)}
+    if leases.committed_samples + len(left) != samples or leases.open or not left <= world.account.late:
         found.append(
             f"{leases.committed_samples} of {samples} samples are committed; out: {leases.open} {leases.pool}"
         )
@@ -141,8 +143,11 @@ def violations(world: World) -> list[str]:
 
 
 def digest(world: World) -> str:
-    """A fingerprint of all that happened, and when."""
-    told = repr(world.record).replace(str(world.folder), "")  # a path in an error's text
+    """A fingerprint of all that happened, and when, and of what the servers hold at last."""
+    hosts = [process.host for process in world.processes.values() if process.host is not None]
+    told = repr((world.record, [durable(host.server) for host in hosts])).replace(
+        str(world.folder), ""
+    )  # a path in an error's text
     return hashlib.sha256(told.encode()).hexdigest()
 
 

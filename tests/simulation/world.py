@@ -49,7 +49,7 @@ from tests.simulation.worker import HOME, REGIONS, SimulatedWorker
 from tests.support.net_worlds import TINY, outer
 
 SHARDS = 2  # of a server that has some in processes of their own
-LEAVE_S = 1_000.0  # after the global server's end, those who were never disturbed have ended within this time
+LEAVE_S = 300.0  # after the global server's end, those who were never disturbed have ended within this time
 MODEL = {**TINY, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 
 

@@ -33,9 +33,7 @@ def replayed(run: FaultyRun, site: str) -> ServerReplay:
         """Make the server that `geotrain serve` makes, without state."""
         return any_server(config, cluster, site, remote_shards(config, cluster, site))
 
-    coordinator = Written(
-        build, partial(begin_server, run=config), segments(run, site, KINDS), snapshots(run, site)
-    )
+    coordinator = Written(build, partial(begin_server, run=config), segments(run, site, KINDS), snapshots(run, site))
     shards = [
         Written(
             partial(shard_server, config, cluster, site, index),

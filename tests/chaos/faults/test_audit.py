@@ -81,9 +81,7 @@ class Server:
         def build() -> Any:
             return any_server(run, cluster, site, remote_shards(run, cluster, site))
 
-        shards = [
-            written(partial(shard_server, run, cluster, site, i), kept) for i, kept in enumerate(self.shards)
-        ]
+        shards = [written(partial(shard_server, run, cluster, site, i), kept) for i, kept in enumerate(self.shards)]
         return ServerReplay(written(build, self.coordinator), shards)
 
 
