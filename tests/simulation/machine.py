@@ -25,7 +25,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network
 
-FRAME_BYTES = 1024  # so that transfers have several frames, and can break between them
+FRAME_BYTES = 512  # so that transfers have several frames, and can break between them
 REGION_SILENT_S, WORKER_SILENT_S = 60.0, 25.0  # shorter than in the product: while all wait, nothing can break
 
 
