@@ -17,7 +17,7 @@ from grpc import aio
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.server.shard_host import ShardHost
-from geotrain.outer.events import UpdateApplied
+from geotrain.outer.events import UpdateApplied, UpdateStage
 from geotrain.outer.messages import Lease
 from tests.simulation.worker import HOME, REGIONS
 from tests.simulation.world import World, durable, operate
@@ -40,6 +40,17 @@ async def dies(world: World) -> None:
     for name in dead:
         await asyncio.sleep(world.random.choice([0.1, 0.1, 1.0, 5.0, 40.0, 90.0]))
         world.start(name)
+
+
+async def dies_half_way(world: World) -> None:
+    """A region dies when it has a part of an update, and not the other: the first three times that it has."""
+    for _ in range(3):
+        begun = len(world.record)
+        while not any(isinstance(what, UpdateStage) and what.stage == "arrived" for *_, what in world.record[begun:]):
+            await world.network.messages(1)
+        world.kill("eu")
+        await asyncio.sleep(1.0)
+        world.start("eu")
 
 
 async def is_cut_off(world: World) -> None:
@@ -171,12 +182,12 @@ def settings_of(seed: int) -> dict[str, Any]:
     return drawn_settings | ({"ledger": False} if rule == "published" else {})
 
 
-def live(seed: int) -> World:
-    """Play the life of that seed to its end."""
+def live(seed: int, work: Kind = befall) -> World:
+    """Play the life of that seed to its end. work: what befalls it."""
     folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
     try:
         world = World(seed, folder, **settings_of(seed))
-        world.play(befall, WITHIN_S)
+        world.play(work, WITHIN_S)
         return world
     finally:
         shutil.rmtree(folder)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.simulation.lives import digest, live, violations
+from tests.simulation.lives import dies_half_way, digest, live, settings_of, violations
 
 ROOT = Path(__file__).parents[2]
 TOLD = """
@@ -19,10 +20,17 @@ print(*(digest(live(int(seed))) for seed in sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
-def test_every_life_ends_and_loses_nothing(first: int) -> None:
-    for seed in range(first, first + 10):
+# The last are the first that find faults of `tests/mutants` which those before do not.
+@pytest.mark.parametrize("seeds", [range(10), range(10, 20), range(20, 30), [*range(30, 40), 125]])
+def test_every_life_ends_and_loses_nothing(seeds: Sequence[int]) -> None:
+    for seed in seeds:
         assert violations(live(seed)) == [], f"python -m tests.simulation --seed {seed} --lives 1 --trace"
+
+
+def test_a_part_that_a_dead_server_had_is_sent_again() -> None:
+    seed = next(seed for seed in range(40) if settings_of(seed)["shards"] == ())
+    world = live(seed, dies_half_way)
+    assert violations(world) == [] and world.processes["eu"].deaths == 3
 
 
 @pytest.mark.long("geotrain/net", "geotrain/outer", "tests/simulation")
