@@ -21,7 +21,7 @@ print(*(digest(live(int(seed))) for seed in sys.argv[1:]))
 
 
 # The last are the first that find faults of `tests/mutants` which those before do not.
-@pytest.mark.parametrize("seeds", [range(10), range(10, 20), range(20, 30), [*range(30, 40), 125]])
+@pytest.mark.parametrize("seeds", [range(10), range(10, 20), range(20, 30), [*range(30, 40), 85]])
 def test_every_life_ends_and_loses_nothing(seeds: Sequence[int]) -> None:
     for seed in seeds:
         assert violations(live(seed)) == [], f"python -m tests.simulation --seed {seed} --lives 1 --trace"
