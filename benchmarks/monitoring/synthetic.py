@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 
-from geotrain.monitor.events import Found, Lost, MemberSampled, Record, Recovery, ServerSampled, SnapshotWritten
+from geotrain.monitor.events import LivenessChanged, MemberSampled, Record, Recovery, ServerSampled, SnapshotWritten
 from geotrain.monitor.history import Facts
 from geotrain.outer.events import Event, Joined, UpdateApplied, ValidationDone
 
@@ -39,7 +39,9 @@ def synthetic_events(facts: Facts, end_s: float, hours: float, seed: int = 0) ->
     lost: set[str] = set()
     yield Record(begin_s, "global", Recovery(0))
     for name in names:
-        yield Record(begin_s + rng.random() * 5, "global", Joined(name, 0, f"{name}-1"))
+        joined_s = begin_s + rng.random() * 5
+        yield Record(joined_s, "global", Joined(name, 0, f"{name}-1"))
+        yield Record(joined_s, "global", LivenessChanged(name, "up", 0.0))
     seconds = int(hours * 3600)
     for second in range(10, seconds, 5):
         at_s, share = begin_s + second, second / seconds
@@ -52,7 +54,8 @@ def synthetic_events(facts: Facts, end_s: float, hours: float, seed: int = 0) ->
                 totals[name] += 0 if name in lost else int(SAMPLE_S * 9e6)
                 yield Record(at_s, "global", _sample(rng, name, totals[name], name in lost))
             if i % 16 == 5 and rng.random() < 5 / 3600:
-                event: Event = Found(name, 240.0) if name in lost else Lost(name, 6.0)
+                back = name in lost
+                event: Event = LivenessChanged(name, "up" if back else "cut off", 240.0 if back else 6.0)
                 lost.symmetric_difference_update({name})
                 yield Record(at_s, "global", event)
         if second % 1800 == 0:

@@ -2,7 +2,7 @@
 import { followPointer, lossChart, smoothed } from "./chart.js";
 import { PARTS, PART_COLOURS, PART_WORDS, bytes, clock, count, day, described, dot } from "./format.js";
 import { hideTip, markup, percent, showTip, span } from "./format.js";
-import { mapHeight, worldMap } from "./map.js";
+import { isGone, mapHeight, worldMap } from "./map.js";
 import { isSlow, memberRows, paces } from "./members.js";
 import { markList, timeline } from "./timeline.js";
 
@@ -58,6 +58,7 @@ function show() {
   const sizes = [plural(names.length, levels), plural(state.facts.fragments.length, "fragment")];
   put("facts", markup`${[`${count(state.facts.parameters)} parameters`, ...sizes].join(" · ")}`);
   health(state, 0);
+  put("waits", state.waits.slice(0, 8).map((w) => markup`<li>waits for ${w.whom ? markup`<b>${w.whom}</b>: ` : ""}${w.text} <i>${span(state.now_s - w.since_s)}</i></li>`).join(""));
   put("figures", figures(state).join(""));
   const width = Math.max(280, $("map").parentElement.clientWidth - 36);
   const height = mapHeight(state.members, width);
@@ -81,13 +82,14 @@ function pill(kind, text) {
 }
 
 function health(state, late_ms) {
-  const [lost, away, left] = ["lost", "away", "left"].map((s) => state.members.filter((m) => m.state === s));
+  const [away, left] = ["away", "left"].map((s) => state.members.filter((m) => m.state === s));
+  const lost = state.members.filter(isGone);
   const pace = paces(state);
   const slow = state.members.filter((m) => isSlow(pace.get(m.name)));
   const refused = state.members.filter((m) => m.refused);
   if (late_ms > 4000) return pill("bad", `the global server has not answered for ${span(late_ms / 1000)}; this is what was known`);
   if (left.length === state.members.length) return pill("good", state.tokens >= state.facts.target_tokens ? "finished: all tokens are trained" : "ended: all have left");
-  if (lost.length) return pill("bad", `${list(lost)} lost for ${span(state.now_s - Math.min(...lost.map((m) => m.since_s)))}; ${up(state)} go on`);
+  if (lost.length) return pill("bad", `${list(lost)} ${lost[0].state} for ${span(state.now_s - Math.min(...lost.map((m) => m.since_s)))}; ${up(state)} go on`);
   if (state.server && state.server.disk_total_bytes && state.server.disk_free_bytes < 0.05 * state.server.disk_total_bytes) {
     return pill("bad", `the global server's disk is nearly full: ${bytes(state.server.disk_free_bytes)} left`);
   }

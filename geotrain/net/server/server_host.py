@@ -119,14 +119,13 @@ class ServerHost(ProcessHost[Server]):
             self._traffic,
             self.tcp_counters.total,
             self.setup.run.monitor.sample_s,
-            rpc.REGION_BEAT_S if self.server.member_role == "region" else rpc.BEAT_S,
         )
         if self.uploader is not None:  # goes on beyond these, for the copy of the last snapshot
             self.uploading = asyncio.ensure_future(self.uploader.run())
         works = [self._snapshots(), self._write_traffic(), self._until_finished()]
         if self.shards is not None:
             works.append(self.shards.until_lost())
-        return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
+        return [*works, self.sampler.run()]
 
     async def _until_over(self) -> None:
         try:
