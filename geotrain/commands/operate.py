@@ -20,7 +20,7 @@ from geotrain.common.files import try_lock
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.launcher import OUTCOME
-from geotrain.launch.terminal import Eta, Status, addresses, ask, draw, headline, last_words, share_of
+from geotrain.launch.terminal import Eta, Status, addresses, ask, draw, headline, last_seen, last_words, share_of
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.grpc_client import Unreachable
@@ -42,7 +42,8 @@ class RunState(IntEnum):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment. statuses: by site, what each server says, or last said. reason: of a failure."""
+    """A run at one moment. statuses: by site, what each server says, or last said; then it has `as_of`, unless it
+    ended. reason: of a failure."""
 
     state: RunState
     reason: str
@@ -51,7 +52,7 @@ class RunStatus:
     @property
     def headline(self) -> str:
         top = self.statuses.get(GLOBAL, {})
-        running = self.state is RunState.RUNNING and "phase" in top
+        running = self.state is RunState.RUNNING
         return headline(top, top["phase"] if running else self.state.name.lower(), self.reason)
 
     def as_json(self) -> dict[str, Any]:
@@ -92,11 +93,13 @@ class LiveRun:
 
     def see(self) -> RunStatus:
         """Ask all servers, and read what those that have ended left here. Raises CertificateError."""
-        live = ask(self.cluster, self.servers)
+        live, seen = ask(self.cluster, self.servers), last_seen(self.folder)
         words = last_words(self.folder, self.servers)
         outcome = json.loads(path.read_text()) if (path := self.folder / OUTCOME).exists() else None
         state, reason = judge(live.get(GLOBAL), words.get(GLOBAL), outcome, launcher_runs(self.folder))
-        return RunStatus(state, reason, {**words, **live})
+        if state is RunState.UNREACHABLE and live:
+            reason = f"the global server at {self.servers[GLOBAL]} does not answer, but {', '.join(live)}"
+        return RunStatus(state, reason, {**seen, **words, **live})
 
     def steer(self, what: str, region: str = "") -> str:
         """Steer the run through the global server; returns its phase then. Raises Refused, Unreachable,

@@ -19,7 +19,7 @@ from geotrain.monitor.events import (
     WaitsChanged,
 )
 from geotrain.monitor.history import Facts, History, facts
-from geotrain.outer.events import Event, Joined, Left, Steered, UpdateApplied, UpdateRefused, ValidationDone
+from geotrain.outer.events import Event, Joined, Steered, UpdateApplied, UpdateRefused, ValidationDone
 
 FACTS = Facts(
     "r", 10, 8, 8000, ("all",), {n: {"region": n, "workers": 1, "gbps": None, "rtt_ms": None} for n in "ab"}

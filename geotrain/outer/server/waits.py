@@ -71,7 +71,7 @@ def _of_members(status: Mapping[str, Any]) -> Iterator[Wait]:
     all_out = status.get("dispatched_samples", 0) >= status.get("train_samples", 1) and not status["returned_samples"]
     last = over or stopping or all_out
     for name, member in status["members"].items():
-        held, state = f"{member['leases']} leases", member["state"]
+        held, state = f"{member['leases']} lease{'s' * (member['leases'] != 1)}", member["state"]
         dead = f"after {status['silent_limit_s']:g} s without a sign of it"
         if state == Liveness.AWAY and not (over and member["phase"] == "new"):
             yield Wait("join", name, "its processes to join: start them, or see their logs")
