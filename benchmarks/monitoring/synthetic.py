@@ -49,7 +49,9 @@ def synthetic_events(facts: Facts, end_s: float, hours: float, seed: int = 0) ->
             if (second // 5 + i) % int(MERGE_S // 5) == 0 and name not in lost:
                 fragment = (second // 60) % FRAGMENTS
                 versions[fragment] += 1
-                yield Record(at_s, "global", _merge(rng, name, i, fragment, versions, share, int(rate * second)))
+                yield Record(
+                    at_s, "global", synthetic_merge(rng, name, i, fragment, versions, share, int(rate * second))
+                )
             if (second // 5 + i) % int(SAMPLE_S // 5) == 0:
                 totals[name] += 0 if name in lost else int(SAMPLE_S * 9e6)
                 yield Record(at_s, "global", _sample(rng, name, totals[name], name in lost))
@@ -73,7 +75,7 @@ def _loss(share: float) -> float:
     return 2.1 + 8.5 * math.exp(-9 * share) + 0.6 * math.exp(-1.5 * share)
 
 
-def _merge(
+def synthetic_merge(
     rng: random.Random, name: str, index: int, fragment: int, versions: list[int], share: float, tokens: int
 ) -> UpdateApplied:
     slow = index % 10 == 7

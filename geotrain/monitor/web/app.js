@@ -2,7 +2,7 @@
 import { followPointer, lossChart, smoothed } from "./chart.js";
 import { PARTS, PART_COLOURS, PART_WORDS, bytes, clock, count, day, described, dot } from "./format.js";
 import { hideTip, markup, percent, showTip, span } from "./format.js";
-import { isGone, mapHeight, worldMap } from "./map.js";
+import { isFew, isGone, mapHeight, worldMap } from "./map.js";
 import { isSlow, memberRows, paces } from "./members.js";
 import { markList, timeline } from "./timeline.js";
 
@@ -60,11 +60,13 @@ function show() {
   health(state, 0);
   put("waits", state.waits.slice(0, 8).map((w) => markup`<li>waits for ${w.whom ? markup`<b>${w.whom}</b>: ` : ""}${w.text} <i>${span(state.now_s - w.since_s)}</i></li>`).join(""));
   put("figures", figures(state).join(""));
+  const few = isFew(state.members);
+  document.querySelector("main").classList.toggle("few", few);
   const width = Math.max(280, $("map").parentElement.clientWidth - 36);
   const height = mapHeight(state.members, width);
   $("map").setAttribute("viewBox", `0 0 ${width} ${height}`); // it stays: its animations go on
   put("map", worldMap(state, width));
-  drawn = lossChart(known, names, view, Math.max(260, $("loss").clientWidth), window.innerWidth > 860 ? height : 300);
+  drawn = lossChart(known, names, view, Math.max(260, $("loss").clientWidth), window.innerWidth > 860 && !few ? height : 300);
   put("loss", drawn.markup);
   put("members", memberRows(state, ticks).join(""));
   put("timeline", timeline(state, marks, ticks, Math.max(260, $("timeline").clientWidth), view.period_s));
@@ -119,9 +121,10 @@ function figures(state) {
   const [upRate, downRate] = [0, 1].map((k) => rates.reduce((sum, r) => sum + r[k], 0));
   const training = state.members.filter((m) => m.state === "up" && m.shares.compute !== undefined);
   const busy = training.reduce((sum, m) => sum + m.shares.compute, 0) / Math.max(1, training.length);
-  const checked = known.validations.length ? `${known.validations[known.validations.length - 1][3].toFixed(3)} validated` : "";
+  const loss = (v) => (v < 1000 ? v.toFixed(3) : count(v));
+  const checked = known.validations.length ? `${loss(known.validations[known.validations.length - 1][3])} validated` : "";
   return [
-    figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", checked, trend(smooth)),
+    figure("loss", "Loss", smooth.length ? loss(smooth[smooth.length - 1]) : "–", checked, trend(smooth)),
     figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share),
     figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min"),
     figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : ""),

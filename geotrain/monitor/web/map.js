@@ -7,18 +7,20 @@ export const WORDS = { up: "training", away: "not here yet", left: "finished" };
 export const isGone = (m) => m.state === "lost" || m.state === "cut off";
 export const words = (m, now_s) => (isGone(m) ? `${m.state} for ${span(now_s - m.since_s)}` : WORDS[m.state] ?? m.state);
 const isMany = (members) => members.length > 12;
+export const isFew = (members) => members.length <= 2; // then all stand in one line, across the page
 
-export const mapHeight = (members, width) => (isMany(members) ? Math.min(width, 620) : Math.min(430, Math.max(200, width * 0.62)));
+export const mapHeight = (members, width) => (isFew(members) ? 136 : isMany(members) ? Math.min(width, 620) : Math.min(430, Math.max(200, width * 0.62)));
 
 export function worldMap({ members, facts, versions, now_s }, width) {
   const [of, many, height] = [members.length, isMany(members), mapHeight(members, width)];
-  const [cx, cy] = [width / 2, height / 2];
-  const rx = many ? Math.min(cx, cy) - 82 : Math.min(cx - 62, 300);
+  const cy = height / 2;
+  const rx = many ? Math.min(width / 2, cy) - 82 : Math.min(width / 2 - 62, 300);
+  const cx = width / 2 + (of === 1 ? rx / 2 : 0);
   const size = many ? Math.max(3, Math.min(11, (2.5 * rx) / of)) : 23;
   const ry = many ? rx : cy - size - 36;
   const peak = Math.max(1, ...members.flatMap((m) => [m.sent_bytes_per_s, m.received_bytes_per_s]));
   const placed = members.map((m, i) => {
-    const angle = (2 * Math.PI * i) / of - (of <= 2 ? Math.PI : Math.PI / 2); // two stand left and right
+    const angle = (2 * Math.PI * i) / of - (isFew(members) ? Math.PI : Math.PI / 2); // two stand left and right
     const [x, y] = [cx + rx * Math.cos(angle), cy + ry * Math.sin(angle)];
     const { gbps, rtt_ms } = facts.members[m.name];
     const lines = [`${m.name} — ${words(m, now_s)}`]; // its speed, time and rates are in its row below
