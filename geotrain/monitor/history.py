@@ -26,7 +26,7 @@ RATE_S = 120.0  # speeds are means over the last so many seconds
 
 # Event → kind of the mark that it leaves, the field that names the member, and the text.
 MARKS: dict[type[events.Event], tuple[str, str, Callable[[Any], str]]] = {
-    events.Recovery: ("start", "", lambda e: f"the global server started; {e.replayed} messages replayed"),
+    events.Recovery: ("start", "", lambda e: f"started; {e.replayed} messages of its journal replayed"),
     events.UpdateRefused: ("refused", "member", lambda e: e.reason[:200]),
     events.Quarantined: ("quarantined", "member", lambda e: f"quarantined: {e.reason[:200]}"),
     events.Unbanned: ("unbanned", "member", lambda e: "may come back"),
@@ -181,8 +181,8 @@ class History:
             case events.WaitsChanged():
                 self._waits = event.waits
             case events.Recovery():
-                for member in self._members.values():
-                    member.state = member.state if member.state == Liveness.LEFT else Liveness.AWAY
+                for each in self._members.values():
+                    each.state = each.state if each.state is Liveness.LEFT else Liveness.AWAY
                 self._waits = []
                 if self._phase == "stopping":  # it has stopped, and is resumed
                     self._phase = "running"

@@ -234,7 +234,7 @@ def test_a_quarantine_ends_after_its_time(begin):
     member = cluster.regions["eu"].server.members["b"]
     hands.passes(1, ("b", 0))
     hands.passes(599, ("b", 0))
-    assert member.quarantined
+    assert member.quarantined and hands.states()["b"] == "quarantined" and ("quarantine", "b") in hands.waits()
     with pytest.raises(Refused, match="b is quarantined after 1 refused updates"):
         cluster.joined("b", "life-2")
     hands.passes(1, ("b", 0))
