@@ -42,7 +42,7 @@ class FailureDetector:
         beat_s = rpc.REGION_BEAT_S if server_thread.server.member_role == "region" else rpc.BEAT_S
         self.missed_s = min(MISSED_BEATS * beat_s, silent_s)
         self.silent: set[str] = set()
-        self._heard: dict[str, tuple[str, dict[int, float]]] = {}  # member → its incarnation, and when, by rank
+        self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
         # Worker → its incarnation, its last update, whether it holds leases; and since when that is so.
         self._progress: dict[str, tuple[tuple[str, int, bool], float]] = {}
@@ -57,7 +57,7 @@ class FailureDetector:
 
     def heard(self, member: str, part: int) -> None:
         """Note that one rank made a call."""
-        self._ranks(member)[part] = self.clock()
+        self._heard_s[member, part] = self.clock()
 
     def judge(self, status: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Judge all members now. status: the server's. Returns by member its part of the status, with `state`, as
@@ -81,8 +81,7 @@ class FailureDetector:
         # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
         # members. That time does not count against them.
         if (late_s := now_s - due_s) > self.silent_s / 8:
-            for _, ranks in self._heard.values():
-                ranks.update({part: heard_s + late_s for part, heard_s in ranks.items()})
+            self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
             self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
         for name, member in list(self.server_thread.server.members.items()):
             # A quarantine's time is measured by this process, so it begins anew when the server is restarted.
@@ -129,14 +128,7 @@ class FailureDetector:
 
     def _last_s(self, name: str, member: Member, now_s: float) -> float:
         """Time when the member's most silent rank was last heard of. One that never was counts as heard of now."""
-        heard, joined = self._ranks(name), list(member.joined)
-        if joined:  # what was heard before any rank had joined says nothing of the ranks
-            heard.pop(NOBODY, None)
-        return min(heard.setdefault(part, now_s) for part in joined or [NOBODY])
-
-    def _ranks(self, name: str) -> dict[int, float]:
-        """When each rank of the member's present incarnation was last heard of; the ranks of others are forgotten."""
-        incarnation = self.server_thread.server.members[name].incarnation
-        if name not in self._heard or self._heard[name][0] != incarnation:
-            self._heard[name] = incarnation, {}
-        return self._heard[name][1]
+        ranks = [(name, part) for part in list(member.joined)] or [(name, NOBODY)]
+        if member.joined:
+            self._heard_s.pop((name, NOBODY), None)
+        return min(self._heard_s.setdefault(rank, now_s) for rank in ranks)

@@ -126,7 +126,7 @@ class ServerHost(ProcessHost[Server]):
         works = [self._snapshots(), self._write_traffic(), self._until_finished()]
         if self.shards is not None:
             works.append(self.shards.until_lost())
-        return [*works, self.sampler.run()]
+        return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
 
     async def _until_over(self) -> None:
         try:
