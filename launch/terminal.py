@@ -35,7 +35,7 @@ UNKNOWN = "–"
 ASK_S = 2.0  # how long one server may take to answer
 SEEN = "seen.json"  # in the run's folder: what servers said last to the launcher, for when they do not answer
 SEEN_EVERY_S = 30.0
-MOST_SHOWN = 8  # things that one server waits for
+MOST_SHOWN = 8  # waits, or members that are missing
 # Of several members' states the first one is shown.
 WORST = (
     *(Liveness.LOST, Liveness.CUT_OFF, Liveness.QUARANTINED, Liveness.STALLED),
@@ -145,14 +145,19 @@ def shard_lines(statuses: Mapping[str, Status]) -> list[str]:
     return found
 
 
+def waits_of(statuses: Mapping[str, Status]) -> list[dict[str, Any]]:
+    """List what the servers that answer wait for, the oldest first, each with its `server`."""
+    answering = {site: status for site, status in statuses.items() if "as_of" not in status}
+    found = [{"server": site, **wait} for site, status in answering.items() for wait in status.get("waits", ())]
+    return sorted(found, key=lambda wait: float(wait["since_s"]))
+
+
 def wait_lines(statuses: Mapping[str, Status], now_s: float) -> list[str]:
-    """Make a line for each thing that a server which answers waits for."""
+    """Make a line for each thing that servers wait for."""
     return [
-        f"{site} waits for {wait['whom'] + ': ' if wait['whom'] else ''}{wait['text']} "
-        f"(since {clock(max(0.0, now_s - wait['since_s']))})"
-        for site, status in statuses.items()
-        if "as_of" not in status
-        for wait in status.get("waits", ())[:MOST_SHOWN]
+        f"{wait['server']} waits for {wait['whom'] + ': ' if wait['whom'] else ''}{wait['text']} "
+        f"(for {clock(max(0.0, now_s - wait['since_s']))})"
+        for wait in waits_of(statuses)[:MOST_SHOWN]
     ]
 
 

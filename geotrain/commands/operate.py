@@ -20,7 +20,18 @@ from geotrain.common.files import try_lock
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.launcher import OUTCOME
-from geotrain.launch.terminal import Eta, Status, addresses, ask, draw, headline, last_seen, last_words, share_of
+from geotrain.launch.terminal import (
+    Eta,
+    Status,
+    addresses,
+    ask,
+    draw,
+    headline,
+    last_seen,
+    last_words,
+    share_of,
+    waits_of,
+)
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.grpc_client import Unreachable
@@ -56,7 +67,8 @@ class RunStatus:
         return headline(top, top["phase"] if running else self.state.name.lower(), self.reason)
 
     def as_json(self) -> dict[str, Any]:
-        return {"state": self.state.name.lower(), "reason": self.reason, "servers": dict(self.statuses)}
+        state, waits = self.state.name.lower(), waits_of(self.statuses)
+        return {"state": state, "reason": self.reason, "waits": waits, "servers": dict(self.statuses)}
 
 
 def judge(

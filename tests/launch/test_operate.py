@@ -72,9 +72,16 @@ def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
             wait_for(lambda: last_seen(tmp_path).get("global", {}).get("committed_samples"))
         region.send(signal.SIGKILL)
         told("running; eu cut off; 8.3% committed", "global waits for eu: the 1 lease that it holds")
+        assert [(w["server"], w["what"], w["whom"]) for w in run.see().as_json()["waits"]] == [
+            ("global", "lease", "eu")
+        ]
         site.servers[0].send(signal.SIGKILL)
         last = told("unreachable; 8.3% committed, 0:", " ago; no server answers", "no answer")
-        assert "waits for" not in last and run.see().as_json()["servers"]["global"]["as_of"] > 0
+        assert (
+            "waits for" not in last
+            and not run.see().as_json()["waits"]
+            and run.see().as_json()["servers"]["global"]["as_of"] > 0
+        )
         site.serve("eu", resume=True)
         told(
             f"the global server at {site.address('global')} does not answer, but eu", "eu waits for global: the link"

@@ -94,7 +94,7 @@ def test_how_a_region_is(top: dict[str, Any], own: dict[str, Any], said: str) ->
 def test_what_servers_that_answer_wait_for() -> None:
     waits = [{"whom": "us", "text": "its goodbye", "since_s": 40.0}, {"whom": "", "text": "room", "since_s": 99.0}]
     assert wait_lines({"global": {"waits": waits}, "eu": {"waits": waits, "as_of": 1.0}}, 100.0) == [
-        "global waits for us: its goodbye (since 1:00)", "global waits for room (since 0:01)"
+        "global waits for us: its goodbye (for 1:00)", "global waits for room (for 0:01)"
     ]  # fmt: skip
 
 

@@ -214,6 +214,8 @@ def test_few_regions_fill_their_map_and_long_numbers_their_tiles(chromium: Chrom
                 return [(high - low) / card.height, (left + right) / 2 - (card.left + card.right) / 2]; })()"""
             share, beside = chromium.evaluate(filled)
             assert share > 0.5 and abs(beside) < 40, f"{width}: the map is empty: {share}, {beside}"
+        history.on(Record(now_s, "global", LivenessChanged("region-00", "stalled", 0.0)))
+        chromium.wait_for(HEALTH, good=lambda text: text.startswith("region-00 stalled"))
         assert chromium.complaints == []
     finally:
         server.stop()

@@ -98,6 +98,8 @@ function health(state, late_ms) {
   const down = state.shards.filter((v) => !v.up).map((v) => `the global server's shard ${v.shard}`);
   down.push(...state.members.filter((m) => m.metrics.shards_down).map((m) => `${m.metrics.shards_down} of the shards of ${m.name}`));
   if (down.length) return pill("bad", `${down.join(", ")} down; updates wait for it`);
+  const idle = state.members.filter((m) => m.state === "stalled" || m.state === "quarantined");
+  if (idle.length) return pill("bad", `${list(idle)} ${idle[0].state}; see below`);
   if (refused.length) return pill("warn", `messages of ${list(refused)} were refused; see below`);
   if (slow.length) return pill("warn", `${list(slow)} ${slow.length > 1 ? "are" : "is"} slow: ${percent(pace.get(slow[0].name))} of the median`);
   if (state.phase === "paused") return pill("warn", "paused: no more data is handed out; “geotrain resume” lets it go on");
