@@ -189,12 +189,16 @@ def lines(cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float 
     top = statuses.get(GLOBAL, {})
     end = at_rest(top) or f"{clock(left_s)} left"
     return [
-        f"{c['region']}: loss {c['loss']}, {c['tokens/s']} tokens/s, up {c['up']}, down {c['down']}, "
+        f"{c['region']}: {unusual(c['state'])}loss {c['loss']}, {c['tokens/s']} tokens/s, up {c['up']}, down {c['down']}, "
         f"version {c['version']} (global {c['global']}), staleness {c['stale']}, workers {c['workers']}, "
         f"restarts {c['restarts']}, committed {share_of(top):.0%}, {end}"
         for c in rows
         if c["loss"] != UNKNOWN or not c["workers"].startswith("0/")
     ]
+
+
+def unusual(state: str) -> str:
+    return "" if state in (UNKNOWN, Liveness.UP) else f"{state}; "
 
 
 def at_rest(top: Status) -> str:

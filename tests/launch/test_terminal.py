@@ -60,6 +60,8 @@ def test_a_row_for_each_region() -> None:
         "eu: loss 3.500, 1,500 tokens/s, up 1.5 MB, down 2.0 kB, version 31 (global 7), staleness 2, "
         "workers 1/2, restarts 3, committed 25%, 1:23 left"
     ]
+    gone = {**TOP, "members": {"eu": member(state="cut off", silent_s=9.0)}}
+    assert lines(cluster(), {"global": gone, "eu": EU}, 83.0)[0].startswith("eu: cut off 0:09; loss 3.500, 1,500")
     assert region_cells(cluster().regions[1], statuses)["loss"] == "–"
     console = new_console()
     with console.capture() as shown:

@@ -12,7 +12,8 @@ UP = {"state": "up", "phase": "present", "left": False, "leases": 1, "owed": [],
 LEFT = {**UP, "state": "left", "phase": "left", "left": True, "leases": 0}
 BOTH = {"over": False, "finished": False, "silent_limit_s": 600.0, "members": {"a": UP, "b": UP}}
 TOP = {
-    **BOTH, "phase": "running", "draining": [], "train_samples": 64, "dispatched_samples": 32, "committed_samples": 16,
+    **BOTH, "phase": "running", "draining": [],
+    "train_samples": 64, "dispatched_samples": 32, "committed_samples": 16,
     "returned_samples": 0,
 }  # fmt: skip
 REGION = {**BOTH, "connected": True, "wanted": [], "gone": False, "in_flight": 1, "global_versions": [3]}
