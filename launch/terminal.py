@@ -73,6 +73,11 @@ def last_status(folder: Path) -> Status:
     return last_words(folder, (GLOBAL,)).get(GLOBAL, {})
 
 
+def aged(statuses: Mapping[str, Status], now_s: float) -> dict[str, Status]:
+    """Mark statuses as those of now or, where they are, of earlier; what has ended stays as it is."""
+    return {site: each if each.get("finished") else {"as_of": now_s, **each} for site, each in statuses.items()}
+
+
 def last_seen(folder: Path) -> dict[str, Status]:
     """Read what servers said last to the run's launcher, by site; empty if there is nothing to be read."""
     with contextlib.suppress(OSError, ValueError):
@@ -189,7 +194,8 @@ def lines(cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float 
     top = statuses.get(GLOBAL, {})
     end = at_rest(top) or f"{clock(left_s)} left"
     return [
-        f"{c['region']}: {unusual(c['state'])}loss {c['loss']}, {c['tokens/s']} tokens/s, up {c['up']}, down {c['down']}, "
+        f"{c['region']}: {unusual(c['state'])}loss {c['loss']}, {c['tokens/s']} tokens/s, "
+        f"up {c['up']}, down {c['down']}, "
         f"version {c['version']} (global {c['global']}), staleness {c['stale']}, workers {c['workers']}, "
         f"restarts {c['restarts']}, committed {share_of(top):.0%}, {end}"
         for c in rows
@@ -304,12 +310,11 @@ class RunDisplay:
         kept_s = -SEEN_EVERY_S
         while not self._stop.wait(self._run.monitor.every_s):
             live, now_s = ask(self._cluster, self._servers), time.time()
-            self._latest = {**{site: {"as_of": now_s, **status} for site, status in self._latest.items()}, **live}
+            self._latest = {**aged(self._latest, now_s), **live}
             if live and time.monotonic() - kept_s >= SEEN_EVERY_S:
                 kept_s = time.monotonic()
-                seen = {site: {"as_of": now_s, **status} for site, status in self._latest.items()}
                 with contextlib.suppress(OutputError):  # without room, nothing can be told later
-                    write_whole(self._folder / SEEN, json.dumps(seen))
+                    write_whole(self._folder / SEEN, json.dumps(aged(self._latest, now_s)))
 
 
 # ------------------------------------------------------------------------------------------- for all commands

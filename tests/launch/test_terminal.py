@@ -11,6 +11,7 @@ from geotrain.config import ClusterConfig, HostConfig, RegionConfig, WorkerConfi
 from geotrain.launch.launcher import how_to_go_on
 from geotrain.launch.terminal import (
     Eta,
+    aged,
     draw,
     headline,
     last_words,
@@ -163,6 +164,11 @@ def test_time_that_is_left() -> None:
 def test_sizes() -> None:
     sizes = [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12, 5e15)]
     assert sizes == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3.0 GB", "4.0 TB", "5000.0 TB"]
+
+
+def test_what_does_not_answer_is_as_old_as_its_last_answer() -> None:
+    once = aged({"global": TOP, "eu": {**EU, "finished": True}}, 5.0)
+    assert aged(once, 9.0) == once and once["global"]["as_of"] == 5.0 and "as_of" not in once["eu"]
 
 
 def test_last_words(tmp_path: Path) -> None:

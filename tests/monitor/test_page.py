@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.monitoring.chromium import Chromium
-from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts, synthetic_merge
+from benchmarks.monitoring.synthetic import a_merge, synthetic_events, synthetic_facts
 from geotrain.monitor.events import (
     Follower,
     LivenessChanged,
@@ -192,7 +192,7 @@ def test_few_regions_fill_their_map_and_long_numbers_their_tiles(chromium: Chrom
         LivenessChanged("region-00", "cut off", 30.0),
         ValidationDone("region-00", 1, 1, 1234.5678, 1.0, 10),
         WaitsChanged([{"what": "lease", "whom": "region-00", "text": "the 3 leases", "since_s": now_s}]),
-        *(synthetic_merge(Random(0), "region-00", 0, 0, [1], -0.8, tokens) for tokens in (10**12, 12 * 10**12)),
+        *(a_merge(Random(0), "region-00", 0, 0, [1], -0.8, tokens) for tokens in (10**12, 12 * 10**12)),
         MemberSampled("region-00", 0.1, 10**13, 10**13, 123456789.0, 987654321.0, 0, {}),
     ):
         history.on(Record(now_s, "global", event))
