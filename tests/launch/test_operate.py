@@ -14,7 +14,7 @@ from geotrain.commands.logs import stream
 from geotrain.commands.operate import LiveRun, RunState, RunStatus, judge, launcher_runs, picture
 from geotrain.config import ConfigError
 from geotrain.launch.launcher import locked
-from geotrain.launch.terminal import RunDisplay, last_seen, new_console
+from geotrain.launch.terminal import SEEN, RunDisplay, last_seen, new_console
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Site
 
@@ -82,6 +82,9 @@ def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
             and not run.see().as_json()["waits"]
             and run.see().as_json()["servers"]["global"]["as_of"] > 0
         )
+        (tmp_path / SEEN).unlink()
+        (tmp_path / "servers").symlink_to(tmp_path)  # then its own events tell, where they are here
+        told("unreachable; 8.3% committed, 0:")
         site.serve("eu", resume=True)
         told(
             f"the global server at {site.address('global')} does not answer, but eu", "eu waits for global: the link"
