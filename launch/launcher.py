@@ -123,10 +123,10 @@ def launch(
         for process in starting:
             supervisor.start(process)
         console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
-        display = stack.enter_context(RunDisplay(run, cluster, console)) if GLOBAL in hosts else None
+        display = stack.enter_context(RunDisplay(run, cluster, console, folder)) if GLOBAL in hosts else None
         outcome = supervisor.wait(display.show if display else lambda: None, run.monitor.every_s)
         if display:
-            display.finish(folder)
+            display.finish()
             try:
                 write_whole(folder / OUTCOME, json.dumps(dataclasses.asdict(outcome)))
             except OutputError as error:  # the exit code and the reason say the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,16 @@ def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[
             },
         },
     }
+
+
+def as_json(found: Plan) -> dict[str, Any]:
+    """Return a plan as plain data: both files, and what is predicted of them."""
+    p, tokens = found.prediction, found.wish.tokens
+    configs = {"run": found.run, "cluster": found.cluster}
+    files = {k: v.model_dump(by_alias=True, mode="json", exclude_defaults=True) for k, v in configs.items()}
+    figures = {"tokens_per_s": p.tokens_per_s, "utilization": p.utilization, "seconds": p.seconds(tokens)}
+    workers = {name: asdict(worker) for name, worker in p.workers.items()}
+    return {**files, **figures, "usd": p.usd(tokens), "workers": workers, "notes": list(found.notes)}
 
 
 def write(found: Plan, out: Path) -> None:

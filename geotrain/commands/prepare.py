@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from geotrain.config import ConfigError
+from geotrain.data.dataset import Manifest
 from geotrain.data.prepare import Progress, prepare, training_texts
 from geotrain.data.progress import progress_display
 from geotrain.data.readers import find_inputs
@@ -31,9 +32,11 @@ def prepare_files(
     overwrite: bool = False,
     strict: bool = False,
     shard: str | None = None,
-) -> None:
-    """Make a Megatron data set of text files. overwrite: replace a data set that is there. strict: a broken line of
-    JSON is an error; otherwise such lines are passed over, and counted. shard: "3/8": only this part of the files.
+) -> dict[str, Manifest]:
+    """Make a Megatron data set of text files; returns its manifests, by split.
+
+    overwrite: replace a data set that is there. strict: a broken line of JSON is an error; otherwise such lines are
+    passed over, and counted. shard: "3/8": only this part of the files.
     Raises ConfigError, DataError, OutputError; then nothing is written."""
     console = Console(stderr=True)
     files, part = find_inputs(inputs), parse_shard(shard) if shard else (1, 1)
@@ -83,3 +86,4 @@ def prepare_files(
             f"{validation_fraction:g}"
         )
         console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    return manifests

@@ -6,9 +6,10 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from geotrain.commands.json_text import put
 from geotrain.commands.probe_site import ProbeSite
@@ -40,7 +41,7 @@ HERE = ("localhost", "127.0.0.1", "::1")
 Pair = tuple[str, str]
 
 
-def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str], None]) -> None:
+def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure the cluster of this file, and write the figures into it; the rest of its text stays as it is.
 
     run_path: measure also how fast each kind of accelerator trains this run's model. limits: of one direction of one
@@ -74,6 +75,7 @@ def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str
     if path.read_text() != text:
         raise ConfigError(f"{path} was changed while its links were measured; nothing was written: probe again")
     write_whole(path, updated(text, cluster, ways, efficiencies))
+    return {"links": [{"regions": pair, **asdict(way)} for pair, way in ways.items()], "efficiencies": efficiencies}
 
 
 def updated(text: str, cluster: ClusterConfig, ways: dict[Pair, Way], efficiencies: dict[str, float]) -> str:

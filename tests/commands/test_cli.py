@@ -57,6 +57,52 @@ def test_every_command_has_an_example(command: str, geotrain: Run) -> None:
     assert re.search(f"Examples?: geotrain {command}", done.stdout)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_with_a_result_gives_it_as_json(command: str, geotrain: Run) -> None:
+    """What runs until it is stopped has none: `status` tells of it."""
+    said = geotrain(*command.split(), "--help").stdout
+    assert ("--json" in said) != (command in ("launch", "serve global", "serve region"))
+
+
+def test_json_is_all_that_stands_on_standard_output(
+    tmp_path: Path, geotrain: Run, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(200)))
+    data, files = tmp_path / "data", ("configs/runs/1b.json", "configs/clusters/four-regions-ssh.json")
+    prepared = "prepare", tmp_path / "a.jsonl", "--out", data, "--bytes", "--validation", "0.2", "--processes", "1"
+    planned = (
+        "plan",
+        "configs/models/llama-tiny.json",
+        "configs/clusters/world-inventory.json",
+        "--out",
+        tmp_path / "p",
+    )
+    certified = "certs", files[1], tmp_path / "certs"
+    wanted: dict[tuple[str | Path, ...], tuple[int, set[str]]] = {
+        prepared: (0, {"train", "validation"}),
+        ("adopt", tmp_path / "other"): (0, {"tokens", "documents", "vocab_size"}),
+        ("dry-run", *files, "--roofline"): (2, {"workers", "servers", "accepted", "told"}),
+        planned: (0, {"run", "cluster", "tokens_per_s", "workers", "notes"}),
+        certified: (0, {"files"}),
+        ("configs", tmp_path / "c"): (0, {"folder"}),
+    }
+    found = {}
+    for command, (code, keys) in wanted.items():
+        if "adopt" in command:
+            for ending in ("bin", "idx"):
+                (data / f"train.{ending}").rename(tmp_path / f"other.{ending}")
+        done = geotrain(*command, "--json")
+        assert done.returncode == code, done.stderr
+        found[command] = json.loads(done.stdout)
+        assert keys <= found[command].keys(), command
+    assert found[prepared]["train"]["documents"] + found[prepared]["validation"]["documents"] == 200
+    assert (
+        found[certified]["files"]
+        == geotrain(*certified[:2], tmp_path / "certs2").stdout.replace("certs2", "certs").split()
+    )
+    assert "it goes with --update" in refused("logs", tmp_path, "--json")
+
+
 def test_a_mistyped_key(tmp_path: Path, refused: Callable[..., str]) -> None:
     raw = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
     raw["outer"]["local_step"] = raw["outer"].pop("local_steps")

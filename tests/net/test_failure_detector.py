@@ -10,7 +10,7 @@ import pytest
 
 from geotrain.config import LimitsConfig
 from geotrain.monitor.events import Trouble
-from geotrain.outer.messages import LeaseRequest, Refused
+from geotrain.outer.messages import LeaseRequest, OperatorCommand, Refused
 from geotrain.outer.server import leases
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
@@ -33,6 +33,12 @@ class Hands:
         for rank in heard:
             self.detector.heard(*rank)
         self.running.loop.do(self.detector.look(self.now_s - late_s))
+
+    def states(self) -> dict[str, str]:
+        return {name: member["state"] for name, member in status_of(self.running.address)["members"].items()}
+
+    def waits(self) -> list[tuple[str, str]]:
+        return [(wait["what"], wait["whom"]) for wait in status_of(self.running.address)["waits"]]
 
 
 @pytest.fixture
@@ -61,7 +67,7 @@ def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(begin, heard):
     assert hands.detector.silent == {"a"}
     lease_table = cluster.top.server.lease_table
     wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
-    assert status_of(living.clients[0].address)["silent"] == ["a"]
+    assert hands.states() == {"a": "lost", "b": "up"}
     assert list(lease_table.open) == [held.lease]
     while (lease := living.lease()) is not None:
         living.train(lease)
@@ -157,6 +163,65 @@ def test_a_worker_that_died_while_its_server_was_away_is_noticed(begin):
     wait_for(lambda: (lost.start, lost.samples) in cluster.top.server.lease_table.pool)
 
 
+def test_a_worker_is_as_its_server_heard_of_it(begin):
+    """From its first join to its goodbye. A join's first words age: they say nothing of ranks that beat."""
+    cluster, hands = begin()
+    alive, missed_s = (("a", 0), ("a", 1)), hands.detector.missed_s
+    wait_for(lambda: hands.waits() == [("join", "a"), ("join", "b")])  # it has joined the global server itself
+    assert hands.states() == {"a": "away", "b": "away"}
+    worker = cluster.joined("a")
+    hands.now_s += 10 * missed_s  # and the detector has not looked
+    for rank in alive:
+        hands.detector.heard(*rank)
+    assert hands.states() == {"a": "up", "b": "away"}
+    worker.train(worker.lease())
+    lease = worker.lease()
+    hands.passes(missed_s, ("a", 0))
+    assert hands.states()["a"] == "cut off" and ("lease", "a") in hands.waits()
+    hands.passes(SILENT_S, ("a", 0))
+    assert hands.states()["a"] == "lost" and ("lease", "a") not in hands.waits()
+    hands.passes(1, *alive)
+    assert hands.states()["a"] == "stalled", "its data went to others"
+    worker.train(lease)
+    assert hands.states()["a"] == "up"
+    worker.leave()
+    hands.passes(SILENT_S)
+    assert hands.states() == {"a": "left", "b": "away"}
+    assert hands.waits() == [("join", "b")]
+
+
+def test_a_region_is_as_the_global_server_heard_of_it(begin):
+    cluster, _ = begin()
+    hands, region = Hands(cluster.top), cluster.regions["eu"]
+    worker = cluster.joined("a")
+
+    def is_now(state: str, *waits: tuple[str, str]) -> None:
+        wait_for(lambda: (hands.states(), hands.waits()) == ({"eu": state}, list(waits)))
+
+    is_now("up")
+    lease = worker.lease()
+    hands.running.loop.do(hands.running.server_thread.say(OperatorCommand("pause")))
+    is_now("up", ("resume", ""))
+    worker.train(lease)
+    is_now("paused", ("resume", ""))
+    hands.running.loop.do(hands.running.server_thread.say(OperatorCommand("resume")))
+    lease = worker.lease()
+    is_now("up")
+    region.kill()
+    hands.passes(hands.detector.missed_s)
+    is_now("cut off", ("lease", "eu"))
+    hands.passes(SILENT_S)
+    is_now("lost", ("worker", ""))
+    cluster.regions["eu"] = region.again()
+    is_now("up")
+    again = cluster.joined("a", "life-2")
+    while (lease := again.lease()) is not None:
+        again.train(lease)
+    is_now("up", ("farewell", "eu"))
+    again.leave()
+    is_now("left")
+
+
 def test_a_quarantine_ends_after_its_time(begin):
     cluster, hands = begin(limits=LimitsConfig(strikes=1, quarantine_s=600.0))
     worker = cluster.joined("b")
@@ -165,7 +230,7 @@ def test_a_quarantine_ends_after_its_time(begin):
     member = cluster.regions["eu"].server.members["b"]
     hands.passes(1, ("b", 0))
     hands.passes(599, ("b", 0))
-    assert member.quarantined
+    assert member.quarantined and hands.states()["b"] == "quarantined" and ("quarantine", "b") in hands.waits()
     with pytest.raises(Refused, match="b is quarantined after 1 refused updates"):
         cluster.joined("b", "life-2")
     hands.passes(1, ("b", 0))

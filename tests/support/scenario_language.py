@@ -265,6 +265,12 @@ class Scenario:
         for server in servers or self.servers:
             self.lines += state_text(server, self.world.status(server))
 
+    def do_waits(self, *servers: str) -> None:
+        """Show what servers wait for, while everybody who joined is heard of."""
+        for server in servers or self.servers:
+            for wait in sorted(self.world.waits(server), key=lambda wait: wait["whom"]):
+                self.lines.append(f"{server} waits for {wait['whom'] + ': ' if wait['whom'] else ''}{wait['text']}")
+
     # -- inside
 
     def incarnation(self, worker: str, life: int = 0) -> str:

@@ -41,7 +41,9 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
+from geotrain.outer.server.liveness import liveness
 from geotrain.outer.server.server import Handled, identity_of
+from geotrain.outer.server.waits import WaitTable, waits
 from tests.support.net_worlds import BUSY_S, Cluster, Loop, first_weights, tiny_layout, wait_for
 from tests.support.outer_world import FakeWorker, halves, whole
 from tests.support.recorded_world import JournaledWorld
@@ -110,6 +112,11 @@ class World(ABC):
 
     @abstractmethod
     def status(self, server: str) -> dict[str, Any]: ...
+
+    def waits(self, server: str) -> list[dict[str, Any]]:
+        """Return what the server waits for, as its status says."""
+        waits: list[dict[str, Any]] = self.status(server)["waits"]
+        return waits
 
     @abstractmethod
     def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
@@ -253,6 +260,12 @@ class InMemory(World):
 
     def status(self, server: str) -> dict[str, Any]:
         return json.loads(json.dumps(self.servers(server).status(), allow_nan=False))
+
+    def waits(self, server: str) -> list[dict[str, Any]]:
+        status = {"silent_limit_s": 60.0, "connected": server not in self.held, **self.status(server)}
+        paused = status.get("phase") == "paused"
+        judged = {name: {**m, "state": liveness(m, 0.0, 1.0, paused)} for name, m in status["members"].items()}
+        return WaitTable().told(waits({**status, "members": judged}), 0.0)
 
     def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
         return self.events.pop(server, [])

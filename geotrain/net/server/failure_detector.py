@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from geotrain.monitor.events import Trouble
 from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.transport import rpc
 from geotrain.outer.messages import LiftQuarantine, MemberSilent, Refused
+from geotrain.outer.server.liveness import liveness
 from geotrain.outer.server.member import Member
 
 log = logging.getLogger(__name__)
 
 WORKER_SILENT_S = 60.0
 REGION_SILENT_S = 600.0  # longer, because a region that is cut off trains on, and its data should stay with it
+MISSED_BEATS = 3  # a member that was silent for the time of so many heartbeats counts as cut off
 NOBODY = -1  # in place of a rank's part, for a member of which no rank has joined yet
 
 
@@ -34,6 +39,8 @@ class FailureDetector:
 
     def __init__(self, server_thread: ServerThread, silent_s: float) -> None:
         self.server_thread, self.silent_s = server_thread, silent_s
+        beat_s = rpc.REGION_BEAT_S if server_thread.server.member_role == "region" else rpc.BEAT_S
+        self.missed_s = min(MISSED_BEATS * beat_s, silent_s)
         self.silent: set[str] = set()
         self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
@@ -52,10 +59,15 @@ class FailureDetector:
         """Note that one rank made a call."""
         self._heard_s[member, part] = self.clock()
 
-    def silent_for(self, member: str, now_s: float) -> float:
-        """Seconds since the member's most silent rank was heard of; 0 if none ever was. now_s: time.monotonic()."""
-        heard = [at_s for (name, _), at_s in list(self._heard_s.items()) if name == member]
-        return max(0.0, now_s - min(heard)) if heard else 0.0
+    def judge(self, status: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Judge all members now. status: the server's. Returns by member its part of the status, with `state`, as
+        `Liveness` has it, and `silent_s`, the seconds since its most silent rank was heard of."""
+        now_s, paused, found = self.clock(), status.get("phase") == "paused", {}
+        for name, member in status.get("members", {}).items():
+            silent_s = max(0.0, now_s - self._last_s(name, self.server_thread.server.members[name], now_s))
+            state = liveness(member, silent_s, self.missed_s, paused)
+            found[name] = {**member, "state": state.value, "silent_s": round(silent_s, 2)}
+        return found
 
     async def _watch(self) -> None:
         woke_s = self.clock()

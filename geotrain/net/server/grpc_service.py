@@ -12,6 +12,7 @@ import ipaddress
 import json
 import logging
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -50,6 +51,7 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
+from geotrain.outer.server.waits import WaitTable, waits
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class GrpcService:
         self.server, self.credentials, self.shards = server_thread.server, credentials, shards
         self.payloads_only = payloads_only
         self.failure_detector = FailureDetector(server_thread, silent_s)
+        self._waits = WaitTable()
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
         self.beats: dict[str, dict[str, float]] = {}  # member → the metrics of its last heartbeat
@@ -147,8 +150,12 @@ class GrpcService:
             self._granted[send.to] = send.message
 
     def status(self) -> dict[str, Any]:
-        silent = sorted(self.failure_detector.silent)
-        return {**self.server_thread.status, "silent": silent, **self._extra_status()}
+        """Say how the server goes, for people: its state, its members, and what it waits for."""
+        said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s, **self._extra_status()}
+        if not self.payloads_only:
+            said["members"] = self.failure_detector.judge(said)
+            said["waits"] = self._waits.told(waits(said), time.time())
+        return said
 
     # -- the calls
 

@@ -67,6 +67,7 @@ class ProcessHost(ABC, Generic[Machine]):
                 await self._snapshot()
             port = await self.service.start(address)
             write_whole(listening, json.dumps({"address": f"{address.host}:{port}", "pid": os.getpid()}))
+            log.info("%s: listening on %s:%d", self.setup.name, address.host, port)
             if self.credentials is None and not is_loopback(address.host):
                 log.warning("listening on %s without TLS: set `security` in the cluster file", address)
             guard = ConnectionGuard(port, self.service.peers, raise_file_limit(), self.report)

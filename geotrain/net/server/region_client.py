@@ -131,6 +131,7 @@ class RegionClient:
         if self.server.gone:
             self._updates.append(Leave(self.server.name))
         self.connected = True
+        log.info("%s: joined the global server at %s", self.server.name, self.link.address)
         try:
             async with asyncio.TaskGroup() as lanes:
                 pushed: list[asyncio.Queue[UpdatePart]] = [

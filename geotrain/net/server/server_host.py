@@ -78,6 +78,7 @@ class ServerHost(ProcessHost[Server]):
         self.alone = "" in self.store.checkpoint_ids().values()
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.saving = asyncio.Lock()
+        self.doing = ""  # what the server still does at its end, for its status
         self.tcp_counters = TcpCounters(self._is_wide_area, self._traffic_before())
 
     def _make_service(self) -> GrpcService:
@@ -119,7 +120,6 @@ class ServerHost(ProcessHost[Server]):
             self._traffic,
             self.tcp_counters.total,
             self.setup.run.monitor.sample_s,
-            rpc.REGION_BEAT_S if self.server.member_role == "region" else rpc.BEAT_S,
         )
         if self.uploader is not None:  # goes on beyond these, for the copy of the last snapshot
             self.uploading = asyncio.ensure_future(self.uploader.run())
@@ -133,7 +133,7 @@ class ServerHost(ProcessHost[Server]):
             await super()._until_over()
         finally:
             try:
-                status = {**self.service.status(), "page": None, "metrics": None}
+                status = {**self.service.status(), "page": None, "metrics": None, "waits": []}
                 write_whole(self.folder / STATUS, json.dumps(status))  # before links close, and their bytes are gone
             except OutputError as error:  # it must not hide why the server ends
                 self.report(str(error))
@@ -143,6 +143,7 @@ class ServerHost(ProcessHost[Server]):
     async def _end(self) -> None:
         # Else some shards may be gone for good, and the journals hold all.
         whole = self.shards is None or (self.shards.ready and not self.stop.is_set())
+        self.doing = "its last snapshot"
         if whole:
             await self._last_snapshot()
         # Behind the joins with which the last snapshot's journal begins: these incarnations end with this one.
@@ -150,6 +151,7 @@ class ServerHost(ProcessHost[Server]):
         if whole:
             await self._last_upload()
         if self.shards is not None:
+            self.doing = "its shards, to hear that it has ended"
             await self._farewell(self.shards)
 
     def _linger_s(self) -> float:
@@ -197,6 +199,7 @@ class ServerHost(ProcessHost[Server]):
         """Wait for the last snapshot's copy. Without it the snapshot is still on this machine's disk, so it is no
         reason to fail."""
         if self.uploader is not None:
+            self.doing = f"the copy of its last snapshot, {LAST_UPLOAD_S:g} s at most"
             try:
                 await self.uploader.finish(LAST_UPLOAD_S)
             except StoreError as error:
@@ -222,6 +225,7 @@ class ServerHost(ProcessHost[Server]):
             self.report("the final weights are in other processes: `geotrain eval` validates them, with an export")
             return
         given_up = threading.Event()
+        self.doing = f"the validation of the final weights, {FINAL_VALIDATION_S:g} s at most"
 
         def go_on() -> bool:
             return not given_up.is_set() and time.monotonic() - began_s < FINAL_VALIDATION_S
@@ -235,6 +239,7 @@ class ServerHost(ProcessHost[Server]):
         except Exception as error:  # whatever it is, the run is trained, and its weights are to be written
             self.report(f"the final weights are not validated: {error}; `geotrain eval` does it with an export")
         finally:
+            self.doing = ""
             given_up.set()
 
     async def _snapshots(self) -> None:
@@ -359,6 +364,7 @@ class ServerHost(ProcessHost[Server]):
             "connected": self.region_client is None or self.region_client.connected,
             "snapshot_updates": self.saved_updates,
             "full": self.server_thread.full,
+            "doing": self.doing,
             "shards": self.shards.status() if self.shards else [],
             "page": self.monitor.page_url,
             "metrics": self.monitor.metrics_url,

@@ -212,7 +212,8 @@ class GlobalServer(Server):
         return "stopping" if self.stopping else "paused" if self.paused else "running"
 
     def status(self) -> dict[str, Any]:
-        """Return plain data for people and tests. complete: no data is left, and none is out."""
+        """Return plain data for people and tests. complete: no data is left, and none is out. returned_samples: of
+        those dispatched, what came back and is to be handed out again."""
         return {
             **super().status(),
             "phase": self.phase,
@@ -222,6 +223,7 @@ class GlobalServer(Server):
             "train_samples": self.lease_table.train_samples,
             "committed_samples": self.lease_table.committed_samples,
             "dispatched_samples": self.lease_table.next_start,
+            "returned_samples": sum(samples for _, samples in self.lease_table.pool),
             "repeated_samples": self.lease_table.repeated_samples,
             "open_leases": len(self.lease_table.open),
         }

@@ -149,8 +149,9 @@ class Member:
     def status(self) -> dict[str, Any]:
         """Return plain data for people and tests."""
         shown = ("left", "restarts", "updates", "sequence", "job", "refused", "quarantined", "fault")
+        known = {"joined": self.complete, "phase": self.phase.value, "owed": sorted(self.owed)}
         # What the member says of itself stands first: it cannot overwrite what this server knows of it.
-        return {**self.metrics, "joined": self.complete, **{name: getattr(self, name) for name in shown}}
+        return {**self.metrics, **known, **{name: getattr(self, name) for name in shown}}
 
 
 def attributes(owner: object, names: Sequence[str]) -> dict[str, Any]:

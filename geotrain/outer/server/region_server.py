@@ -369,6 +369,8 @@ class RegionServer(Server):
         return {
             **super().status(),
             "region": self.name,
+            "wanted": [name for name, jobs in self.wanted.items() if jobs],
+            "gone": self.gone,
             "sent": self.sequence,
             "in_flight": len(self.in_flight) + self._due,
             "pending": sum(state.counts.get("pending", 0) for state in self.fragments),

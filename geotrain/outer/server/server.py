@@ -370,7 +370,9 @@ class Server(Membership):
         """Return plain data for people and tests."""
         return {
             "versions": self.versions,
-            "members": {name: member.status() for name, member in self.members.items()},
+            "members": {name: {**m.status(), "leases": len(self.holds(name))} for name, m in self.members.items()},
+            "over": self.over,
+            "finished": self.finished,
             "refused": {name: member.refused for name, member in self.members.items() if member.refused},
         }
 
