@@ -24,7 +24,7 @@ OUTER = OuterConfig.model_validate(
 )  # fmt: skip
 RATES = ServerRates(
     "none", "made up", {"decode_and_norm": 1, "rule": 2, "answer": 3, "up_encode": 4, "merge": 5},
-    {"frames_in": 1, "journal_write": 2, "journal_flush": 3, "frames_out": 4}, 1.0,
+    {"frames_in": 1, "journal_write": 2, "journal_flush": 3, "frames_out": 4, "between": 5, "tls": 6}, 1.0,
 )  # fmt: skip
 SIZES = Sizes(OUTER, (NUMEL,))
 
