@@ -202,7 +202,7 @@ def test_servers_have_as_many_shards_as_their_work_needs() -> None:
     often = {"rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 16}
     pins = Pins(outer=frozenset({*often, "rule.updates_per_send"}))
     regions = {"a": [(8, "d")] * 4, "b": [(8, "d")] * 4}
-    fast = {"tflops": 400.0, "memory_gb": 80.0}
+    fast = {"tflops": 170.0, "memory_gb": 80.0}
 
     def at(**keys: Any) -> Plan:
         plan = planned(small_run(outer=often, **keys), inventory(regions, 100.0, d=fast), pins)
