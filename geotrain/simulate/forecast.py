@@ -7,10 +7,8 @@ production's state machines. A long run is played in short: what its middle half
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
-from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, OuterConfig, RunConfig
 from geotrain.parameters.parameter_map import ParameterMap, canonical_parameters
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
@@ -43,14 +41,13 @@ def forecast(
     marks: list[dict[str, float]] = []
 
     def watch(world: VirtualWorld) -> None:
-        if len(marks) < 2 and world.committed_steps >= (1 + 2 * len(marks)) / 4 * played:
+        share = world.top.server.lease_table.committed_samples / (played * run.samples_per_step)
+        if len(marks) < 2 and share >= (1 + 2 * len(marks)) / 4:
             marks.append(_counts(world))
 
     world = VirtualWorld(spec, timing_task(outer, parameter_map, played, run.samples_per_step, rates), watch)
-    world.run()
-    end = _counts(world)
-    trained = world.committed_steps
-    if not trained:
+    found, end = world.run(), _counts(world)
+    if not (trained := found["committed_steps"]):
         raise nothing_committed(run, played, spec, outer)
     begin, until = marks if len(marks) == 2 else (dict.fromkeys(end, 0.0), end)
     more = (steps - trained) / (until["steps"] - begin["steps"])
@@ -67,7 +64,7 @@ def forecast(
         "simulated_share": trained / steps,
         "utilization": sum(total[f"{w.name} trained"] for w in spec.workers) / (seconds * count),
         "goodput": steps / speed / seconds,
-        "lost_updates": round(total["lost updates"]),
+        "lost_updates": round(total["lost_updates"]),
         "workers": {
             w.name: {
                 "step_s": w.step_s,
@@ -76,15 +73,14 @@ def forecast(
             }
             for w in spec.workers
         },
-        "servers": {name: {"busy": total[f"server {name}"] / seconds} for name in (GLOBAL, *world.regions)},
+        "servers": {name: {"busy": total[f"server {name}"] / seconds} for name in found["servers"]},
         "links": {
             name: {
                 "gigabytes": total[f"{name} sent_bytes"] / 1e9,
                 "messages": round(total[f"{name} messages"]),
                 "busy": min(1.0, total[f"{name} busy_s"] / seconds),
             }
-            for name, usage in world.usage().items()
-            if usage.messages
+            for name in found["links"]
         },
         # Exchanges of the whole model that each region makes in the run.
         "exchanges": {
@@ -95,15 +91,13 @@ def forecast(
 
 
 def _counts(world: VirtualWorld) -> dict[str, float]:
-    """Count what grows as a world goes on."""
-    workers = world.workers.values()
-    steps = sum(worker.trained_s / worker.spec.step_s for worker in workers)  # also those of unfinished jobs
-    counts = {"seconds": world.clock.now, "steps": steps, "lost updates": float(world.lost_updates)}
-    counts |= {f"{name} trained": worker.trained_s for name, worker in world.workers.items()}
-    counts |= {f"server {name}": node.work.busy_s for name, node in {GLOBAL: world.top, **world.regions}.items()}
-    for name, usage in world.usage().items():
-        counts |= {f"{name} {key}": value for key, value in asdict(usage).items()}
-    return counts
+    """Count what grows as a world goes on. steps: also those of unfinished jobs."""
+    found, workers = world.report(), world.workers
+    counts = {key: found[key] for key in ("seconds", "lost_updates")}
+    counts |= {f"{name} trained": worker.trained_s for name, worker in workers.items()}
+    counts["steps"] = sum(worker.trained_s / worker.spec.step_s for worker in workers.values())
+    counts |= {f"server {name}": busy_s for name, busy_s in found["servers"].items()}
+    return counts | {f"{name} {key}": n for name, usage in found["links"].items() for key, n in usage.items()}
 
 
 def nothing_committed(run: RunConfig, steps: int, spec: WorldSpec, outer: OuterConfig) -> ConfigError:

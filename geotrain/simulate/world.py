@@ -22,7 +22,7 @@ from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import ServerSeconds, place_of, server_seconds
 from geotrain.plan.model.sizes import Sizes
 from geotrain.simulate.clock import Clock, VirtualProcess
-from geotrain.simulate.links import Ring, Star, Usage
+from geotrain.simulate.links import Ring, Star
 from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, VirtualClient
 from geotrain.simulate.server_work import ServerWork
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
@@ -162,27 +162,16 @@ class VirtualWorld:
             if not process.dead:
                 self.workers[name].go_on(process)
 
-    @property
-    def committed_steps(self) -> float:
-        return self.top.server.lease_table.committed_samples / self.task.samples_per_step
-
-    @property
-    def lost_updates(self) -> int:
-        return sum(node.server.lost_updates for node in self.regions.values())
-
-    def usage(self) -> dict[str, Usage]:
-        """Return the traffic of every direction of every link."""
-        usage = self.links.usage()
-        for name, star in self.local_links.items():
-            usage |= {f"{name} {way}": u for way, u in star.usage().items()}
-        return usage
-
     def report(self) -> dict[str, Any]:
         """Return the run's figures as plain JSON data."""
         end = max(self.clock.now, 1e-9)
-        committed_steps = self.committed_steps
+        lease_table = self.top.server.lease_table
+        committed_steps = lease_table.committed_samples / self.task.samples_per_step
         trained_s = sum(w.trained_s for w in self.workers.values())
         speed = sum(1 / w.step_s for w in self.spec.workers)
+        usage = self.links.usage()
+        for name, star in self.local_links.items():
+            usage |= {f"{name} {way}": u for way, u in star.usage().items()}
         return {
             "seconds": self.clock.now,
             "hours": self.clock.now / 3600,
@@ -194,8 +183,8 @@ class VirtualWorld:
             "utilization": trained_s / (end * len(self.workers)),
             "goodput": committed_steps / speed / end,
             "global_versions": [f.version for f in self.top.server.fragments],
-            "lost_updates": self.lost_updates,
-            "links": {name: asdict(u) for name, u in self.usage().items() if u.messages},
+            "lost_updates": sum(node.server.lost_updates for node in self.regions.values()),
+            "links": {name: asdict(u) for name, u in usage.items() if u.messages},
             "servers": {name: node.work.busy_s for name, node in {GLOBAL: self.top, **self.regions}.items()},
             "events": self.clock.events,
         }

@@ -80,6 +80,7 @@ def test_a_model_on_an_inventory(
     assert code == 2 and said.count("cannot be read") == 1, said  # all that a launch lacks here is a certificate
     assert "certs/world/operator-operator.key: cannot be read" in said
     assert "8,030,261,248 parameters" in said
+    assert "76.0 GB (h100)" in said and re.search(r"[\d.]+ h for 1e\+11", said)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks import ROOT
 from geotrain.commands import dry_run
 from geotrain.commands import plan as plan_command
-from geotrain.commands.simulate import simulate
+from geotrain.commands.simulate import question, simulate
 from geotrain.config import load_cluster, load_run
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.simulate import forecast as forecast_module
@@ -35,6 +35,7 @@ def figures(forecast: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_all_tell_the_same_of_a_preset(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast_module, "MAX_UPDATES", 3_000)
     told: list[tuple[Any, dict[str, Any], Console]] = []
     tell = plan_command.tell
     monkeypatch.setattr(plan_command, "tell", lambda *all_of_it: (told.append(all_of_it), tell(*all_of_it)))
@@ -51,6 +52,9 @@ def test_all_tell_the_same_of_a_preset(name: str, tmp_path: Path, monkeypatch: p
     for other in (dried, simulated):
         assert figures(other) == pytest.approx(figures(planned), rel=WITHIN)
     assert f"{dried['hours']:.2f} h for" in words.getvalue()
+    dry_run.show_roofline(run, cluster, Console(file=words, width=400))
+    for worker, of_worker in simulated["workers"].items():
+        assert f"{worker}: geotrain plan and simulate count {of_worker['step_s']:.3g} s a step" in words.getvalue()
     number, unit = re.findall(r"tokens: ([\d.e+]+) (\w+)", wide.file.getvalue())[-1]  # type: ignore[attr-defined]
     hours = float(number) * {"days": 24.0, "hours": 1.0, "minutes": 1 / 60}[unit]
     assert hours == pytest.approx(simulated["hours"], rel=WITHIN)
@@ -72,6 +76,11 @@ def test_a_servers_shards_divide_its_work_in_the_simulator_too(tmp_path: Path) -
     files = tmp_path / "planned/run.json", tmp_path / "planned/cluster.json"
     cluster = json.loads(files[1].read_text())
     assert len(cluster["global_shards"]) == 16
+    _, _, spec = question(*files)
+    assert spec.encrypted and spec.shards == 16
+    for region in spec.regions:  # as the cluster file has them
+        assert region.shards == 16 and region.local.gbps == {"us-west": 200.0}.get(region.name, 400.0)
+        assert all(worker.refresh_s > 0 for worker in region.workers)
     shared = simulate(*files)
     cluster["global_shards"] = []
     for region in cluster["regions"]:
