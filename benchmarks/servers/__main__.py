@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of them; 2 among them")
     parser.add_argument("--sharded", type=float, default=1.6e7, help="parameters in the worlds with shards")
     parser.add_argument("--mirrored", type=float, default=4.8e7, help="parameters beside four regions")
-    parser.add_argument("--encrypted", type=float, default=1.5e8, help="parameters where links have TLS")
+    parser.add_argument("--encrypted", type=float, default=6.4e7, help="parameters where links have TLS")
     parser.add_argument("--rates", action="store_true", help="renew geotrain/plan/model/server_rates.py and docs")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
     options = parser.parse_args()
