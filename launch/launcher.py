@@ -40,6 +40,7 @@ from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.host_check import check_hosts, refuse, show
 from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
+from geotrain.launch.run_rules import misfits
 from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_status, new_console, share_of, size
@@ -79,6 +80,8 @@ def launch(
     console = new_console()
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
     check_together(run, cluster)
+    for misfit in misfits(run, cluster):
+        raise misfit
     before = _launched_before(run.run_folder.absolute()) if resume else None
     run = with_data_digest(run, before[0] if before else None)
     if only:

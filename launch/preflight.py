@@ -36,6 +36,7 @@ from geotrain.launch.check import (
     server_addresses,
 )
 from geotrain.launch.machine import this_machine
+from geotrain.launch.run_rules import doubts
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
@@ -134,7 +135,7 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
             f"LINKS ARE NOT EMULATED: {reason}. All regions use the plain loopback interface, as fast as it is: "
             "`links` in the cluster file has no effect"
         )
-    return list(dict.fromkeys([*told, *open_links(cluster)]))
+    return list(dict.fromkeys([*told, *open_links(cluster), *doubts(run, cluster)]))
 
 
 def _cuts_otherwise(tokenizer: str) -> bool:

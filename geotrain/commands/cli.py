@@ -400,18 +400,21 @@ def dry_run(
     from geotrain.config import load_cluster, load_run
 
     files = load_run(run, changes or ()), load_cluster(cluster)  # a mistake in them is told before torch is imported
-    from geotrain.commands.dry_run import needs, report, show, show_roofline
+    from geotrain.commands.dry_run import needs, report, show, show_forecast, show_roofline
     from geotrain.launch.terminal import new_console
 
     console = new_console()
     found = needs(*files)
     show(found, console)
+    forecast = show_forecast(*files, console)
     if roofline:
         show_roofline(*files, console)
     console.record = True
     accepted = report(*files, console, ask_hosts)
     told = [line.strip() for line in console.export_text().splitlines() if line]
-    return Told({**asdict(found), "accepted": accepted, "told": told}, code=0 if accepted else 2)
+    return Told(
+        {**asdict(found), "forecast": forecast, "accepted": accepted, "told": told}, code=0 if accepted else 2
+    )
 
 
 @app.command(epilog="Example: geotrain plan model.json configs/clusters/world-inventory.json --out planned")
@@ -425,7 +428,7 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
     tokens: Annotated[float | None, typer.Option(min=1, help="Tokens to train, as in 1e11.")] = None,
     objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = "speed",
-    within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
+    within_days: Annotated[float | None, typer.Option(min=0, help="The latest end.")] = None,
     pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
     utilization: Annotated[
         float, typer.Option(min=0.01, max=1, help="Utilization that workers are to reach.")

@@ -40,9 +40,9 @@ NO_WORSE = 1.001  # prices a token within this factor are equal
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user asks of a plan. objective: most tokens a second, or fewest dollars a token. within_days: with
-    cost, the latest end. utilization: that workers should reach in spite of the outer loop. tokens: how many to
-    train."""
+    """What the user asks of a plan. objective: most tokens a second, or fewest dollars a token. within_days: the
+    latest end, for which cost takes as many workers as it needs. utilization: that workers should reach in spite of
+    the outer loop. tokens: how many to train."""
 
     tokens: float
     objective: Objective = "speed"
@@ -133,12 +133,12 @@ def cheapest(task: PlanTask, workers: Workers, wish: Wish) -> Workers:
     if wish.within_days is None:
         return tuple(w for w in ranked if price(w) <= NO_WORSE * price(ranked[0]))
     for count in range(1, len(ranked) + 1):
-        days = wish.tokens / (speed(ranked[:count]) * task.tokens_per_step) / DAY_S
+        days = wish.tokens / (speed(ranked[:count]) * wish.utilization * task.tokens_per_step) / DAY_S
         if days <= wish.within_days:
             return tuple(ranked[:count])
     raise PlanError(
         f"{wish.tokens:.3g} tokens within {wish.within_days:g} days cannot be had: all workers together need "
-        f"{days:.1f} days, without any waiting for the outer loop"
+        f"{days:.1f} days at a utilization of {wish.utilization:.0%}"
     )
 
 

@@ -17,6 +17,7 @@ from geotrain.commands.prepare import prepare_files
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.data.tokenizer import train_bpe
 from geotrain.launch import preflight
+from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console
 from geotrain.net.transport.certs import make_certificates
 from geotrain.parameters.hf_checkpoint import write_checkpoint
@@ -46,8 +47,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "model": {"config": MODEL},
         "data": {
             "train": "data/train", "validation": "data/validation", "tokenizer": "data/tokenizer",
-            "sequence_length": 32, "train_samples": 64, "validation_samples": 8,
+            "sequence_length": 32, "train_samples": 80, "validation_samples": 8,
         },
+        "outer": {"local_steps": 1, "rule": {"name": "region_momentum", "updates_per_send": 1}},
         "deepspeed": {
             "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
@@ -80,7 +82,8 @@ def files() -> tuple[RunConfig, ClusterConfig]:
 def refused() -> list[str]:
     run, cluster = files()
     here = preflight.sites_here(cluster)
-    return [str(o) for o in (*preflight.obstacles(run, cluster, here), *preflight.port_obstacles(run, cluster, here))]
+    found = *misfits(run, cluster), *preflight.obstacles(run, cluster, here)
+    return [str(each) for each in (*found, *preflight.port_obstacles(run, cluster, here))]
 
 
 def said(*words: str) -> tuple[int, str]:
@@ -117,6 +120,9 @@ def test_nothing_is_wrong(place: Path) -> None:
          "data/validation: 80000 validation samples are wanted, but there are "),
         ({"monitor__token_file": "none"}, "/none': cannot be read"),
         ({"monitor__metrics_port": 65535}, "'launcher' (monitor.metrics_port + 1): there is no port 65536"),
+        ({"outer__local_steps": 16}, "the first jobs of 1 workers take 16 inner steps, the run has 10 "),
+        ({"cluster__devices": {"tiny": {"memory_gb": 0.002, "tflops": 1.0}},
+          "cluster__regions__0__workers__0__hosts__0__device": "tiny"}, "devices.tiny.memory_gb = 0.002; take"),
     ],
 )  # fmt: skip
 def test_what_launch_refuses_the_dry_run_finds(
@@ -124,7 +130,15 @@ def test_what_launch_refuses_the_dry_run_finds(
     run: dict[str, Any],
     told: str,
 ) -> None:
-    change("run.json", **run)
+    for file in ("run", "cluster"):
+        change(
+            f"{file}.json",
+            **{
+                key.removeprefix("cluster__"): value
+                for key, value in run.items()
+                if key.startswith("cluster__") == (file == "cluster")
+            },
+        )
     assert any(told in line for line in refused())
     for command in ("dry-run", "launch"):
         code, text = said(command, "run.json", "cluster.json")
@@ -228,7 +242,7 @@ def test_a_schedule_that_ends_before_the_data_is_warned_of(place: Path, monkeypa
     change("run.json", deepspeed__scheduler={"type": "WarmupCosineLR", "params": params})
     code, text = said("dry-run", "run.json", "cluster.json")
     assert code == 0
-    assert "total_num_steps = 4, but the run has 8 steps" in text and "cos_min_ratio is not stated" in text
+    assert "total_num_steps = 4, but the run has 10 steps" in text and "cos_min_ratio is not stated" in text
 
 
 def test_a_tokenizer_that_its_models_family_reads_otherwise(place: Path) -> None:
