@@ -168,9 +168,10 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
         cells = {"link": f"{ends[0]} → {ends[1]}", "carries": link.what}
         a_day, busy, round_s, stale = link.bytes_per_day, link.busy, "", ""
         if link.what == "outer loop":
-            carried = forecast["links"][f"{region} {way}"]
+            unused = {"gigabytes": 0.0, "busy": 0.0}  # so short a run ends before this region has sent anything
+            carried, exchanges = forecast["links"].get(f"{region} {way}", unused), forecast["exchanges"][region]
             a_day, busy = 1e9 * carried["gigabytes"] / days, carried["busy"]
-            round_s = f"{forecast['hours'] * 3600 / forecast['exchanges'][region]:.3g} s"
+            round_s = f"{forecast['hours'] * 3600 / exchanges:.3g} s" if exchanges else "none"
             stale = f"{p.regions[region].staleness:.2g}"
         cells |= {"bytes a day": size(a_day), "busy": f"{busy:.1%}", "round": round_s, "staleness": stale}
         links.append(cells | {"USD/h": f"{link.usd_per_hour:,.2f}"})

@@ -84,7 +84,7 @@ def forecast(
         },
         # Exchanges of the whole model that each region makes in the run.
         "exchanges": {
-            r.name: total[f"{r.name} up messages"] / fragments / (len(r.workers) if outer.flat else 1)
+            r.name: total.get(f"{r.name} up messages", 0.0) / fragments / (len(r.workers) if outer.flat else 1)
             for r in spec.regions
         },
     }
