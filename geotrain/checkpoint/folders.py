@@ -1,4 +1,4 @@
-"""Writes and finds checkpoints' folders, whatever their ranks' files hold: by all ranks together, whole or not at all."""
+"""Writes and finds checkpoints' folders, whatever ranks' files hold: by all ranks together, whole or not at all."""
 
 from __future__ import annotations
 
@@ -131,11 +131,13 @@ class RanksOfWorker:
 class CheckpointFolder:
     """A worker's checkpoints in one folder. Every rank makes the same calls; they contain collectives.
 
-    keep: how many stay. otherwise: what to do where the newest one holds another optimizer's state.
+    keep: how many stay. otherwise: what to do where the newest one holds another optimizer's state. suffix: of ranks'
+    files.
     """
 
-    def __init__(self, ranks: RanksOfWorker, folder: Path, keep: int, otherwise: str) -> None:
+    def __init__(self, ranks: RanksOfWorker, folder: Path, keep: int, otherwise: str, suffix: str) -> None:
         self.ranks, self.folder, self._keep, self._otherwise = ranks, folder, keep, otherwise
+        self.file = f"rank-{ranks.rank:05d}.{suffix}"
 
     def write(self, tag: str, manifest: dict[str, Any], write_file: Callable[[Path], object]) -> None:
         """Write a checkpoint; when it is whole, all but the newest `keep` go.
@@ -148,7 +150,7 @@ class CheckpointFolder:
         """
         together, leads = self.ranks.together, self.ranks.sharing(self.folder).leads
         final, temporary = self.folder / tag, self.folder / f"{tag}.tmp"
-        file = temporary / rank_file(self.ranks.rank)
+        file = temporary / self.file
 
         def written() -> tuple[str, tuple[int, int]]:
             write_file(file)
@@ -191,8 +193,12 @@ class CheckpointFolder:
             raise CheckpointError(f"checkpoint {folder}: there is no whole checkpoint {tag!r} in {folder}")
         return None
 
+    def needed(self, manifest: dict[str, Any]) -> list[str]:
+        """List the files that this rank reads: all, or its own."""
+        return [self.file] if manifest["own_files"] else list(manifest["files"])
+
     def _found(self, wanted: dict[str, Any], tag: str | None) -> dict[tuple[int, int], dict[str, Any]]:
-        """Find the manifests of the checkpoints that this rank sees, by number and checksum. Raises CheckpointError."""
+        """Find the manifests that this rank sees, by number and checksum. Raises CheckpointError."""
         found = [manifest for manifest, path in manifests(self.folder) if tag in (None, path.name)]
         if found and (of := found[0]["model"]) != wanted["model"]:
             raise CheckpointError(f"{found[0]['tag']!r} is of another model ({of}, not {wanted['model']})")
@@ -211,7 +217,7 @@ class CheckpointFolder:
                 f"{layout}, or begin without the optimizer's state"
             )
         here = self.folder / tag
-        if missing := [name for name in needed_files(self.ranks.rank, manifest) if not (here / name).exists()]:
+        if missing := [name for name in self.needed(manifest) if not (here / name).exists()]:
             return (
                 f"{tag!r}: rank {self.ranks.rank} on {socket.gethostname()} does not find {missing[0]} in {here}: "
                 "start the worker on the same hosts in the same order, or set checkpoint.folder to one that all its "
@@ -222,23 +228,14 @@ class CheckpointFolder:
     def _damage(self, manifest: dict[str, Any]) -> str | None:
         """Say what is wrong with the files that this rank checks; None: nothing. Each rank checks a part of shared
         files."""
-        rank, names = self.ranks.rank, needed_files(self.ranks.rank, manifest)
-        for name in names if manifest["own_files"] else names[rank :: self.ranks.world_size]:
+        names = self.needed(manifest)
+        for name in names if manifest["own_files"] else names[self.ranks.rank :: self.ranks.world_size]:
             try:
                 if list(size_and_checksum(self.folder / manifest["tag"] / name)) != manifest["files"][name]:
                     return f"damaged: {name} differs from what was written (its length or its checksum is wrong)"
             except OSError as error:
                 return f"{name}: {error.strerror}"
         return None
-
-
-def needed_files(rank: int, manifest: dict[str, Any]) -> list[str]:
-    """List the files that a rank reads: all, or its own."""
-    return [rank_file(rank)] if manifest["own_files"] else list(manifest["files"])
-
-
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def prepare(temporary: Path) -> int:

@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from geotrain.checkpoint.folders import CheckpointFolder, needed_files, rank_file
+from geotrain.checkpoint.folders import CheckpointFolder
 from geotrain.checkpoint.state import described, layout_of_ranks, state_of
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
@@ -35,7 +34,7 @@ def load(engine: GeoEngine, files: CheckpointFolder, tag: str | None) -> dict[st
     if manifest is None:
         return None
     place = files.folder / manifest["tag"]
-    files.ranks.together(lambda: _read_rank(engine, place, manifest), place)
+    files.ranks.together(lambda: _read_rank(engine, files, manifest), place)
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
     for counter, value in manifest["counters"].items():
         setattr(engine, counter, value)
@@ -43,12 +42,13 @@ def load(engine: GeoEngine, files: CheckpointFolder, tag: str | None) -> dict[st
     return manifest["extra"]
 
 
-def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> None:
+def _read_rank(engine: GeoEngine, files: CheckpointFolder, manifest: dict[str, Any]) -> None:
     """Read the state that this rank owns, and no more, from the files of whichever ranks saved it."""
+    folder = files.folder / manifest["tag"]
     with contextlib.ExitStack() as stack:
         # parameter → (file, shard, the run's offset in the shard, run) of each run that was saved
         saved: dict[str, list[tuple[Any, int, int, StridedSlice]]] = defaultdict(list)
-        for name in needed_files(engine.rank, manifest):
+        for name in files.needed(manifest):
             file = stack.enter_context(safe_open(folder / name, "pt"))
             for shard, (pushes, runs) in enumerate(json.loads(file.metadata()["shards"])):
                 if not manifest["own_files"] and not pushes:
@@ -68,7 +68,7 @@ def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> Non
                     _copy(read, file.get_slice(f"{shard}.{name}")[low:high], into, outof - low, length)
                 view.copy_(read)
     if manifest["layout"] == layout_of_ranks(engine):
-        with safe_open(folder / rank_file(engine.rank), "pt") as file:
+        with safe_open(folder / files.file, "pt") as file:
             torch.set_rng_state(file.get_tensor("rng.cpu"))
             if platform.HAS_CUDA:
                 torch.cuda.set_rng_state(file.get_tensor("rng.cuda"))

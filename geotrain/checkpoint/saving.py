@@ -22,7 +22,6 @@ from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
 from geotrain.staging.cuda import CudaStaging, NoStreams
 
-
 _OTHERWISE = (
     "each optimizer keeps other moments; set deepspeed.optimizer.type back, or begin a new run from the exported "
     "weights (model.init_from)"
@@ -47,7 +46,7 @@ class Checkpoints:
         no_room: Callable[[CheckpointError], None] | None = None,
     ) -> None:
         self._engine, self._no_room, self._ranks = engine, no_room, RanksOfWorker()
-        self._files = CheckpointFolder(self._ranks, Path(folder), keep, _OTHERWISE)
+        self._files = CheckpointFolder(self._ranks, Path(folder), keep, _OTHERWISE, "safetensors")
         streams = torch.cuda if platform.HAS_CUDA else NoStreams()
         self._staging = CudaStaging(engine.device, streams, "checkpoints")
         self._under_way: Future[None] | None = None

@@ -34,8 +34,8 @@ class TorchRank(RanksOfWorker):
         return sum(self.gather(loss)) / self.world_size
 
     def settle(self) -> None:
-        """Check that no parameter was moved. Optimizer steps are done when they return, so nothing is waited for."""
-        self.masters.check_place()
+        """Check that the model is what it was. Optimizer steps are done when they return: nothing is waited for."""
+        self.masters.check()
 
     def refresh(self, changed: Collection[str]) -> None:
         self.masters.refresh(changed)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from geotrain.checkpoint.folders import CheckpointError, CheckpointFolder, RanksOfWorker, rank_file
+from geotrain.checkpoint.folders import CheckpointError, CheckpointFolder, RanksOfWorker
 from geotrain.common.files import sync
 
 _OTHERWISE = "give OuterLoop a `state` of the same names and types, or resume=False to begin without"
@@ -34,7 +34,7 @@ class LoopCheckpoints:
     def __init__(
         self, folder: Path, ranks: RanksOfWorker, state: Mapping[str, Stateful], model: str, keep: int
     ) -> None:
-        self._state, self._files = state, CheckpointFolder(ranks, folder, keep, _OTHERWISE)
+        self._state, self._files = state, CheckpointFolder(ranks, folder, keep, _OTHERWISE, "pt")
         kinds = ", ".join(f"{name} ({type(part).__name__})" for name, part in sorted(state.items()))
         self._described = {"model": model, "optimizer": kinds, "layout": {"ranks": ranks.world_size}}
         self._readable = False  # whether torch has read such a file back
@@ -72,7 +72,6 @@ class LoopCheckpoints:
             self._readable = True
 
     def _read(self, place: Path) -> None:
-        file = place / rank_file(self._files.ranks.rank)
-        saved = torch.load(file, map_location="cpu", weights_only=True)
+        saved = torch.load(place / self._files.file, map_location="cpu", weights_only=True)
         for name, part in self._state.items():
             part.load_state_dict(saved[name])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,13 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import geotrain
+from geotrain.checkpoint.folders import CheckpointError
 from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, RunConfig, load_run
 from geotrain.net.server.server_process import initial_weights
 from geotrain.own_loop.loop import OwnStep
 from geotrain.own_loop.masters import Masters, box_runs
 from geotrain.own_loop.rank import TorchRank
-from geotrain.own_loop.state import StateFiles
+from geotrain.own_loop.state import LoopCheckpoints
 from geotrain.parameters.parameter_file import read_shapes
 from geotrain.parameters.parameter_map import ParameterMap, any_parameters, parameter_map_of
 from geotrain.worker.loop import RunMember, WorkerLoop
@@ -37,8 +39,8 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def write_run(folder: Path, **outer: Any) -> RunConfig:
-    geotrain.save_parameters(folder / "model.safetensors", network())
+def write_run(folder: Path, model: nn.Module | None = None, **outer: Any) -> RunConfig:
+    geotrain.save_parameters(folder / "model.safetensors", model or network())
     run = {
         "name": "own",
         "folder": str(folder / "out"),
@@ -131,7 +133,7 @@ def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> geotrain.OuterLoop
     client: Any = LocalClient(LocalServers(run, ("eu-0",)), "eu-0")
     client.close, client.retries = lambda: None, 0
     monkeypatch.setattr("geotrain.worker.connection.WorkerClient", lambda *_, **__: client)
-    return geotrain.OuterLoop(tmp_path / "run.json", "eu", network().named_parameters())
+    return geotrain.OuterLoop(tmp_path / "run.json", "eu", network())
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -159,13 +161,131 @@ def test_a_forgotten_after_step_is_an_error(outer: geotrain.OuterLoop) -> None:
         next(outer.batches(Numbers(), 3))
 
 
-def test_a_parameter_that_was_moved_is_an_error(tmp_path: Path) -> None:
-    model = network()
-    loop, _ = joined(write_run(tmp_path), model)
-    model[2].weight.data = model[2].weight.data.clone()
+def a_step(outer: geotrain.OuterLoop) -> None:
+    next(outer.samples())
+    outer.after_step()
+
+
+def first_micro_batch(outer: geotrain.OuterLoop) -> None:
+    next(outer.batches(Numbers(), 2))
+    outer.after_step()
+
+
+def a_step_with_prefetch(outer: geotrain.OuterLoop) -> None:
+    next(outer.batches(Numbers(), num_workers=1))
+    outer.after_step(), outer.after_step()
+
+
+def leave_and_begin_again(outer: geotrain.OuterLoop) -> None:
+    for _ in outer.batches(Numbers(), num_workers=1):  # reads ahead
+        outer.after_step()
+        break
+    next(outer.batches(Numbers()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda outer: outer.after_step(), "for step 1, but batches.* have given the data of 0"),
+        (lambda outer: (a_step(outer), outer.after_step()), "for step 2, but .* have given the data of 1"),
+        (first_micro_batch, "for step 1, but .* have given the data of 0"),
+        (a_step_with_prefetch, "for step 2, but .* have given the data of 1"),
+        (leave_and_begin_again, r"begins anew, but of [2-9] steps that were read only 1 are trained"),
+        (lambda outer: (next(outer.samples()), next(outer.samples())), "of 1 steps that were read only 0 are"),
+        (lambda outer: next(outer.batches(iter([1]))), "a list_iterator has no __len__ .* give a map-style data set"),
+        (lambda outer: next(outer.batches(Stream())), "a Stream has no __len__ .* or read the numbers from samples"),
+    ],
+)  # fmt: skip
+def test_samples_that_nobody_saw_do_not_count_as_trained(outer: geotrain.OuterLoop, wrong: Any, words: str) -> None:
+    with pytest.raises((RuntimeError, ConfigError), match=words):
+        wrong(outer)
+    outer.close()
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A data set without a length."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.zeros(3)])
+
+
+def test_steps_may_be_read_in_turns_when_all_that_was_read_is_trained(outer: geotrain.OuterLoop) -> None:
+    seen: list[int] = []
+    with outer:
+        while not outer.finished:
+            seen.extend(next(outer.samples()))
+            outer.after_step()
+    assert seen == list(range(STEP * STEPS))
+
+
+def replace(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # type: ignore[index,union-attr]
+
+
+def shrink(model: nn.Module) -> None:
+    model[0].bias.data = model[0].bias.data[:2]  # type: ignore[index,union-attr]
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def mixed() -> nn.Sequential:
+    """A model with a frozen layer and a buffer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*network(), nn.Linear(2, 2).requires_grad_(False))
+    model.register_buffer("scale", torch.ones(2))
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m[2].weight, "data", m[2].weight.data.clone()), r"^2\.weight was moved or cut after"),
+        (shrink, r"^0\.bias was moved or cut"),
+        (replace, r"^0\.weight was replaced"),
+        (assign, r"^0\.(weight|bias) was replaced"),
+        (lambda m: m.append(nn.Linear(2, 2)), r"^4\.bias was added"),
+        (lambda m: delattr(m, "scale"), r"^scale was removed"),
+        (lambda m: m[3].requires_grad_(), r"^3\.weight was unfrozen"),
+        (lambda m: m[3].weight.add_(1), r"^3\.weight was changed, though it is not exchanged"),
+        (lambda m: m.scale.mul_(2), r"^scale was changed"),
+        (lambda m: setattr(m, "scale", torch.zeros(2)), r"^scale was changed"),
+    ],
+)
+def test_a_model_that_changes_after_the_start_is_an_error(tmp_path: Path, change: Any, words: str) -> None:
+    model = mixed()
+    loop, _ = joined(write_run(tmp_path, model=mixed()), model)
+    with torch.no_grad():
+        model.scale.mul_(1)  # type: ignore[operator]
+        model.cache.mul_(2)  # type: ignore[operator]
+    step(loop), step(loop), step(loop)  # harmless: the same values, and what is in no state_dict
+    change(model) if change in (replace, shrink, assign) else torch.no_grad()(change)(model)
     step(loop), step(loop)
-    with pytest.raises(RuntimeError, match=r"2\.weight was moved after the OuterLoop was made"):
+    with pytest.raises(RuntimeError, match=words):
         step(loop)
+
+
+def test_what_is_not_trained_is_the_same_in_all_regions(tmp_path: Path) -> None:
+    run = write_run(tmp_path, model=mixed())
+    parameter_map = parameter_map_of(run)
+    assert sorted(parameter_map.fixed) == ["3.bias", "3.weight", "scale"]
+    assert Masters(parameter_map, mixed(), 0, 1).shards
+    in_bf16 = mixed()
+    in_bf16[3].to(torch.bfloat16)
+    assert Masters(parameter_map, in_bf16, 0, 1).shards
+    other, without = mixed(), network()
+    with torch.no_grad():
+        other[3].weight.add_(0.1)
+    for model, name in ((other, "3.weight"), (without, "3.bias"), (nn.Sequential(*mixed()), "scale")):
+        with pytest.raises(ConfigError, match=rf"{name}, a frozen parameter or a buffer, is not what the run's"):
+            Masters(parameter_map, model, 0, 1)
+    geotrain.save_parameters(tmp_path / "model.safetensors", other)
+    assert parameter_map_of(run).digest != parameter_map.digest  # by which servers refuse the other region
+    tracks = nn.Sequential(*network(), nn.BatchNorm1d(2, affine=False))
+    with pytest.raises(ConfigError, match=r"3 is a BatchNorm1d: its running means are not exchanged.*GroupNorm"):
+        Masters(parameter_map, tracks, 0, 1)
 
 
 def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
@@ -175,15 +295,18 @@ def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
         (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 2)), r"3\.weight is not one of"),
         (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), r"0\.bias has shape \[4\], the run's \[5\]"),
         (network().to(torch.bfloat16), r"0\.bias is bfloat16: its fp32 masters cannot be reached"),
-        (iter(()), "there are none"),
+        (network().named_parameters(), "model: a generator; give the model itself"),
     ]
-    for parameters, message in cases:
+    for model, message in cases:
         with pytest.raises(ConfigError, match=message):
-            Masters(parameter_map, parameters, 0, 1)
-    frozen = nn.Sequential(*network(), nn.Linear(2, 2).requires_grad_(False))
-    assert Masters(parameter_map, frozen, 0, 1).shards
-    wrapped = [(f"module._orig_mod.{name}", parameter) for name, parameter in network().named_parameters()]
-    assert Masters(parameter_map, wrapped, 0, 1).shards  # as DDP and torch.compile name them
+            Masters(parameter_map, model, 0, 1)
+    wrapped = nn.ModuleDict({"module": torch.compile(network(), backend="eager")})  # as DDP names what is compiled
+    assert Masters(parameter_map, wrapped, 0, 1).shards
+    images = nn.Sequential(nn.Conv2d(3, 4, 2)).to(memory_format=torch.channels_last)
+    with pytest.raises(
+        ConfigError, match=r"0\.weight is float32, not contiguous \(channels_last\?\): .* parameters not"
+    ):
+        Masters(ParameterMap(any_parameters({"0.weight": (4, 3, 2, 2), "0.bias": (4,)})), images, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +343,10 @@ def chunks() -> Any:
     whole = torch.arange(30.0).view(5, 6)
     found = []
     for placements in PLACEMENTS:
-        parameter = nn.Parameter(distribute_tensor(whole, mesh, placements))
-        assert isinstance(parameter, DTensor)
+        model = nn.ParameterDict({"p": nn.Parameter(distribute_tensor(whole, mesh, placements))})
+        assert isinstance(model["p"], DTensor)
         parameter_map = ParameterMap(any_parameters({"p": (5, 6)}))
-        masters = Masters(parameter_map, [("p", parameter)], torch.distributed.get_rank(), 4)
+        masters = Masters(parameter_map, model, torch.distributed.get_rank(), 4)
         pushed, held = torch.zeros(30), True
         for shard in masters.shards:
             values = shard.master.split([run.numel for run in shard.runs])
@@ -242,32 +365,91 @@ def test_placements_say_what_lies_here_and_each_element_is_pushed_once() -> None
         assert torch.equal(sum(found[number][0] for found in ranks), torch.ones(30)), placements
 
 
-def test_states_outlive_a_death_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
-    model = network()
+def trained(model: nn.Module, steps: int = 1) -> torch.optim.Optimizer:
     adam = torch.optim.AdamW(model.parameters())
-
-    def files(digest: str = "d", **state: Any) -> StateFiles:
-        return StateFiles(tmp_path, TorchRank(), state, digest, keep=2)
-
-    for job in (1, 2, 3):
+    for _ in range(steps):
         model(torch.ones(1, 3)).sum().backward()
         adam.step()
-        assert files(adam=adam).save(job) == ""
-    (folder,) = tmp_path.iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["job-00000002.pt", "job-00000003.pt"]
-    (folder / ".job-00000004.pt.17.partial").write_bytes(b"killed while it was written")
+    return adam
+
+
+def checkpoints(folder: Path, model: str = "d", **state: Any) -> LoopCheckpoints:
+    return LoopCheckpoints(folder, TorchRank(), state, model, keep=2)
+
+
+def moment(adam: torch.optim.Optimizer) -> torch.Tensor:
+    return adam.state_dict()["state"][0]["exp_avg"]
+
+
+def test_the_state_saved_last_is_loaded_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    model = network()
+    for job in (101, 102, 3):  # the last by a region that had lost its server's state
+        adam = trained(model, job % 9)
+        assert checkpoints(tmp_path, adam=adam).save(job) == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job-00000003", "job-00000102"]
+    (tmp_path / "job-00000004.tmp").mkdir()  # killed while it was written
     new = torch.optim.AdamW(model.parameters())
-    assert files(adam=new).load() == 3 and not list(folder.glob(".*"))
-    assert torch.equal(new.state_dict()["state"][0]["exp_avg"], adam.state_dict()["state"][0]["exp_avg"])
-    newest = folder / "job-00000003.pt"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    assert files(adam=torch.optim.AdamW(model.parameters())).load() == 2
-    assert files("another model", adam=new).load() == 0 and files(scheduler=new).load() == 0
+    assert checkpoints(tmp_path, adam=new).load() == 3 and torch.equal(moment(new), moment(adam))
+    file, random = tmp_path / "job-00000003/rank-00000.pt", np.random.default_rng(1)
+    whole = file.read_bytes()
+    for place in random.integers(0, len(whole), 40).tolist():
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(random.integers(0, 8))
+        file.write_bytes(damaged)
+        assert checkpoints(tmp_path, adam=new).load() == 102, place
+    assert checkpoints(tmp_path / "elsewhere", adam=new).load() == 0 and checkpoints(tmp_path).load() == 0
+
+
+def as_one_of_two(folder: str) -> str:
+    torch.distributed.init_process_group("gloo")
+    mine = Path(folder) / f"host-{torch.distributed.get_rank()}"  # hosts need not share a file system
+    assert checkpoints(mine, adam=trained(network())).save(5) == ""
+    assert checkpoints(mine, adam=torch.optim.AdamW(network().parameters())).load() == 5
+    return sorted(path.name for path in (mine / "job-00000005").iterdir())[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "state", "words"),
+    [
+        ("another", {"adam": torch.optim.AdamW}, "'job-00000005' is of another model"),
+        ("d", {"adam": torch.optim.SGD}, r"holds the state of adam \(AdamW\), not of adam \(SGD\): give OuterLoop"),
+        ("d", {"optimizer": torch.optim.AdamW}, "a `state` of the same names and types, or resume=False"),
+        ("d", {"adam": torch.optim.AdamW}, "resume with the layout {'ranks': 2}, or begin without"),
+    ],
+)
+def test_a_state_that_does_not_go_with_the_loop_is_refused(
+    two_ranks: Path, model: str, state: dict[str, Any], words: str
+) -> None:
+    parts = {name: kind(network().parameters()) for name, kind in state.items()}
+    with pytest.raises(CheckpointError, match=words):
+        checkpoints(two_ranks, model, **parts).load()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    assert run_world(2, as_one_of_two, str(folder)) == ["rank-00000.pt", "rank-00001.pt"]
+    return folder / "host-0"
+
+
+class Odd:
+    """Has a state that torch does not load without running what it names."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": Path("x")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_state_that_could_not_be_read_back_is_told_at_the_first_save(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)rank 0: .*Weights only load failed"):
+        checkpoints(tmp_path, odd=Odd()).save(1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
-    model = nn.Sequential(network(), nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
+    model = nn.Sequential(network(), nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2).eval())
     geotrain.save_parameters(path, model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     assert read_shapes(path) == shapes and "2.running_mean" not in shapes and "1.weight" not in shapes
