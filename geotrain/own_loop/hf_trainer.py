@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class OuterLoopCallback(TrainerCallback):
             self.options["cluster"] = Path(run).parent / "cluster.json"
         self.outer: OuterLoop | None = None
         self._scheduler: LambdaLR | None = None
-        self._loss: Any = 0.0  # of the micro-batches of this step so far
+        self._loss: Any = None  # of the micro-batches of this step so far; None: Trainer computes it by itself
         self._share = 1.0  # of a micro-batch in a step
 
     @property
@@ -78,8 +78,8 @@ class OuterLoopCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert self.outer is not None
-        self.outer.after_step(self._loss, lr=kwargs["optimizer"].param_groups[0]["lr"])
-        self._loss = 0.0
+        loss, self._loss = float("nan") if self._loss is None else self._loss, None
+        self.outer.after_step(loss, lr=kwargs["optimizer"].param_groups[0]["lr"])
         self._follow()
         control.should_training_stop |= self.outer.finished
 
@@ -99,9 +99,10 @@ class OuterLoopCallback(TrainerCallback):
     def _note_loss(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Add up the losses of forward passes, for `report`: Trainer gives none at a step's end. Where it hands the
         model the number of tokens in all micro-batches, theirs add up to the step's."""
-        loss = getattr(output, "loss", None)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if model.training and loss is not None:
-            self._loss = self._loss + loss.detach() * (1 if "num_items_in_batch" in kwargs else self._share)
+            share = 1 if "num_items_in_batch" in kwargs else self._share
+            self._loss = (self._loss or 0.0) + loss.detach() * share
 
 
 class _Leased(IterableDataset[Any]):

@@ -127,8 +127,9 @@ class OuterLoop:
 
         with ExitStack() as opened:
             mine = cluster.worker(region, worker)
-            told = {"report": on_job, "trouble": on_trouble}
-            member = opened.enter_context(connected(run, cluster, mine, connect_s=connect_s, **told))
+            member = opened.enter_context(
+                connected(run, cluster, mine, connect_s=connect_s, report=on_job, trouble=on_trouble)
+            )
             self.rank = rank = TorchRank()
             masters = Masters(member.parameter_map, model, rank.rank, rank.world_size)
             self._masters = rank.masters = masters

@@ -38,7 +38,7 @@ class Masters:
                 "frozen parameters are compared, too"
             )
         self.engine: Any = model if hasattr(model, "module") and hasattr(model, "optimizer") else None
-        self.module = model if self.engine is None else self.engine.module
+        self.module: nn.Module = model if self.engine is None else self.engine.module
         self._rank, self._world_size = rank, world_size
         found = dict(named_tensors(self.module))
         self.named = self._check_names(parameter_map, found)
@@ -110,7 +110,7 @@ class Masters:
     def _check_names(self, parameter_map: ParameterMap, found: dict[str, Tensor]) -> dict[str, nn.Parameter]:
         """Check names and shapes against the run's; returns the parameters in the parameter map's order."""
         known = {p.name: p.shape for p in parameter_map.parameters}
-        named = {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and prod(_shape(p))}
+        named = {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and 0 not in _shape(p)}
         for name, parameter in named.items():
             if name not in known and parameter.requires_grad:
                 raise ConfigError(
@@ -212,7 +212,7 @@ class Masters:
 
     def _of_zero_3(self, name: str, parameter: Any) -> Any:
         """A parameter under ZeRO 3: a rank's part of it lies in one of its flat fp32 groups; the last is padded."""
-        optimizer: Any = self.engine.optimizer  # type: ignore[union-attr]
+        optimizer: Any = self.engine.optimizer
         if getattr(optimizer, "swap_optimizer", False):
             raise ConfigError(
                 f"parameter {name}: its masters are on NVMe, which is not supported; offload to the CPU"
@@ -251,5 +251,5 @@ def _changed(name: str, how: str) -> RuntimeError:
     )
 
 
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def _shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -115,6 +115,20 @@ def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:
     assert torch.equal(weights["0.weight"], torch.full((5, 3), float(STEPS))) and not weights["2.bias"].any()
 
 
+@pytest.mark.parametrize("adopt_last", [True, False])
+def test_the_model_ends_as_the_servers_weights(tmp_path: Path, adopt_last: bool) -> None:
+    """Where a worker keeps some of its own at each exchange, as here a half, it ends elsewhere without."""
+    model = network()
+    mixes = {"overlap": {"adopt": "mix", "mix": 0.5}, "rule": {"name": "sync", "lr": 0.5, "momentum": 0.0}}
+    loop, servers = joined(write_run(tmp_path, **mixes), model, adopt_last=adopt_last)
+    while not loop.finished:
+        with torch.no_grad():
+            model[0].weight += 1.0
+        step(loop)
+    ours = torch.cat([model.get_parameter(p.name).flatten() for p in servers.parameter_map.parameters])
+    assert torch.equal(ours, servers.top.weights(0)) == adopt_last
+
+
 class Numbers:
     """A data set of five samples."""
 
@@ -499,6 +513,19 @@ def test_what_a_run_file_must_say(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text(json.dumps({**raw, **change}))
         with pytest.raises(ConfigError, match=message):
             load_run(tmp_path / "run.json")
+
+
+def test_a_runs_folder_does_not_depend_on_where_a_loop_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    raw = json.loads((tmp_path / "run.json").read_text())
+    monkeypatch.chdir(tmp_path.parent)
+    for folder, expected in ((None, tmp_path / "runs/own"), ("../there", tmp_path.parent / "there")):
+        (tmp_path / "run.json").write_text(json.dumps({**raw, "folder": folder}))
+        assert load_run(f"{tmp_path.name}/run.json").run_folder == expected
+    changed = load_run(tmp_path / "run.json", ["folder=here"])
+    assert changed.run_folder == tmp_path.parent / "here"
 
 
 def test_an_own_loop_needs_neither_deepspeed_nor_megatron_nor_transformers() -> None:
