@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,14 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import geotrain
-from geotrain.checkpoint.folders import CheckpointError
 from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, RunConfig, load_run
 from geotrain.net.server.server_process import initial_weights
 from geotrain.own_loop.loop import OwnStep
 from geotrain.own_loop.masters import Masters, box_runs
 from geotrain.own_loop.rank import TorchRank
-from geotrain.own_loop.state import LoopCheckpoints
 from geotrain.parameters.parameter_file import read_shapes
 from geotrain.parameters.parameter_map import ParameterMap, any_parameters, parameter_map_of
 from geotrain.worker.loop import RunMember, WorkerLoop
@@ -39,8 +36,8 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def write_run(folder: Path, model: nn.Module | None = None, **outer: Any) -> RunConfig:
-    geotrain.save_parameters(folder / "model.safetensors", model or network())
+def write_run(folder: Path, **outer: Any) -> RunConfig:
+    geotrain.save_parameters(folder / "model.safetensors", network())
     run = {
         "name": "own",
         "folder": str(folder / "out"),
@@ -232,74 +229,21 @@ def test_steps_may_be_read_in_turns_when_all_that_was_read_is_trained(outer: geo
     assert seen == list(range(STEP * STEPS))
 
 
-def replace(model: nn.Module) -> None:
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # type: ignore[index,union-attr]
+def test_a_model_that_was_moved_is_found_at_the_first_step_and_at_each_exchange(
+    outer: geotrain.OuterLoop, tmp_path: Path
+) -> None:
+    def move(model: Any) -> None:
+        model[2].weight.data = model[2].weight.data.clone()
 
-
-def shrink(model: nn.Module) -> None:
-    model[0].bias.data = model[0].bias.data[:2]  # type: ignore[index,union-attr]
-
-
-def assign(model: nn.Module) -> None:
-    model.load_state_dict(model.state_dict(), assign=True)
-
-
-def mixed() -> nn.Sequential:
-    """A model with a frozen layer and a buffer."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*network(), nn.Linear(2, 2).requires_grad_(False))
-    model.register_buffer("scale", torch.ones(2))
-    model.register_buffer("cache", torch.ones(2), persistent=False)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda m: setattr(m[2].weight, "data", m[2].weight.data.clone()), r"^2\.weight was moved or cut after"),
-        (shrink, r"^0\.bias was moved or cut"),
-        (replace, r"^0\.weight was replaced"),
-        (assign, r"^0\.(weight|bias) was replaced"),
-        (lambda m: m.append(nn.Linear(2, 2)), r"^4\.bias was added"),
-        (lambda m: delattr(m, "scale"), r"^scale was removed"),
-        (lambda m: m[3].requires_grad_(), r"^3\.weight was unfrozen"),
-        (lambda m: m[3].weight.add_(1), r"^3\.weight was changed, though it is not exchanged"),
-        (lambda m: m.scale.mul_(2), r"^scale was changed"),
-        (lambda m: setattr(m, "scale", torch.zeros(2)), r"^scale was changed"),
-    ],
-)
-def test_a_model_that_changes_after_the_start_is_an_error(tmp_path: Path, change: Any, words: str) -> None:
-    model = mixed()
-    loop, _ = joined(write_run(tmp_path, model=mixed()), model)
-    with torch.no_grad():
-        model.scale.mul_(1)  # type: ignore[operator]
-        model.cache.mul_(2)  # type: ignore[operator]
-    step(loop), step(loop), step(loop)  # harmless: the same values, and what is in no state_dict
-    change(model) if change in (replace, shrink, assign) else torch.no_grad()(change)(model)
+    loop, _ = joined(outer.run, model := network())
+    move(model)
     step(loop), step(loop)
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match=r"2\.weight was moved"):
         step(loop)
-
-
-def test_what_is_not_trained_is_the_same_in_all_regions(tmp_path: Path) -> None:
-    run = write_run(tmp_path, model=mixed())
-    parameter_map = parameter_map_of(run)
-    assert sorted(parameter_map.fixed) == ["3.bias", "3.weight", "scale"]
-    assert Masters(parameter_map, mixed(), 0, 1).shards
-    in_bf16 = mixed()
-    in_bf16[3].to(torch.bfloat16)
-    assert Masters(parameter_map, in_bf16, 0, 1).shards
-    other, without = mixed(), network()
-    with torch.no_grad():
-        other[3].weight.add_(0.1)
-    for model, name in ((other, "3.weight"), (without, "3.bias"), (nn.Sequential(*mixed()), "scale")):
-        with pytest.raises(ConfigError, match=rf"{name}, a frozen parameter or a buffer, is not what the run's"):
-            Masters(parameter_map, model, 0, 1)
-    geotrain.save_parameters(tmp_path / "model.safetensors", other)
-    assert parameter_map_of(run).digest != parameter_map.digest  # by which servers refuse the other region
-    tracks = nn.Sequential(*network(), nn.BatchNorm1d(2, affine=False))
-    with pytest.raises(ConfigError, match=r"3 is a BatchNorm1d: its running means are not exchanged.*GroupNorm"):
-        Masters(parameter_map, tracks, 0, 1)
+    move(outer._masters.module)
+    with outer, pytest.raises(RuntimeError, match=r"2\.weight was moved"):
+        next(outer.samples())
+        outer.after_step()
 
 
 def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
@@ -377,88 +321,6 @@ def test_placements_say_what_lies_here_and_each_element_is_pushed_once() -> None
     for number, placements in enumerate(PLACEMENTS):
         assert all(found[number][1] for found in ranks), placements
         assert torch.equal(sum(found[number][0] for found in ranks), torch.ones(30)), placements
-
-
-def trained(model: nn.Module, steps: int = 1) -> torch.optim.Optimizer:
-    adam = torch.optim.AdamW(model.parameters())
-    for _ in range(steps):
-        model(torch.ones(1, 3)).sum().backward()
-        adam.step()
-    return adam
-
-
-def checkpoints(folder: Path, model: str = "d", **state: Any) -> LoopCheckpoints:
-    return LoopCheckpoints(folder, TorchRank(), state, model, keep=2)
-
-
-def moment(adam: torch.optim.Optimizer) -> torch.Tensor:
-    return adam.state_dict()["state"][0]["exp_avg"]
-
-
-def test_the_state_saved_last_is_loaded_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
-    model = network()
-    for job in (101, 102, 3):  # the last by a region that had lost its server's state
-        adam = trained(model, job % 9)
-        assert checkpoints(tmp_path, adam=adam).save(job) == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["job-00000003", "job-00000102"]
-    (tmp_path / "job-00000004.tmp").mkdir()  # killed while it was written
-    new = torch.optim.AdamW(model.parameters())
-    assert checkpoints(tmp_path, adam=new).load() == 3 and torch.equal(moment(new), moment(adam))
-    file, random = tmp_path / "job-00000003/rank-00000.pt", np.random.default_rng(1)
-    whole = file.read_bytes()
-    for place in random.integers(0, len(whole), 40).tolist():
-        damaged = bytearray(whole)
-        damaged[place] ^= 1 << int(random.integers(0, 8))
-        file.write_bytes(damaged)
-        assert checkpoints(tmp_path, adam=new).load() == 102, place
-    assert checkpoints(tmp_path / "elsewhere", adam=new).load() == 0 and checkpoints(tmp_path).load() == 0
-
-
-def as_one_of_two(folder: str) -> str:
-    torch.distributed.init_process_group("gloo")
-    mine = Path(folder) / f"host-{torch.distributed.get_rank()}"  # hosts need not share a file system
-    assert checkpoints(mine, adam=trained(network())).save(5) == ""
-    assert checkpoints(mine, adam=torch.optim.AdamW(network().parameters())).load() == 5
-    return sorted(path.name for path in (mine / "job-00000005").iterdir())[-1]
-
-
-@pytest.mark.parametrize(
-    ("model", "state", "words"),
-    [
-        ("another", {"adam": torch.optim.AdamW}, "'job-00000005' is of another model"),
-        ("d", {"adam": torch.optim.SGD}, r"holds the state of adam \(AdamW\), not of adam \(SGD\): give OuterLoop"),
-        ("d", {"optimizer": torch.optim.AdamW}, "a `state` of the same names and types, or resume=False"),
-        ("d", {"adam": torch.optim.AdamW}, "resume with the layout {'ranks': 2}, or begin without"),
-    ],
-)
-def test_a_state_that_does_not_go_with_the_loop_is_refused(
-    two_ranks: Path, model: str, state: dict[str, Any], words: str
-) -> None:
-    parts = {name: kind(network().parameters()) for name, kind in state.items()}
-    with pytest.raises(CheckpointError, match=words):
-        checkpoints(two_ranks, model, **parts).load()
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two")
-    assert run_world(2, as_one_of_two, str(folder)) == ["rank-00000.pt", "rank-00001.pt"]
-    return folder / "host-0"
-
-
-class Odd:
-    """Has a state that torch does not load without running what it names."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"path": Path("x")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def test_a_state_that_could_not_be_read_back_is_told_at_the_first_save(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"(?s)rank 0: .*Weights only load failed"):
-        checkpoints(tmp_path, odd=Odd()).save(1)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
