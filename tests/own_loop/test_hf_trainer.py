@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,14 +109,22 @@ def train(servers: LocalServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return lived
 
 
-def test_a_resume_skips_no_leased_sample(servers: LocalServers, train: Train) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_resume_skips_no_leased_sample(
+    servers: LocalServers, train: Train, tmp_path: Path, lost: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """lost: with them went what the callback had saved, which is told."""
     with pytest.raises(Killed):
         train(dies=5)
     committed = servers.top.status()["committed_samples"]
     assert committed == 4 * BATCH
+    if lost:
+        shutil.rmtree(tmp_path / "out/checkpoints")
     second: Any = train(resume=True)
     assert servers.top.status()["complete"] and second.outer.finished
-    assert second.outer.resumed_job == 2
+    assert second.outer.resumed_job == (0 if lost else 2)
+    told = "in eu: has trained 2 jobs before, and begins without its saved state: there is none in "
+    assert (told in capsys.readouterr().err) == lost
     (log,) = (second.outer.run.run_folder / "events").glob("*.jsonl")
     events = map(json.loads, log.read_text().splitlines())
     assert all(event["loss"] > 0 for event in events if event["event"] == "JobTrained")

@@ -148,7 +148,9 @@ def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> geotrain.OuterLoop
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_batches_visit_each_sample_once_in_an_epoch(outer: geotrain.OuterLoop, parts: int) -> None:
+def test_batches_visit_each_sample_once_in_an_epoch(
+    outer: geotrain.OuterLoop, parts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[float] = []
     with outer:
         for number, batch in enumerate(outer.batches(Numbers(), parts)):
@@ -158,11 +160,18 @@ def test_batches_visit_each_sample_once_in_an_epoch(outer: geotrain.OuterLoop, p
                 assert outer.step == number // parts
                 outer.after_step(torch.tensor(0.5))
     assert outer.finished and len(seen) == STEP * STEPS
+    assert capsys.readouterr().out.startswith("job 1, from sample 0: loss 0.5000, ")
     epochs = [seen[at : at + 5] for at in range(0, 45, 5)]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs) and len({tuple(e) for e in epochs}) > 1
     (log,) = (outer.run.run_folder / "events").glob("*.jsonl")
     jobs = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "JobTrained"]
     assert [(job["job"], job["loss"], job["tokens"]) for job in jobs] == [(j, 0.5, 12) for j in (1, 2, 3, 4)]
+
+
+def test_a_loop_that_ends_early_says_so(outer: geotrain.OuterLoop, capsys: pytest.CaptureFixture[str]) -> None:
+    with outer:
+        next(outer.samples())
+    assert "in eu: the loop ends before the run's data: 1 steps were given, 0 trained" in capsys.readouterr().err
 
 
 def test_a_forgotten_after_step_is_an_error(outer: geotrain.OuterLoop) -> None:
