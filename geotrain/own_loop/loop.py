@@ -237,19 +237,19 @@ class OuterLoop:
         RuntimeError where `after_step` was not called after each step.
         """
         source: Any = RunSamples(self.run) if data is None else data
-        length = length_of(data)
-        indices = self._indices(length, parts, self._samples)
-        loader: Any = DataLoader(source, batch_sampler=indices, **options)
-        trained = self._steps
-        for given, batch in enumerate(loader):
-            if given // parts != self._steps - trained:
-                raise RuntimeError(
-                    f"{given} batches of {parts} to a step were given, but after_step was called "
-                    f"{self._steps - trained} times: call it once after each step"
-                )
-            self.loop.laps.lap("waiting")
-            self._given = trained + (given + 1) // parts
-            yield batch
+        length, trained, given = length_of(data), self._steps, 0
+        while not self.finished:  # a loader that reads ahead may end before data comes back from who has died
+            indices: Any = self._indices(length, parts, self._samples)
+            for batch in DataLoader(source, batch_sampler=indices, **options):
+                if given // parts != self._steps - trained:
+                    raise RuntimeError(
+                        f"{given} batches of {parts} to a step were given, but after_step was called "
+                        f"{self._steps - trained} times: call it once after each step"
+                    )
+                self.loop.laps.lap("waiting")
+                given += 1
+                self._given = trained + given // parts
+                yield batch
 
     def after_step(
         self,

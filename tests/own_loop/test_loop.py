@@ -210,6 +210,7 @@ def leave_and_begin_again(outer: geotrain.OuterLoop) -> None:
         (lambda outer: (a_step(outer), outer.after_step()), "for step 2, but .* have given the data of 1"),
         (first_micro_batch, "for step 1, but .* have given the data of 0"),
         (a_step_with_prefetch, "for step 2, but .* have given the data of 1"),
+        (lambda outer: [outer.after_step() for i, _ in enumerate(outer.batches(Numbers())) if i < 11], "begins anew"),
         (leave_and_begin_again, r"begins anew, but of [2-9] steps that were read only 1 are trained"),
         (lambda outer: (next(outer.samples()), next(outer.samples())), "of 1 steps that were read only 0 are"),
         (lambda outer: next(outer.batches(iter([1]))), "a list_iterator has no __len__ .* give a map-style data set"),
