@@ -37,8 +37,9 @@ class Masters:
                 f"model: a {type(model).__name__}; give the model itself, or the DeepSpeed engine, since buffers and "
                 "frozen parameters are compared, too"
             )
-        self.engine: Any = model if hasattr(model, "module") and hasattr(model, "optimizer") else None
-        self.module: nn.Module = model if self.engine is None else self.engine.module
+        given: Any = model
+        self.engine: Any = given if hasattr(given, "module") and hasattr(given, "optimizer") else None
+        self.module: nn.Module = given if self.engine is None else self.engine.module
         self._rank, self._world_size = rank, world_size
         found = dict(named_tensors(self.module))
         self.named = self._check_names(parameter_map, found)
