@@ -209,8 +209,8 @@ class RunConfig(Block):
     name: Name
     folder: str | None = Field(
         None,
-        description="Folder of the run; default: runs/<name> in the working directory of the launch, or with "
-        "data.samples_per_step beside the run file.",
+        description="Folder of the run; default: runs/<name> in the launch's working directory, with "
+        "data.samples_per_step beside this file.",
     )
     seed: Annotated[int, Field(ge=0)] = 1234
     model: ModelConfig
