@@ -208,7 +208,9 @@ class RunConfig(Block):
 
     name: Name
     folder: str | None = Field(
-        None, description="Folder of the run; default: runs/<name> in the working directory of the launch."
+        None,
+        description="Folder of the run; default: runs/<name> in the launch's working directory, with "
+        "data.samples_per_step beside this file.",
     )
     seed: Annotated[int, Field(ge=0)] = 1234
     model: ModelConfig
@@ -312,6 +314,9 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     raw = _resolved(read_json(path, "regions"), path.parent)
     for change in changes:
         _put(raw, change)
+    own_loop = isinstance(raw, dict) and isinstance(raw.get("data"), dict) and raw["data"].get("samples_per_step")
+    if own_loop and not raw.get("folder"):  # found again from whichever working directory a loop is started
+        raw = {**raw, "folder": str(path.parent.absolute() / f"runs/{raw.get('name')}")}
     return parse(RunConfig, _resolved(raw, Path.cwd()), str(path))
 
 

@@ -95,7 +95,8 @@ class WorkerLoop:
     validation that a lease asks for, before the lease is trained. save: called with a job's number when the worker's
     own state is to be saved. report: in place of the member's. peak_flops_per_token_s: the worker's peak FLOP/s over
     the FLOPs of one token, for the utilization (MFU); None: not known. expect: called with the lease after this one
-    once it is known, in another thread, for data that take long.
+    once it is known, in another thread, for data that take long. adopt_last: whether the masters end as the newest
+    weights of the server above, and not as this worker trained them.
     """
 
     def __init__(
@@ -110,11 +111,12 @@ class WorkerLoop:
         report: Callable[[dict[str, Any]], None] | None = None,
         expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
+        adopt_last: bool = False,
     ) -> None:
         self.member, self.rank = member, rank
         self.run, self.name, self.client = member.run, member.name, member.client
         self.validate, self.save, self.report, self.expect = validate, save, report or member.report, expect
-        self.peak_flops_per_token_s = peak_flops_per_token_s
+        self.peak_flops_per_token_s, self._adopt_last = peak_flops_per_token_s, adopt_last
         clock = time.perf_counter
         self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
         chunks = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
@@ -126,6 +128,7 @@ class WorkerLoop:
             member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
         )
         self.finished = False  # whether all was trained and sent, and the worker has left
+        self.jobs_before = 0  # that the server has of this worker's earlier incarnations
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained
         self._results: list[StepNumbers] = []  # of its steps
@@ -146,7 +149,7 @@ class WorkerLoop:
         job = wait_for(self.exchange.start(self.member.identity, incarnation))
         self.laps.restart()
         self._following = self.client.lease(LeaseRequest(self.name, job))
-        self._last_job = job - 1
+        self.jobs_before = self._last_job = job - 1
         self._begin_or_finish()
 
     def leases(self) -> Iterator[Lease]:
@@ -213,6 +216,8 @@ class WorkerLoop:
             # No data is left. Nothing more is expected of a worker that has left, so all it has must be sent before.
             self.lease = None
             wait_for(self.exchange.finish())
+            if self._adopt_last:
+                wait_for(self.exchange.adopt_newest())
             self.save(self._last_job)
             self.client.leave()
             self.finished = True
