@@ -164,11 +164,17 @@ def set_attributes(owner: object, names: Sequence[str], state: Mapping[str, Any]
         setattr(owner, name, copy(state[name]))
 
 
-def check_identity(join: Join, ours: Identity, data: str) -> None:
+def check_identity(join: Join, ours: Identity, data: str, origin: str) -> None:
     """Raise Refused unless the member trains the same run, model and data as this server.
 
-    data: sha256 of the run's training data; "" while it is not known. Either end may not know it yet.
+    data: sha256 of the run's training data; "" while it is not known. Either end may not know it yet. origin: of the
+    run, since another may have its name.
     """
+    if join.origin not in ("", origin):
+        raise Refused(
+            f"{join.member}: its state is of another run of the name {ours.run!r}: give it its own run's folder, "
+            "or move that away to begin with the weights of this one"
+        )
     for what, their, our in (
         ("run", join.run, ours.run),
         ("config digest", join.config_digest, ours.config_digest),

@@ -55,6 +55,8 @@ class Membership(ABC):
         self.identity, self.parameter_map, self.rule, self.down = identity, parameter_map, rule, down
         self.limits = limits
         self.incarnation = ""  # names the server's present one; its process sets it, since drawing it is not pure
+        # Of the run: its global server's process draws it where the run begins, regions are told it when they join.
+        self.origin = ""
         self.members = {name: Member() for name in members}
         self.fragments: list[Counts] = []  # empty until the first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
@@ -110,7 +112,7 @@ class Membership(ABC):
     def _on_join(self, join: Join) -> Welcome:
         """Let a rank join. Raises Refused when its member, or its model, does not belong here; then nothing has
         changed."""
-        check_identity(join, self.identity, self.data)
+        check_identity(join, self.identity, self.data, self.origin)
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
         check_incarnation(join.member, member, join.incarnation)
@@ -138,7 +140,9 @@ class Membership(ABC):
         member.parts, member.joined = parts, joined
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
-        return Welcome(member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions))
+        return Welcome(
+            member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions), self.origin
+        )
 
     def next_job(self, name: str) -> int:
         """Return the job that a new incarnation of this worker begins with.

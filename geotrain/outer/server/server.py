@@ -327,6 +327,7 @@ class Server(Membership):
             **of_shards,
             "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
+            "origin": self.origin,
             "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
             "sent": {name: self._sent(name) for name in self.members if self.shards.was_sent(name)},
@@ -346,7 +347,7 @@ class Server(Membership):
         """Load what `state` returned. Raises ParameterMapError when it is another model's, or is cut otherwise."""
         self.parameter_map.check_digest(meta["parameter_map_digest"])
         self.fragments = [Counts(**saved) for saved in meta["fragments"]]
-        self.data = meta["data"] or self.data
+        self.data, self.origin = meta["data"] or self.data, meta["origin"]
         if self.norms and meta["norms"]:
             self.norms.load(meta["norms"])
         for name, saved in meta["members"].items():
