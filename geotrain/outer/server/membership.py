@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from math import inf
+from typing import Literal
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
@@ -29,6 +30,7 @@ from geotrain.outer.server.member import (
     check_coverage,
     check_identity,
     check_incarnation,
+    check_parts,
     check_quarantine,
     check_slices,
 )
@@ -46,6 +48,7 @@ class Membership(ABC):
     """
 
     shards: Shards
+    member_role: Literal["region", "worker"]
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
@@ -118,8 +121,8 @@ class Membership(ABC):
         check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
         parts = join.parts if new or not member.joined else member.parts
-        if join.parts != parts or not 0 <= join.part < parts:
-            raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
+        slices = {**({} if new else member.slices), join.part: sum(map(len, (*join.pushes, *join.holds)))}
+        check_parts(join, parts, self.member_role, slices)
         check_slices(join, self.parameter_map, self.down)
         joined = {**({} if new else member.joined), join.part: join}
         if len(joined) == parts:
@@ -137,7 +140,7 @@ class Membership(ABC):
             member.meet(MemberEvent.HEARD)
         self.shards.receive(join)
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
-        member.parts, member.joined = parts, joined
+        member.parts, member.joined, member.slices = parts, joined, slices
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
         return Welcome(
@@ -233,7 +236,7 @@ class Membership(ABC):
         answers = tuple(member.answers) if sent else ()
         self.shards.execute(Forget(name, joins, sent, answers, (member.sequence,)))
         if joins:
-            for table in (member.joined, member.arriving, member.admitted):
+            for table in (member.joined, member.slices, member.arriving, member.admitted):
                 table.clear()
         if sent:
             member.awaiting.clear()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any, Literal
 
 from torch import Tensor
@@ -37,6 +37,7 @@ from geotrain.outer.messages import (
     UpdateRejected,
     update_id,
 )
+from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, check_part, check_round, outline
@@ -446,7 +447,7 @@ class Server(Membership):
             self.answer_members(names, fragment)
         self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)
-        metrics = {k: value for k, value in first.metrics.items() if k != "staleness" and isfinite(value)}
+        metrics = {name: value for name, value in credible(first.metrics).items() if name != "staleness"}
         member.metrics = {**metrics, "staleness": float(staleness)}
         samples, tokens = self._count_trained(first)
         if self.reports_updates:
