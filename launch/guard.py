@@ -53,7 +53,9 @@ def main(arguments: list[str]) -> int:
     options, command = arguments[:split], arguments[split + 1 :]
     grace_s = float(options[options.index("--grace") + 1]) if "--grace" in options else GRACE_S
     if "--env" in options:
-        os.environ.update(_read_environment())
+        # Anew, since others know a job's processes by the environment with which they began.
+        again, at = sys.orig_argv, sys.orig_argv.index("--env")
+        os.execve(sys.executable, [*again[:at], *again[at + 1 :]], {**os.environ, **_read_environment()})
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
     with wakeups() as woken:

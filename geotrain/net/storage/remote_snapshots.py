@@ -117,11 +117,14 @@ class RemoteSnapshots:
             meta: dict[str, Any] = checked_meta(content, f"{self.url}/{checkpoint_id}")["meta"]
             return meta
 
-    def check_owner(self, own: Owner) -> None:
-        """Raise OtherOwnerError if the newest whole copy is somebody else's."""
+    def check_owner(self, own: Owner) -> str:
+        """Raise OtherOwnerError if the newest whole copy is somebody else's. Returns its checkpoint id; "": there is
+        none."""
         for checkpoint_id in reversed(self.whole()):
             with suppress(DamagedSnapshot):
-                return own.check(Owner.of(self.meta(checkpoint_id)), self.url)
+                own.check(Owner.of(self.meta(checkpoint_id)), self.url)
+                return checkpoint_id
+        return ""
 
     def fetch(self, checkpoint_id: str, folder: Path) -> None:
         """Copy a snapshot into a folder of this machine, which is made anew, and bring it to the disk.
@@ -196,10 +199,9 @@ class Copies:
     def check_place(self, folder: Path, checkpoint_id: str) -> None:
         """Raise StoreError where the copies are not of the state whose snapshot this is: copied there, it would push
         them out."""
-        if (own := Owner.of(checked_meta((folder / META).read_bytes(), folder)["meta"])) is not None:
-            self.own.check_owner(own)
-        newest = max(self.own.whole(), default="")
-        if newest > checkpoint_id and number_of(newest) >= number_of(checkpoint_id):
+        own = Owner.of(checked_meta((folder / META).read_bytes(), folder)["meta"])
+        newest = self.own.check_owner(own) if own else ""
+        if newest not in ("", checkpoint_id) and number_of(newest) >= number_of(checkpoint_id):
             raise StoreError(
                 f"{self.url}: holds {newest}, which another process wrote beside this one: is {folder} a copy of its "
                 "folder? Stop one of the two, or give one of them another checkpoint.snapshots"
