@@ -20,7 +20,7 @@ from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.owner import OtherOwnerError, Owner
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import META, DamagedSnapshot, SnapshotStore, StoreError
-from geotrain.net.storage.timeline import go_back, read_timeline
+from geotrain.net.storage.timeline import Timeline, go_back, read_timeline, write_timeline
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Site
 
@@ -119,7 +119,15 @@ def test_a_copied_folder_takes_no_snapshot_of_its_twin(tmp_path: Path) -> None:
         newest_snapshot(here, copies.own)
     with pytest.raises(StoreError, match="holds 00000004-a, which another process wrote beside this one"):
         copies.check_place(here.path(2), "00000002-a")
-    assert tree(tmp_path) == before
+    write_timeline(tmp_path, Timeline("a-1"))
+    (tmp_path / "snapshots").symlink_to("here")  # as of a coordinator, one of whose shards has lost its disk
+    before = tree(tmp_path)
+    with pytest.raises(OtherOwnerError, match="this folder is an old copy of the run's"):
+        go_back(tmp_path, copies)
+    write_timeline(tmp_path, Timeline("b-1"))
+    with pytest.raises(OtherOwnerError, match="holds the state of another run of the name 'tiny'"):
+        go_back(tmp_path, copies)
+    assert tree(tmp_path, "timeline.json") == {n: d for n, d in before.items() if n != "timeline.json"}
     for number in (3, 4):  # what the disk had, and cannot read any more, comes from the store
         shutil.copytree(tmp_path / f"twin/{number:08d}", tmp_path / f"here/{number:08d}")
         (tmp_path / f"here/{number:08d}" / META).write_text("damaged")

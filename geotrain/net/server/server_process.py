@@ -149,7 +149,8 @@ def _run_incarnations(setup: ServerSetup, new: bool) -> None:
     """Run one incarnation after the other, until one ends in good order. new: the folder must hold no state yet."""
     folder, copies = setup.folder, setup.copies()
     setup.credentials()  # what is wrong with them is said before a large state is read
-    _check_owner(setup, copies)
+    if here := Owner.of(SnapshotStore(folder / SNAPSHOTS).newest_meta()):
+        setup.owner.check(here, folder)
     clear_void(folder)
     if new:
         _check_is_new(folder, copies.own if copies else None)
@@ -334,21 +335,6 @@ def _check_is_new(folder: Path, mirror: RemoteSnapshots | None = None) -> None:
         raise StoreError(f"{folder}: holds the state of a run already; resume it, or choose another folder")
     if mirror is not None and mirror.whole():
         raise StoreError(f"{mirror.url}: holds the state of a run already; resume it, or choose another URL")
-
-
-def _check_owner(setup: ServerSetup, copies: Copies | None) -> None:
-    """Raise OtherOwnerError if the folder's state, or its copies, are somebody else's, before anything is changed."""
-    store = SnapshotStore(setup.folder / SNAPSHOTS)
-    if (here := Owner.of(store.newest_meta())) is None:
-        return
-    setup.owner.check(here, setup.folder)
-    try:
-        if copies is not None:
-            copies.own.check_owner(here)
-    except OtherOwnerError:
-        raise
-    except StoreError:  # a store that does not answer is looked at again before anything is copied there
-        pass
 
 
 def wait_for_room(folder: Path) -> None:

@@ -110,19 +110,18 @@ class RemoteSnapshots:
         with self._faults("cannot be written"):
             self._files.pipe_file(self._path(checkpoint_id, DAMAGED), why.encode())
 
-    def meta(self, checkpoint_id: str) -> dict[str, Any]:
-        """Read the JSON part of a copy. Raises also DamagedSnapshot."""
+    def owner(self, checkpoint_id: str) -> Owner | None:
+        """Read whose state a copy is; None: it does not say. Raises also DamagedSnapshot."""
         with self._faults("cannot be read"):
             content: bytes = self._files.cat_file(self._path(checkpoint_id, META))
-            meta: dict[str, Any] = checked_meta(content, f"{self.url}/{checkpoint_id}")["meta"]
-            return meta
+            return Owner.of(checked_meta(content, f"{self.url}/{checkpoint_id}")["meta"])
 
     def check_owner(self, own: Owner) -> str:
         """Raise OtherOwnerError if the newest whole copy is somebody else's. Returns its checkpoint id; "": there is
         none."""
         for checkpoint_id in reversed(self.whole()):
             with suppress(DamagedSnapshot):
-                own.check(Owner.of(self.meta(checkpoint_id)), self.url)
+                own.check(self.owner(checkpoint_id), self.url)
                 return checkpoint_id
         return ""
 
@@ -253,19 +252,17 @@ def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tup
         return newest, faults
     try:
         checkpoint_ids = mirror.checkpoint_ids()
+        if newest is not None and (own := Owner.of(newest.meta)):
+            mirror.check_owner(own)
     except StoreError as error:
-        if newest is None:
+        if newest is None or isinstance(error, OtherOwnerError):
             raise
         return newest, [*faults, str(error)]
     for checkpoint_id in reversed([m for m, is_whole in checkpoint_ids.items() if is_whole]):
         if newest is not None and number_of(checkpoint_id) <= newest.number:
             break
-        if newest is not None and number_of(checkpoint_id) > max(store.numbers()):
-            raise OtherOwnerError(
-                f"{mirror.url}: holds {checkpoint_id}, newer than the last snapshot in {store.folder}, "
-                f"{newest.number}: this folder is an old copy of the run's. Nothing was changed: to go on from the "
-                "store, move the folder away; to go on from the folder, choose another checkpoint.snapshots"
-            )
+        if newest is not None:
+            check_is_known(store, mirror, checkpoint_id)
         temporary = store.folder / ".fetched"
         try:
             mirror.fetch(checkpoint_id, temporary)
@@ -283,6 +280,17 @@ def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tup
             )
             return store.load(number), faults
     return newest, faults
+
+
+def check_is_known(store: SnapshotStore, mirror: RemoteSnapshots, checkpoint_id: str) -> None:
+    """Raise OtherOwnerError if that copy is newer than all that this disk ever had."""
+    last = max(store.numbers(), default=0)
+    if number_of(checkpoint_id) > last:
+        raise OtherOwnerError(
+            f"{mirror.url}: holds {checkpoint_id}, newer than the last snapshot in {store.folder}, {last}: this "
+            "folder is an old copy of the run's. Nothing was changed: to go on from the store, move the folder away; "
+            "to go on from the folder, choose another checkpoint.snapshots"
+        )
 
 
 def condemned(mirror: RemoteSnapshots, checkpoint_id: str, error: DamagedSnapshot) -> list[str]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from geotrain.common.files import make_folder, sync, write_whole
 from geotrain.net.storage.owner import Owner, new_origin
 from geotrain.net.storage.recovery import JOURNAL
-from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, condemned, number_of
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, check_is_known, condemned, number_of
 from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError
 
 TIMELINE, VOID = "timeline.json", "void"
@@ -34,8 +34,8 @@ class Timeline:
     """Tells apart the histories that a server's state may have.
 
     name: "" for first weights, before coordinator and shards have met; it begins with the origin of the server's
-    state (`geotrain.net.storage.owner`). checkpoint_id: where the timeline began; "":
-    with the first weights. begun: all shards have been on it with their coordinator (kept by coordinators).
+    state (`geotrain.net.storage.owner`). checkpoint_id: where the timeline began; "": with the first weights.
+    begun: all shards have been on it with their coordinator (kept by coordinators).
     """
 
     name: str = ""
@@ -111,8 +111,11 @@ def go_back(folder: Path, copies: Copies) -> list[str]:
     faults: list[str] = []
     while checkpoint_ids := copies.whole():
         try:
-            owner = Owner.of(copies.own.meta(checkpoint_ids[-1]))
-            timeline = new_timeline(owner.origin if owner else "", checkpoint_ids[-1])
+            owner = copies.own.owner(checkpoint_ids[-1]) or Owner("", "")
+            if origin := read_timeline(folder).origin:  # the disk is not lost
+                replace(owner, origin=origin).check(owner, copies.url)
+                check_is_known(SnapshotStore(folder / SNAPSHOTS), copies.own, checkpoint_ids[-1])
+            timeline = new_timeline(origin or owner.origin, checkpoint_ids[-1])
             # What follows is then newer than all that is there, also than what only some have.
             take(folder, copies.own, timeline, number_of(max(copies.every())))
         except DamagedSnapshot as error:
