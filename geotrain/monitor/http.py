@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -106,8 +107,8 @@ class HttpServer:
         """Close a server that was not started."""
         self._server.server_close()
 
-    def answer(self, target: str, headers: Mapping[str, str]) -> Response:
-        """The answer to a GET request. target: path and query."""
+    def answer(self, target: str, headers: Message) -> Response:
+        """The answer to a GET request. target: path and query. headers: found in any case, as host."""
         parts = urlsplit(target)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         if self.token is None:
@@ -125,7 +126,7 @@ class HttpServer:
         route = self.routes.get(parts.path)
         return route(query) if route else Response(b"404: no such page\n", status=404)
 
-    def _may(self, query: Query, headers: Mapping[str, str]) -> bool:
+    def _may(self, query: Query, headers: Message) -> bool:
         assert self.token is not None
         jar: http.cookies.SimpleCookie = http.cookies.SimpleCookie()
         with suppress(http.cookies.CookieError):
@@ -178,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        response = self.server.site.answer(self.path, dict(self.headers.items()))
+        response = self.server.site.answer(self.path, self.headers)
         body = response.body
         self.send_response(response.status)
         for name, value in {**HEADERS, **response.headers, "Content-Type": response.kind}.items():

@@ -60,7 +60,8 @@ class Join:
     it needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive. leases:
     leases that a region server still answers for (granted or trained, not yet committed). data: sha256 of the
     training data; "" when it is not known here. mirrors: fingerprints of what it was last sent of each chunk, where
-    weights travel as changes (see `outer.downlink`).
+    weights travel as changes (see `outer.downlink`). origin: of the run that a region's state belongs to; "": of none
+    yet.
     """
 
     run: str
@@ -76,6 +77,7 @@ class Join:
     leases: tuple[int, ...] = ()
     data: str = ""
     mirrors: tuple[int, ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,14 @@ class Welcome:
     """Reply to a Join. The member goes on with update `sequence` and job `job`, both one after the last applied.
 
     incarnation: names the server's present incarnation. versions: of its fragments, now; empty before it has weights.
+    origin: of the run.
     """
 
     sequence: int
     job: int
     incarnation: str = ""
     versions: tuple[int, ...] = ()
+    origin: str = ""
 
 
 class Elsewhere(bytes):

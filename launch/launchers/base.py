@@ -33,6 +33,7 @@ from geotrain.config import ConfigError, WorkerConfig
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
 _ENV_FILE_VALUE = re.compile(r"[^\s\"'`$\\]*")  # DeepSpeed writes these into shell commands
+_SECRET = re.compile(r"(^|_)(KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,13 @@ class HostLauncher(Launcher):
     """
 
     @abstractmethod
-    def on_host(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
-        """The command line that runs a command on a host, in the folder of the same path as this process's. The end
-        of its standard input must arrive there: it stops the command."""
+    def on_host(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
+        """The command line that runs a command on a host, in the folder of the same path as this process's. Standard
+        input must arrive there: it begins with the environment, and its end stops the command."""
 
     def inquiry(self, worker: WorkerConfig, hosts: Sequence[str], command: Sequence[str]) -> Inquiry | None:
         (host,) = hosts
-        return Inquiry(self, (host,), self.on_host(host, command, worker.env))
+        return Inquiry(self, (host,), self.on_host(host, with_settings(worker.env, command)))
 
     def commands(self, place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
         return one_command_each(place, region, worker, {host.host: range(host.slots) for host in worker.hosts})
@@ -146,6 +147,12 @@ class WorldLauncher(Launcher):
         """Hand an environment on to the ranks: by that of the command, and by files, path in the run's folder → text.
         Unless overridden, by a file that DeepSpeed reads. Raises ConfigError."""
         for key, value in env.items():
+            if is_secret(key):
+                raise ConfigError(
+                    f"worker {worker.name!r}: env.{key}: DeepSpeed's launcher {self.name!r} puts it on command "
+                    "lines, which everybody on the hosts can read; put it into a file that only you may read, or use "
+                    "the launcher 'ssh' or 'slurm'"
+                )
             if not _ENV_FILE_VALUE.fullmatch(value):
                 raise ConfigError(
                     f"worker {worker.name!r}: env.{key} = {value!r}: DeepSpeed's launchers pass no spaces, quotes, "
@@ -168,6 +175,17 @@ class WorldLauncher(Launcher):
             *_training(place, region, worker),
         )
         return WorkerCommands((LauncherCommand(worker.name, command, env, region=region),), files)
+
+
+def is_secret(key: str) -> bool:
+    """Whether a variable of this name may hold a key or a token."""
+    return bool(_SECRET.search(key.upper()))
+
+
+def with_settings(env: Mapping[str, str], command: Sequence[str]) -> tuple[str, ...]:
+    """Add an environment to a command that looks at a host: all but secrets, which it does not need, and which stand
+    on no command line."""
+    return ("env", *(f"{key}={value}" for key, value in env.items() if not is_secret(key)), *command)
 
 
 def regions_of(home: str, worker: WorkerConfig) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from geotrain.config import WorkerConfig
-from geotrain.launch.launchers.base import Inquiry, WorldLauncher
+from geotrain.launch.launchers.base import Inquiry, WorldLauncher, with_settings
 
 
 class Pdsh(WorldLauncher):
@@ -18,8 +18,7 @@ class Pdsh(WorldLauncher):
     options = ()  # DeepSpeed checks ssh before it calls pdsh
 
     def inquiry(self, worker: WorkerConfig, hosts: Sequence[str], command: Sequence[str]) -> Inquiry | None:
-        settings = [f"{key}={value}" for key, value in worker.env.items()]
-        script = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(['exec', 'env', *settings, *command])}"
+        script = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(with_settings(worker.env, command))}"
         arguments = shlex.split(worker.launcher_args)
         line = ("pdsh", "-S", "-f", "1024", "-w", ",".join(hosts), *arguments, script)
         return Inquiry(self, tuple(hosts), line, {"PDSH_RCMD_TYPE": "ssh"})

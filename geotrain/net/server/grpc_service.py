@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from math import isfinite
+from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -51,6 +51,7 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
+from geotrain.outer.metrics import credible
 from geotrain.outer.server.waits import WaitTable, waits
 
 log = logging.getLogger(__name__)
@@ -371,8 +372,8 @@ class GrpcService:
         member = self.server.current(beat.member, beat.incarnation, beat.part)
         self.failure_detector.heard(beat.member, beat.part)
         if beat.metrics:
-            finite = [(name[:40], float(value)) for name, value in beat.metrics.items() if isfinite(value)]
-            self.beats[beat.member] = dict(finite[: rpc.MAX_METRICS])  # bounded, because another machine sent them
+            said = {name[:40]: value for name, value in islice(beat.metrics.items(), rpc.MAX_METRICS)}
+            self.beats[beat.member] = credible(said)  # bounded, because another machine sent them
         return wire.pack(rpc.Ack(member.sequence, self.server.over, self.server.recalls(beat.member)))
 
     async def _status(self, request: bytes, context: Any) -> bytes:

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
 
@@ -26,6 +27,7 @@ from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_lim
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.server_setup import LISTENING, ServerSetup
 from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.server.shard_sessions import Lineage
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import JournalFull
 from geotrain.net.storage.recovery import Machine, Recovered, begin_snapshot, finish_snapshot
@@ -47,6 +49,7 @@ class ProcessHost(ABC, Generic[Machine]):
         self.report = events.report
         self.server: Machine = recovered.server
         self.store, self.journal = recovered.store, recovered.journal
+        self.lineage = Lineage(self.folder)
         self.credentials = setup.credentials()
         self.stop = asyncio.Event()  # set by SIGTERM and SIGINT, among others
         self._writing: list[Future[int]] = []  # the last snapshot
@@ -150,7 +153,9 @@ class ProcessHost(ABC, Generic[Machine]):
         # One snapshot at a time: the one before may still be written, if its caller was cancelled.
         if wait(self._writing, timeout=LAST_WRITE_S).not_done:
             raise StoreError(f"{self.folder}: the snapshot before is still being written")
-        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended, checkpoint_id, self.setup.launch)
+        owner = replace(self.setup.owner, origin=self.lineage.timeline.origin)
+        how = ended, checkpoint_id, self.setup.launch, owner
+        frozen, meta = begin_snapshot(self.server, self.store, self.journal, *how)
         self._writing = [self._disk.submit(self._finish_snapshot, frozen, meta)]
         return self._writing[0]
 

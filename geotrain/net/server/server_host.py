@@ -31,12 +31,14 @@ from geotrain.net.server.process_host import LAST_WRITE_S, ProcessHost
 from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.sampler import Sampler
 from geotrain.net.server.server_setup import ServerSetup
-from geotrain.net.server.shard_sessions import FAREWELL_S, Lineage, ShardLost, ShardSessions
+from geotrain.net.server.shard_sessions import FAREWELL_S, ShardLost, ShardSessions
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFull
+from geotrain.net.storage.owner import Owner
 from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped
 from geotrain.net.storage.remote_snapshots import Copies, Uploader
 from geotrain.net.storage.snapshots import StoreError
+from geotrain.net.storage.timeline import new_timeline
 from geotrain.net.transport import rpc
 from geotrain.net.transport.deadlines import first_of, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
@@ -68,7 +70,10 @@ class ServerHost(ProcessHost[Server]):
         copies: Copies | None,
     ) -> None:
         super().__init__(setup, recovered, events)
-        self.monitor, self.copies = monitor, copies
+        self.monitor, self.copies, self.lineage.copies = monitor, copies, copies
+        if not isinstance(self.server.shards, RemoteShards) and not self.lineage.timeline.name:
+            owner = Owner.of(recovered.snapshot or {})  # of a copy, where the disk was lost
+            self.lineage.note(replace(new_timeline(owner.origin if owner else ""), begun=True))
         self.ended_before, self.dismissed = recovered.ended, recovered.dismissed
         self.uploader = Uploader(self.store, copies, events.write) if copies else None
         self.region_client: RegionClient | None = None
@@ -88,7 +93,7 @@ class ServerHost(ProcessHost[Server]):
                 self.server_thread,
                 far,
                 *names,
-                Lineage(self.folder, self.copies),
+                self.lineage,
                 lambda shard: self._note(Dismissed(shard)),
                 self.dismissed,
             )

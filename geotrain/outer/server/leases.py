@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, astuple
 from heapq import nsmallest
-from math import ceil, inf, isfinite
+from math import ceil, inf
 from typing import Any
 
 from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused, Validated
+from geotrain.outer.metrics import MOST
 from geotrain.outer.server.member import MOST_JOBS, attributes, set_attributes
 
 RETURNED_KEPT = 4096  # leases that came back, which a late update may still name as trained
@@ -371,10 +372,10 @@ class Validations:
     def on_validated(self, result: Validated, lease_table: LeaseTable) -> bool:
         """Take a worker's result, or the global server's own. Returns whether it is a new one: it is sent again when
         the reply was lost. Raises Refused for a validation that was not asked for, or a loss that is not finite."""
-        numbers = result.loss, result.seconds
+        numbers = abs(result.loss) <= MOST and 0 <= result.seconds <= MOST  # which NaN is not
         if result.worker == GLOBAL:
             self.number = max(self.number, self.final_task(lease_table))
-        if not 0 < result.number <= self.number or not all(map(isfinite, numbers)) or result.version < 0:
+        if not 0 < result.number <= self.number or not numbers or result.version < 0:
             raise Refused(f"{result.worker}: validation {result.number} with loss {result.loss} was not asked for")
         if self.latest is not None and result.number <= self.latest["number"]:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from math import inf
+from typing import Literal
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
@@ -29,6 +30,7 @@ from geotrain.outer.server.member import (
     check_coverage,
     check_identity,
     check_incarnation,
+    check_parts,
     check_quarantine,
     check_slices,
 )
@@ -46,6 +48,7 @@ class Membership(ABC):
     """
 
     shards: Shards
+    member_role: Literal["region", "worker"]
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
@@ -55,6 +58,8 @@ class Membership(ABC):
         self.identity, self.parameter_map, self.rule, self.down = identity, parameter_map, rule, down
         self.limits = limits
         self.incarnation = ""  # names the server's present one; its process sets it, since drawing it is not pure
+        # Of the run: its global server's process draws it where the run begins, regions are told it when they join.
+        self.origin = ""
         self.members = {name: Member() for name in members}
         self.fragments: list[Counts] = []  # empty until the first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
@@ -110,14 +115,14 @@ class Membership(ABC):
     def _on_join(self, join: Join) -> Welcome:
         """Let a rank join. Raises Refused when its member, or its model, does not belong here; then nothing has
         changed."""
-        check_identity(join, self.identity, self.data)
+        check_identity(join, self.identity, self.data, self.origin)
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
         check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
         parts = join.parts if new or not member.joined else member.parts
-        if join.parts != parts or not 0 <= join.part < parts:
-            raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
+        slices = {**({} if new else member.slices), join.part: sum(map(len, (*join.pushes, *join.holds)))}
+        check_parts(join, parts, self.member_role, slices)
         check_slices(join, self.parameter_map, self.down)
         joined = {**({} if new else member.joined), join.part: join}
         if len(joined) == parts:
@@ -135,10 +140,12 @@ class Membership(ABC):
             member.meet(MemberEvent.HEARD)
         self.shards.receive(join)
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
-        member.parts, member.joined = parts, joined
+        member.parts, member.joined, member.slices = parts, joined, slices
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
-        return Welcome(member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions))
+        return Welcome(
+            member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions), self.origin
+        )
 
     def next_job(self, name: str) -> int:
         """Return the job that a new incarnation of this worker begins with.
@@ -229,7 +236,7 @@ class Membership(ABC):
         answers = tuple(member.answers) if sent else ()
         self.shards.execute(Forget(name, joins, sent, answers, (member.sequence,)))
         if joins:
-            for table in (member.joined, member.arriving, member.admitted):
+            for table in (member.joined, member.slices, member.arriving, member.admitted):
                 table.clear()
         if sent:
             member.awaiting.clear()

@@ -148,7 +148,7 @@ class RegionServer(Server):
         i, known = self.identity, self.shards.own_fingerprints()
         mirrors = tuple(known.get(chunk.index, 0) for chunk in self.parameter_map.chunks) if known else ()
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation
-        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors)
+        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors, self.origin)
 
     def _answered_for(self) -> tuple[int, ...]:
         """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
@@ -166,7 +166,7 @@ class RegionServer(Server):
         that state holds as pending went up later, so sending it would count it twice: the region begins again from
         the global weights.
         """
-        known = welcome.sequence - 1
+        known, self.origin = welcome.sequence - 1, welcome.origin
         if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.parameter_map.fragments)):
             wrong = f"sequence {welcome.sequence}, versions {welcome.versions}"
             raise Refused(f"{self.name}: a welcome with {wrong} is none")

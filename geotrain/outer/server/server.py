@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any, Literal
 
 from torch import Tensor
@@ -37,6 +37,7 @@ from geotrain.outer.messages import (
     UpdateRejected,
     update_id,
 )
+from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, check_part, check_round, outline
@@ -327,6 +328,7 @@ class Server(Membership):
             **of_shards,
             "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
+            "origin": self.origin,
             "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
             "sent": {name: self._sent(name) for name in self.members if self.shards.was_sent(name)},
@@ -346,7 +348,7 @@ class Server(Membership):
         """Load what `state` returned. Raises ParameterMapError when it is another model's, or is cut otherwise."""
         self.parameter_map.check_digest(meta["parameter_map_digest"])
         self.fragments = [Counts(**saved) for saved in meta["fragments"]]
-        self.data = meta["data"] or self.data
+        self.data, self.origin = meta["data"] or self.data, meta["origin"]
         if self.norms and meta["norms"]:
             self.norms.load(meta["norms"])
         for name, saved in meta["members"].items():
@@ -447,7 +449,7 @@ class Server(Membership):
             self.answer_members(names, fragment)
         self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)
-        metrics = {k: value for k, value in first.metrics.items() if k != "staleness" and isfinite(value)}
+        metrics = {name: value for name, value in credible(first.metrics).items() if name != "staleness"}
         member.metrics = {**metrics, "staleness": float(staleness)}
         samples, tokens = self._count_trained(first)
         if self.reports_updates:

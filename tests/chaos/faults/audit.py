@@ -33,9 +33,14 @@ def replayed(run: FaultyRun, site: str) -> ServerReplay:
         """Make the server that `geotrain serve` makes, without state."""
         return any_server(config, cluster, site, remote_shards(config, cluster, site))
 
-    coordinator = Written(
-        build, partial(begin_server, run=config), _segments(run, site, KINDS), _snapshots(run, site)
-    )
+    snapshots = _snapshots(run, site)
+
+    def begin(server: Server) -> None:
+        begin_server(server, config)
+        if site == GLOBAL:  # it was drawn at random
+            server.origin = snapshots[min(snapshots)]().meta["state"]["origin"]
+
+    coordinator = Written(build, begin, _segments(run, site, KINDS), snapshots)
     shards = [
         Written(
             partial(shard_server, config, cluster, site, index),
