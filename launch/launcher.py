@@ -221,13 +221,13 @@ def resolve(
     free = iter(free_ports(len(wanted)))
     found: dict[str, list[Address]] = {}  # by site: its server's, then its shards'
     for what, (site, address) in wanted.items():
-        host, port = emulated.get(site, address.host), address.port
+        new = Address(host=emulated[site], port=address.port) if site in emulated else address
         _, old = known.get(what, (site, address))
-        if port == 0 and old.port and old.host == host:
+        if new.port == 0 and old.port and old.host == new.host:
             with contextlib.suppress(ConfigError):
                 check_port_is_free(old)
-                port = old.port
-        found.setdefault(site, []).append(Address(host=host, port=port or next(free)))
+                new = old
+        found.setdefault(site, []).append(new.model_copy(update={"port": new.port or next(free)}))
     for site in sites_here(cluster) if here is None else here:
         if links is None or site == GLOBAL:  # inside a namespace every port is free
             for address in found[site]:

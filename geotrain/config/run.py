@@ -20,12 +20,12 @@ from geotrain.config.block import (
     PositiveFloat,
     PositiveInt,
     from_folder,
-    is_loopback,
     parse,
     read_json,
 )
 from geotrain.config.data import DataConfig
 from geotrain.config.deepspeed import check_block
+from geotrain.config.hosts import HostName, is_loopback
 from geotrain.config.outer import OuterConfig
 from geotrain.families import Architecture, UnsupportedModelError, architecture_from_hf
 
@@ -173,7 +173,7 @@ class MonitorConfig(Block):
     )
     enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
     sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
-    host: str = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
+    host: HostName = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
     page_port: Port | None = Field(0, description="Port of the global server's page; 0: a free one; null: no page.")
     metrics_port: Port | None = Field(
         None,
@@ -309,25 +309,25 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     line, so that relative paths in them are meant from the working directory. Raises ConfigError.
     """
     path = Path(path)
-    raw = _resolved(read_json(path, "regions"), path.parent)
+    raw = _resolved(read_json(path, "regions"), path.parent, str(path))
     for change in changes:
         _put(raw, change)
-    return parse(RunConfig, _resolved(raw, Path.cwd()), str(path))
+    return parse(RunConfig, _resolved(raw, Path.cwd(), "--set"), str(path))
 
 
-def _resolved(raw: Any, folder: Path) -> Any:
+def _resolved(raw: Any, folder: Path, where: str) -> Any:
     """Copy the run file's content with absolute paths, and with the files that it names in their places.
 
-    folder: of relative paths.
+    folder: of relative paths. where: what the content stands in, for errors.
     """
-    raw = from_folder(raw, RunConfig.paths, folder)
+    raw = from_folder(raw, (*RunConfig.paths, "model.config", "deepspeed"), folder, where)
     if not isinstance(raw, dict):
         return raw
     model, block = raw.get("model"), raw.get("deepspeed")
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": read_json(folder / model["config"])}}
+        raw = {**raw, "model": {**model, "config": read_json(Path(model["config"]))}}
     if isinstance(block, str):
-        block = read_json(folder / block)
+        block = read_json(Path(block))
         if isinstance(block, dict):
             block = {key: value for key, value in block.items() if key != SCHEMA}
         raw = {**raw, "deepspeed": block}

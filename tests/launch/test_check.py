@@ -87,10 +87,18 @@ def test_a_tokenizer_that_is_missing(prepared: Path) -> None:
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = Address(port=server.getsockname()[1])
-        with pytest.raises(ConfigError, match=f"cannot listen on {taken}: Address already in use; stop what uses it"):
+        used = "Address already in use; stop what uses the port"
+        with pytest.raises(ConfigError, match=f"cannot listen on {taken}: {used}"):
             check_port_is_free(taken)
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:5000: Cannot assign requested address"):
+        check_port_is_free(Address(host="::1", port=taken.port))
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        taken = Address(host="192.0.2.1", port=5000, bind="::1", bind_port=server.getsockname()[1])
+        with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{taken.bind_port}: {used}"):
+            check_port_is_free(taken)
+    not_ours = r"192\.0\.2\.1:5000: Cannot assign requested address; .* set `bind`"
+    with pytest.raises(ConfigError, match="cannot listen on " + not_ours):
         check_port_is_free(Address(host="192.0.2.1", port=5000))
+    check_port_is_free(Address(host="192.0.2.1", port=free_ports(1)[0], bind="0.0.0.0"))
 
 
 def test_free_ports_differ() -> None:
@@ -104,6 +112,9 @@ def test_addresses_are_resolved() -> None:
     fixed = cluster().model_copy(update={"global_server": Address(host="127.0.0.1", port=free_ports(1)[0])})
     resolved = resolve(fixed)
     assert resolved.global_server == fixed.global_server
+    given = Address(host="192.0.2.1", bind="::1")
+    found = resolve(fixed.model_copy(update={"global_server": given})).global_server
+    assert (found.host, found.bind) == (given.host, given.bind) and found.port == found.listening[1] > 0
     ports = [r.server.port for r in resolved.regions]
     assert 0 not in ports
     assert len(set(ports)) == 2

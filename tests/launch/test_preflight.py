@@ -200,6 +200,18 @@ def test_servers_that_others_reach_without_certificates(place: Path) -> None:
     change("cluster.json", global_server={"host": "10.1.2.3", "port": 7070})
     (told,) = preflight.cautions(*files())
     assert "plaintext, and everyone who reaches 'global' at 10.1.2.3:7070 can take part" in told
+    change("cluster.json", global_server={"port": 7070, "bind": "0.0.0.0"})
+    assert "'global' at 127.0.0.1:7070 can take part" in preflight.cautions(*files())[0]
+
+
+def test_servers_that_other_machines_do_not_reach(place: Path) -> None:
+    away = {"ssh": "eu.example.org", "server": {"host": "10.1.2.3", "port": 7070}}
+    raw = json.loads((place / "cluster.json").read_text())
+    change("cluster.json", regions=[raw["regions"][0] | away])
+    (_, told) = preflight.cautions(*files())
+    assert (
+        "eu.example.org reaches the server of 'global' at 127.0.0.1:0 through a tunnel only; give the `host`" in told
+    )
 
 
 def test_hosts_are_asked_where_wanted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from geotrain.common.files import whole_file
 from geotrain.common.names import GLOBAL
-from geotrain.config import Address, ClusterConfig, shards_of
+from geotrain.config import Address, ClusterConfig, host_port, shards_of
 
 Role = Literal["global", "region", "worker", "operator", "shard"]
 OPERATOR = "operator"
@@ -73,11 +73,11 @@ def add_port(server: Any, address: Address, own: Credentials | None) -> int:
     """Let a server of `grpc` or `grpc.aio` listen; returns the port. With credentials only members of the run can
     call it; without them everyone can, in plaintext. Raises RuntimeError."""
     if own is None:
-        return int(server.add_insecure_port(str(address)))
+        return int(server.add_insecure_port(host_port(*address.listening)))
     credentials = grpc.ssl_server_credentials(
         [(own.key, own.certificate)], root_certificates=own.authority, require_client_auth=True
     )
-    return int(server.add_secure_port(str(address), credentials))
+    return int(server.add_secure_port(host_port(*address.listening), credentials))
 
 
 def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
