@@ -41,7 +41,8 @@ from geotrain.launch.machine import this_machine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
-from geotrain.net.transport.certs import OPERATOR, CertificateError, Role, load_credentials
+from geotrain.net.transport.authority import ending_soon
+from geotrain.net.transport.certs import OPERATOR, RENEW, CertificateError, Role, load_credentials
 from geotrain.parameters.parameter_map import canonical_parameters
 
 _DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
@@ -128,6 +129,12 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
         told.append(
             f"without `security` in the cluster file, links are plaintext, and everyone who reaches {', '.join(far)} "
             "can take part; `geotrain certs` makes certificates"
+        )
+    ending = ending_soon(Path(cluster.security.folder)) if cluster.security else {}
+    if ending:
+        told.append(
+            f"{', '.join(ending)}: end on {min(ending.values()):%Y-%m-%d} or soon after, and then no process "
+            f"connects any more; {RENEW}"
         )
     ssh = next((site.ssh for site in cluster.sites.values() if site.ssh), None)
     near = [f"{site!r} at {address}" for site, address in servers.items() if address.host in THIS_MACHINE]

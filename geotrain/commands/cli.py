@@ -432,12 +432,16 @@ def certs(
     """Make the run's certificate authority, and a certificate for every server and worker that has none.
 
     Name the folder in the cluster file's `security` block, and copy to each machine ca.pem and its own pair only.
+    Certificates that have expired, or will within 30 days, are renewed; keys stay, so that only .pem files change.
     """
     from geotrain.config import load_cluster
-    from geotrain.net.transport.certs import make_certificates
+    from geotrain.net.transport.authority import make_certificates
 
-    for path in make_certificates(load_cluster(cluster), folder):
-        print(path)
+    made = make_certificates(load_cluster(cluster), folder)
+    for path in made:
+        print(path if path.suffix == ".key" or path.with_suffix(".key") in made else f"{path} (renewed)")
+    if folder / "ca.pem" in made and folder / "ca.key" not in made:
+        print("The authority had expired, or was to expire soon: copy ca.pem to every machine.")
 
 
 @app.command(epilog="Example: geotrain configs configs")

@@ -18,7 +18,7 @@ from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.data.tokenizer import train_bpe
 from geotrain.launch import preflight
 from geotrain.launch.terminal import new_console
-from geotrain.net.transport.certs import make_certificates
+from geotrain.net.transport.authority import make_certificates
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
@@ -192,8 +192,13 @@ def test_missing_certificates(place: Path) -> None:
     told = "\n".join(refused())
     for pair in ("operator-operator", "global-global", "region-here", "worker-here-0"):
         assert f"certs/{pair}.key: cannot be read" in told
-    make_certificates(load_cluster("cluster.json"), Path("certs"))
-    assert refused() == []
+    make_certificates(load_cluster("cluster.json"), Path("certs"), days=365)
+    assert refused() == [] and preflight.cautions(*files()) == []
+    Path("certs/worker-here-0.pem").unlink()
+    make_certificates(load_cluster("cluster.json"), Path("certs"), days=0)
+    assert "worker-here-0.pem: expired on" in "\n".join(refused())
+    (told,) = preflight.cautions(*files())
+    assert told.startswith("worker-here-0.pem: end on 20") and "renew it with `geotrain certs`" in told
 
 
 def test_servers_that_others_reach_without_certificates(place: Path) -> None:

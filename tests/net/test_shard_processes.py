@@ -22,7 +22,8 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.certs import make_certificates, open_channel, trust_between
+from geotrain.net.transport.authority import make_certificates
+from geotrain.net.transport.certs import open_channel, trust_between
 from tests.support.nat import translated
 from tests.support.net_worlds import BUSY_S, side_by_side, wait_for
 from tests.support.server_processes import Server, Site
