@@ -22,7 +22,7 @@ from geotrain.config import (
     ClusterConfig,
     ConfigError,
     RunConfig,
-    config_digest,
+    config_changes,
     load_cluster,
     load_run,
 )
@@ -274,10 +274,14 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, .
     if servers.exists() and (folder / "run.json").exists():
         before = load_run(folder / "run.json")
         known = before.data.sha256
-        if config_digest(before) != config_digest(run) or (known and known != run.data.sha256):
+        changes = config_changes(before, run)
+        if known and known != run.data.sha256:
+            changes.append(f"data.sha256: was {known}, is {run.data.sha256}")
+        if changes:
+            live = any(change.startswith("outer.local_steps") for change in changes)
             raise ConfigError(
-                f"{folder} was begun with another model, data or outer block (see its run.json); resume with the "
-                "same, or give this run another name or folder"
+                f"{folder} was begun with other settings ({'; '.join(changes)}); resume with the same, or give this "
+                f"run another name or folder{'; `geotrain set` changes outer.local_steps in a live run' * live}"
             )
 
 

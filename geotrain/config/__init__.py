@@ -56,6 +56,7 @@ from geotrain.config.run import (
     PrecisionConfig,
     RunConfig,
     WandbConfig,
+    config_changes,
     config_digest,
     load_run,
 )

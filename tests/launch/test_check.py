@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from geotrain.commands.prepare import prepare_files
-from geotrain.config import Address, ClusterConfig, ConfigError, DataSet, RunConfig, load_cluster, load_run
+from geotrain.config import (
+    Address,
+    ClusterConfig,
+    ConfigError,
+    DataSet,
+    RunConfig,
+    codec_config,
+    load_cluster,
+    load_run,
+)
 from geotrain.data.tokens import DataError
 from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
@@ -133,8 +142,17 @@ def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
         launcher._check_folder(run, tmp_path, resume=False)
     launcher._check_folder(run, tmp_path, resume=True)
     launcher._check_folder(run, tmp_path, resume=False, only=("eu",))  # which has no state yet
-    with pytest.raises(ConfigError, match="begun with another model, data or outer block"):
-        launcher._check_folder(run.model_copy(update={"seed": 7}), tmp_path, resume=True)
+    other = run.outer.model_copy(update={"local_steps": 64, "up": codec_config("int4")})
+    for changes, words in (
+        ({"seed": 7}, rf"begun with other settings \(seed: was {run.seed}, is 7\); resume with the same"),
+        (
+            {"outer": other},
+            r'\(outer.local_steps: was 8, is 64; .*outer.up.name: was "bf16", is "int4".*`geotr',
+        ),
+        ({"data": run.data.model_copy(update={"sequence_length": 16})}, r"data.sequence_length: was \d+, is 16"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            launcher._check_folder(run.model_copy(update=changes), tmp_path, resume=True)
 
 
 def apart(**more: Any) -> ClusterConfig:
