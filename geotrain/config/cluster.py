@@ -33,17 +33,16 @@ EVERY_ADDRESS = ("0.0.0.0", "::")  # of a machine; to listen on, not to be reach
 
 
 class Address(Block):
-    """What others reach a server by, and what it listens on."""
+    """A server's address."""
 
-    host: HostName = Field("127.0.0.1", description="Name or address by which others reach it.")
+    host: HostName = Field("127.0.0.1", description="By which others reach it.")
     port: Port = Field(0, description="0: the launcher picks a free port (only for a server it starts locally).")
     bind: HostName | None = Field(
         None,
-        description="Address of its own machine that it listens on, where that is not `host`: behind NAT, in a "
-        "container. 0.0.0.0 or ::, all of the machine's. null: `host`.",
+        description="Address that it listens on, behind NAT or in a container; 0.0.0.0, ::: all. null: `host`.",
     )
     bind_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        None, description="Port that it listens on, where others reach it by another. null: `port`."
+        None, description="Port that it listens on. null: `port`."
     )
 
     @model_validator(mode="after")
@@ -79,7 +78,7 @@ class DeviceConfig(Block):
 
 
 class HostConfig(Block):
-    host: HostPattern = Field(description="Name or address; in a list also a pattern as gpu[01-04,7], for several.")
+    host: HostPattern = Field(description="Or several, as gpu[01-04,7].")
     slots: PositiveInt = Field(description="Accelerators (or CPU ranks) used on this host.")
     device: str | None = Field(None, description="Kind of accelerator: a key of the cluster's `devices`.")
     region: Name | None = Field(
