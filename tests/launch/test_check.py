@@ -142,12 +142,12 @@ def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
         launcher._check_folder(run, tmp_path, resume=False)
     launcher._check_folder(run, tmp_path, resume=True)
     launcher._check_folder(run, tmp_path, resume=False, only=("eu",))  # which has no state yet
-    other = run.outer.model_copy(update={"local_steps": 64, "up": codec_config("int4")})
+    other = run.outer.model_copy(update={"local_steps": 64, "up": codec_config("int8")})
     for changes, words in (
         ({"seed": 7}, rf"begun with other settings \(seed: was {run.seed}, is 7\); resume with the same"),
         (
             {"outer": other},
-            r'\(outer.local_steps: was 8, is 64; .*outer.up.name: was "bf16", is "int4".*`geotr',
+            r'\(outer.local_steps: was 8, is 64; .*outer.up.name: was "int4", is "int8".*`geotr',
         ),
         ({"data": run.data.model_copy(update={"sequence_length": 16})}, r"data.sequence_length: was \d+, is 16"),
     ):
