@@ -10,7 +10,9 @@ from itertools import combinations
 from pathlib import Path
 
 from geotrain.common.names import GLOBAL
+from geotrain.common.ports import why_not_bound
 from geotrain.config import (
+    THIS_MACHINE,
     Address,
     ClusterConfig,
     ConfigError,
@@ -18,12 +20,12 @@ from geotrain.config import (
     RunConfig,
     WorkerConfig,
     WorkerSetup,
+    host_port,
 )
 from geotrain.data.dataset import open_dataset, training_digest
 from geotrain.data.tokens import DataError
 from geotrain.launch.launchers.base import regions_of
 from geotrain.launch.launchers.registry import launcher_of
-from geotrain.launch.machine import why_not_bound
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
 
@@ -60,7 +62,7 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
         )
     for what, (site, address) in server_addresses(cluster, [GLOBAL, *(r.name for r in cluster.serving)]).items():
         ssh = cluster.sites[site].ssh
-        if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
+        if ssh and (address.port == 0 or address.host in THIS_MACHINE):
             raise ConfigError(
                 f"{what} runs on {ssh}, by ssh: its address {address} must be one that the others reach, with a "
                 "fixed port; set host and port"
@@ -190,11 +192,8 @@ def open_links(cluster: ClusterConfig) -> list[str]:
 
 def check_port_is_free(address: Address, what: str = "") -> None:
     """Raise ConfigError if a port on this machine is taken. what: begins the message."""
-    if why := why_not_bound(address.host, address.port):
-        raise ConfigError(
-            f"{what}cannot listen on {address}: {why}; stop what uses it, or choose another host or port in the "
-            "cluster file (0 picks a free port)"
-        )
+    if why := why_not_bound(*address.listening):
+        raise ConfigError(f"{what}cannot listen on {host_port(*address.listening)}: {why}")
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -251,8 +251,8 @@ def page_line(cluster: ClusterConfig, url: str) -> str:
     """Describe how to open the status page, through an ssh tunnel if it is on another machine's loopback."""
     if cluster.global_ssh is None or not is_loopback(urlsplit(url).hostname or ""):
         return f"status page: {url}"
-    port = urlsplit(url).port
-    tunnel = f"ssh -N -L {port}:127.0.0.1:{port} {cluster.global_ssh}"
+    at = urlsplit(url)
+    tunnel = f"ssh -N -L {at.port}:{at.netloc} {cluster.global_ssh}"
     return f"status page: {url} on {cluster.global_ssh}; to see it here: {tunnel}"
 
 

@@ -457,12 +457,19 @@ def certs(
     """Make the run's certificate authority, and a certificate for every server and worker that has none.
 
     Name the folder in the cluster file's `security` block, and copy to each machine ca.pem and its own pair only.
+    Certificates that have expired, or will within 30 days, are renewed; keys stay, so that only .pem files change.
     """
     from geotrain.config import load_cluster
-    from geotrain.net.transport.certs import make_certificates
+    from geotrain.net.transport.authority import make_certificates
 
     made = make_certificates(load_cluster(cluster), folder)
-    return Told({"files": made}, "\n".join(map(str, made)))
+    told = [
+        str(path) if path.suffix == ".key" or path.with_suffix(".key") in made else f"{path} (renewed)"
+        for path in made
+    ]
+    if folder / "ca.pem" in made and folder / "ca.key" not in made:
+        told.append("The authority had expired, or was to expire soon: copy ca.pem to every machine.")
+    return Told({"files": made}, "\n".join(told))
 
 
 @app.command(epilog="Example: geotrain configs configs")

@@ -112,6 +112,18 @@ def resume(folder: RunFolder) -> Told:
     return told_phase(live_run(folder).steer("resume"))
 
 
+@command(name="set", epilog="Example: geotrain set runs/mine outer.local_steps=64")
+def set_key(
+    folder: RunFolder,
+    setting: Annotated[str, typer.Argument(metavar="KEY=VALUE", help="outer.local_steps=NUMBER, and no other key.")],
+) -> None:
+    """Change a setting of a live run: workers take jobs of so many inner steps from the next lease on.
+
+    It outlives restarts of the servers and `geotrain launch … --resume`, whose run file stays as it is.
+    """
+    print(f"{setting} from the next leases on; the run is {live_run(folder).steer(f'set {setting}')}")
+
+
 @command(epilog="Example: geotrain drain runs/mine eu --wait 600")
 @with_json
 def drain(

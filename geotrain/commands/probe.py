@@ -16,6 +16,7 @@ from geotrain.commands.probe_site import ProbeSite
 from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
+    THIS_MACHINE,
     Address,
     ClusterConfig,
     ConfigError,
@@ -37,7 +38,6 @@ from geotrain.net.transport.link_probe import Limits, ProbeError, Way
 
 SITE = ("-m", "geotrain", "probe-site")
 MAX_HOSTS = 5  # of a region, whose links are measured: one end is always the first
-HERE = ("localhost", "127.0.0.1", "::1")
 Pair = tuple[str, str]
 
 
@@ -104,7 +104,7 @@ def _start_sites(cluster: ClusterConfig, links: wan.Wan | None, stack: contextli
     """Start a probe beside the global server and each region's. links: the emulated ones, if they are."""
     remote = next((site.ssh for site in cluster.sites.values() if site.ssh), None)
     for name, site in cluster.sites.items():
-        if remote and site.server.host in (*HERE, "0.0.0.0"):
+        if remote and site.server.host in THIS_MACHINE:
             raise ConfigError(
                 f"the server of {name!r} has the address {site.server}, but {remote} is another machine: set a host "
                 "that the others reach"
@@ -230,7 +230,7 @@ def _hosts(cluster: ClusterConfig, region: RegionConfig) -> dict[str, tuple[Host
 
 
 def _is_regions_machine(host: HostConfig, worker: WorkerConfig | None) -> bool:
-    return host.host in HERE or (worker is not None and worker.launcher == "local")
+    return host.host in THIS_MACHINE or (worker is not None and worker.launcher == "local")
 
 
 def _words(way: Way) -> str:

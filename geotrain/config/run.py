@@ -20,12 +20,12 @@ from geotrain.config.block import (
     PositiveFloat,
     PositiveInt,
     from_folder,
-    is_loopback,
     parse,
     read_json,
 )
 from geotrain.config.data import DataConfig
 from geotrain.config.deepspeed import check_block
+from geotrain.config.hosts import HostName, is_loopback
 from geotrain.config.outer import OuterConfig
 from geotrain.families import Architecture, UnsupportedModelError, architecture_from_hf
 
@@ -173,7 +173,7 @@ class MonitorConfig(Block):
     )
     enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
     sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
-    host: str = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
+    host: HostName = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
     page_port: Port | None = Field(0, description="Port of the global server's page; 0: a free one; null: no page.")
     metrics_port: Port | None = Field(
         None,
@@ -311,28 +311,28 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     line, so that relative paths in them are meant from the working directory. Raises ConfigError.
     """
     path = Path(path)
-    raw = _resolved(read_json(path, "regions"), path.parent)
+    raw = _resolved(read_json(path, "regions"), path.parent, str(path))
     for change in changes:
         _put(raw, change)
     own_loop = isinstance(raw, dict) and isinstance(raw.get("data"), dict) and raw["data"].get("samples_per_step")
     if own_loop and not raw.get("folder"):  # found again from whichever working directory a loop is started
         raw = {**raw, "folder": str(path.parent.absolute() / f"runs/{raw.get('name')}")}
-    return parse(RunConfig, _resolved(raw, Path.cwd()), str(path))
+    return parse(RunConfig, _resolved(raw, Path.cwd(), "--set"), str(path))
 
 
-def _resolved(raw: Any, folder: Path) -> Any:
+def _resolved(raw: Any, folder: Path, where: str) -> Any:
     """Copy the run file's content with absolute paths, and with the files that it names in their places.
 
-    folder: of relative paths.
+    folder: of relative paths. where: what the content stands in, for errors.
     """
-    raw = from_folder(raw, RunConfig.paths, folder)
+    raw = from_folder(raw, (*RunConfig.paths, "model.config", "deepspeed"), folder, where)
     if not isinstance(raw, dict):
         return raw
     model, block = raw.get("model"), raw.get("deepspeed")
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": read_json(folder / model["config"])}}
+        raw = {**raw, "model": {**model, "config": read_json(Path(model["config"]))}}
     if isinstance(block, str):
-        block = read_json(folder / block)
+        block = read_json(Path(block))
         if isinstance(block, dict):
             block = {key: value for key, value in block.items() if key != SCHEMA}
         raw = {**raw, "deepspeed": block}
@@ -360,7 +360,26 @@ def _put(raw: Any, change: str) -> None:
 
 
 def config_digest(run: RunConfig) -> str:
-    """Digest what all processes of a run must agree on, in hex: the model, the data and the outer loop.
+    """Digest what all processes of a run must agree on (`_agreed`), in hex."""
+    text = json.dumps(_agreed(run), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
+    """List what differs of that on which all processes of a run must agree: "outer.local_steps: was 8, is 64"."""
+
+    def leaves(place: Any, key: str) -> dict[str, Any]:
+        if not isinstance(place, dict):
+            return {key: place}
+        return {k: v for name, each in place.items() for k, v in leaves(each, f"{key}.{name}".lstrip(".")).items()}
+
+    old, new = leaves(_agreed(before), ""), leaves(_agreed(now), "")
+    pairs = {key: [json.dumps(each[key]) if key in each else "nothing" for each in (old, new)] for key in old | new}
+    return [f"{key}: was {was}, is {is_now}" for key, (was, is_now) in pairs.items() if was != is_now]
+
+
+def _agreed(run: RunConfig) -> dict[str, Any]:
+    """Copy what all processes of a run must agree on: the model, the data and the outer loop.
 
     Other settings may differ between workers, or change at a resume: parallel layouts, DeepSpeed's settings,
     monitoring, where things lie. The data's sha256 is compared by itself.
@@ -374,5 +393,4 @@ def config_digest(run: RunConfig) -> str:
         shared["data"].pop(key)
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
-    text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return shared

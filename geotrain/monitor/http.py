@@ -18,7 +18,7 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from geotrain.config import ConfigError, is_loopback
+from geotrain.config import ConfigError, host_port, is_loopback
 
 MAX_CONNECTIONS = 64
 REQUEST_S = 20.0  # the time for one request, and between two on one connection
@@ -82,7 +82,8 @@ class HttpServer:
             self._server = _Server((host, port), self)
         except OSError as error:
             raise ConfigError(
-                f"monitor: cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+                f"monitor: cannot listen on {host_port(host, port)}: {error.strerror}; choose another port, or 0 for "
+                "a free one"
             ) from None
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -93,8 +94,7 @@ class HttpServer:
     def url(self) -> str:
         """The address for a browser; a server on all addresses of this machine goes by the machine's name."""
         name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
-        host = f"[{name}]" if ":" in name else name
-        return f"http://{host}:{self.port}/"
+        return f"http://{host_port(name, self.port)}/"
 
     def start(self) -> None:
         self._thread.start()

@@ -121,7 +121,7 @@ class ValidationDone(Event):
 
 
 class Steered(Event):
-    """An operator had the run pause, resume, drain a region, or stop."""
+    """An operator had the run pause, resume, drain a region, stop, or set outer.local_steps."""
 
     what: Annotated[str, "what was asked for"]
     region: Annotated[str, "to drain; else empty"]

@@ -272,7 +272,7 @@ class Validated:
 @dataclass(frozen=True)
 class OperatorCommand:
     """A person steers the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region` finish the
-    leases they hold, send their progress and leave) or "stop" (all workers do)."""
+    leases they hold, send their progress and leave), "stop" (all workers do) or "set outer.local_steps=…"."""
 
     what: str
     region: str = ""

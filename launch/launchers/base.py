@@ -136,10 +136,12 @@ class WorldLauncher(Launcher):
     """Starts all ranks of a worker by one command of DeepSpeed's, from the machine of the worker's home region. All
     hosts of the worker must see the run's folder under the same path. Unless it is overridden, hosts are not asked.
 
-    name: DeepSpeed's `--launcher`. options: more options of the `deepspeed` command.
+    name: DeepSpeed's `--launcher`. options: more options of the `deepspeed` command. takes_ipv6: hosts may be IPv6
+    addresses; where a list of hosts separates by ":", or has nodes' names only, they may not.
     """
 
     options: ClassVar[tuple[str, ...]] = ("--no_ssh_check",)
+    takes_ipv6: ClassVar[bool] = False
 
     def hand_on(
         self, place: WorkerPlace, worker: WorkerConfig, env: Mapping[str, str]
@@ -163,6 +165,11 @@ class WorldLauncher(Launcher):
         return {"DS_ENV_FILE": str(place.folder / env_file)}, {env_file: text}
 
     def commands(self, place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
+        if bad := [host.host for host in worker.hosts if ":" in host.host and not self.takes_ipv6]:
+            raise ConfigError(
+                f"worker {worker.name!r}: hosts: launcher {self.name!r} does not take IPv6 addresses such as "
+                f"{bad[0]}; write names of hosts, or use launcher 'ssh', 'pdsh' or 'openmpi'"
+            )
         master, hostfile = worker.hosts[0].host, hostfile_path(worker.name)
         where = ("--master_addr", master, "--master_port", str(place.master_port))
         variables = {"MASTER_ADDR": master, "MASTER_PORT": str(place.master_port), **worker.env}

@@ -15,6 +15,7 @@ class Pdsh(WorldLauncher):
     """Starts and asks all hosts of a worker at once by pdsh, as DeepSpeed calls it."""
 
     name = "pdsh"
+    takes_ipv6 = True
     options = ()  # DeepSpeed checks ssh before it calls pdsh
 
     def inquiry(self, worker: WorkerConfig, hosts: Sequence[str], command: Sequence[str]) -> Inquiry | None:
@@ -24,7 +25,7 @@ class Pdsh(WorldLauncher):
         return Inquiry(self, tuple(hosts), line, {"PDSH_RCMD_TYPE": "ssh"})
 
     def host_of(self, inquiry: Inquiry, line: str, own_name: str) -> str:
-        return line.partition(":")[0].strip()  # pdsh puts the host's name before its lines
+        return line.partition(": ")[0].strip()  # pdsh puts the host's name before its lines
 
 
 LAUNCHERS = (Pdsh(),)

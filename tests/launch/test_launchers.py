@@ -181,12 +181,30 @@ def test_no_secret_stands_on_a_command_line() -> None:
             worker("mpich", {"a": 1}, env={"A_TOKEN": "b"}),
             "env.A_TOKEN: DeepSpeed's launcher 'mpich' puts it on",
         ),
+        *(
+            (worker(name, {"n1": 1, "fd00::2": 1}), f"launcher '{name}' does not take IPv6 addresses such as fd00::2")
+            for name in ("slurm", "mpich", "impi")
+        ),
         (worker("ssh").model_copy(update={"hosts": (HostConfig(host="a", slots=1),) * 2}), r"a host twice \(a, a\)"),
     ],
 )
 def test_what_cannot_be_started(wrong: WorkerConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         worker_commands(WorkerPlace(Path("/runs/x"), 29501), "eu", wrong)
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "ssh"])
+def test_hosts_may_be_ipv6_addresses(launcher: str) -> None:
+    made = worker_commands(WorkerPlace(Path("/runs/x"), 29501), "eu", worker(launcher, {"fd00::1": 1, "fd00::2": 1}))
+    assert made.files["hosts/eu-0"] == "fd00::1 slots=1\nfd00::2 slots=1\n"
+    for job in made.commands:
+        assert "--master_addr fd00::1 --master_port 29501" in " ".join(job.command)
+
+
+def test_pdsh_names_a_host_before_its_lines() -> None:
+    asked = launchers()["pdsh"].inquiry(worker("pdsh"), ("n1", "fd00::2"), ("true",))
+    assert asked is not None
+    assert [asked.launcher.host_of(asked, line, "") for line in ("n1: a: b", "fd00::2: c")] == ["n1", "fd00::2"]
 
 
 def test_local_workers_share_the_machine() -> None:

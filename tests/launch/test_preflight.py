@@ -19,7 +19,7 @@ from geotrain.data.tokenizer import train_bpe
 from geotrain.launch import preflight
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console
-from geotrain.net.transport.certs import make_certificates
+from geotrain.net.transport.authority import make_certificates
 from geotrain.parameters.hf_checkpoint import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
@@ -206,14 +206,31 @@ def test_missing_certificates(place: Path) -> None:
     told = "\n".join(refused())
     for pair in ("operator-operator", "global-global", "region-here", "worker-here-0"):
         assert f"certs/{pair}.key: cannot be read" in told
-    make_certificates(load_cluster("cluster.json"), Path("certs"))
-    assert refused() == []
+    make_certificates(load_cluster("cluster.json"), Path("certs"), days=365)
+    assert refused() == [] and preflight.cautions(*files()) == []
+    Path("certs/worker-here-0.pem").unlink()
+    make_certificates(load_cluster("cluster.json"), Path("certs"), days=0)
+    assert "worker-here-0.pem: expired on" in "\n".join(refused())
+    (told,) = preflight.cautions(*files())
+    assert told.startswith("worker-here-0.pem: end on 20") and "renew it with `geotrain certs`" in told
 
 
 def test_servers_that_others_reach_without_certificates(place: Path) -> None:
     change("cluster.json", global_server={"host": "10.1.2.3", "port": 7070})
     (told,) = preflight.cautions(*files())
     assert "plaintext, and everyone who reaches 'global' at 10.1.2.3:7070 can take part" in told
+    change("cluster.json", global_server={"port": 7070, "bind": "0.0.0.0"})
+    assert "'global' at 127.0.0.1:7070 can take part" in preflight.cautions(*files())[0]
+
+
+def test_servers_that_other_machines_do_not_reach(place: Path) -> None:
+    away = {"ssh": "eu.example.org", "server": {"host": "10.1.2.3", "port": 7070}}
+    raw = json.loads((place / "cluster.json").read_text())
+    change("cluster.json", regions=[raw["regions"][0] | away])
+    (_, told) = preflight.cautions(*files())
+    assert (
+        "eu.example.org reaches the server of 'global' at 127.0.0.1:0 through a tunnel only; give the `host`" in told
+    )
 
 
 def test_hosts_are_asked_where_wanted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

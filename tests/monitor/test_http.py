@@ -52,7 +52,7 @@ def test_answers_with_strict_headers(make: Make) -> None:
 
 
 def test_where_others_find_it() -> None:
-    for host, name in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())):
+    for host, name in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname()), ("::1", "[::1]")):
         server = HttpServer(host, 0, {}, TOKEN)
         assert server.url == f"http://{name}:{server.port}/"
         server.close()

@@ -82,6 +82,7 @@ def test_where_the_page_is() -> None:
     assert page_line(a_cluster(), "http://127.0.0.1:80/") == "status page: http://127.0.0.1:80/"
     far = a_cluster(global_ssh="top.example", global_server={"host": "10.0.0.1", "port": 5})
     assert "ssh -N -L 8600:127.0.0.1:8600 top.example" in page_line(far, "http://127.0.0.1:8600/")
+    assert "ssh -N -L 8600:[::1]:8600 top.example" in page_line(far, "http://[::1]:8600/")
     assert page_line(far, "http://10.0.0.1:8600/") == "status page: http://10.0.0.1:8600/"
 
 

@@ -258,6 +258,9 @@ class Scenario:
     def do_operator(self, what: str, region: str = "", at: str = GLOBAL) -> None:
         self.call(at, OperatorCommand(what, region))
 
+    def do_set(self, key: str, value: str) -> None:
+        self.call(GLOBAL, OperatorCommand(f"set {key}={value}"))
+
     def do_unban(self, worker: str, at: str = "") -> None:
         self.call(at or self.world.workers[worker][0], LiftQuarantine(worker))
 

@@ -23,7 +23,8 @@ from urllib.parse import unquote
 import grpc
 from grpc import aio
 
-from geotrain.config import Address
+from geotrain.common.ports import why_not_bound
+from geotrain.config import Address, host_port
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
@@ -134,7 +135,7 @@ class GrpcService:
         try:
             port = add_port(self._grpc, address, self.credentials)
         except RuntimeError as error:
-            raise ListenError(f"cannot listen on {address}: {error}") from None
+            raise ListenError(f"cannot listen on {host_port(*address.listening)}: {error}") from None
         await self._grpc.start()
         self.failure_detector.start()
         return port
@@ -486,15 +487,5 @@ def is_this_machine(peer: str) -> bool:
 
 def _check_free(address: Address) -> None:
     """Raise ListenError if nobody can listen on the address. gRPC would not say why it cannot."""
-    try:
-        family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As gRPC does: a port that was closed a moment ago counts as free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address.host, address.port))
-            probe.listen()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ListenError(
-            f"cannot listen on {address}: {reason}; stop what uses the port, or choose another in the cluster file"
-        ) from None
+    if why := why_not_bound(*address.listening):
+        raise ListenError(f"cannot listen on {host_port(*address.listening)}: {why}")

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Generic
 
 from geotrain.common.files import write_whole
-from geotrain.config import is_loopback
+from geotrain.config import host_port, is_loopback
 from geotrain.monitor.events import EventLog, SnapshotWritten
 from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_limit
 from geotrain.net.server.grpc_service import GrpcService
@@ -69,9 +69,10 @@ class ProcessHost(ABC, Generic[Machine]):
                 # Before anybody can be answered: without a snapshot nothing was acknowledged (see `Journal.replay`).
                 await self._snapshot()
             port = await self.service.start(address)
-            write_whole(listening, json.dumps({"address": f"{address.host}:{port}", "pid": os.getpid()}))
-            log.info("%s: listening on %s:%d", self.setup.name, address.host, port)
-            if self.credentials is None and not is_loopback(address.host):
+            own = host_port(address.listening[0], port)
+            write_whole(listening, json.dumps({"address": own, "pid": os.getpid()}))
+            log.info("%s: listening on %s", self.setup.name, own)
+            if self.credentials is None and not is_loopback(address.listening[0]):
                 log.warning("listening on %s without TLS: set `security` in the cluster file", address)
             guard = ConnectionGuard(port, self.service.peers, raise_file_limit(), self.report)
             guard.start()

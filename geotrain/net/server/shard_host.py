@@ -34,7 +34,7 @@ from geotrain.net.storage.remote_snapshots import RemoteSnapshots, beside
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.storage.timeline import Timeline
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.certs import open_channel
+from geotrain.net.transport.certs import expiry, open_channel
 from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
@@ -108,7 +108,7 @@ class ShardHost(ProcessHost[ShardServer]):
                 refused = rpc.refusal_of(error)
                 if refused is not None and refused.retry_s is None:
                     raise StoreError(refused.reason) from None
-                if trouble != (trouble := str(refused or error.code().name.lower())):
+                if trouble != (trouble := str(refused or error.code().name.lower() + expiry(error, trust))):
                     log.warning("%s: its coordinator at %s: %s; it is called again", server, address, trouble)
             except (wire.DamagedError, asyncio.InvalidStateError):
                 pass  # the stream ended

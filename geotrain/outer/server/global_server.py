@@ -32,6 +32,8 @@ from geotrain.outer.server.server import Server
 from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
+MOST_CHANGE = 4  # of H at once: norm limits let so much through
+
 
 class GlobalServer(Server):
     """Applies its members' updates, answers them with the newest weights, and hands out data.
@@ -100,10 +102,26 @@ class GlobalServer(Server):
                 if self.lease_table.rounds is not None:
                     raise Refused("each round of a synchronous run needs every worker: stop the run instead")
                 self.draining.update(self.members_of[command.region])
+            case setting if setting.startswith("set "):
+                self._set(*setting.removeprefix("set ").partition("=")[::2])
             case _:
-                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, stop")
+                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, stop, set")
         self._events.append(Steered(command.what, command.region))
         return self.phase
+
+    def _set(self, key: str, value: str) -> None:
+        """Change H for the leases to come; each lease says its own length. Raises Refused."""
+        now = self.lease_table.local_steps
+        if key != "outer.local_steps":
+            raise Refused(f"{key!r} cannot be set while a run is on, only outer.local_steps: all agreed on the rest")
+        if self.lease_table.rounds is not None:
+            raise Refused("outer.local_steps cannot be set: all rounds of a synchronous run are of one length")
+        if not value.isdecimal() or not now <= int(value) * MOST_CHANGE <= now * MOST_CHANGE**2:
+            raise Refused(
+                f"outer.local_steps = {value}: must be from {-(-now // MOST_CHANGE)} to {now * MOST_CHANGE}: it is "
+                f"{now} now, and the norms of updates (outer.limits) may change by {MOST_CHANGE} times at once"
+            )
+        self.lease_table.local_steps = int(value)
 
     def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
         """Grant a lease; None while the run is paused. Raises Refused when the worker is not one of this run's."""
@@ -217,6 +235,7 @@ class GlobalServer(Server):
         return {
             **super().status(),
             "phase": self.phase,
+            "local_steps": self.lease_table.local_steps,
             "draining": sorted(region for region, names in self.members_of.items() if self.draining & set(names)),
             "complete": self.lease_table.finished,
             "validation": self.validations.latest,

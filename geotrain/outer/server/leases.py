@@ -26,7 +26,7 @@ MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, a
 PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
 LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint, a slow disk, a first compilation
 # Attributes of a table that a snapshot keeps as they are.
-SAVED = "next_lease", "next_start", "committed_samples", "repeated_samples", "dismissed", "step_s"
+SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "repeated_samples", "dismissed", "step_s"
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
 
