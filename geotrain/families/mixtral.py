@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts
 from geotrain.families.mistral import Mistral
-from geotrain.families.weights import Weight, routed_experts
+from geotrain.families.weights import Weight, expert_keys, routed_experts
 
 
 class Mixtral(Mistral):
@@ -17,13 +17,14 @@ class Mixtral(Mistral):
     transformers_class = "MixtralForCausalLM"
     only: ClassVar[Mapping[str, Any]] = {**Mistral.only, "router_jitter_noise": 0.0}
     window = None
+    eps = 1e-5
+    theta = 1e6
 
     def experts(self, config: Mapping[str, Any]) -> Experts:
         return replace(reading.experts(config, per_token=2, normalized=True), normalized=True)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
-        keys = {"num_experts_per_tok": a.mixture.per_token, "router_aux_loss_coef": a.mixture.aux_loss}
-        return {**super().config_keys(a), **keys}
+        return {**super().config_keys(a), **expert_keys(a, "num_local_experts")}
 
     def mlp(self, a: Architecture, layer: int) -> Iterator[Weight]:
         return routed_experts(a, "block_sparse_moe", ("w1", "w3", "w2"))

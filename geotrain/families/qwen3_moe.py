@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
 from geotrain.families.qwen3 import Qwen3
+from geotrain.families.weights import expert_keys
 
 
 class Qwen3Moe(Qwen3):
     model_type = "qwen3_moe"
     transformers_class = "Qwen3MoeForCausalLM"
     only: ClassVar[Mapping[str, Any]] = {**Qwen3.only, "decoder_sparse_step": 1}
+    idle = Qwen3.idle | {"intermediate_size"}  # of layers without experts
     ffn_key = "moe_intermediate_size"
     per_token: ClassVar[int] = 8  # transformers' default of num_experts_per_tok
 
@@ -26,10 +28,5 @@ class Qwen3Moe(Qwen3):
         return reading.experts(config, per_token=self.per_token, normalized=False)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
-        return {
-            "num_experts_per_tok": a.mixture.per_token,
-            "router_aux_loss_coef": a.mixture.aux_loss,
-            "norm_topk_prob": a.mixture.normalized,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+        keys = {"norm_topk_prob": a.mixture.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return {**expert_keys(a, "num_experts"), **keys}

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from geotrain.common.files import whole_folder
 from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
+from geotrain.families.reading import SPECIAL_IDS, special_ids
 from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 5 << 30
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -47,25 +47,7 @@ def write_checkpoint(
     """
     architecture = architecture_from_hf(hf_config)
     family, parameters = family_of(architecture.model_type), canonical_parameters(architecture)
-    # Every value that was trained with is stated: the defaults of transformers' classes differ from it.
-    config = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "rope_scaling")} | {
-        "architectures": [family.transformers_class],
-        "dtype": dtype,
-        "num_key_value_heads": architecture.kv_heads,
-        "head_dim": architecture.head_dim,
-        "rms_norm_eps": architecture.norm_eps,
-        "rope_theta": architecture.rope_theta,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": architecture.rope_theta,
-            **dict(architecture.rope_scaling),
-        },
-        **family.config_keys(architecture),
-        "max_position_embeddings": architecture.max_positions,
-        "tie_word_embeddings": architecture.tied_embeddings,
-        "initializer_range": architecture.init_std,
-        **{key: hf_config.get(key) for key in _SPECIAL_IDS},
-    }
+    config = family.hf_config(architecture) | {"dtype": dtype} | special_ids(hf_config, architecture.vocab_size)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     shards = _plan_shards(parameters, torch_dtype, max_shard_bytes)
     padding = config["pad_token_id"]
@@ -86,7 +68,7 @@ def write_checkpoint(
                 if not (isinstance(stated, list) and own in stated):  # one id of several that the config names
                     config[key] = own
         _write_json(target / "config.json", config)
-        generation = {key: config[key] for key in _SPECIAL_IDS} | {"pad_token_id": padding}
+        generation = {key: config[key] for key in SPECIAL_IDS} | {"pad_token_id": padding}
         _write_json(target / "generation_config.json", {"do_sample": True, **generation})
         _write_shards(tensors, shards, target, torch_dtype)
         if len(shards) > 1:
