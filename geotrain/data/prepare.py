@@ -33,7 +33,7 @@ from geotrain.common.files import whole_folder
 from geotrain.data.dataset import SPLITS, Manifest, manifest_path
 from geotrain.data.readers import TextBlock, check_inputs, parse_block, read_blocks
 from geotrain.data.shards import INPUTS, describe_inputs, files_of_shard, shard_folder
-from geotrain.data.tokenizer import Tokenizer
+from geotrain.data.tokenizer import Tokenizer, fingerprint
 from geotrain.data.tokens import DataError, TokenWriter, token_dtype
 
 BLOCKS_PER_PROCESS = 2  # in flight: bounds the memory and keeps every process busy
@@ -195,6 +195,7 @@ def prepare(
                 dtype=writer.dtype.name,
                 sha256=writer.digest.hexdigest(),
                 tokenizer="tokenizer",
+                tokenizer_sha256=fingerprint(tokenizer.files["tokenizer.json"]),
                 checksums=True,
             )
             (folder / f"{split}.crc").write_bytes(writer.checksums.content())

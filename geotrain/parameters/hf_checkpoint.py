@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from geotrain.common.files import whole_folder
+from geotrain.config import ConfigError, RunConfig
 from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
 from geotrain.families.reading import SPECIAL_IDS, special_ids
 from geotrain.parameters.parameter_map import Parameter, canonical_parameters
@@ -19,6 +21,10 @@ from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 DType = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 5 << 30
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FREE = {  # keys of an export that say how it was trained, or what others say: a run that goes on may differ in them
+    "architectures", "rope_parameters", "initializer_range", "max_position_embeddings", "router_aux_loss_coef",
+    "router_z_loss_coef", "aux_loss_alpha", "router_bias_update_rate",
+}  # fmt: skip
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -184,6 +190,40 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
             f"{folder}: {HEAD} differs from {EMBEDDING}, but config.json ties them; set tie_word_embeddings to false"
         )
     return config, ((p.name, _load(files, p.name)) for p in parameters)
+
+
+def read_start(run: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the weights of `model.init_from`, as `read_checkpoint` does, if they are the run's model's.
+
+    What a model computes of its weights must be the same, too, but for `model.init_changes`. Raises ConfigError with
+    each key and both values, and HFCheckpointError where a tensor cannot be read.
+    """
+    place = f"model.init_from = {run.model.init_from!r}"
+    try:
+        config, tensors = read_checkpoint(Path(run.model.init_from or ""))
+    except (HFCheckpointError, UnsupportedModelError) as error:
+        raise ConfigError(f"model.init_from: {error}") from None
+    theirs, ours = architecture_from_hf(config), run.architecture
+    stated = [family_of(each.model_type).hf_config(each) for each in (theirs, ours)]
+    keys = [key for key in dict.fromkeys((*stated[1], *stated[0])) if key not in _FREE]
+    differing = {key: [each.get(key) for each in stated] for key in keys if stated[0].get(key) != stated[1].get(key)}
+    told = [
+        f"{key} = {a!r}, in the run's model {b!r}"
+        for key, (a, b) in differing.items()
+        if key not in run.model.init_changes
+    ]
+    if told:
+        raise ConfigError(
+            f"{place}: is another model: {'; '.join(told)}; use that checkpoint's config.json as model.config, or "
+            "name in model.init_changes what is to change"
+        )
+    if idle := [key for key in run.model.init_changes if key not in differing]:
+        raise ConfigError(f"model.init_changes: {', '.join(idle)}: is the same in {place}; leave it out")
+    for left, right in zip_longest(*map(canonical_parameters, (theirs, ours))):
+        found, wanted = (f"{each.name} {list(each.shape)}" if each else "no more" for each in (left, right))
+        if found != wanted:
+            raise ConfigError(f"{place}: is another model: it has {found}, the run's model {wanted}")
+    return tensors
 
 
 def _locate(folder: Path) -> dict[str, Path]:
