@@ -10,16 +10,7 @@ from typing import Any, ClassVar
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts, LatentAttention, UnsupportedModelError
 from geotrain.families.family import Family
-from geotrain.families.weights import (
-    Weight,
-    expert_keys,
-    expert_settings,
-    gated_mlp,
-    matrix,
-    norm,
-    routed_experts,
-    shared_expert,
-)
+from geotrain.families.weights import Weight, expert_settings, gated_mlp, matrix, norm, routed_experts, shared_expert
 
 
 class DeepseekV3(Family):
@@ -44,7 +35,7 @@ class DeepseekV3(Family):
         "num_mtp_layers": 0,
     }
     idle = frozenset({"ep_size"})
-    ffn_key = "moe_intermediate_size"
+    ffn_key, count_key, loss_key = "moe_intermediate_size", "n_routed_experts", "aux_loss_alpha"
     positions = 4096
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
@@ -75,7 +66,7 @@ class DeepseekV3(Family):
         return rotated
 
     def experts(self, config: Mapping[str, Any]) -> Experts:
-        experts = reading.experts(config, 8, True, "n_routed_experts", "aux_loss_alpha", 0.0)
+        experts = reading.experts(config, self.count_key, 8, True, self.loss_key, 0.0)
         dense = reading.whole(config, "first_k_dense_replace", 3, least=0)
         shared = reading.whole(config, "n_shared_experts", 1) * reading.whole(config, "moe_intermediate_size")
         groups, chosen = reading.whole(config, "n_group", 8), reading.whole(config, "topk_group", 4)
@@ -121,7 +112,6 @@ class DeepseekV3(Family):
             "qk_rope_head_dim": a.head_dim,
             "v_head_dim": latent.value_dim,
             "intermediate_size": experts.dense_ffn_size,
-            **expert_keys(a, "n_routed_experts", "aux_loss_alpha"),
             "n_shared_experts": experts.shared_ffn_size // a.ffn_size,
             "first_k_dense_replace": experts.dense_layers,
             "n_group": int(routing["groups"]),

@@ -37,6 +37,8 @@ class Family:
     eps: ClassVar[float] = 1e-6
     theta: ClassVar[float] = 10000.0
     ffn_key: ClassVar[str] = "intermediate_size"  # of config.json: `Architecture.ffn_size`
+    count_key: ClassVar[str] = "num_experts"  # of config.json: how many there are, if there are any
+    loss_key: ClassVar[str] = "router_aux_loss_coef"
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
 
@@ -112,7 +114,11 @@ class Family:
         All of it, since transformers' defaults differ. Version 4 reads `rope_theta` and `rope_scaling`, version 5
         `rope_parameters`.
         """
-        scaling = dict(a.rope_scaling)
+        scaling, mixture = dict(a.rope_scaling), dict[str, Any]()
+        if a.experts:
+            mixture = {self.count_key: a.experts.count, "num_experts_per_tok": a.experts.per_token}
+            mixture |= {self.loss_key: a.experts.aux_loss}
+            mixture |= {"router_z_loss_coef": a.experts.z_loss} if a.experts.z_loss else {}
         return {
             "architectures": [self.transformers_class],
             "model_type": self.model_type,
@@ -131,6 +137,7 @@ class Family:
             "max_position_embeddings": a.max_positions,
             "tie_word_embeddings": a.tied_embeddings,
             "initializer_range": a.init_std,
+            **mixture,
             **self.config_keys(a),
         }
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
 from geotrain.families.qwen3 import Qwen3
-from geotrain.families.weights import expert_keys
 
 
 class Qwen3Moe(Qwen3):
@@ -25,8 +24,7 @@ class Qwen3Moe(Qwen3):
                 f"model config: mlp_only_layers = {config['mlp_only_layers']!r} is not supported: every layer has "
                 "experts"
             )
-        return reading.experts(config, per_token=self.per_token, normalized=False)
+        return reading.experts(config, self.count_key, per_token=self.per_token, normalized=False)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
-        keys = {"norm_topk_prob": a.mixture.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        return {**expert_keys(a, "num_experts"), **keys}
+        return {"norm_topk_prob": a.mixture.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -26,16 +26,10 @@ _LENGTH = "original_max_position_embeddings"
 # for other tasks. Exports leave them out. So do those that begin with "_".
 _IDLE = {
     "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "pretraining_tp",
-    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "torchscript",
-    "use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "attn_implementation", "experts_implementation",
-    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
-    "task_specific_params", "tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id", "is_decoder",
-    "tie_encoder_decoder", "pruned_heads", "max_length", "max_sequence_length", "min_length", "max_new_tokens",
-    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k",
-    "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
-    "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "torchscript", "use_bfloat16",
+    "gradient_checkpointing", "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
+    "tokenizer_class", "is_decoder", "tie_encoder_decoder", "pruned_heads", "max_length", "max_sequence_length",
+    "do_sample", "temperature", "top_k", "top_p", "repetition_penalty",
 }  # fmt: skip
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -185,18 +179,18 @@ def sliding_window(config: Mapping[str, Any], default: int | None) -> int | None
 
 def experts(
     config: Mapping[str, Any],
+    count_key: str,
     per_token: int,
     normalized: bool,
-    count_key: str = "num_experts",
     loss_key: str = "router_aux_loss_coef",
     aux_loss: float = 0.001,
 ) -> Experts:
-    """Read the experts. count_key: of their number, for which "num_local_experts" may stand. loss_key: of the
+    """Read the experts. count_key: of their number, for which transformers' other names may stand. loss_key: of the
     coefficient of the balancing loss. per_token, normalized, aux_loss: what holds where the config is silent."""
-    counts = [whole(config, key, most=MOST_EXPERTS) for key in (count_key, "num_local_experts") if key in config]
-    count = counts[0] if counts else whole(config, count_key)
+    named = {key for key in (count_key, "num_experts", "num_local_experts") if key in config} or {count_key}
+    count, *others = {whole(config, key, most=MOST_EXPERTS) for key in named}
     chosen = whole(config, "num_experts_per_tok", per_token)
-    if count < 2 or chosen > count or counts[1:] not in ([], [count]):
+    if count < 2 or chosen > count or others:
         raise UnsupportedModelError(
             f"model config: num_experts_per_tok = {chosen} of {count} experts is not supported; there must be "
             "at least two experts, and no more chosen than there are, whichever key says it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 from geotrain.families.architecture import Architecture
 
@@ -118,15 +118,6 @@ def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:
     if a.mixture.shared_gate:
         gate = matrix(f"{name}_gate.weight", 1, a.hidden_size, "mlp.shared_experts.gate_weight", a.init_std, "whole")
         yield replace(gate, summed="sequence")
-
-
-def expert_keys(a: Architecture, count_key: str, loss_key: str = "router_aux_loss_coef") -> dict[str, Any]:
-    """State the keys of config.json that all families with experts have. The z loss is none of transformers'."""
-    experts = a.mixture
-    z_loss = {"router_z_loss_coef": experts.z_loss} if experts.z_loss else {}
-    return {
-        count_key: experts.count, "num_experts_per_tok": experts.per_token, loss_key: experts.aux_loss, **z_loss
-    }  # fmt: skip
 
 
 def expert_settings(a: Architecture) -> dict[str, object]:

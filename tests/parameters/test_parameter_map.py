@@ -171,6 +171,10 @@ def test_parameter_counts_of_known_models():
         ({"initializer_range": 1.5}, "initializer_range = 1.5 must be a number, from 0 to 1"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false' must be true or false"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0 must be a whole number"),
+        (
+            {"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8},
+            "no more chosen than there are, whichever key says it",
+        ),
         ({"head_dim": 5}, "head_dim = 5 must be even"),
         ({"pad_token_id": 96}, "pad_token_id = 96 is no id below vocab_size = 96; leave it out"),
         ({"eos_token_id": [1, -1]}, r"eos_token_id = \[1, -1\] is no id"),
