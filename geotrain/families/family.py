@@ -57,8 +57,8 @@ class Family:
         kind, types = "full_attention" if window is None else "sliding_attention", config.get("layer_types")
         if types not in (None, [kind] * layers):
             raise UnsupportedModelError(
-                f"model config: layer_types = {types!r:.80}: layers that differ are not supported; leave it out, or "
-                f"state {kind!r} num_hidden_layers = {layers} times"
+                f"model config: layer_types = {types!r:.80} must be {kind!r}, num_hidden_layers = {layers} times; "
+                "leave it out"
             )
         heads, hidden = reading.whole(config, "num_attention_heads"), reading.whole(config, "hidden_size")
         # Without a number, each head has its own keys and values.

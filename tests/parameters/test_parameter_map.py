@@ -194,7 +194,7 @@ def test_parameter_counts_of_known_models():
         ),
         (
             {"model_type": "qwen3", "layer_types": ["full_attention"] * 28},
-            "layer_types = .* state 'full_attention' num_h",
+            "layer_types = .* must be 'full_attention', num_h",
         ),
         (
             {
@@ -202,7 +202,7 @@ def test_parameter_counts_of_known_models():
                 "sliding_window": 16,
                 "layer_types": ["sliding_attention", "full_attention"] * 3,
             },
-            "layer_types = .* layers that differ are not supported",
+            "layer_types = .* must be 'sliding_attention', num_hidden_layers = 7 times",
         ),
         ({"sliding_window": 16}, "sliding_window = 16 .*: GeoTrain does not read this for model_type 'llama'"),
         (
