@@ -22,7 +22,7 @@ from geotrain.config import (
     WorkerSetup,
     host_port,
 )
-from geotrain.data.dataset import open_dataset, training_digest
+from geotrain.data.dataset import open_dataset, read_manifest, training_digest
 from geotrain.data.tokens import DataError
 from geotrain.launch.launchers.base import regions_of
 from geotrain.launch.launchers.registry import launcher_of
@@ -150,9 +150,28 @@ def check_split(run: RunConfig, prefix: str) -> None:
 
 
 def check_tokenizer(run: RunConfig) -> None:
-    """Check that the tokenizer that exports copy is there. Raises DataError."""
-    if run.data.tokenizer and not Path(run.data.tokenizer).is_dir():
-        raise DataError(f"data.tokenizer = {run.data.tokenizer!r}: no such folder")
+    """Check that all data were prepared with one tokenizer, which is the one that exports copy, and whose ids the
+    model has. Raises DataError."""
+    known: dict[str, str | None] = {}
+    for prefix in run.data.prefixes:
+        with contextlib.suppress(DataError):  # what is wrong with data is told by `check_split`
+            known[prefix] = read_manifest(prefix).tokenizer_sha256
+    if run.data.tokenizer:
+        place = f"data.tokenizer = {run.data.tokenizer!r}"
+        if not Path(run.data.tokenizer).is_dir():
+            raise DataError(f"{place}: no such folder")
+        from geotrain.data.tokenizer import describe  # slow to import
+
+        ids, known[place] = describe(Path(run.data.tokenizer))
+        if ids > (rows := run.architecture.vocab_size):
+            raise DataError(f"{place}: has {ids} ids, but the model's vocab_size is {rows}; raise it")
+    made = {place: digest for place, digest in known.items() if digest}
+    for place, digest in made.items():
+        if digest != (first := next(iter(made.values()))):
+            raise DataError(
+                f"{place}: is of another tokenizer (sha256 {digest[:16]}…) than {next(iter(made))} ({first[:16]}…); "
+                "data and exports must have one: the folder `tokenizer` beside prepared data holds theirs"
+            )
 
 
 def link_to_global(cluster: ClusterConfig, region: str) -> LinkConfig:

@@ -21,7 +21,6 @@ from geotrain.config import (
     RunConfig,
     Topology,
     UnsupportedModelError,
-    architecture_from_hf,
     host_port,
     is_loopback,
 )
@@ -44,7 +43,6 @@ from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
 from geotrain.net.transport.authority import ending_soon
 from geotrain.net.transport.certs import OPERATOR, RENEW, CertificateError, Role, load_credentials
-from geotrain.parameters.parameter_map import canonical_parameters
 
 _DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
 _DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
@@ -249,22 +247,9 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
 def _check_initial_weights(run: RunConfig) -> None:
     if run.model.init_from is None:
         return
-    from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint  # imports torch
+    from geotrain.parameters.hf_checkpoint import read_start  # imports torch
 
-    folder = Path(run.model.init_from)
-    try:
-        config, _ = read_checkpoint(folder)  # names and shapes; no weights but a tied head
-    except (HFCheckpointError, UnsupportedModelError) as error:
-        raise ConfigError(f"model.init_from: {error}") from None
-    theirs = {p.name: p.shape for p in canonical_parameters(architecture_from_hf(config))}
-    ours = {p.name: p.shape for p in canonical_parameters(run.architecture)}
-    for name in (*ours, *theirs):
-        if ours.get(name) != theirs.get(name):
-            there, wanted = theirs.get(name, "not there"), ours.get(name, "not there")
-            raise ConfigError(
-                f"model.init_from = {str(folder)!r}: is another model: {name} is {there}, in the run's "
-                f"model {wanted}; use that checkpoint's config.json as model.config"
-            )
+    read_start(run)  # names, shapes and settings; no weights but a tied head
 
 
 def _check_boards(run: RunConfig) -> None:

@@ -121,12 +121,12 @@ def prepare(
     end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="A broken line of JSON is an error.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A broken line or row is an error.")] = False,
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Only this part; `merge` joins them.")] = None,
 ) -> Told:
     """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, Hugging Face data sets) into a Megatron data set.
 
-    Lines that are no JSON object with a text are passed over and counted.
+    Lines and rows without a text, and what is behind the cut of a cut file, are passed over and counted.
     """
     from geotrain.commands.prepare import prepare_files
 

@@ -50,6 +50,9 @@ class ModelConfig(Block):
         "parameters with initial values, as `geotrain.save_parameters` writes it.",
     )
     init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
+    init_changes: tuple[str, ...] = Field(
+        (), description="Keys of config in which the model differs from that checkpoint on purpose, as rope_theta."
+    )
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
 
     @model_validator(mode="after")
@@ -57,9 +60,11 @@ class ModelConfig(Block):
         if self.weights is None and not self.config:
             raise ValueError("config is required, or weights where a loop of your own trains any other model")
         if self.weights is not None and (
-            idle := self.differing("init_from", "recompute") + ["config"] * bool(self.config)
+            idle := self.differing("init_from", "init_changes", "recompute") + ["config"] * bool(self.config)
         ):
             raise ValueError(f"{', '.join(idle)}: without effect beside weights; leave it out")
+        if self.init_changes and self.init_from is None:
+            raise ValueError("init_changes: without effect where there is no init_from; leave it out")
         return self
 
 
@@ -385,7 +390,12 @@ def _agreed(run: RunConfig) -> dict[str, Any]:
     monitoring, where things lie. The data's sha256 is compared by itself.
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
-    for key in ("recompute", "init_from", "weights"):  # memory; names and shapes are in the parameter map's digest
+    for key in (
+        "recompute",
+        "init_from",
+        "init_changes",
+        "weights",
+    ):  # memory; names and shapes are in the parameter map's digest
         shared["model"].pop(key)
     del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
     shared["data"]["train"] = [each.weight for each in run.data.train]

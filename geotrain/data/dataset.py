@@ -44,10 +44,10 @@ class Manifest(Block):
 
     text_bytes: UTF-8 size of the text from which the tokens were made. end_of_document: id after each document; None:
     they do not all end with the same. dtype: of the ids, as NumPy names it. sha256: digest of the .bin file.
-    tokenizer: the tokenizer's folder, relative to the manifest; None: not known. checksums: whether `<prefix>.crc`
-    has those of the .bin's blocks (see `BlockChecksums`), with which they are compared when read. shards: the pairs
-    whose tokens, one after another, are the data set's; it has no pair of its own then, and sha256 is of their
-    digests.
+    tokenizer: the tokenizer's folder, relative to the manifest; None: not known. tokenizer_sha256: its fingerprint
+    (`geotrain.data.tokenizer`); None: not known. checksums: whether `<prefix>.crc` has those of the .bin's blocks (see
+    `BlockChecksums`), with which they are compared when read. shards: the pairs whose tokens, one after another, are
+    the data set's; it has no pair of its own then, and sha256 is of their digests.
     """
 
     tokens: PositiveInt
@@ -58,6 +58,7 @@ class Manifest(Block):
     dtype: str
     sha256: str
     tokenizer: str | None
+    tokenizer_sha256: str | None = None
     checksums: bool = False
     shards: tuple[Shard, ...] = ()
 
@@ -254,11 +255,11 @@ def adopt(prefix: Path, tokenizer: Path | None = None) -> Manifest:
         largest = max(largest, int(part.max()))
         digest.update(part.tobytes())
         checksums.update(part.tobytes())
-    vocab_size = largest + 1
+    vocab_size, made_by = largest + 1, None
     if tokenizer is not None:
-        from geotrain.data.tokenizer import vocabulary_size  # slow to import
+        from geotrain.data.tokenizer import describe  # slow to import
 
-        vocab_size = vocabulary_size(tokenizer)
+        vocab_size, made_by = describe(tokenizer)
         if largest >= vocab_size:
             raise DataError(
                 f"{prefix}: holds the id {largest}, but the tokenizer in {tokenizer} has ids below {vocab_size}; is "
@@ -274,6 +275,7 @@ def adopt(prefix: Path, tokenizer: Path | None = None) -> Manifest:
         sha256=digest.hexdigest(),
         tokenizer=None if tokenizer is None else os.path.relpath(tokenizer, path.parent),
         checksums=True,
+        tokenizer_sha256=made_by,
     )
     with whole_file(Path(f"{prefix}.crc"), "wb") as crc:  # before the manifest, which says that it is there
         crc.write(checksums.content())

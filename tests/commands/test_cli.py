@@ -170,11 +170,11 @@ def test_prepare_passes_over_broken_lines_and_counts_them(
     done = geotrain(*command, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stderr.split())
-    assert f"3 broken lines were passed over; the first: {tmp_path}/a.jsonl:11: not JSON" in said
+    assert f"3 broken lines or rows were passed over; the first: {tmp_path}/a.jsonl:11: not JSON" in said
     assert json.loads((tmp_path / "out/train.json").read_text())["documents"] == 20
     assert "a.jsonl:11: not JSON" in refused(*command, tmp_path / "strict", "--strict")
     (tmp_path / "a.jsonl").write_text("\n".join([*good[:2], "{", "{", "{"]))
-    assert "most lines are broken, 3 beside 2 good ones" in refused(*command, tmp_path / "most")
+    assert "most lines or rows are broken, 3 beside 2 good ones" in refused(*command, tmp_path / "most")
     assert not (tmp_path / "strict").exists() and not (tmp_path / "most").exists()
 
 

@@ -69,7 +69,7 @@ from geotrain.outer.server.server import Server, identity_of
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
 from geotrain.outer.shards.local import LocalShards
 from geotrain.outer.shards.remote import RemoteShards
-from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint
+from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_start
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_file import read_values
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, parameter_map_of
@@ -317,15 +317,10 @@ def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]
             places[parameter.name].copy_(initial_tensor(parameter, run.seed))
         return vectors
     try:
-        _, tensors = read_checkpoint(Path(run.model.init_from))
-        for name, tensor in tensors:
-            if name not in places or places[name].shape != tensor.shape:
-                raise ConfigError(f"model.init_from: {run.model.init_from}: tensor {name} is not the run's model's")
-            places.pop(name).copy_(tensor)
-    except (HFCheckpointError, UnsupportedModelError) as error:
+        for name, tensor in read_start(run):
+            places[name].copy_(tensor)
+    except HFCheckpointError as error:
         raise ConfigError(f"model.init_from: {error}") from None
-    if places:
-        raise ConfigError(f"model.init_from: {run.model.init_from}: has no tensor {next(iter(places))}")
     return vectors
 
 
