@@ -491,16 +491,7 @@ def schema(
     docs: Annotated[Path, typer.Option(help="The reference to write.")] = Path("docs/configuration.md"),
 ) -> Told:
     """Write the JSON Schema of run and cluster files, for editors, and their reference as Markdown."""
-    from geotrain.commands.schema_page import reference
-    from geotrain.common.files import write_whole
-    from geotrain.config import ClusterConfig, RunConfig, json_schema
+    from geotrain.commands.schema_page import write_schema
 
-    texts = {
-        out / "run.json": json.dumps(json_schema(RunConfig), indent=2),
-        out / "cluster.json": json.dumps(json_schema(ClusterConfig), indent=2),
-        docs: reference(RunConfig, ClusterConfig),
-    }
-    for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text + "\n")
-    return Told({"files": list(texts)}, "\n".join(map(str, texts)))
+    written = write_schema(out, docs)
+    return Told({"files": written}, "\n".join(map(str, written)))

@@ -113,15 +113,17 @@ def resume(folder: RunFolder) -> Told:
 
 
 @command(name="set", epilog="Example: geotrain set runs/mine outer.local_steps=64")
+@with_json
 def set_key(
     folder: RunFolder,
     setting: Annotated[str, typer.Argument(metavar="KEY=VALUE", help="outer.local_steps=NUMBER, and no other key.")],
-) -> None:
+) -> Told:
     """Change a setting of a live run: workers take jobs of so many inner steps from the next lease on.
 
     It outlives restarts of the servers and `geotrain launch … --resume`, whose run file stays as it is.
     """
-    print(f"{setting} from the next leases on; the run is {live_run(folder).steer(f'set {setting}')}")
+    phase = live_run(folder).steer(f"set {setting}")
+    return Told({"setting": setting, "phase": phase}, f"{setting} from the next leases on; the run is {phase}")
 
 
 @command(epilog="Example: geotrain drain runs/mine eu --wait 600")

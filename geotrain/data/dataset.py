@@ -45,8 +45,8 @@ class Manifest(Block):
     text_bytes: UTF-8 size of the text from which the tokens were made. end_of_document: id after each document; None:
     they do not all end with the same. dtype: of the ids, as NumPy names it. sha256: digest of the .bin file.
     tokenizer: the tokenizer's folder, relative to the manifest; None: not known. tokenizer_sha256: its fingerprint
-    (`geotrain.data.tokenizer`); None: not known. checksums: whether `<prefix>.crc` has those of the .bin's blocks (see
-    `BlockChecksums`), with which they are compared when read. shards: the pairs whose tokens, one after another, are
+    (`geotrain.data.tokenizer`); None: not known. checksums: whether `<prefix>.crc` has those of the .bin's blocks
+    (`BlockChecksums`), with which they are compared when read. shards: the pairs whose tokens, one after another, are
     the data set's; it has no pair of its own then, and sha256 is of their digests.
     """
 

@@ -227,7 +227,7 @@ def test_an_authority_that_ends_is_renewed_and_old_certificates_go_with_the_new(
     shutil.copytree(tmp_path / "old", tmp_path / "new")
     cluster = tmp_path / "cluster.json"
     cluster.write_text(cluster_config().model_dump_json())
-    cli.certs(cluster, tmp_path / "new")
+    cli.certs(cluster=cluster, folder=tmp_path / "new")
     told = capsys.readouterr().out
     assert "ca.pem (renewed)" in told and "copy ca.pem to every machine" in told and ".key" not in told
     old, new = tmp_path / "old", tmp_path / "new"
