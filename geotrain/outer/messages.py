@@ -212,7 +212,8 @@ class Lease:
 
 @dataclass(frozen=True)
 class Finished:
-    """No data is left for this worker: it sends the progress that it has not sent yet, and leaves."""
+    """No data is left for this worker now: it sends the progress that it has not sent yet, and asks for the next job,
+    since what others hold may come back. When it hears the same again, it leaves."""
 
     worker: str
     job: int

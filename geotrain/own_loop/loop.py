@@ -185,15 +185,21 @@ class OuterLoop:
         indices = self.indices(None if data is None else len(data), parts)
         source: Any = RunSamples(self.run) if data is None else data
         loader: Any = DataLoader(source, batch_sampler=indices, **options)
-        trained = self._steps
-        for given, batch in enumerate(loader):
-            if given // parts != self._steps - trained:
-                raise RuntimeError(
-                    f"{given} batches of {parts} to a step were given, but after_step was called "
-                    f"{self._steps - trained} times: call it once after each step"
-                )
-            self.loop.laps.lap("waiting")
-            yield batch
+        trained, given = self._steps, 0
+        while not self.finished:  # a loader may have read ahead to where no data was left; then some came back
+            for batch in loader:
+                self._check_given(given, parts, trained)
+                self.loop.laps.lap("waiting")
+                yield batch
+                given += 1
+            self._check_given(given, parts, trained)
+
+    def _check_given(self, given: int, parts: int, trained: int) -> None:
+        if given // parts != self._steps - trained:
+            raise RuntimeError(
+                f"{given} batches of {parts} to a step were given, but after_step was called "
+                f"{self._steps - trained} times: call it once after each step"
+            )
 
     def after_step(
         self,

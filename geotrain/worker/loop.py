@@ -131,7 +131,7 @@ class WorkerLoop:
         self._results: list[StepNumbers] = []  # of its steps
         self._unread: deque[Lease] = deque()  # that the data side has not given out
         self._untrained: deque[Lease] = deque()  # that the training side has not begun
-        self._following: Future[Lease | Finished] | None = None  # the lease after these; None: there is none
+        self._following: Future[Lease | Finished] | None = None  # the lease after these; None: there was no data
 
     def start(self) -> None:
         """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`."""
@@ -145,7 +145,7 @@ class WorkerLoop:
             self.exchange.tell = write
         job = wait_for(self.exchange.start(self.member.identity, incarnation))
         self.laps.restart()
-        self._following = self.client.lease(LeaseRequest(self.name, job))
+        self._ask(job)
         self._last_job = job - 1
         self._begin_or_finish()
 
@@ -185,7 +185,7 @@ class WorkerLoop:
         return schedule_step(self.run, self.member.workers, self.lease, self.step)
 
     def _fetch(self) -> bool:
-        """Wait for the next lease, and ask for the one after it; False when no data is left for this worker.
+        """Wait for the next lease, and ask for the one after it; False when there is no data for this worker now.
 
         It asks one job ahead, so that no job begins with waiting for a round trip (through the region to the global
         server). The speed that it reports is that of the job before.
@@ -198,9 +198,13 @@ class WorkerLoop:
             return False
         self._unread.append(lease)
         self._untrained.append(lease)
-        self._following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
+        self._ask(lease.job + 1)
         self._following.add_done_callback(self._expect)
         return True
+
+    def _ask(self, job: int) -> None:
+        self._asked = job
+        self._following = self.client.lease(LeaseRequest(self.name, job, self.exchange.step_s))
 
     def _expect(self, answered: Future[Lease | Finished]) -> None:
         if not answered.cancelled() and answered.exception() is None:
@@ -210,13 +214,16 @@ class WorkerLoop:
 
     def _begin_or_finish(self) -> None:
         if not self._untrained and not self._fetch():
-            # No data is left. Nothing more is expected of a worker that has left, so all it has must be sent before.
+            # Nothing more is expected of a worker that has left, so all it has must be sent before. And others may
+            # die: what they held is for those who are still here, so it waits until all is committed.
             self.lease = None
             wait_for(self.exchange.finish())
-            self.save(self._last_job)
-            self.client.leave()
-            self.finished = True
-            return
+            self._ask(self._asked + 1)
+            if not self._fetch():
+                self.save(self._last_job)
+                self.client.leave()
+                self.finished = True
+                return
         self.lease, self.step, self._results = self._untrained.popleft(), 0, []
         self._last_job = self.lease.job
         if self.lease.validate:

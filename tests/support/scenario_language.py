@@ -25,6 +25,7 @@ import torch
 from geotrain.common.names import GLOBAL
 from geotrain.config import LimitsConfig, codec_config
 from geotrain.outer.messages import (
+    Finished,
     Lease,
     LeaseRequest,
     Leave,
@@ -106,7 +107,8 @@ class Scenario:
         self.joins(worker, life, part, **changes)
 
     def do_lease(self, worker: str, job: int = 0) -> None:
-        """Ask for a lease. job: for which of the worker's jobs; 0: its next."""
+        """Ask for a lease. job: for which of the worker's jobs; 0: its next, which
+        is the one after a job without data."""
         fake = self.world.workers[worker][1]
         request = LeaseRequest(worker, job or fake.job + 1)
         try:
@@ -116,6 +118,8 @@ class Scenario:
             return None
         if isinstance(reply, Lease):
             self.leases[worker][reply.job] = reply.lease
+        elif isinstance(reply, Finished) and not job:
+            fake.job = reply.job
         return self.say(f"{worker}: {message_text(request)}", reply_text(reply))
 
     def do_push(

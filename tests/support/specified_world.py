@@ -276,6 +276,7 @@ class SpecifiedWorld:
                 self.spec.ledger.given_back(number)
 
     def deliver_leases(self, name: str) -> None:
+        """Deliver what the region has to say; a worker's later requests wait for the reply to its first."""
         for _ in range(1 + len(self.uplinks[name].leases)):
             self.deliver_lease(name)
 

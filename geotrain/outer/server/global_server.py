@@ -138,7 +138,8 @@ class GlobalServer(Server):
         return self.paused or self.stopping or member in self.draining
 
     def lease_is_due(self, worker: str) -> bool:
-        return not self.paused or self.leaves(worker)
+        table = self.lease_table
+        return self.leaves(worker) or (not self.paused and (table.left or table.finished))
 
     def most_weight(self, member: str) -> int:
         if self.member_role == "worker":

@@ -63,7 +63,7 @@ class LeaseTable:
         self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
         self.committed_samples = 0
         self.repeated_samples = 0  # trained by two, since the first was taken for dead and came back too late
-        self.dismissed: dict[str, int] = {}  # worker → first job for which it got Finished
+        self.dismissed: dict[str, int] = {}  # worker → last job for which it got Finished
         self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
         # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
@@ -73,7 +73,12 @@ class LeaseTable:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to hand out, and nothing is out."""
-        return not self.open and not self._left()
+        return not self.open and not self.left
+
+    @property
+    def left(self) -> bool:
+        """Whether something is left to hand out now."""
+        return bool(self.pool) or self.next_start < self.train_samples
 
     def grant(self, request: LeaseRequest, new: bool = True, validate: int = 0) -> Lease | Finished | None:
         """Return the lease for this worker's job, the same one every time; Finished when no data is left.
@@ -83,29 +88,29 @@ class LeaseTable:
         who have begun wait for them without end. validate: number of the validation that goes with a new lease.
 
         Finished is said as soon as nothing is left to hand out, although leases that are out with others may still
-        come back: waiting for their commits could deadlock, since a region sends its last updates only when its
-        workers have left. What comes back is trained by the next incarnation of the worker that held it.
+        come back: a worker sends its last progress only when it hears so. Asked for the job after that, the table
+        returns None until leases have come back or all are committed. In rounds Finished is final.
         Raises Refused for a worker or a round that is not of this synchronous run.
         """
         held = self._held.get(request.worker, {}).get(request.job)
         if held:
             return held
-        # All ranks of a worker must get the same reply, even if a lease has come back between their requests. Nor
-        # does it get a later job, which a region may ask for in reserve: it leaves without coming to it.
-        if request.job >= self.dismissed.get(request.worker, inf):
+        # All ranks of a worker must get the same reply, even if a lease has come back between their requests.
+        told = self.dismissed.get(request.worker, inf)
+        if request.job == told or (self.rounds is not None and request.job > told):
             return Finished(request.worker, request.job)
         if request.step_s:
             self.note_speed(request.worker, request.step_s)
         if self.rounds is not None:
             return self._grant_round(request, new, validate)
-        if not self._left():
-            return self.dismiss(request)
+        if not self.left:
+            return None if self.open and request.job == told + 1 else self.dismiss(request)
         if not new:
             return None
         return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step), validate)
 
     def dismiss(self, request: LeaseRequest) -> Finished:
-        """Tell this worker that it gets no more data, and remember from which job on."""
+        """Tell this worker that there is no data for it, and remember for which job."""
         self.dismissed[request.worker] = request.job
         return Finished(request.worker, request.job)
 
@@ -137,8 +142,6 @@ class LeaseTable:
             lease = self._close(number)
             if lease is None:
                 continue
-            # Its worker may have got Finished; now there is data again for its next incarnation.
-            self.dismissed.pop(lease.worker, None)
             self.pool.append((lease.start, lease.samples))
             self.returned[number] = lease
             if len(self.returned) > RETURNED_KEPT:
@@ -206,9 +209,6 @@ class LeaseTable:
         search = step_s > self._fastest.get(worker, inf)  # one of the two became slower: any may be the next
         self.step_s[worker] = step_s
         self._fastest = _two_lowest(self.step_s if search else {**self._fastest, worker: step_s})
-
-    def _left(self) -> bool:
-        return bool(self.pool) or self.next_start < self.train_samples
 
     def _take(self, samples: int) -> tuple[int, int]:
         """Take at most so many samples: (start, samples). What came back goes first: it is the oldest, and the run
