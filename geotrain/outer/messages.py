@@ -269,7 +269,8 @@ class Validated:
 @dataclass(frozen=True)
 class OperatorCommand:
     """A person steers the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region` finish the
-    leases they hold, send their progress and leave) or "stop" (all workers do)."""
+    leases they hold, send their progress and leave), "stop" (all workers do) or "expel" (the member `region` is
+    quarantined until it is unbanned, and others get its leases)."""
 
     what: str
     region: str = ""
@@ -299,7 +300,7 @@ class LiftQuarantine:
 @dataclass(frozen=True)
 class RunComplete:
     """All data of the run is committed. The global server says so to a region, which may still be waiting for workers
-    that will not come back."""
+    that will not come back. Its process says so to the global server itself at the very end: nobody joins any more."""
 
 
 @dataclass(frozen=True)

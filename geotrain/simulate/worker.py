@@ -150,10 +150,11 @@ class SimWorker:
     def _jobs(self) -> Script:
         told = False  # that there was no data: it has sent all, and asked for the job after that
         while isinstance(lease := self.lease, Lease) or not told:
-            if told := not isinstance(lease, Lease):
+            if told := isinstance(lease, Finished):
                 yield from self.exchange.finish()
                 self.lease = yield self.uplink.lease(LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s))
                 continue
+            assert isinstance(lease, Lease)
             if not self.in_steps:  # else it goes on
                 self._following = self.uplink.lease(LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s))
                 self.exchange.begin(lease)

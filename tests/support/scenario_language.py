@@ -33,6 +33,7 @@ from geotrain.outer.messages import (
     MemberSilent,
     OperatorCommand,
     Refused,
+    RunComplete,
     UpdatePart,
     UpdateRejected,
     Welcome,
@@ -261,6 +262,10 @@ class Scenario:
 
     def do_operator(self, what: str, region: str = "", at: str = GLOBAL) -> None:
         self.call(at, OperatorCommand(what, region))
+
+    def do_complete(self) -> None:
+        """Have the global server's process end the run, as it does at its very end."""
+        self.call(GLOBAL, RunComplete())
 
     def do_unban(self, worker: str, at: str = "") -> None:
         self.call(at or self.world.workers[worker][0], LiftQuarantine(worker))

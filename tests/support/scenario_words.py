@@ -72,7 +72,7 @@ def message_text(message: Any) -> str:
         case Recall():
             return "the run is paused, or the region is to leave"
         case RunComplete():
-            return "all data of the run is trained"
+            return "the run is complete"
         case Validated():
             return f"{message.worker} has validated {message.number}: loss {message.loss:g}"
     return type(message).__name__

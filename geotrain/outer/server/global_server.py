@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Refused,
     Release,
+    RunComplete,
     Trained,
     UpdatePart,
     Validated,
@@ -27,10 +29,12 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server.leases import LeaseTable, Validations, check_numbers
-from geotrain.outer.server.member import MOST_WEIGHT
+from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
+
+STEERED = "paused", "stopping", "closed"  # attributes that a snapshot keeps as they are
 
 
 class GlobalServer(Server):
@@ -65,7 +69,7 @@ class GlobalServer(Server):
             train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds
         )
         self.validations = Validations(validate_every_samples)
-        self.paused = self.stopping = False
+        self.paused = self.stopping = self.closed = False  # closed: its process ends, and nobody new may join
         self.draining: set[str] = set()  # members that shall leave, or have left because they were drained
 
     def _route(self, message: Message) -> Any:
@@ -77,8 +81,13 @@ class GlobalServer(Server):
             case Trained():
                 self._commit(message.member, message.leases)
                 return None
-            case OperatorCommand():
+            case OperatorCommand() if message.what != "expel":
                 return self._on_operator_command(message)
+            case RunComplete():
+                if not self.finished:
+                    raise Refused("members are at work: the run has not ended")
+                self.closed = True
+                return None
             case Validated():
                 self.copy_weights(None)
                 if self.validations.on_validated(message, self.lease_table):
@@ -101,7 +110,7 @@ class GlobalServer(Server):
                     raise Refused("each round of a synchronous run needs every worker: stop the run instead")
                 self.draining.update(self.members_of[command.region])
             case _:
-                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, stop")
+                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, expel, stop")
         self._events.append(Steered(command.what, command.region))
         return self.phase
 
@@ -133,6 +142,13 @@ class GlobalServer(Server):
     def leaves(self, worker: str) -> bool:
         """Whether the worker gets no new lease and leaves after those it holds: the run stops, or it is drained."""
         return self.stopping or any(worker in self._workers_of[name] for name in self.draining)
+
+    @property
+    def ending(self) -> bool:
+        return self.closed
+
+    def said_step_s(self) -> Iterable[float]:
+        return self.lease_table.step_s.values()
 
     def recalls(self, member: str) -> bool:
         return self.paused or self.stopping or member in self.draining
@@ -192,7 +208,7 @@ class GlobalServer(Server):
         # The resumed run may have more data for those for whom there was none; earlier commands have ended.
         self.lease_table.dismissed.clear()
         self.lease_table.shorten()
-        self.paused = self.stopping = False
+        self.paused = self.stopping = self.closed = False
         self.draining.clear()
 
     @property
@@ -231,7 +247,7 @@ class GlobalServer(Server):
         tensors, meta = super().state()
         meta["leases"] = self.lease_table.state()
         meta["validations"] = self.validations.state()
-        meta["steered"] = {"paused": self.paused, "stopping": self.stopping, "draining": sorted(self.draining)}
+        meta["steered"] = {**attributes(self, STEERED), "draining": sorted(self.draining)}
         return tensors, meta
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -239,4 +255,5 @@ class GlobalServer(Server):
         self.lease_table.load(meta["leases"])
         self.validations.load(meta["validations"])
         steered = meta["steered"]
-        self.paused, self.stopping, self.draining = steered["paused"], steered["stopping"], set(steered["draining"])
+        set_attributes(self, STEERED, steered)
+        self.draining = set(steered["draining"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from math import inf
+from statistics import median_low
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
@@ -92,18 +93,28 @@ class Membership(ABC):
                 raise Refused(f"{name}: its other ranks have not joined yet", JOIN_RETRY_S)
         raise NotJoined(f"{name}: join first, with every part", JOIN_RETRY_S)
 
+    @property
+    @abstractmethod
+    def ending(self) -> bool:
+        """Whether this server is about to end, and would answer nobody who joins now."""
+
     @abstractmethod
     def holds(self, name: str) -> dict[int, Lease]:
         """Return the leases that this member's workers hold, by their numbers."""
 
     def patience_s(self, name: str) -> float:
-        """Seconds for which this worker may hold its leases and send nothing; inf: without bound.
+        """Seconds for which this member may hold its leases and send nothing, by what members say of their speed; inf:
+        without bound.
 
-        A multiple of what its job takes by its own measure; before it has one, by that of the slowest other. Without
-        bound in synchronous rounds, where nobody else may train its data.
+        A multiple of what its job takes by the usual measure, since its own may be a lie. Without bound in
+        synchronous rounds, where nobody else may train its data.
         """
-        step_s = self.members[name].step_s or max(member.step_s for member in self.members.values())
+        step_s = median_low([*filter(None, self.said_step_s())] or [0.0])
         return inf if self.rule.in_rounds else patience_s(self.holds(name).values(), step_s, self.validation_steps)
+
+    def said_step_s(self) -> Iterable[float]:
+        """Return the seconds of an inner step that each worker has last said; 0: none."""
+        return [member.step_s for member in self.members.values()]
 
     # -- messages
 
@@ -115,6 +126,8 @@ class Membership(ABC):
         check_quarantine(join.member, member, join.incarnation, self.limits)
         check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
+        if new and self.ending:
+            raise Refused(f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on with it")
         parts = join.parts if new or not member.joined else member.parts
         if join.parts != parts or not 0 <= join.part < parts:
             raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
@@ -174,16 +187,29 @@ class Membership(ABC):
         quarantined = ours and member.strike(strike.reason, self.limits.strike_window) >= self.limits.strikes
         self._events.append(UpdateRefused(strike.member, strike.reason, len(member.strikes)))
         if quarantined:
-            member.quarantined, member.banned = True, strike.incarnation
-            self._forget(strike.member)
-            self._release_leases(strike.member)
-            self._events.append(Quarantined(strike.member, strike.reason))
+            self._quarantine(strike.member, strike.incarnation, strike.reason)
         return quarantined
+
+    def _on_expel(self, name: str) -> str:
+        """Quarantine the member until the operator unbans it. Returns what was done, in words."""
+        member = self._member(name)
+        if self.rule.in_rounds:
+            raise Refused("each round of a synchronous run needs every worker: stop the run instead")
+        member.expelled, member.fault = True, "the operator expelled it"
+        self._quarantine(name, member.incarnation, member.fault)
+        return f"{name}: expelled; its leases go to others"
+
+    def _quarantine(self, name: str, incarnation: str, reason: str) -> None:
+        member = self.members[name]
+        member.quarantined, member.banned = True, incarnation
+        self._forget(name)
+        self._release_leases(name)
+        self._events.append(Quarantined(name, reason))
 
     def _on_lift_quarantine(self, unban: LiftQuarantine) -> None:
         """Let a new incarnation of the member join; the one that was quarantined stays banned."""
         member = self._member(unban.member)
-        member.quarantined = False
+        member.quarantined = member.expelled = False
         member.strikes.clear()
         self._events.append(Unbanned(unban.member))
 

@@ -91,6 +91,10 @@ class RegionServer(Server):
     def finished(self) -> bool:
         return self.done
 
+    @property
+    def ending(self) -> bool:
+        return self.gone
+
     def workers_of(self, member: str) -> tuple[str, ...]:
         return (member,)
 
@@ -125,12 +129,12 @@ class RegionServer(Server):
                 return None
             case UpdateRejected() if message.member == self.name:
                 return self._on_own_update_rejected(message)
-            case OperatorCommand():
-                raise Refused(f"a region's server can snapshot and unban, not {message.what}")
+            case OperatorCommand() if message.what != "expel":
+                raise Refused(f"a region's server can snapshot, unban and expel, not {message.what}")
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work, or that there
         # is no data for it: what is pending then leaves without waiting for more.
-        self._due = reply is True or isinstance(message, Leave | MemberSilent)
+        self._due = reply is True or isinstance(message, Leave | MemberSilent | OperatorCommand)
         return reply
 
     def go_on(self) -> Handled:
@@ -437,11 +441,9 @@ class RegionServer(Server):
 
     @property
     def _at_rest(self) -> bool:
-        """Whether no worker here has anything to train: each is away, or has sent all and found no data left."""
-        return all(
-            member.away or not member.incarnation or (name in self.spent and not self.leases.held[name])
-            for name, member in self.members.items()
-        )
+        """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
+        for some, and nobody holds a lease."""
+        return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
 
     def _release(self, untrained: tuple[int, ...]) -> None:
         if untrained:

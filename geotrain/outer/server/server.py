@@ -31,6 +31,7 @@ from geotrain.outer.messages import (
     LiftQuarantine,
     MemberSilent,
     Message,
+    OperatorCommand,
     Refused,
     Send,
     UpdatePart,
@@ -64,7 +65,7 @@ class Handled:
 
     reply: for the sender. Its type follows from the message: a Join gets a Welcome; an UpdatePart whether the update
     was applied now; a LeaseRequest a Lease, a Finished or None ("not yet"); a Welcome how many updates were lost; an
-    OperatorCommand the run's phase; an UpdateRejected whether the member is quarantined now; all others None.
+    OperatorCommand the run's phase, or what was done; an UpdateRejected whether the member is quarantined now; all others None.
     sends: messages that leave now, for others. events: what happened, for the event log.
     """
 
@@ -145,6 +146,8 @@ class Server(Membership):
                 return self._on_update_rejected(message)
             case LiftQuarantine():
                 return self._on_lift_quarantine(message)
+            case OperatorCommand(what="expel"):
+                return self._on_expel(message.region)
         raise Refused(f"a {type(message).__name__} means nothing to this server")
 
     @property
