@@ -10,8 +10,8 @@ import pytest
 
 from geotrain.config import LimitsConfig
 from geotrain.monitor.events import Trouble
-from geotrain.outer.messages import LeaseRequest, Refused
-from geotrain.outer.server import leases
+from geotrain.outer.messages import LeaseRequest, Refused, RunComplete
+from geotrain.net.server import failure_detector
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
 SILENT_S = 1e6  # by the server's own clock nothing happens
@@ -92,7 +92,7 @@ def test_who_was_only_slow_goes_on(begin):
 def test_who_beats_but_trains_no_more_loses_its_leases(begin, monkeypatch, says_s):
     """By the times that the server has seen, whatever the worker says; those who train keep theirs. What it trains
     all the same is counted, once."""
-    monkeypatch.setattr(leases, "LEAST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(failure_detector, "LEAST_PATIENCE_S", 0.0)
     cluster, hands = begin(28)
     hangs, trains, region = cluster.joined("a"), cluster.joined("b"), cluster.regions["eu"]
     lease_table, alive = cluster.top.server.lease_table, (("a", 0), ("a", 1), ("b", 0))
@@ -180,3 +180,20 @@ def test_a_quarantine_ends_after_its_time(begin):
     with pytest.raises(Refused, match="this incarnation of it was quarantined; start it anew"):
         cluster.joined("b")
     assert cluster.joined("b", "life-3").lease() is not None
+
+
+def test_who_stays_when_all_is_trained_does_not_hold_the_end(begin):
+    """It beats, and neither asks for more nor leaves."""
+    cluster, hands = begin(4)
+    stays, trains, alive = cluster.joined("a"), cluster.joined("b"), (("a", 0), ("a", 1))
+    trains.train(trains.lease())
+    assert trains.lease() is None
+    trains.leave()
+    wait_for(lambda: cluster.top.server.over)
+    hands.running.loop.do(hands.running.server_thread.say(RunComplete()))
+    hands.passes(1, *alive)
+    hands.passes(failure_detector.LEAST_PATIENCE_S, *alive)
+    assert not cluster.top.server.finished
+    hands.passes(1, *alive)
+    wait_for(lambda: cluster.top.server.finished)
+    assert stays.sequence == 1

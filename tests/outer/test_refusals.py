@@ -181,7 +181,7 @@ NOTHING = {
         for message in (Welcome(1, 1), Answer(0, ()), Finished("a", 1))
     },
     "RunComplete": (GLOBAL, RunComplete(), "members are at work: the run has not ended"),
-    "expel nobody": ("eu", OperatorCommand("expel", "mars"), "no member is called 'mars' here; known: a, b"),
+    "expel nobody": ("eu", OperatorCommand("expel", "mars"), "no member is called 'mars' here; known: a"),
     "Release": ("eu", Release((1,)), "a Release means nothing"),
     "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot, unban and expel, not pause"),
 }
