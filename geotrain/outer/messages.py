@@ -31,6 +31,10 @@ class Refused(Exception):
         self.retry_s = retry_s
 
 
+class BadDelta(Refused):
+    """The numbers of an update are of no use: not finite, or far out of the ordinary. The data may be to blame."""
+
+
 class NotJoined(Refused):
     """The server does not know this incarnation of the member: it has not joined with every part, or the server was
     restarted and has forgotten all joins. The sender joins, then sends the message again."""
@@ -221,9 +225,22 @@ class Finished:
 
 @dataclass(frozen=True)
 class Release:
-    """Leases that will not be trained by their worker: they return to the pool."""
+    """Leases that will not be trained by their worker: they return to the pool.
+
+    failed: their training gave an update that was of no use. What fails twice is set aside.
+    """
 
     leases: tuple[int, ...]
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class SkipSamples:
+    """Nobody shall train the samples from each of `firsts` to that of `lasts`, as the run file says now. The global
+    server's process says so before it listens, so that a replay hands out what was handed out then."""
+
+    firsts: tuple[int, ...]
+    lasts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -281,13 +298,15 @@ class UpdateRejected:
     """An update of this incarnation of the member was refused for good. Refusals may precede the journal, so they are
     recorded by this message: a replay then quarantines the same members.
 
-    A region server gets one about itself when the global server has refused its update `sequence`.
+    A region server gets one about itself when the global server has refused its update `sequence`. job: in which a
+    worker made it, where its numbers were of no use: the leases that it held then may be to blame; else 0.
     """
 
     member: str
     incarnation: str
     reason: str
     sequence: int = 0
+    job: int = 0
 
 
 @dataclass(frozen=True)
@@ -312,7 +331,7 @@ class Recall:
 Message = (
     Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
     | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
-    | Recall
+    | Recall | SkipSamples
 )  # fmt: skip
 
 

@@ -152,7 +152,9 @@ class SimWorker:
         while isinstance(lease := self.lease, Lease) or not told:
             if told := isinstance(lease, Finished):
                 yield from self.exchange.finish()
-                self.lease = yield self.uplink.lease(LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s))
+                self.lease = yield self.uplink.lease(
+                    LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s)
+                )
                 continue
             assert isinstance(lease, Lease)
             if not self.in_steps:  # else it goes on

@@ -21,6 +21,7 @@ from geotrain.config import RunConfig
 from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
 from geotrain.outer import exchange
+from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.events import Acknowledged, Event, UpdateStage
 from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated, update_id
@@ -41,6 +42,7 @@ class LoopClient(exchange.Client, Protocol):
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
     def validated(self, result: Validated) -> None: ...
+    def gave_nothing(self, lease: int) -> None: ...
     def leave(self) -> None: ...
 
 
@@ -163,7 +165,7 @@ class WorkerLoop:
         self._results.append(result)
         self.step += 1
         due = fragments_due(len(self.member.parameter_map.fragments), self.lease.steps, self.step)
-        wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
+        self._wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
         self.laps.lap("communication")
         if self.step < self.lease.steps:
             return
@@ -217,7 +219,7 @@ class WorkerLoop:
             # Nothing more is expected of a worker that has left, so all it has must be sent before. And others may
             # die: what they held is for those who are still here, so it waits until all is committed.
             self.lease = None
-            wait_for(self.exchange.finish())
+            self._wait_for(self.exchange.finish())
             self._ask(self._asked + 1)
             if not self._fetch():
                 self.save(self._last_job)
@@ -225,11 +227,20 @@ class WorkerLoop:
                 self.finished = True
                 return
         self.lease, self.step, self._results = self._untrained.popleft(), 0, []
-        self._last_job = self.lease.job
+        self._last_job, self._begun = self.lease.job, self.lease.lease
         if self.lease.validate:
             self.validate(self.lease.validate)
         self._begin_s = time.perf_counter()
         self.exchange.begin(self.lease)
+
+    def _wait_for(self, waiting: exchange.Waiting[None]) -> None:
+        """Run a part of the exchange. A delta that is not finite ends this worker, and is told to the server: the
+        data may be to blame, and would end one worker after another."""
+        try:
+            wait_for(waiting)
+        except NonFiniteError:
+            self.client.gave_nothing(self._begun)
+            raise
 
     def weights_to_evaluate(self, number: int) -> Answer | None:
         """Fetch the global weights that validation `number` is to evaluate; None, on all ranks, if it is left out. A

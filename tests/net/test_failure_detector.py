@@ -10,8 +10,8 @@ import pytest
 
 from geotrain.config import LimitsConfig
 from geotrain.monitor.events import Trouble
-from geotrain.outer.messages import LeaseRequest, Refused, RunComplete
 from geotrain.net.server import failure_detector
+from geotrain.outer.messages import LeaseRequest, Refused, RunComplete
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
 SILENT_S = 1e6  # by the server's own clock nothing happens

@@ -155,7 +155,8 @@ class Lives(RuleBasedStateMachine):
                 self.get(name)
                 world.hang(name, worth)
             case "strike":
-                if world.tell(worker.region, UpdateRejected(name, worker.incarnation, "an strike")):
+                job = worker.lease.job if isinstance(worker.lease, Lease) and worth > 1 else 0
+                if world.tell(worker.region, UpdateRejected(name, worker.incarnation, "an strike", job=job)):
                     worker.alive = False
             case "expel":
                 world.expel(name)
@@ -231,7 +232,7 @@ class Lives(RuleBasedStateMachine):
             if world.top.finished and all(world.region(place).done for place in REGIONS):
                 break
         assert world.top.finished, world.top.status()
-        committed = world.spec.ledger.committed
+        committed = world.spec.ledger.committed + world.spec.ledger.place.count("aside")
         # Of a synchronous run the samples that make no whole round are left over, and what nobody trained that was
         # drained: of both regions perhaps. A resumed run trains it.
         left_over = not world.top.lease_table.open if world.top.rule.in_rounds else world.drained
@@ -272,6 +273,9 @@ FAULTS: dict[str, Any] = {
     "a refused update is kept": patch.object(RegionServer, "_on_own_update_rejected", kept_all_the_same),
     "a refused round goes on without the region": patch.object(
         RegionServer, "_begin_round_again", lambda region, refused: None
+    ),
+    "what is set aside is handed out": patch.object(
+        LeaseTable, "fail", lambda table, numbers: [table.release(numbers)][:0]
     ),
     "who waits is told that it is finished": patch.object(
         LeaseTable, "grant", lambda table, request, *rest: GRANT(table, request, *rest) or table.dismiss(request)

@@ -34,6 +34,7 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Refused,
     RunComplete,
+    SkipSamples,
     UpdatePart,
     UpdateRejected,
     Welcome,
@@ -266,6 +267,10 @@ class Scenario:
     def do_complete(self) -> None:
         """Have the global server's process end the run, as it does at its very end."""
         self.call(GLOBAL, RunComplete())
+
+    def do_skip(self, first: str, last: str) -> None:
+        """Have the run file say that these samples are not to be trained."""
+        self.call(GLOBAL, SkipSamples((int(first),), (int(last),)))
 
     def do_unban(self, worker: str, at: str = "") -> None:
         self.call(at or self.world.workers[worker][0], LiftQuarantine(worker))

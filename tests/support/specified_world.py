@@ -296,7 +296,9 @@ class SpecifiedWorld:
             return None
         if isinstance(message, Release) and not self.top.rule.in_rounds:
             for number in message.leases:
-                if number in self.spec.ledger.leases:
+                if number in self.spec.ledger.leases and message.failed:
+                    self.spec.ledger.gave_nothing(number, max(0.05 * self.samples, 4 * self.config.local_steps))
+                elif number in self.spec.ledger.leases:
                     self.spec.ledger.given_back(number)
         if isinstance(message, LeaseRequest):
             if reply is None:
@@ -496,6 +498,7 @@ class SpecifiedWorld:
         if coordinator.rounds is None:
             free = {sample for start, size in coordinator.pool for sample in range(start, start + size)}
             free |= set(range(coordinator.next_start, self.samples))
+            assert coordinator.set_aside_samples == ledger.place.count("aside"), "set aside"
             assert free == {sample for sample, place in enumerate(ledger.place) if place == "free"}, "the pool"
         self.check_weights(self.top, self.spec.top)
         for name in REGIONS:

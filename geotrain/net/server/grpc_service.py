@@ -15,6 +15,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from math import isfinite
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -36,6 +37,7 @@ from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
+    BadDelta,
     Finished,
     Join,
     Lease,
@@ -44,7 +46,6 @@ from geotrain.outer.messages import (
     NotJoined,
     OperatorCommand,
     Refused,
-    Release,
     Send,
     Trained,
     UpdatePart,
@@ -65,6 +66,7 @@ SERVER_OPTIONS = (
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 )
 HEADER_S = 20.0  # a stream that was opened must begin within this time
+NOT_FINITE = "it says that its delta is not finite"
 OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -313,7 +315,12 @@ class GrpcService:
         member = await self._check_incarnation(context, release.member, release.incarnation)
         held = await self.server_thread.read(lambda: self.server.holds(release.member))
         # Others may have gone to another worker meanwhile, because this one was silent for too long.
-        await self.server_thread.say(Release(tuple(n for n in release.release.leases if n in held)))
+        mine = {n: held[n] for n in release.release.leases if n in held}
+        if not release.release.failed or self.server.member_role == "region":
+            await self.server_thread.say(replace(release.release, leases=tuple(mine)))
+        elif mine:  # each of the worker's ranks may say so; it is refused once
+            job = max(lease.job for lease in mine.values())
+            await self.server_thread.say(UpdateRejected(release.member, release.incarnation, NOT_FINITE, job=job))
         return wire.pack(rpc.Ack(member.sequence))
 
     async def _trained(self, request: bytes, context: Any) -> bytes:
@@ -416,7 +423,10 @@ class GrpcService:
         except Refused as refused:
             if refused.retry_s is None and said.member in self.server.members and not self.payloads_only:
                 with suppress(Refused):  # refused in turn when the disk is full
-                    await self.server_thread.say(UpdateRejected(said.member, said.incarnation, refused.reason))
+                    job = said.job if isinstance(said, UpdatePart) and isinstance(refused, BadDelta) else 0
+                    await self.server_thread.say(
+                        UpdateRejected(said.member, said.incarnation, refused.reason, job=job)
+                    )
             raise
 
     async def _only_one(self, member: str, part: int) -> None:

@@ -65,6 +65,7 @@ class ProcessHost(ABC, Generic[Machine]):
             if not self.store.numbers():
                 # Before anybody can be answered: without a snapshot nothing was acknowledged (see `Journal.replay`).
                 await self._snapshot()
+            await self._before_service()
             port = await self.service.start(address)
             write_whole(listening, json.dumps({"address": f"{address.host}:{port}", "pid": os.getpid()}))
             if self.credentials is None and not is_loopback(address.host):
@@ -99,6 +100,9 @@ class ProcessHost(ABC, Generic[Machine]):
     @abstractmethod
     def _deliver(self, send: Send) -> None:
         """Take what the machine sends; in the event loop."""
+
+    async def _before_service(self) -> None:
+        """Do what must be done before anybody is answered."""
 
     async def _end(self) -> None:
         """Do what is left to do after an end in good order; members are still answered meanwhile."""

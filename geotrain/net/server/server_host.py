@@ -41,7 +41,8 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.deadlines import first_of, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
-from geotrain.outer.messages import Refused, RunComplete, Send, Validated
+from geotrain.outer.messages import Refused, RunComplete, Send, SkipSamples, Validated
+from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.remote import RemoteShards
@@ -127,6 +128,11 @@ class ServerHost(ProcessHost[Server]):
         if self.shards is not None:
             works.append(self.shards.until_lost())
         return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
+
+    async def _before_service(self) -> None:
+        skip = SkipSamples(*(tuple(each[end] for each in self.setup.run.data.skip) for end in (0, 1)))
+        if isinstance(self.server, GlobalServer) and (skip.firsts or self.server.lease_table.skip):
+            await self.server_thread.persist(skip)
 
     async def _until_over(self) -> None:
         try:

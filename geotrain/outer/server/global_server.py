@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Steered, ValidationDone
+from geotrain.outer.events import SetAside, Steered, ValidationDone
 from geotrain.outer.messages import (
     Finished,
     Identity,
@@ -22,18 +22,20 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     RunComplete,
+    SkipSamples,
     Trained,
     UpdatePart,
     Validated,
     Welcome,
 )
 from geotrain.outer.rules import global_rule
-from geotrain.outer.server.leases import LeaseTable, Validations, check_numbers
+from geotrain.outer.server.leases import LeaseTable, Range, Validations, check_numbers
 from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
+MOST_SHOWN = 64  # ranges that are set aside, in the status
 STEERED = "paused", "stopping", "closed"  # attributes that a snapshot keeps as they are
 
 
@@ -76,8 +78,10 @@ class GlobalServer(Server):
         match message:
             case LeaseRequest():
                 return self._on_lease_request(message)
-            case Release():
-                return self.lease_table.release(message.leases)
+            case Release(leases, failed):
+                return self._note_aside(self.lease_table.fail(leases)) if failed else self.lease_table.release(leases)
+            case SkipSamples(firsts, lasts):
+                return self.lease_table.skip_samples([*zip(firsts, lasts, strict=True)])
             case Trained():
                 self._commit(message.member, message.leases)
                 return None
@@ -110,7 +114,9 @@ class GlobalServer(Server):
                     raise Refused("each round of a synchronous run needs every worker: stop the run instead")
                 self.draining.update(self.members_of[command.region])
             case _:
-                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, expel, stop")
+                raise Refused(
+                    f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, expel, stop"
+                )
         self._events.append(Steered(command.what, command.region))
         return self.phase
 
@@ -186,6 +192,12 @@ class GlobalServer(Server):
     def _release_leases(self, name: str) -> None:
         self.lease_table.release(self.holds(name))
 
+    def _give_up(self, name: str, leases: Collection[int]) -> None:
+        self._note_aside(self.lease_table.fail(leases))
+
+    def _note_aside(self, ranges: Iterable[Range]) -> None:
+        self._events += [SetAside(start, start + samples - 1) for start, samples in ranges]
+
     def _begin_incarnation(self, join: Join) -> None:
         # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
         # that contain it, and still answers for the leases that it names.
@@ -241,6 +253,8 @@ class GlobalServer(Server):
             "dispatched_samples": self.lease_table.next_start,
             "repeated_samples": self.lease_table.repeated_samples,
             "open_leases": len(self.lease_table.open),
+            "set_aside_samples": self.lease_table.set_aside_samples,
+            "set_aside": [[start, start + samples - 1] for start, samples in self.lease_table.aside[:MOST_SHOWN]],
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -30,7 +30,18 @@ MOST_WEIGHT = 1 << 20  # worker updates in one of a region
 MOST_INCARNATIONS = 65536  # of a member in a run: all of them are remembered, in every snapshot
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
 SAVED = (
-    *("incarnation", "former", "restarts", "quarantined", "expelled", "banned", "sequence", "job", "updates", "refused"),
+    *(
+        "incarnation",
+        "former",
+        "restarts",
+        "quarantined",
+        "expelled",
+        "banned",
+        "sequence",
+        "job",
+        "updates",
+        "refused",
+    ),
     *("strikes", "fault", "step_s", "metrics"),
 )
 

@@ -127,7 +127,9 @@ class Membership(ABC):
         check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
         if new and self.ending:
-            raise Refused(f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on with it")
+            raise Refused(
+                f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on with it"
+            )
         parts = join.parts if new or not member.joined else member.parts
         if join.parts != parts or not 0 <= join.part < parts:
             raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
@@ -184,6 +186,9 @@ class Membership(ABC):
         """Count the strike. Returns whether the member is quarantined for it now; then others get its leases."""
         member = self._member(strike.member)
         ours = not member.quarantined and member.incarnation == strike.incarnation
+        if ours and strike.job:
+            begun = [number for number, lease in self.holds(strike.member).items() if lease.job <= strike.job]
+            self._give_up(strike.member, begun)
         quarantined = ours and member.strike(strike.reason, self.limits.strike_window) >= self.limits.strikes
         self._events.append(UpdateRefused(strike.member, strike.reason, len(member.strikes)))
         if quarantined:
@@ -275,6 +280,10 @@ class Membership(ABC):
     def _release_leases(self, name: str) -> None:
         """Return to the pool the leases that this member holds and has not trained. Those of synchronous rounds stay
         with their worker, whichever of its incarnations: a round has a place for each."""
+
+    @abstractmethod
+    def _give_up(self, name: str, leases: Collection[int]) -> None:
+        """Return leases of this member whose training gave nothing of use. Those of synchronous rounds stay."""
 
     @abstractmethod
     def _begin_incarnation(self, join: Join) -> None:

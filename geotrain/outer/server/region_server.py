@@ -445,9 +445,12 @@ class RegionServer(Server):
         for some, and nobody holds a lease."""
         return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
 
-    def _release(self, untrained: tuple[int, ...]) -> None:
+    def _give_up(self, name: str, leases: Collection[int]) -> None:
+        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases), failed=True)
+
+    def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
         if untrained:
-            self._sends.append(Send(GLOBAL, Release(untrained)))
+            self._sends.append(Send(GLOBAL, Release(untrained, failed)))
 
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""

@@ -25,6 +25,7 @@ from geotrain.outer.events import Event, UpdateApplied, UpdateStage
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
+    BadDelta,
     Identity,
     Join,
     Leave,
@@ -477,12 +478,12 @@ class Server(Membership):
         squares: dict[int, list[float]] = {}
         for each in decoded:
             if each.fault:
-                raise Refused(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
+                raise BadDelta(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
             squares.setdefault(self.parameter_map.chunks[each.chunk].fragment, []).append(each.squares)
         for fragment, sums in squares.items():
             member.norms[fragment] = norm(sums)
             if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
-                raise Refused(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
+                raise BadDelta(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
 
     def _freeze(self, name: str, sequence: int, fragment: int) -> None:
         """Encode the fragment's weights for all parts at once and put them into the member's answer."""
