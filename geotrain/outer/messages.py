@@ -319,7 +319,7 @@ class LiftQuarantine:
 @dataclass(frozen=True)
 class RunComplete:
     """All data of the run is committed. The global server says so to a region, which may still be waiting for workers
-    that will not come back. Its process says so to the global server itself at the very end: nobody joins any more."""
+    that will not come back. At the very end the global server's process says so to it, too: nobody joins any more."""
 
 
 @dataclass(frozen=True)
