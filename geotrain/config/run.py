@@ -371,14 +371,7 @@ def config_digest(run: RunConfig) -> str:
         shared["model"].pop(key)
     del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
     shared["data"]["train"] = [each.weight for each in run.data.train]
-    for key in (
-        "sha256",
-        "skip",
-        "validation",
-        "tokenizer",
-        "cache_folder",
-        "cache_gb",
-    ):  # sha256 is compared by itself
+    for key in ("sha256", "skip", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256: see above
         shared["data"].pop(key)
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole

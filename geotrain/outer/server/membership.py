@@ -103,10 +103,9 @@ class Membership(ABC):
         """Return the leases that this member's workers hold, by their numbers."""
 
     def patience_s(self, name: str) -> float:
-        """Seconds for which this member may hold its leases and send nothing, by what members say of their speed; inf:
-        without bound.
+        """Seconds for which this member may hold its leases and send nothing, by what members say of their speed.
 
-        A multiple of what its job takes by the usual measure, since its own may be a lie. Without bound in
+        A multiple of what its job takes by the usual measure, since its own may be a lie. inf: without bound, as in
         synchronous rounds, where nobody else may train its data.
         """
         step_s = median_low([*filter(None, self.said_step_s())] or [0.0])

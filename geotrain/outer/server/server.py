@@ -66,7 +66,8 @@ class Handled:
 
     reply: for the sender. Its type follows from the message: a Join gets a Welcome; an UpdatePart whether the update
     was applied now; a LeaseRequest a Lease, a Finished or None ("not yet"); a Welcome how many updates were lost; an
-    OperatorCommand the run's phase, or what was done; an UpdateRejected whether the member is quarantined now; all others None.
+    OperatorCommand the run's phase, or what was done; an UpdateRejected whether the member is quarantined now; all
+    others None.
     sends: messages that leave now, for others. events: what happened, for the event log.
     """
 
