@@ -15,6 +15,7 @@ from geotrain.outer.messages import (
     Leave,
     LiftQuarantine,
     MemberSilent,
+    NotJoined,
     OperatorCommand,
     Recall,
     Refused,
@@ -84,7 +85,7 @@ def message_text(message: Any) -> str:
 
 def refusal_text(refused: Refused) -> str:
     again = "for good" if refused.retry_s is None else f"for {refused.retry_s:g} s"
-    kind = type(refused).__name__ if type(refused) is not Refused else "refused"
+    kind = "NotJoined" if isinstance(refused, NotJoined) else "refused"
     return f"{kind} {again}: {refused.reason}"
 
 
