@@ -42,7 +42,6 @@ from geotrain.net.transport.deadlines import first_of, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
 from geotrain.outer.messages import Refused, RunComplete, Send, SkipSamples, Validated
-from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.remote import RemoteShards
@@ -131,7 +130,7 @@ class ServerHost(ProcessHost[Server]):
 
     async def _before_service(self) -> None:
         skip = SkipSamples(*(tuple(each[end] for each in self.setup.run.data.skip) for end in (0, 1)))
-        if isinstance(self.server, GlobalServer) and (skip.firsts or self.server.lease_table.skip):
+        if self.server.name == GLOBAL and (skip.firsts or self.server.status()["skip"]):
             await self.server_thread.persist(skip)
 
     async def _until_over(self) -> None:

@@ -253,6 +253,7 @@ class GlobalServer(Server):
             "dispatched_samples": self.lease_table.next_start,
             "repeated_samples": self.lease_table.repeated_samples,
             "open_leases": len(self.lease_table.open),
+            "skip": self.lease_table.skip,
             "set_aside_samples": self.lease_table.set_aside_samples,
             "set_aside": [[start, start + samples - 1] for start, samples in self.lease_table.aside[:MOST_SHOWN]],
         }
