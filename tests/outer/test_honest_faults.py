@@ -173,7 +173,7 @@ def test_a_region_that_leaves_keeps_no_lease():
     assert not world.top.lease_table.open and world.top.lease_table.pool
 
 
-def test_all_ranks_are_told_the_same_of_a_job_without_data_and_the_next_job_has_what_came_back():
+def test_all_ranks_are_told_the_same_of_a_job_without_data():
     world = two_in_a_region(train_samples=8)
     top = world.top
     lease = top.handle(LeaseRequest("a", 1)).reply
