@@ -319,8 +319,8 @@ class GrpcService:
         if not release.release.failed or self.server.member_role == "region":
             await self.server_thread.say(replace(release.release, leases=tuple(mine)))
         elif mine:  # each of the worker's ranks may say so; it is refused once
-            job = max(lease.job for lease in mine.values())
-            await self.server_thread.say(UpdateRejected(release.member, release.incarnation, NOT_FINITE, job=job))
+            about, job = (release.member, release.incarnation), max(lease.job for lease in mine.values())
+            await self.server_thread.say(UpdateRejected(*about, NOT_FINITE, job=job))
         return wire.pack(rpc.Ack(member.sequence))
 
     async def _trained(self, request: bytes, context: Any) -> bytes:
@@ -416,17 +416,15 @@ class GrpcService:
         return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
 
     async def _judged(self, said: UpdatePart | rpc.FromMember, call: Awaitable[Any]) -> Any:
-        """Await a call about what a member said; a final refusal is reported to the server, which may quarantine the
-        sender."""
+        """Await a call about what a member said; the server hears of a final refusal, and may quarantine the sender."""
         try:
             return await call
         except Refused as refused:
             if refused.retry_s is None and said.member in self.server.members and not self.payloads_only:
                 with suppress(Refused):  # refused in turn when the disk is full
                     job = said.job if isinstance(said, UpdatePart) and isinstance(refused, BadDelta) else 0
-                    await self.server_thread.say(
-                        UpdateRejected(said.member, said.incarnation, refused.reason, job=job)
-                    )
+                    rejected = UpdateRejected(said.member, said.incarnation, refused.reason, job=job)
+                    await self.server_thread.say(rejected)
             raise
 
     async def _only_one(self, member: str, part: int) -> None:

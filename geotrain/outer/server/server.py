@@ -66,9 +66,8 @@ class Handled:
 
     reply: for the sender. Its type follows from the message: a Join gets a Welcome; an UpdatePart whether the update
     was applied now; a LeaseRequest a Lease, a Finished or None ("not yet"); a Welcome how many updates were lost; an
-    OperatorCommand the run's phase, or what was done; an UpdateRejected whether the member is quarantined now; all
-    others None.
-    sends: messages that leave now, for others. events: what happened, for the event log.
+    OperatorCommand what is now; an UpdateRejected whether the member is quarantined; all others None. sends: messages
+    for others. events: for the event log.
     """
 
     reply: Any
@@ -117,8 +116,7 @@ class Server(Membership):
 
     def take(self, message: Message | FromShards) -> Handled:
         """Do the part of `handle` for which the sender waits. `go_on` must be called before the next message."""
-        inner = self.shards.unwrap(message)
-        return self._handled(None if inner is None else self._route(inner))
+        return self._handled(None if (inner := self.shards.unwrap(message)) is None else self._route(inner))
 
     def go_on(self) -> Handled:
         """Do what the message makes due for others, such as a region's update for the global server."""
