@@ -416,7 +416,7 @@ class GrpcService:
         return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
 
     async def _judged(self, said: UpdatePart | rpc.FromMember, call: Awaitable[Any]) -> Any:
-        """Await a call about what a member said; the server hears of a final refusal, and may quarantine the sender."""
+        """Await a call about what a member said; the server hears of a final refusal and judges the sender."""
         try:
             return await call
         except Refused as refused:
