@@ -148,8 +148,22 @@ def unban(
     folder: RunFolder,
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
 ) -> Told:
-    """Unban a worker or region whose updates were refused too often: its next incarnation may join."""
-    answer = live_run(folder).unban(member)
+    """Unban a worker or region whose updates were refused too often, or that was expelled: started anew it may
+    join."""
+    answer = live_run(folder).bar("unban", member)
+    return Told({"answer": answer}, answer)
+
+
+@command(epilog="Example: geotrain expel runs/mine eu-0")
+@with_json
+def expel(
+    folder: RunFolder,
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
+) -> Told:
+    """Put a worker or region out of the run, as one that hangs: others train what it held, and its process ends when
+    it next calls. It outlives restarts of the servers; `geotrain unban` lets the member join again, started anew.
+    """
+    answer = live_run(folder).bar("expel", member)
     return Told({"answer": answer}, answer)
 
 

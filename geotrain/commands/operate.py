@@ -126,12 +126,12 @@ class LiveRun:
             self.cluster.region(region)
         return self._tell(GLOBAL, rpc.Control(what, region), COMMAND_S)
 
-    def unban(self, member: str) -> str:
-        """Lift the quarantine of a worker or region at the server that it speaks to; returns the answer. Raises
-        Refused, Unreachable, CertificateError, ConfigError."""
-        return self._tell(
-            Topology(self.config, self.cluster).server_of(member), rpc.Control("unban", member), COMMAND_S
-        )
+    def bar(self, what: str, member: str) -> str:
+        """Expel or unban a worker or region at the server that it speaks to; returns the answer. Raises Refused,
+        Unreachable, CertificateError, ConfigError.
+
+        what: "expel" or "unban"."""
+        return self._tell(Topology(self.config, self.cluster).server_of(member), rpc.Control(what, member), COMMAND_S)
 
     def snapshot(self) -> dict[str, str]:
         """Have every server that is reached write a snapshot: site → where it lies, or what went wrong. The global

@@ -247,6 +247,12 @@ class RunConfig(Block):
             raise ValueError(f"data.samples_per_step = {stated}, but deepspeed.train_batch_size = {batch}; state one")
         return self
 
+    @model_validator(mode="after")
+    def _skips_no_part_of_a_round(self) -> RunConfig:
+        if self.data.skip and self.outer.rule.synchronous:
+            raise ValueError("data.skip: a synchronous rule needs each worker's samples in every round; remove it")
+        return self
+
     def check_for_trainer(self) -> None:
         """Raise ConfigError if something is missing that GeoTrain's own trainer needs, and a user's loop does not."""
         data = self.data.model_fields_set
@@ -399,7 +405,7 @@ def _agreed(run: RunConfig) -> dict[str, Any]:
         shared["model"].pop(key)
     del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
     shared["data"]["train"] = [each.weight for each in run.data.train]
-    for key in ("sha256", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256 is compared by itself
+    for key in ("sha256", "skip", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256: see above
         shared["data"].pop(key)
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole

@@ -115,6 +115,7 @@ class ServerSampled(Event):
     in_flight: Annotated[int, Metric("in_flight_updates", "Updates sent up without answer yet (region server)")] = 0
     pending: Annotated[int, Metric("pending_updates", "Workers' updates not sent up yet (region server)")] = 0
     open_leases: Annotated[int, Metric("open_leases", "Leases given out and not committed (global server)")] = 0
+    set_aside_samples: Annotated[int, Metric("set_aside_samples", "Samples nobody shall train (global server)")] = 0
     retries: Annotated[int, Metric("retries", "Failed attempts on the upward link (region server)", kind="total")] = 0
     connected: Annotated[bool, Metric("connected", "1 while the link upwards is there")] = True
 

@@ -127,6 +127,13 @@ class Steered(Event):
     region: Annotated[str, "to drain; else empty"]
 
 
+class SetAside(Event):
+    """Samples of the run that nobody shall train any more, since two updates with them were of no use."""
+
+    first: Annotated[int, "the first of them"]
+    last: Annotated[int, "the last"]
+
+
 class LeaseBegun(Event):
     """A worker begins to train a lease."""
 

@@ -163,7 +163,15 @@ class SimWorker:
         yield from self._jobs()
 
     def _jobs(self) -> Script:
-        while isinstance(lease := self.lease, Lease):
+        told = False  # that there was no data: it has sent all, and asked for the job after that
+        while isinstance(lease := self.lease, Lease) or not told:
+            if told := isinstance(lease, Finished):
+                yield from self.exchange.finish()
+                self.lease = yield self.uplink.lease(
+                    LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s)
+                )
+                continue
+            assert isinstance(lease, Lease)
             if not self.in_steps:  # else it goes on
                 self._following = self.uplink.lease(LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s))
                 self.exchange.begin(lease)
@@ -172,7 +180,6 @@ class SimWorker:
             yield from self._train_job(lease)
             assert self._following is not None
             self.lease = yield self._following
-        yield from self.exchange.finish()
         self.left = True
         self.uplink.leave()
 

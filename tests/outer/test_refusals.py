@@ -207,10 +207,12 @@ def test_refused_validations(change: dict[str, Any]) -> None:
 NOTHING = {
     **{
         type(message).__name__: (GLOBAL, message, f"a {type(message).__name__} means nothing to this server")
-        for message in (Welcome(1, 1), Answer(0, ()), Finished("a", 1), RunComplete())
+        for message in (Welcome(1, 1), Answer(0, ()), Finished("a", 1))
     },
+    "RunComplete": (GLOBAL, RunComplete(), "members are at work: the run has not ended"),
+    "expel nobody": ("eu", OperatorCommand("expel", "mars"), "no member is called 'mars' here; known: a"),
     "Release": ("eu", Release((1,)), "a Release means nothing"),
-    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot and unban, not pause"),
+    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot, unban and expel, not pause"),
 }
 
 

@@ -54,7 +54,7 @@ GOOD = (10 * ["turn"], 3 * ["ask", "train", "leases", "update", "pull", "leave"]
 STEPS = [
     *(step for steps in GOOD for step in steps),
     *("snapshot", "die", "die half way", "early, then die", "silent", "slow", "region silent", "restart"),
-    *("refuse", "hang", "hang", "strike", "unban", "pause", "resume", "resume", "drain", "recall"),
+    *("refuse", "hang", "hang", "strike", "expel", "unban", "pause", "resume", "resume", "drain", "recall"),
 ]
 RULES = ["halos", "published", "region_momentum", "sync"]
 NESTEROV = MomentumConfig(lr_per_update=0.2, beta=0.9, buffer=3)
@@ -155,8 +155,11 @@ class Lives(RuleBasedStateMachine):
                 self.get(name)
                 world.hang(name, worth)
             case "strike":
-                if world.tell(worker.region, UpdateRejected(name, worker.incarnation, "an strike")):
+                job = worker.lease.job if isinstance(worker.lease, Lease) and worth > 1 else 0
+                if world.tell(worker.region, UpdateRejected(name, worker.incarnation, "an strike", job=job)):
                     worker.alive = False
+            case "expel":
+                world.expel(name)
             case "unban":
                 world.tell(worker.region, LiftQuarantine(name))
             case "pause" | "resume":
@@ -229,11 +232,10 @@ class Lives(RuleBasedStateMachine):
             if world.top.finished and all(world.region(place).done for place in REGIONS):
                 break
         assert world.top.finished, world.top.status()
-        committed = world.spec.ledger.committed
-        # Of a synchronous run the samples that make no whole round are left over; of a drained region, and of an
-        # update refused for good, what came back after the others had left. A resumed run trains it.
-        late = world.drained or world.came_back_late
-        left_over = not world.top.lease_table.open if world.top.rule.in_rounds else late
+        committed = world.spec.ledger.committed + world.spec.ledger.place.count("aside")
+        # Of a synchronous run the samples that make no whole round are left over, and what nobody trained that was
+        # drained: of both regions perhaps. A resumed run trains it.
+        left_over = not world.top.lease_table.open if world.top.rule.in_rounds else world.drained
         assert committed == world.samples or left_over
         super().teardown()
 
@@ -260,6 +262,7 @@ def kept_all_the_same(region: RegionServer, rejected: UpdateRejected) -> None:
     """The region does not start over: it goes on, and says its update again in its next incarnation."""
 
 
+GRANT = LeaseTable.grant
 FAULTS: dict[str, Any] = {
     "leases of the dead are kept": patch.object(LeaseTable, "release", lambda coordinator, leases: None),
     "what came back is not counted": patch.object(LeaseTable, "_withdraw", lambda coordinator, start, samples: 0),
@@ -271,6 +274,13 @@ FAULTS: dict[str, Any] = {
     "a refused round goes on without the region": patch.object(
         RegionServer, "_begin_round_again", lambda region, refused: None
     ),
+    "what is set aside is handed out": patch.object(
+        LeaseTable, "fail", lambda table, numbers: [table.release(numbers)][:0]
+    ),
+    "who waits is told that it is finished": patch.object(
+        LeaseTable, "grant", lambda table, request, *rest: GRANT(table, request, *rest) or table.dismiss(request)
+    ),
+    "what is waited for is not sent": patch.object(RegionServer, "_at_rest", property(lambda region: region.idle)),
     "who hangs keeps its leases": patch.object(RegionServer, "patience_s", lambda region, name: math.inf),
     "a reserve is not recalled": patch.object(RegionLeases, "recall", lambda leases, worker: ()),
     "all is recalled": patch.object(RegionLeases, "spare", lambda leases, worker: tuple(leases.of(worker))),

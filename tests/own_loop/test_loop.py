@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import geotrain
 from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, RunConfig, load_run
 from geotrain.net.server.server_process import initial_weights
+from geotrain.outer.codec import NonFiniteError
 from geotrain.own_loop.loop import OwnStep
 from geotrain.own_loop.masters import Masters, box_runs
 from geotrain.own_loop.rank import TorchRank
@@ -407,3 +409,28 @@ def test_an_own_loop_needs_neither_deepspeed_nor_megatron_nor_transformers() -> 
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert said.stdout == "[]\n"
+
+
+def test_a_batch_that_spoils_each_worker_is_set_aside_and_the_run_ends_without_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path, local_steps=5, rule={"name": "region_momentum"})
+    servers, spoilt, given = LocalServers(run), 23, list[int]()
+    for life in range(3):
+        model, rank = network(), TorchRank()
+        rank.masters = Masters(servers.parameter_map, model, 0, 1)
+        member = RunMember(run, "w", servers.identity, servers.parameter_map, LocalClient(servers))
+        loop = WorkerLoop(member, rank, rank.masters.shards, rank.masters.device)
+        loop.start()
+        assert loop.finished is False
+        try:
+            while loop.lease is not None:
+                samples = range(loop.lease.start, loop.lease.start + loop.lease.samples)
+                given += samples if loop.step == 0 else []
+                with torch.no_grad():
+                    model[0].weight += float("nan") if spoilt in samples else 1.0
+                step(loop)
+        except NonFiniteError:
+            assert life < 2
+        time.sleep(0.001)  # an incarnation is named by the time
+    assert loop.finished and servers.top.finished and set(given) == set(range(STEP * STEPS))
+    status = servers.top.status()
+    assert (status["committed_samples"], status["set_aside"], status["complete"]) == (28, [[20, 39]], True)

@@ -32,6 +32,7 @@ from tests.simulation.network import PROCESS, Channel
 from tests.simulation.worker import SimulatedWorker
 from tests.support.net_worlds import TINY, outer
 
+SKIPPED = 5, 6  # samples that the run file skips, in steps of two
 LEAVE_S = 1_000.0  # after the global server's end, those who were never disturbed have ended within this time
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 HOME = {worker: region for region, workers in REGIONS.items() for worker in workers}
@@ -79,7 +80,7 @@ class World:
             "name": "tiny",
             "seed": 1,
             "model": {"config": TINY},
-            "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
+            "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples, "skip": [SKIPPED]},
             "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
             "outer": outer(rule, **settings).model_dump(by_alias=True, mode="json"),
             "checkpoint": {"every_minutes": 0.2},

@@ -24,6 +24,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.outer.messages import (
+    BadDelta,
     Finished,
     Identity,
     Join,
@@ -172,7 +173,8 @@ class InMemory(World):
             member = getattr(message, "worker", getattr(message, "member", ""))
             if refused.retry_s is None and isinstance(message, UpdatePart | LeaseRequest):  # as the service does it
                 life = self.servers(server).members[member].incarnation
-                self.world.tell(server, UpdateRejected(member, life, refused.reason))
+                job = message.job if isinstance(refused, BadDelta) else 0
+                self.world.tell(server, UpdateRejected(member, life, refused.reason, job=job))
             raise
         if isinstance(message, UpdatePart):  # as a sender is told
             return self.servers(server).members[message.member].sequence >= message.sequence

@@ -211,6 +211,7 @@ class Ledger:
         self.leases: dict[int, Lease] = {}  # every lease that was ever granted
         self.done: set[int] = set()  # those that an update brought
         self.repeated = 0  # samples that two have trained, counted
+        self.failed: set[int] = set()  # samples whose training gave nothing of use once
 
     def granted(self, lease: Lease) -> None:
         if lease.lease in self.leases:
@@ -227,6 +228,18 @@ class Ledger:
             if self.place[sample] == number:
                 self.place[sample] = "free"
 
+    def gave_nothing(self, number: int, most: float) -> None:
+        """Its training was of no use: what has failed before is set aside, as far as that is `most` samples."""
+        lease = self.leases[number]
+        mine = {s for s in range(lease.start, lease.start + lease.samples) if self.place[s] == number}
+        self.given_back(number)
+        twice = mine & self.failed
+        self.failed |= mine
+        if twice and self.place.count("aside") + len(twice) <= most:
+            self.failed -= twice
+            for sample in twice:
+                self.place[sample] = "aside"
+
     def trained(self, number: int) -> None:
         """It is part of the global weights now. Its samples count, unless they have gone to others meanwhile."""
         lease = self.leases[number]
@@ -234,7 +247,7 @@ class Ledger:
             return
         self.done.add(number)
         for sample in range(lease.start, lease.start + lease.samples):
-            if self.place[sample] in (number, "free"):
+            if self.place[sample] in (number, "free", "aside"):
                 self.place[sample] = "trained"
             else:
                 self.repeated += 1

@@ -61,6 +61,7 @@ class Worker:
     waits_for: int | None = None  # the update whose answer it waits for, in synchronous rounds; 0: its join
     spoke_of: tuple[int, ...] = ()  # its fragments
     step_s: float = 1000.0  # of an inner step
+    told: bool = False  # that there was no data for the job before this
     sent: set[int] = field(default_factory=set)  # fragments of the job in hand whose deltas have left
 
     @property
@@ -96,7 +97,7 @@ class SpecifiedWorld:
         self.snapshots: dict[str, Any] = {}
         self.journals: dict[str, list[Message | None]] = {}  # None: the process died here
         self.uplinks = {name: Uplink() for name in REGIONS}
-        self.drained = self.came_back_late = False  # any region, at any time; data of a refused update, at the end
+        self.drained = False  # any region, at any time
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
         cuts = {"a": halves, "b": whole, "c": whole}
         self.workers = {
@@ -276,6 +277,7 @@ class SpecifiedWorld:
                 self.spec.ledger.given_back(number)
 
     def deliver_leases(self, name: str) -> None:
+        """Deliver what the region has to say; a worker's later requests wait for the reply to its first."""
         for _ in range(1 + len(self.uplinks[name].leases)):
             self.deliver_lease(name)
 
@@ -294,7 +296,9 @@ class SpecifiedWorld:
             return None
         if isinstance(message, Release) and not self.top.rule.in_rounds:
             for number in message.leases:
-                if number in self.spec.ledger.leases:
+                if number in self.spec.ledger.leases and message.failed:
+                    self.spec.ledger.gave_nothing(number, max(0.05 * self.samples, 4 * self.config.local_steps))
+                elif number in self.spec.ledger.leases:
                     self.spec.ledger.given_back(number)
         if isinstance(message, LeaseRequest):
             if reply is None:
@@ -330,8 +334,6 @@ class SpecifiedWorld:
             return
         if update.sequence <= self.top.members[name].sequence:
             return  # it was taken
-        at = [self.workers[worker] for worker in REGIONS[name]]
-        self.came_back_late |= any(worker.left or isinstance(worker.lease, Finished) for worker in at)
         self.tell(name, UpdateRejected(name, region.incarnation, "as the test says", update.sequence))
         self.spec.refused(name, update)
         self.spec.forget_link(name)
@@ -367,6 +369,14 @@ class SpecifiedWorld:
             self.deliver_leases(worker.region)
         assert worth < 1 or not region.holds(name), f"{name} hangs, and keeps its leases"
 
+    def expel(self, name: str) -> None:
+        if not self.top.rule.in_rounds:
+            worker = self.workers[name]
+            self.tell(worker.region, OperatorCommand("expel", name))
+            worker.alive = False
+            self.deliver_leases(worker.region)
+            assert not self.region(worker.region).holds(name) and not self.present(name)
+
     def drain(self, name: str) -> None:
         if not self.top.rule.in_rounds:
             self.drained = True
@@ -390,7 +400,7 @@ class SpecifiedWorld:
         if anew:
             worker.alive, worker.left, worker.lease = True, False, None
             worker.waits_for, worker.spoke_of = (0 if self.top.rule.in_rounds else None), self.every_fragment
-            worker.sent = set()
+            worker.sent, worker.told = set(), False
             worker.job = welcome.job
         return None
 
@@ -441,7 +451,7 @@ class SpecifiedWorld:
         if len(parts) == len(worker.fake.slicings):
             worker.sent |= set(due)
             if not early:
-                worker.lease, worker.job, worker.sent = None, job + 1, set()
+                worker.lease, worker.job, worker.sent, worker.told = None, job + 1, set(), False
             worker.spoke_of = tuple(due)
             worker.waits_for = worker.fake.sequence if region.rule.in_rounds else None
         else:
@@ -471,6 +481,9 @@ class SpecifiedWorld:
         if worker.alive and isinstance(worker.lease, Finished) and self.present(name):
             if worker.waits_for is not None:
                 return self.adopt(name)
+            if not worker.told and not self.top.rule.in_rounds:
+                worker.told, worker.job, worker.lease = True, worker.job + 1, None
+                return self.ask(name)
             self.tell(worker.region, Leave(name))
             worker.alive, worker.left = False, True
         return None
@@ -485,6 +498,7 @@ class SpecifiedWorld:
         if coordinator.rounds is None:
             free = {sample for start, size in coordinator.pool for sample in range(start, start + size)}
             free |= set(range(coordinator.next_start, self.samples))
+            assert coordinator.set_aside_samples == ledger.place.count("aside"), "set aside"
             assert free == {sample for sample, place in enumerate(ledger.place) if place == "free"}, "the pool"
         self.check_weights(self.top, self.spec.top)
         for name in REGIONS:

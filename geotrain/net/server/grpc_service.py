@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -38,6 +39,7 @@ from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
+    BadDelta,
     Finished,
     Join,
     Lease,
@@ -46,7 +48,6 @@ from geotrain.outer.messages import (
     NotJoined,
     OperatorCommand,
     Refused,
-    Release,
     Send,
     Trained,
     UpdatePart,
@@ -69,6 +70,7 @@ SERVER_OPTIONS = (
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 )
 HEADER_S = 20.0  # a stream that was opened must begin within this time
+NOT_FINITE = "it says that its delta is not finite"
 OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -322,7 +324,12 @@ class GrpcService:
         member = await self._check_incarnation(context, release.member, release.incarnation)
         held = await self.server_thread.read(lambda: self.server.holds(release.member))
         # Others may have gone to another worker meanwhile, because this one was silent for too long.
-        await self.server_thread.say(Release(tuple(n for n in release.release.leases if n in held)))
+        mine = {n: held[n] for n in release.release.leases if n in held}
+        if not release.release.failed or self.server.member_role == "region":
+            await self.server_thread.say(replace(release.release, leases=tuple(mine)))
+        elif mine:  # each of the worker's ranks may say so; it is refused once
+            about, job = (release.member, release.incarnation), max(lease.job for lease in mine.values())
+            await self.server_thread.say(UpdateRejected(*about, NOT_FINITE, job=job))
         return wire.pack(rpc.Ack(member.sequence))
 
     async def _trained(self, request: bytes, context: Any) -> bytes:
@@ -418,14 +425,15 @@ class GrpcService:
         return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
 
     async def _judged(self, said: UpdatePart | rpc.FromMember, call: Awaitable[Any]) -> Any:
-        """Await a call about what a member said; a final refusal is reported to the server, which may quarantine the
-        sender."""
+        """Await a call about what a member said; the server hears of a final refusal and judges the sender."""
         try:
             return await call
         except Refused as refused:
             if refused.retry_s is None and said.member in self.server.members and not self.payloads_only:
                 with suppress(Refused):  # refused in turn when the disk is full
-                    await self.server_thread.say(UpdateRejected(said.member, said.incarnation, refused.reason))
+                    job = said.job if isinstance(said, UpdatePart) and isinstance(refused, BadDelta) else 0
+                    rejected = UpdateRejected(said.member, said.incarnation, refused.reason, job=job)
+                    await self.server_thread.say(rejected)
             raise
 
     async def _only_one(self, member: str, part: int) -> None:

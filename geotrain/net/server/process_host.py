@@ -68,6 +68,7 @@ class ProcessHost(ABC, Generic[Machine]):
             if not self.store.numbers():
                 # Before anybody can be answered: without a snapshot nothing was acknowledged (see `Journal.replay`).
                 await self._snapshot()
+            await self._before_service()
             port = await self.service.start(address)
             own = host_port(address.listening[0], port)
             write_whole(listening, json.dumps({"address": own, "pid": os.getpid()}))
@@ -104,6 +105,9 @@ class ProcessHost(ABC, Generic[Machine]):
     @abstractmethod
     def _deliver(self, send: Send) -> None:
         """Take what the machine sends; in the event loop."""
+
+    async def _before_service(self) -> None:
+        """Do what must be done before anybody is answered."""
 
     async def _end(self) -> None:
         """Do what is left to do after an end in good order; members are still answered meanwhile."""

@@ -123,7 +123,7 @@ class Sampler:
             versions=list(status["versions"]),
             wide_area_sent_bytes=self.wide_area.sent_bytes,
             wide_area_received_bytes=self.wide_area.received_bytes,
-            **{name: status.get(name, 0) for name in ("in_flight", "pending", "open_leases")},
+            **{name: status.get(name, 0) for name in ("in_flight", "pending", "open_leases", "set_aside_samples")},
             retries=link.link.retries if link else 0,
             connected=link is None or link.connected,
         )

@@ -43,7 +43,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.deadlines import first_of, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
-from geotrain.outer.messages import Send, Validated
+from geotrain.outer.messages import Refused, RunComplete, Send, SkipSamples, Validated
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.remote import RemoteShards
@@ -133,6 +133,11 @@ class ServerHost(ProcessHost[Server]):
             works.append(self.shards.until_lost())
         return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
 
+    async def _before_service(self) -> None:
+        skip = SkipSamples(*(tuple(each[end] for each in self.setup.run.data.skip) for end in (0, 1)))
+        if self.server.name == GLOBAL and (skip.firsts or self.server.status()["skip"]):
+            await self.server_thread.persist(skip)
+
     async def _until_over(self) -> None:
         try:
             await super()._until_over()
@@ -217,7 +222,8 @@ class ServerHost(ProcessHost[Server]):
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
             await self._validate_final_weights()
             await asyncio.sleep(LINGER_S)
-            if self.server.finished:  # else somebody has joined meanwhile, and waits to be told that all is done
+            with suppress(Refused):  # somebody has joined meanwhile, and waits to be told that all is done
+                await self.server_thread.persist(RunComplete())
                 return
 
     async def _validate_final_weights(self) -> None:

@@ -33,7 +33,18 @@ MOST_INCARNATION = 256  # characters of an incarnation's name
 MOST_INCARNATIONS = 65536  # of a member in a run: all of them are remembered, in every snapshot
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
 SAVED = (
-    *("incarnation", "former", "restarts", "quarantined", "banned", "sequence", "job", "updates", "refused"),
+    *(
+        "incarnation",
+        "former",
+        "restarts",
+        "quarantined",
+        "expelled",
+        "banned",
+        "sequence",
+        "job",
+        "updates",
+        "refused",
+    ),
     *("strikes", "fault", "step_s", "metrics"),
 )
 
@@ -49,6 +60,7 @@ class Member:
     # A quarantine is no phase: it bars the name whatever its process does meanwhile. It may fall silent, leave or be
     # started anew, and only time or the operator ends the quarantine.
     quarantined: bool = False
+    expelled: bool = False  # by the operator: then time does not end the quarantine
     banned: str = ""  # the incarnation that was quarantined last: it may not come back either
     parts: int = 0  # its ranks
     joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this incarnation of member and server
@@ -200,6 +212,8 @@ def check_identity(join: Join, ours: Identity, data: str, origin: str) -> None:
 def check_quarantine(name: str, member: Member, incarnation: str, limits: LimitsConfig) -> None:
     """Raise Refused while the member is quarantined, and afterwards for the very incarnation that was: it has to be
     started anew."""
+    if member.expelled:
+        raise Refused(f"{name}: the operator expelled it; started anew it may join once `geotrain unban` lets it")
     if member.quarantined:
         raise Refused(
             f"{name} is quarantined after {len(member.strikes)} refused updates; the last one: {member.fault}. "

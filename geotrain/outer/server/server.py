@@ -25,12 +25,14 @@ from geotrain.outer.events import Event, UpdateApplied, UpdateStage
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
+    BadDelta,
     Identity,
     Join,
     Leave,
     LiftQuarantine,
     MemberSilent,
     Message,
+    OperatorCommand,
     Refused,
     Send,
     UpdatePart,
@@ -65,8 +67,8 @@ class Handled:
 
     reply: for the sender. Its type follows from the message: a Join gets a Welcome; an UpdatePart whether the update
     was applied now; a LeaseRequest a Lease, a Finished or None ("not yet"); a Welcome how many updates were lost; an
-    OperatorCommand the run's phase; an UpdateRejected whether the member is quarantined now; all others None.
-    sends: messages that leave now, for others. events: what happened, for the event log.
+    OperatorCommand what is now; an UpdateRejected whether the member is quarantined; all others None. sends: messages
+    for others. events: for the event log.
     """
 
     reply: Any
@@ -115,8 +117,7 @@ class Server(Membership):
 
     def take(self, message: Message | FromShards) -> Handled:
         """Do the part of `handle` for which the sender waits. `go_on` must be called before the next message."""
-        inner = self.shards.unwrap(message)
-        return self._handled(None if inner is None else self._route(inner))
+        return self._handled(None if (inner := self.shards.unwrap(message)) is None else self._route(inner))
 
     def go_on(self) -> Handled:
         """Do what the message makes due for others, such as a region's update for the global server."""
@@ -146,6 +147,8 @@ class Server(Membership):
                 return self._on_update_rejected(message)
             case LiftQuarantine():
                 return self._on_lift_quarantine(message)
+            case OperatorCommand(what="expel"):
+                return self._on_expel(message.region)
         raise Refused(f"a {type(message).__name__} means nothing to this server")
 
     @property
@@ -478,12 +481,12 @@ class Server(Membership):
         squares: dict[int, list[float]] = {}
         for each in decoded:
             if each.fault:
-                raise Refused(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
+                raise BadDelta(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
             squares.setdefault(self.parameter_map.chunks[each.chunk].fragment, []).append(each.squares)
         for fragment, sums in squares.items():
             member.norms[fragment] = norm(sums)
             if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
-                raise Refused(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
+                raise BadDelta(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
 
     def _freeze(self, name: str, sequence: int, fragment: int) -> None:
         """Encode the fragment's weights for all parts at once and put them into the member's answer."""

@@ -117,7 +117,7 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
         twice += max(sum(numbers.values()) - len(numbers), sum(contents.values()) - len(contents))
     leases = cast(GlobalServer, top.now).lease_table
     out = [(lease.start, lease.samples) for lease in leases.open.values()]
-    once, overlapping = coverage([*top.committed, *leases.pool, *out])
+    once, overlapping = coverage([*top.committed, *leases.pool, *leases.aside, *out])
     wrong = [
         f"{site if shard is None else shard_name(site, shard)}: {text}"
         for site, server in servers.items()
