@@ -61,9 +61,18 @@ bench-quick: test-packages install
 bench-test: test-packages install
 	$(PYTEST) benchmarks $(PYTEST_ARGS)
 
-# Rows of benchmarks/results.csv, and a page of its own.
+# Rows of benchmarks/results.csv, and a page of its own. WHEELS: a folder that `launch/wheels.sh collect` filled, for a
+# machine that reaches no package index; then PYTHON's own torch is used, and nothing is installed but into build/site.
+WHEELS ?=
+GPU := -m benchmarks.gpu --record --page docs/gpu_measured.md $(GPU_ARGS)
+ifdef WHEELS
+gpu:
+	bash launch/wheels.sh install $(WHEELS) build/site $(PYTHON)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/site $(PYTHON) $(GPU)
+else
 gpu: install
-	$(BIN)/python -m benchmarks.gpu --record --page docs/gpu_measured.md $(GPU_ARGS)
+	$(BIN)/python $(GPU)
+endif
 
 # The API reference, in build/docs. pdoc warns of what it cannot read or resolve: warnings are errors. kernels lists what
 # it exports, so its modules are named one by one.

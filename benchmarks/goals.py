@@ -19,11 +19,13 @@ class Goal:
     def __str__(self) -> str:
         if self.least is None and self.most is None:
             return "–"
+        if self.least is not None and self.most is not None:
+            return f"{self.least:g} to {self.most:g}"
         return f"≥ {self.least:g}" if self.least is not None else f"≤ {self.most:g}"
 
     def met(self, value: float) -> bool:
         """Only of a goal that is set."""
-        return value >= self.least if self.least is not None else value <= (self.most or 0.0)
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ PARTS = (
             Goal("global_bytes_per_parameter", most=13),
             Goal("update_vs_memcpy", most=6),
             Goal("stall_at_snapshot", most=2),
+            Goal("simulated_over_measured", least=0.8, most=1.25),
+            Goal("encrypted.simulated_over_measured", least=0.8, most=1.25),
             Goal("recovery_s_per_gb"),
             Goal("bitwise_equal_over_shards", least=1, timed=False),
             Goal("mirrors.disk.bytes_per_parameter", most=16),

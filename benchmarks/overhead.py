@@ -198,7 +198,7 @@ def measure_own_loop(run: RunConfig, cluster: ClusterConfig, pairs: int) -> dict
         optimizer.zero_grad()
         return loss
 
-    with OuterLoop(run, "eu", model.named_parameters(), cluster=cluster, state={"adam": optimizer}) as outer:
+    with OuterLoop(run, "eu", model, cluster=cluster, state={"adam": optimizer}) as outer:
         leased = outer.batches()
         alone = iter(DataLoader(RunSamples(run), batch_size=run.samples_per_step))  # type: ignore[arg-type]
 

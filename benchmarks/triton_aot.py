@@ -56,6 +56,15 @@ class Launch:
         return [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
 
     @property
+    def signature(self) -> dict[str, str]:
+        """Triton's type of each argument: as its annotation says, or else by its value."""
+        return {
+            p.name: "constexpr" if p.is_constexpr or value is None else p.annotation_type or _kind(value)
+            for p in self.kernel.params
+            for value in [self.arguments[p.name]]
+        }
+
+    @property
     def given(self) -> list[str]:
         """Names of the arguments that the compiled kernel takes, in order."""
         return [p.name for p in self.kernel.params if not p.is_constexpr and self.arguments[p.name] is not None]
@@ -98,16 +107,14 @@ def launches(call: Callable[[], object], target: str = "") -> list[Launch]:
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
     """Compile for a name in TARGETS, without Triton's cache; raises what Triton raises."""
-    signature, constants, attributes = {}, {}, {}
+    constants, attributes = {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        kind = "constexpr" if parameter.is_constexpr or value is None else _kind(value)
-        signature[parameter.name] = kind
-        if kind == "constexpr":
+        if launch.signature[parameter.name] == "constexpr":
             constants[(index,)] = value
         elif _divisible(value) and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    source = ASTSource(launch.kernel, launch.signature, constants, attributes)
     # ptxas would run twice: Triton does not keep what it says.
     always, binary = _replaced(knobs.compilation, "always_compile", True), _replaced(CUDABackend, "make_cubin", _none)
     with always, binary:
@@ -127,7 +134,7 @@ def _kind(value: Any) -> str:
         return "fp32"
     if value < 2**31:
         return "i32"
-    return "i64" if value < 2**63 else "u64"
+    return "i64"
 
 
 def _divisible(value: Any) -> bool:

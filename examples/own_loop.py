@@ -16,7 +16,7 @@ def main(run_file: str, region: str) -> None:
     run = load_run(run_file)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**run.model.config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    with geotrain.OuterLoop(run_file, region, model.named_parameters(), state={"adam": optimizer}) as outer:
+    with geotrain.OuterLoop(run_file, region, model, state={"adam": optimizer}) as outer:
         for tokens in outer.batches():
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()

@@ -31,7 +31,7 @@ def main(run_file: str, region: str, form: str = "fsdp") -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    with geotrain.OuterLoop(run_file, region, model.named_parameters(), state={"adam": optimizer}) as outer:
+    with geotrain.OuterLoop(run_file, region, model, state={"adam": optimizer}) as outer:
         for tokens in outer.batches():
             tokens = tokens.to(device)
             loss = model(input_ids=tokens, labels=tokens).loss

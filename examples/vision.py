@@ -36,7 +36,7 @@ def network() -> nn.Module:
 def main(run_file: str, region: str) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with geotrain.OuterLoop(run_file, region, model.named_parameters(), state={"adam": optimizer}) as outer:
+    with geotrain.OuterLoop(run_file, region, model, state={"adam": optimizer}) as outer:
         for images, labels in outer.batches(Stripes()):
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()

@@ -1,7 +1,7 @@
 """GeoTrain: pretrain language models on GPU clusters in several regions, joined by slow links.
 
 For a training loop of your own: `OuterLoop` (`geotrain.own_loop.loop`), `OuterLoopCallback` for Hugging Face's
-Trainer (`geotrain.own_loop.hf_trainer`) and `save_parameters` (`geotrain.parameters.parameter_file`).
+Trainer (`geotrain.own_loop.hf_trainer`) and `save_parameters` (`geotrain.own_loop.save`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from geotrain.own_loop.hf_trainer import OuterLoopCallback as OuterLoopCallback
     from geotrain.own_loop.loop import OuterLoop as OuterLoop
-    from geotrain.parameters.parameter_file import save_parameters as save_parameters
+    from geotrain.own_loop.save import save_parameters as save_parameters
 
 __version__ = "0.1.0"
 _WHERE = {
     "OuterLoop": "own_loop.loop",
     "OuterLoopCallback": "own_loop.hf_trainer",
-    "save_parameters": "parameters.parameter_file",
+    "save_parameters": "own_loop.save",
 }
 
 

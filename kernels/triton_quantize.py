@@ -68,7 +68,7 @@ def nibble(code, v):
 @triton.jit(do_not_specialize=["first", "rows", "seed"])
 def quantize_dense(
     values, anchor, residual, scales, codes, all_finite,
-    first, rows, numel, padding, decay, inverse_level, seed,
+    first, rows, numel, padding, decay, inverse_level, seed: tl.uint64,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr,
     SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES_BF16: tl.constexpr,
     ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr, PACKED: tl.constexpr,
@@ -156,7 +156,7 @@ def code_plain(v, words, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "rows", "seed"])
 def quantize_plain(
-    values, anchor, residual, codes, all_finite, first, rows, numel, decay, seed,
+    values, anchor, residual, codes, all_finite, first, rows, numel, decay, seed: tl.uint64,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip

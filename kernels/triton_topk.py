@@ -58,7 +58,7 @@ def round_scale(x, SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "seed"])
 def quantize_topk(
-    values, anchor, residual, words, all_finite, first, decay, seed,
+    values, anchor, residual, words, all_finite, first, decay, seed: tl.uint64,
     BLOCK: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr, LOW_BITS: tl.constexpr, LOWS_AT: tl.constexpr,
     HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
     SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr,

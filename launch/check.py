@@ -10,7 +10,9 @@ from itertools import combinations
 from pathlib import Path
 
 from geotrain.common.names import GLOBAL
+from geotrain.common.ports import why_not_bound
 from geotrain.config import (
+    THIS_MACHINE,
     Address,
     ClusterConfig,
     ConfigError,
@@ -18,12 +20,12 @@ from geotrain.config import (
     RunConfig,
     WorkerConfig,
     WorkerSetup,
+    host_port,
 )
-from geotrain.data.dataset import open_dataset, training_digest
+from geotrain.data.dataset import open_dataset, read_manifest, training_digest
 from geotrain.data.tokens import DataError
 from geotrain.launch.launchers.base import regions_of
 from geotrain.launch.launchers.registry import launcher_of
-from geotrain.launch.machine import why_not_bound
 
 PORTS = range(15_000, 32_000)  # below those that Linux gives to outgoing connections, from 32768 on
 
@@ -60,7 +62,7 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
         )
     for what, (site, address) in server_addresses(cluster, [GLOBAL, *(r.name for r in cluster.serving)]).items():
         ssh = cluster.sites[site].ssh
-        if ssh and (address.port == 0 or address.host in ("127.0.0.1", "localhost", "0.0.0.0")):
+        if ssh and (address.port == 0 or address.host in THIS_MACHINE):
             raise ConfigError(
                 f"{what} runs on {ssh}, by ssh: its address {address} must be one that the others reach, with a "
                 "fixed port; set host and port"
@@ -148,9 +150,28 @@ def check_split(run: RunConfig, prefix: str) -> None:
 
 
 def check_tokenizer(run: RunConfig) -> None:
-    """Check that the tokenizer that exports copy is there. Raises DataError."""
-    if run.data.tokenizer and not Path(run.data.tokenizer).is_dir():
-        raise DataError(f"data.tokenizer = {run.data.tokenizer!r}: no such folder")
+    """Check that all data were prepared with one tokenizer, which is the one that exports copy, and whose ids the
+    model has. Raises DataError."""
+    known: dict[str, str | None] = {}
+    for prefix in run.data.prefixes:
+        with contextlib.suppress(DataError):  # what is wrong with data is told by `check_split`
+            known[prefix] = read_manifest(prefix).tokenizer_sha256
+    if run.data.tokenizer:
+        place = f"data.tokenizer = {run.data.tokenizer!r}"
+        if not Path(run.data.tokenizer).is_dir():
+            raise DataError(f"{place}: no such folder")
+        from geotrain.data.tokenizer import describe  # slow to import
+
+        ids, known[place] = describe(Path(run.data.tokenizer))
+        if ids > (rows := run.architecture.vocab_size):
+            raise DataError(f"{place}: has {ids} ids, but the model's vocab_size is {rows}; raise it")
+    made = {place: digest for place, digest in known.items() if digest}
+    for place, digest in made.items():
+        if digest != (first := next(iter(made.values()))):
+            raise DataError(
+                f"{place}: is of another tokenizer (sha256 {digest[:16]}…) than {next(iter(made))} ({first[:16]}…); "
+                "data and exports must have one: the folder `tokenizer` beside prepared data holds theirs"
+            )
 
 
 def link_to_global(cluster: ClusterConfig, region: str) -> LinkConfig:
@@ -190,11 +211,8 @@ def open_links(cluster: ClusterConfig) -> list[str]:
 
 def check_port_is_free(address: Address, what: str = "") -> None:
     """Raise ConfigError if a port on this machine is taken. what: begins the message."""
-    if why := why_not_bound(address.host, address.port):
-        raise ConfigError(
-            f"{what}cannot listen on {address}: {why}; stop what uses it, or choose another host or port in the "
-            "cluster file (0 picks a free port)"
-        )
+    if why := why_not_bound(*address.listening):
+        raise ConfigError(f"{what}cannot listen on {host_port(*address.listening)}: {why}")
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

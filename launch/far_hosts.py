@@ -58,7 +58,7 @@ def _prepare(launcher: HostLauncher, host: str, folder: Path, names: Sequence[st
         for name in names:
             archive.add(folder / name, name)
     script = _TAKE.format(folder=shlex.quote(str(folder)), names=shlex.join(names), data=shlex.join(data))
-    _, why = ask(launcher.on_host(host, ("sh", "-c", script), {}), DEADLINE_S, input=packed.getvalue())
+    _, why = ask(launcher.on_host(host, ("sh", "-c", script)), DEADLINE_S, input=packed.getvalue())
     if why:
         raise ConfigError(
             f"host {host}: not ready for a worker: {why}; {launcher.name} must reach it, and checkout, environment "

@@ -1,6 +1,6 @@
 """Runs one command. No process of the command outlives the guard, and the guard does not outlive whoever started it.
 
-    python guard.py [--grace S] -- command …
+    python guard.py [--grace S] [--env] -- command …
 
 The command inherits the guard's file descriptors.
 
@@ -14,11 +14,15 @@ opened.
 If the environment names a job (JOB), there is at most one incarnation of that job on this machine: processes with the
 same name, left over from a connection that broke unnoticed, are ended before the command begins.
 
+With `--env` the first line of standard input is a JSON object, the environment to add: a command line, and with it a
+key or token there, can be read by everybody on a machine.
+
 It imports nothing of GeoTrain, so that it starts at once.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -46,7 +50,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code, or 128 + n if signal n ended it or the guard."""
     split = arguments.index("--")
-    grace_s, command = float(arguments[1]) if split else GRACE_S, arguments[split + 1 :]
+    options, command = arguments[:split], arguments[split + 1 :]
+    grace_s = float(options[options.index("--grace") + 1]) if "--grace" in options else GRACE_S
+    if "--env" in options:
+        # Anew, since others know a job's processes by the environment with which they began.
+        again, at = sys.orig_argv, sys.orig_argv.index("--env")
+        os.execve(sys.executable, [*again[:at], *again[at + 1 :]], {**os.environ, **_read_environment()})
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
     with wakeups() as woken:
@@ -75,6 +84,16 @@ def main(arguments: list[str]) -> int:
                 code = EXIT_LEFT_BEHIND
         _end(_descendants, grace_s, woken)
     return code
+
+
+def _read_environment() -> dict[str, str]:
+    line = b""
+    while not line.endswith(b"\n"):  # byte by byte, since the end of what follows is watched
+        if not (byte := os.read(0, 1)):
+            sys.exit(128 + signal.SIGTERM)  # who started this is gone
+        line += byte
+    found: dict[str, str] = json.loads(line)
+    return found
 
 
 def _say(what: str) -> None:

@@ -26,9 +26,9 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from geotrain import __version__
+from geotrain.common.ports import why_not_bound
 from geotrain.config import ConfigError
 from geotrain.launch import cuda_driver
-from geotrain.launch.machine import why_not_bound
 
 MARK = "geotrain-host: "  # before the line of JSON: shells and launchers print lines of their own
 SMI_S = 30.0  # without its persistence daemon the driver initializes each GPU anew

@@ -22,7 +22,7 @@ from geotrain.config import (
     ClusterConfig,
     ConfigError,
     RunConfig,
-    config_digest,
+    config_changes,
     load_cluster,
     load_run,
 )
@@ -40,6 +40,7 @@ from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.host_check import check_hosts, refuse, show
 from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
+from geotrain.launch.run_rules import misfits
 from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_status, new_console, share_of, size
@@ -79,6 +80,8 @@ def launch(
     console = new_console()
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
     check_together(run, cluster)
+    for misfit in misfits(run, cluster):
+        raise misfit
     before = _launched_before(run.run_folder.absolute()) if resume else None
     run = with_data_digest(run, before[0] if before else None)
     if only:
@@ -123,10 +126,10 @@ def launch(
         for process in starting:
             supervisor.start(process)
         console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
-        display = stack.enter_context(RunDisplay(run, cluster, console)) if GLOBAL in hosts else None
+        display = stack.enter_context(RunDisplay(run, cluster, console, folder)) if GLOBAL in hosts else None
         outcome = supervisor.wait(display.show if display else lambda: None, run.monitor.every_s)
         if display:
-            display.finish(folder)
+            display.finish()
             try:
                 write_whole(folder / OUTCOME, json.dumps(dataclasses.asdict(outcome)))
             except OutputError as error:  # the exit code and the reason say the same
@@ -221,13 +224,13 @@ def resolve(
     free = iter(free_ports(len(wanted)))
     found: dict[str, list[Address]] = {}  # by site: its server's, then its shards'
     for what, (site, address) in wanted.items():
-        host, port = emulated.get(site, address.host), address.port
+        new = Address(host=emulated[site], port=address.port) if site in emulated else address
         _, old = known.get(what, (site, address))
-        if port == 0 and old.port and old.host == host:
+        if new.port == 0 and old.port and old.host == new.host:
             with contextlib.suppress(ConfigError):
                 check_port_is_free(old)
-                port = old.port
-        found.setdefault(site, []).append(Address(host=host, port=port or next(free)))
+                new = old
+        found.setdefault(site, []).append(new.model_copy(update={"port": new.port or next(free)}))
     for site in sites_here(cluster) if here is None else here:
         if links is None or site == GLOBAL:  # inside a namespace every port is free
             for address in found[site]:
@@ -274,10 +277,14 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, .
     if servers.exists() and (folder / "run.json").exists():
         before = load_run(folder / "run.json")
         known = before.data.sha256
-        if config_digest(before) != config_digest(run) or (known and known != run.data.sha256):
+        changes = config_changes(before, run)
+        if known and known != run.data.sha256:
+            changes.append(f"data.sha256: was {known}, is {run.data.sha256}")
+        if changes:
+            live = any(change.startswith("outer.local_steps") for change in changes)
             raise ConfigError(
-                f"{folder} was begun with another model, data or outer block (see its run.json); resume with the "
-                "same, or give this run another name or folder"
+                f"{folder} was begun with other settings ({'; '.join(changes)}); resume with the same, or give this "
+                f"run another name or folder{'; `geotrain set` changes outer.local_steps in a live run' * live}"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -43,17 +42,6 @@ def this_machine() -> HostMachine:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES = {visible!r}: DeepSpeed's launcher takes devices by number only, as in 0,1"
         ) from None
-
-
-def why_not_bound(host: str, port: int) -> str:
-    """Say why nothing could listen at this address of the machine now; empty: something could."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return ""
 
 
 def assign_devices(workers: Mapping[str, WorkerConfig], machine: HostMachine) -> dict[str, Assigned]:

@@ -14,13 +14,14 @@ from typing import Any
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
+    THIS_MACHINE,
     Address,
     ClusterConfig,
     ConfigError,
     RunConfig,
     Topology,
     UnsupportedModelError,
-    architecture_from_hf,
+    host_port,
     is_loopback,
 )
 from geotrain.config.deepspeed import AUTO, COS_MIN_RATIO, DEEPSPEED_WARMUP_MAX_LR, completed
@@ -36,11 +37,12 @@ from geotrain.launch.check import (
     server_addresses,
 )
 from geotrain.launch.machine import this_machine
+from geotrain.launch.run_rules import doubts
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
-from geotrain.net.transport.certs import OPERATOR, CertificateError, Role, load_credentials
-from geotrain.parameters.parameter_map import canonical_parameters
+from geotrain.net.transport.authority import ending_soon
+from geotrain.net.transport.certs import OPERATOR, RENEW, CertificateError, Role, load_credentials
 
 _DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
 _DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
@@ -94,7 +96,7 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
         if site in here and not cluster.emulate_links
     ]
     if monitor.enabled and monitor.page_port and GLOBAL in here:
-        wanted.append(("monitor.page_port", Address(host=monitor.host, port=monitor.page_port)))
+        wanted.append(("monitor.page_port", Address(bind=monitor.host, port=monitor.page_port)))
     if monitor.enabled and monitor.metrics_port:
         sites = [site for site in topology.servers if site in here and site not in apart]
         sites += [LAUNCHER] if GLOBAL in here else []
@@ -102,12 +104,16 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
             what = f"metrics of {site!r} (monitor.metrics_port + {port - monitor.metrics_port})"
             if port > 65535:
                 return [ConfigError(f"{what}: there is no port {port}; choose a lower metrics_port")]
-            wanted.append((what, Address(host=monitor.host, port=port)))
+            wanted.append((what, Address(bind=monitor.host, port=port)))
     fixed = [(what, address) for what, address in wanted if address.port]
     found: list[Obstacle] = []
     for number, (what, address) in enumerate(fixed):
-        if twice := [other for other, same in fixed[:number] if same == address]:
-            found.append(ConfigError(f"{what} and {twice[0]} both want {address}; give one of them another port"))
+        if twice := [other for other, same in fixed[:number] if same.listening == address.listening]:
+            found.append(
+                ConfigError(
+                    f"{what} and {twice[0]} both want {host_port(*address.listening)}; give one of them another port"
+                )
+            )
     return [*found, *_failing(partial(check_port_is_free, address, f"{what}: ") for what, address in fixed)]
 
 
@@ -116,11 +122,25 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
     told: list[str] = []
     for worker in Topology(run, cluster).workers.values():
         told += schedule_cautions({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
-    far = [f"{site!r} at {a}" for site, a in Topology(run, cluster).servers.items() if not is_loopback(a.host)]
+    servers = Topology(run, cluster).servers
+    far = [f"{site!r} at {address}" for site, address in servers.items() if not is_loopback(address.listening[0])]
     if far and cluster.security is None:
         told.append(
             f"without `security` in the cluster file, links are plaintext, and everyone who reaches {', '.join(far)} "
             "can take part; `geotrain certs` makes certificates"
+        )
+    ending = ending_soon(Path(cluster.security.folder)) if cluster.security else {}
+    if ending:
+        told.append(
+            f"{', '.join(ending)}: end on {min(ending.values()):%Y-%m-%d} or soon after, and then no process "
+            f"connects any more; {RENEW}"
+        )
+    ssh = next((site.ssh for site in cluster.sites.values() if site.ssh), None)
+    near = [f"{site!r} at {address}" for site, address in servers.items() if address.host in THIS_MACHINE]
+    if ssh and near:
+        told.append(
+            f"{ssh} reaches the server of {near[0]} through a tunnel only; give the `host` by which others reach it "
+            "and, if it listens on another address, `bind`"
         )
     tokenizer, family = run.data.tokenizer, run.model.config.get("model_type")
     if family == "qwen2" and tokenizer and _cuts_otherwise(tokenizer):
@@ -134,7 +154,7 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
             f"LINKS ARE NOT EMULATED: {reason}. All regions use the plain loopback interface, as fast as it is: "
             "`links` in the cluster file has no effect"
         )
-    return list(dict.fromkeys([*told, *open_links(cluster)]))
+    return list(dict.fromkeys([*told, *open_links(cluster), *doubts(run, cluster)]))
 
 
 def _cuts_otherwise(tokenizer: str) -> bool:
@@ -227,22 +247,9 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
 def _check_initial_weights(run: RunConfig) -> None:
     if run.model.init_from is None:
         return
-    from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint  # imports torch
+    from geotrain.parameters.hf_checkpoint import read_start  # imports torch
 
-    folder = Path(run.model.init_from)
-    try:
-        config, _ = read_checkpoint(folder)  # names and shapes; no weights but a tied head
-    except (HFCheckpointError, UnsupportedModelError) as error:
-        raise ConfigError(f"model.init_from: {error}") from None
-    theirs = {p.name: p.shape for p in canonical_parameters(architecture_from_hf(config))}
-    ours = {p.name: p.shape for p in canonical_parameters(run.architecture)}
-    for name in (*ours, *theirs):
-        if ours.get(name) != theirs.get(name):
-            there, wanted = theirs.get(name, "not there"), ours.get(name, "not there")
-            raise ConfigError(
-                f"model.init_from = {str(folder)!r}: is another model: {name} is {there}, in the run's "
-                f"model {wanted}; use that checkpoint's config.json as model.config"
-            )
+    read_start(run)  # names, shapes and settings; no weights but a tied head
 
 
 def _check_boards(run: RunConfig) -> None:

@@ -9,16 +9,17 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.jit_locks import build_folder, release_stale_locks
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.loading import loading
 from geotrain.launch.rank_environment import address_to, capability_here, library_settings, rank_environment
+from geotrain.worker.job_line import JobLine, say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,13 +63,8 @@ def main() -> int:
 
 
 def failed(region: str, error: Exception | str, code: int) -> int:
-    _say(f"geotrain: worker in {region}: {error}", sys.stderr)
+    say(f"geotrain: worker in {region}: {error}", sys.stderr)
     return code
-
-
-def _say(what: str, where: TextIO) -> None:
-    with suppress(OSError):  # the log may be on a full disk
-        print(what, file=where, flush=True)
 
 
 def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
@@ -99,13 +95,13 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
         from geotrain.worker.trainer import Trainer
 
     def trouble(what: str) -> None:
-        _say(f"geotrain: worker in {region}: {what}", sys.stderr)
+        say(f"geotrain: worker in {region}: {what}", sys.stderr)
 
     for line in release_stale_locks(build_folder()):
         trouble(line)
     end = end_of_document(run.data)
     engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end, precision=setup.precision)
-    _say(_place(engine.mesh, server), sys.stdout)
+    say(_place(engine.mesh, server), sys.stdout)
     vocab_size = engine.architecture.vocab_size
     source = open_training(run.data, vocab_size, run.seed)
     micro_batch = setup.deepspeed["train_micro_batch_size_per_gpu"]
@@ -120,8 +116,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     job_line = JobLine(run.monitor.every_s)
 
     def report(numbers: dict[str, Any]) -> None:
-        if line := job_line.of(numbers, time.monotonic()):
-            _say(line, sys.stdout)
+        say(job_line.of(numbers, time.monotonic()), sys.stdout)
 
     digest = training_digest(run.data)
     with connected(run, cluster, worker, data_digest=digest, report=report, trouble=trouble) as member:
@@ -144,24 +139,6 @@ def leave_worker() -> None:
 
     with suppress(RuntimeError):  # everything is saved: that another rank has gone already is no failure
         shut_down()
-
-
-class JobLine:
-    """Writes a worker's training to its log: a line for a job, at most one in `every_s` seconds."""
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._told_s: float | None = None
-
-    def of(self, numbers: Mapping[str, Any], now_s: float) -> str:
-        """Make the line for a job, or "". numbers: those of `JobTrained`."""
-        if self._told_s is not None and now_s < self._told_s + self._every_s:
-            return ""
-        self._told_s = now_s
-        return (
-            f"job {numbers['job']}, from sample {numbers['start']:,}: loss {numbers['loss']:.4f}, gradient norm "
-            f"{numbers['grad_norm']:.3g}, learning rate {numbers['lr']:.3g}, {numbers['tokens_per_s']:,.0f} tokens/s"
-        )
 
 
 def _place(mesh: RankMesh, server: Address) -> str:

@@ -109,7 +109,7 @@ def address_to(host: str, port: int = 9) -> str | None:
 
 def interface_to(host: str) -> str | None:
     """The network interface that has this machine's address on the way to a host; None if there is no way."""
-    here = address_to(host)
+    here = (address_to(host) or "").partition("%")[0]
     interfaces = psutil.net_if_addrs().items() if here else ()
     return next(
         (name for name, found in interfaces if here in [each.address.partition("%")[0] for each in found]), None

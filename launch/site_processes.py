@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from geotrain.common.files import write_whole
+from geotrain.common.files import whole_file, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
     ClusterConfig,
@@ -36,7 +36,7 @@ from geotrain.launch.launchers.base import HostLauncher, LauncherCommand, Worker
 from geotrain.launch.launchers.registry import launcher_of, worker_commands
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.machine import Assigned, HostMachine, assign_devices
-from geotrain.launch.supervisor import ProcessSpec, guarded
+from geotrain.launch.supervisor import ProcessSpec, guarded, guarded_there
 
 FIRST_MASTER_PORT = 29500
 
@@ -218,22 +218,24 @@ def _worker(
         mine = [command for command in made.commands if command.region in request.sites]
         for name, text in made.files.items() if mine else ():
             (folder / name).parent.mkdir(exist_ok=True)
-            write_whole(folder / name, text)
+            with whole_file(folder / name, permissions=0o600) as file:  # an environment may hold a key
+                file.write(text)
         return [process(command) for command in mine]
 
     def process(start: LauncherCommand) -> ProcessSpec:
-        env = {**start.env, JOB: str(folder / start.name)}
+        env, first = {**start.env, JOB: str(folder / start.name)}, b""
         if start.host is None:
             netns = namespaces.get(start.region)
             command, inherited = guarded(start.command, netns), () if netns is None else (netns,)
         else:  # a guard there ends what an earlier connection left of this job first
             assert isinstance(launcher, HostLauncher)
-            guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *start.command)
-            command, env, inherited = launcher.on_host(start.host, guard, env), {}, ()
+            inside, first = guarded_there(start.command, env)
+            command, env, inherited = launcher.on_host(start.host, inside), {}, ()
         return ProcessSpec(
             start.name,
             command,
             env,
+            first,
             inherited_fds=inherited,
             respawn=lambda: processes(True),
             group=worker.name,

@@ -10,6 +10,7 @@ outlives the supervisor, even if that is killed by SIGKILL. The processes behind
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import select
@@ -423,6 +424,12 @@ def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = g
     """
     inside = command if netns is None else in_network(netns, command)
     return (sys.executable, "-I", str(Path(guard.__file__).resolve()), "--grace", str(grace_s), "--", *inside)
+
+
+def guarded_there(command: Sequence[str], env: Mapping[str, str]) -> tuple[tuple[str, ...], bytes]:
+    """Wrap a command line in `guard.py`, on another machine. Returns what runs there, and its environment, the first
+    line of its standard input."""
+    return (sys.executable, "-m", guard.__name__, "--env", "--", *command), json.dumps(dict(env)).encode() + b"\n"
 
 
 def tail(path: Path) -> list[str]:

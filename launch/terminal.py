@@ -6,6 +6,7 @@ On a terminal it is one picture that is redrawn; in a log, a plain line for each
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -21,14 +22,25 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from geotrain.common.files import OutputError, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RegionConfig, RunConfig, Topology, is_loopback
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.operator_client import ask_status
+from geotrain.outer.server.liveness import Liveness
 
-Status = Mapping[str, Any]  # of one server, see `GrpcService.status`
+# Of one server, see `GrpcService.status`. One that does not answer now also has `as_of`, the Unix time of its status.
+Status = Mapping[str, Any]
 UNKNOWN = "–"
 ASK_S = 2.0  # how long one server may take to answer
+SEEN = "seen.json"  # in the run's folder: what servers said last to the launcher, for when they do not answer
+SEEN_EVERY_S = 30.0
+MOST_SHOWN = 8  # waits, or members that are missing
+# Of several members' states the first one is shown.
+WORST = (
+    *(Liveness.LOST, Liveness.CUT_OFF, Liveness.QUARANTINED, Liveness.STALLED),
+    *(Liveness.AWAY, Liveness.PAUSED, Liveness.UP, Liveness.LEFT),
+)
 
 # ------------------------------------------------------------------------------------------- asking the servers
 
@@ -61,7 +73,34 @@ def last_status(folder: Path) -> Status:
     return last_words(folder, (GLOBAL,)).get(GLOBAL, {})
 
 
+def aged(statuses: Mapping[str, Status], now_s: float) -> dict[str, Status]:
+    """Mark statuses as those of now or, where they are, of earlier; what has ended stays as it is."""
+    return {site: each if each.get("finished") else {"as_of": now_s, **each} for site, each in statuses.items()}
+
+
+def last_seen(folder: Path) -> dict[str, Status]:
+    """Read what servers said last to the run's launcher, by site; empty if there is nothing to be read."""
+    with contextlib.suppress(OSError, ValueError):
+        seen: dict[str, Status] = json.loads((folder / SEEN).read_text())
+        return seen
+    return {}
+
+
 # --------------------------------------------------------------------------------------------- what is shown
+
+
+def region_state(region: RegionConfig, statuses: Mapping[str, Status]) -> str:
+    """Say how a region is: as the global server judges it or, where that does not answer, by its own answer."""
+    top, own = statuses.get(GLOBAL, {}), statuses.get(region.name, {})
+    names = {region.name, *(worker.name for worker in region.workers)}
+    members = [member for name, member in top.get("members", {}).items() if name in names and "state" in member]
+    if members and "as_of" not in top:
+        worst = min(members, key=lambda member: WORST.index(Liveness(member["state"])))
+        silent = Liveness(worst["state"]).missing
+        return f"{worst['state']} {clock(worst['silent_s'])}" if silent else str(worst["state"])
+    if "connected" in own and "as_of" not in own:
+        return "up" if own["connected"] else "cut off"
+    return "no answer" if "as_of" in own else UNKNOWN
 
 
 def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[str, str]:
@@ -83,6 +122,7 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
     stale = [m["staleness"] for m in (members if above is None else [above]) if "staleness" in m]
     return {
         "region": region.name,
+        "state": region_state(region, statuses),
         "loss": f"{sum(losses) / len(losses):.3f}" if losses else UNKNOWN,
         "tokens/s": f"{sum(speeds):,.0f}" if speeds else UNKNOWN,
         "up": size(up),
@@ -108,6 +148,22 @@ def shard_lines(statuses: Mapping[str, Status]) -> list[str]:
         if words and status.get("phase") != "ended":
             found.append(f"shards of {site}: {'; '.join(words)}")
     return found
+
+
+def waits_of(statuses: Mapping[str, Status]) -> list[dict[str, Any]]:
+    """List what the servers that answer wait for, the oldest first, each with its `server`."""
+    answering = {site: status for site, status in statuses.items() if "as_of" not in status}
+    found = [{"server": site, **wait} for site, status in answering.items() for wait in status.get("waits", ())]
+    return sorted(found, key=lambda wait: float(wait["since_s"]))
+
+
+def wait_lines(statuses: Mapping[str, Status], now_s: float) -> list[str]:
+    """Make a line for each thing that servers wait for."""
+    return [
+        f"{wait['server']} waits for {wait['whom'] + ': ' if wait['whom'] else ''}{wait['text']} "
+        f"(for {clock(max(0.0, now_s - wait['since_s']))})"
+        for wait in waits_of(statuses)[:MOST_SHOWN]
+    ]
 
 
 def share_of(top: Status) -> float:
@@ -138,12 +194,17 @@ def lines(cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float 
     top = statuses.get(GLOBAL, {})
     end = at_rest(top) or f"{clock(left_s)} left"
     return [
-        f"{c['region']}: loss {c['loss']}, {c['tokens/s']} tokens/s, up {c['up']}, down {c['down']}, "
+        f"{c['region']}: {unusual(c['state'])}loss {c['loss']}, {c['tokens/s']} tokens/s, "
+        f"up {c['up']}, down {c['down']}, "
         f"version {c['version']} (global {c['global']}), staleness {c['stale']}, workers {c['workers']}, "
         f"restarts {c['restarts']}, committed {share_of(top):.0%}, {end}"
         for c in rows
         if c["loss"] != UNKNOWN or not c["workers"].startswith("0/")
     ]
+
+
+def unusual(state: str) -> str:
+    return "" if state in (UNKNOWN, Liveness.UP) else f"{state}; "
 
 
 def at_rest(top: Status) -> str:
@@ -152,12 +213,21 @@ def at_rest(top: Status) -> str:
     return str(top["phase"]) if top.get("phase") in ("paused", "stopping") else ""
 
 
+def missing(top: Status) -> dict[str, Mapping[str, Any]]:
+    """Return the members that are not heard of. top: the global server's status."""
+    members = {} if "as_of" in top else top.get("members", {})
+    return {name: m for name, m in members.items() if "state" in m and Liveness(m["state"]).missing}
+
+
 def headline(top: Status, state: str, reason: str = "") -> str:
     """Describe the state of a run in one line. top: the global server's status. reason: why the run has failed."""
     words = [state]
     if top.get("draining"):
         words.append(f"draining {', '.join(top['draining'])}")
-    words.append(f"{share_of(top):.1%} committed")
+    words += [f"{name} {member['state']}" for name, member in missing(top).items()][:MOST_SHOWN]
+    if "train_samples" in top:
+        ago = f", {clock(time.time() - top['as_of'])} ago" if "as_of" in top else ""
+        words.append(f"{share_of(top):.1%} committed{ago}")
     if validated := top.get("validation"):
         words.append(f"validation loss {validated['loss']:.4f} (at {validated['samples']:,} samples)")
     return "; ".join([*words, reason] if reason else words)
@@ -166,13 +236,13 @@ def headline(top: Status, state: str, reason: str = "") -> str:
 def draw(title: str, cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float | None = None) -> Group:
     """Draw the picture for a terminal: the title, a row for each region, and the status page's address if it is
     up."""
-    table = table_of([region_cells(region, statuses) for region in cluster.serving], left=("region",))
+    table = table_of([region_cells(region, statuses) for region in cluster.serving], left=("region", "state"))
     top = statuses.get(GLOBAL, {})
     page = None if top.get("phase") == "ended" else top.get("page")
     return Group(
         Text(title if left_s is None or at_rest(top) else f"{title}; {clock(left_s)} left"),
         table,
-        *map(Text, shard_lines(statuses)),
+        *map(Text, [*shard_lines(statuses), *wait_lines(statuses, time.time())]),
         *([Text(page_line(cluster, page))] if page else []),
     )
 
@@ -181,8 +251,8 @@ def page_line(cluster: ClusterConfig, url: str) -> str:
     """Describe how to open the status page, through an ssh tunnel if it is on another machine's loopback."""
     if cluster.global_ssh is None or not is_loopback(urlsplit(url).hostname or ""):
         return f"status page: {url}"
-    port = urlsplit(url).port
-    tunnel = f"ssh -N -L {port}:127.0.0.1:{port} {cluster.global_ssh}"
+    at = urlsplit(url)
+    tunnel = f"ssh -N -L {at.port}:{at.netloc} {cluster.global_ssh}"
     return f"status page: {url} on {cluster.global_ssh}; to see it here: {tunnel}"
 
 
@@ -190,8 +260,8 @@ class RunDisplay:
     """The launcher's display, a context manager. A thread asks the servers; `show` draws what is known, without
     waiting."""
 
-    def __init__(self, run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
-        self._run, self._cluster, self._console = run, cluster, console
+    def __init__(self, run: RunConfig, cluster: ClusterConfig, console: Console, folder: Path) -> None:
+        self._run, self._cluster, self._console, self._folder = run, cluster, console, folder
         self._servers = addresses(run, cluster)
         self._latest: dict[str, Status] = {}
         self._eta = Eta()
@@ -212,9 +282,9 @@ class RunDisplay:
         if self._live:
             self._live.stop()
 
-    def finish(self, folder: Path) -> None:
+    def finish(self) -> None:
         """Show the run once more, with the last status of the servers that have ended."""
-        self._latest = {**self._latest, **last_words(folder, self._servers)}
+        self._latest = {**self._latest, **last_words(self._folder, self._servers)}
         self.show()
         top = self._latest.get(GLOBAL)
         if top and not self._live:
@@ -237,8 +307,14 @@ class RunDisplay:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def _ask_on(self) -> None:
+        kept_s = -SEEN_EVERY_S
         while not self._stop.wait(self._run.monitor.every_s):
-            self._latest = {**self._latest, **ask(self._cluster, self._servers)}
+            live, now_s = ask(self._cluster, self._servers), time.time()
+            self._latest = {**aged(self._latest, now_s), **live}
+            if live and time.monotonic() - kept_s >= SEEN_EVERY_S:
+                kept_s = time.monotonic()
+                with contextlib.suppress(OutputError):  # without room, nothing can be told later
+                    write_whole(self._folder / SEEN, json.dumps(aged(self._latest, now_s)))
 
 
 # ------------------------------------------------------------------------------------------- for all commands

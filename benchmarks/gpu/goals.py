@@ -23,7 +23,10 @@ class GpuGoal(Goal):
 GOALS = (
     GpuGoal("tests.failed", most=0, what="tests marked gpu that failed", unit="count"),
     GpuGoal("tests.passed", least=1, what="tests marked gpu that passed", unit="count"),
+    GpuGoal("parts.*.exit", most=0, what="a part's exit code; 124: it took too long", unit="count"),
+    GpuGoal("engines.*", most=1.0, what="losses and norms of the engine: from the processor's, over what may be"),
     GpuGoal("kernels.*", least=0.85, what="update kernels over a copy on the device that touches the same bytes"),
+    GpuGoal("codecs.*.decode_measured*", what="the same with its norm, which the host reads payload and result for"),
     GpuGoal("codecs.*", least=0.85, what="codecs' kernels over a copy on the device that touches the same bytes"),
     GpuGoal("outer_loop.exposed", most=0.01, what="share of a worker's time that the outer loop costs"),
     GpuGoal("step.memory_over_estimate", most=1.1, what="a rank's peak memory over `geotrain dry-run`'s"),

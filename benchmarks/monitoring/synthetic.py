@@ -6,9 +6,9 @@ import math
 import random
 from collections.abc import Iterator
 
-from geotrain.monitor.events import Found, Lost, MemberSampled, Record, Recovery, ServerSampled, SnapshotWritten
+from geotrain.monitor.events import LivenessChanged, MemberSampled, Record, Recovery, ServerSampled, SnapshotWritten
 from geotrain.monitor.history import Facts
-from geotrain.outer.events import Event, Joined, UpdateApplied, ValidationDone
+from geotrain.outer.events import UpdateApplied, ValidationDone
 
 FRAGMENTS = 4
 SAMPLE_S, MERGE_S = 30.0, 60.0  # of each member
@@ -39,7 +39,7 @@ def synthetic_events(facts: Facts, end_s: float, hours: float, seed: int = 0) ->
     lost: set[str] = set()
     yield Record(begin_s, "global", Recovery(0))
     for name in names:
-        yield Record(begin_s + rng.random() * 5, "global", Joined(name, 0, f"{name}-1"))
+        yield Record(begin_s + rng.random() * 5, "global", LivenessChanged(name, "up", 0.0))
     seconds = int(hours * 3600)
     for second in range(10, seconds, 5):
         at_s, share = begin_s + second, second / seconds
@@ -47,12 +47,12 @@ def synthetic_events(facts: Facts, end_s: float, hours: float, seed: int = 0) ->
             if (second // 5 + i) % int(MERGE_S // 5) == 0 and name not in lost:
                 fragment = (second // 60) % FRAGMENTS
                 versions[fragment] += 1
-                yield Record(at_s, "global", _merge(rng, name, i, fragment, versions, share, int(rate * second)))
+                yield Record(at_s, "global", a_merge(rng, name, i, fragment, versions, share, int(rate * second)))
             if (second // 5 + i) % int(SAMPLE_S // 5) == 0:
                 totals[name] += 0 if name in lost else int(SAMPLE_S * 9e6)
                 yield Record(at_s, "global", _sample(rng, name, totals[name], name in lost))
             if i % 16 == 5 and rng.random() < 5 / 3600:
-                event: Event = Found(name, 240.0) if name in lost else Lost(name, 6.0)
+                event = LivenessChanged(name, *(("up", 240.0) if name in lost else ("cut off", 6.0)))
                 lost.symmetric_difference_update({name})
                 yield Record(at_s, "global", event)
         if second % 1800 == 0:
@@ -70,7 +70,7 @@ def _loss(share: float) -> float:
     return 2.1 + 8.5 * math.exp(-9 * share) + 0.6 * math.exp(-1.5 * share)
 
 
-def _merge(
+def a_merge(
     rng: random.Random, name: str, index: int, fragment: int, versions: list[int], share: float, tokens: int
 ) -> UpdateApplied:
     slow = index % 10 == 7

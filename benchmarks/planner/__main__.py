@@ -12,11 +12,10 @@ all; `median_gap`: cost / lower bound − 1 of the kinds with 6 to 12 regions of
 With root, on emulated links (planner/runs.py): `placement_speedup`, measured step time of the naive rank order over
 the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
 
-    python -m benchmarks.planner [--only search random runs] [--quick] [--docs] [--record]
+    python -m benchmarks.planner [--only search random runs] [--quick] [--record]
     python -m benchmarks.planner --only random --each 10     a hundred matrices: some forty minutes of processor time
 
-`--docs` renews the table of kinds in docs/planner.md. `--only random` may be recorded from a machine that does other
-work besides: it counts processor time.
+`--only random` may be recorded from a machine that does other work besides: it counts processor time.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ import json
 import sys
 from typing import Any
 
-from benchmarks import ROOT
-
 KINDS = ("search", "random", "runs")
 
 
@@ -38,13 +35,11 @@ def main() -> None:
     from benchmarks.common import command_line, report
     from benchmarks.planner import placements, random_matrices, runs
     from benchmarks.planner.random_matrices import ALL
-    from benchmarks.studies.claims.report import replace_block
     from geotrain.emulate.wan import cannot_emulate
 
     parser = command_line(__doc__, quick={})
     parser.add_argument("--only", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--each", type=int, default=1, help="random matrices of each kind")
-    parser.add_argument("--docs", action="store_true", help="renew the table of kinds in docs/planner.md")
     args = parser.parse_args()
     if not 1 <= args.each <= ALL:
         parser.error(f"--each: 1 to {ALL}")
@@ -56,8 +51,6 @@ def main() -> None:
     if "random" in args.only:
         found["random_matrices"] = random_matrices.measure(args.each, args.quick)
         print("random_matrices", json.dumps(found["random_matrices"]), flush=True)
-        if args.docs:
-            replace_block(ROOT / "docs/planner.md", "random", random_matrices.page(found["random_matrices"]))
     if "runs" in args.only:
         found |= runs.measure(args.quick)
     report("planner", found, args, unit, left_out=("planned_order",), timed=[*args.only] != ["random"])

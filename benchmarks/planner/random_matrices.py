@@ -19,7 +19,6 @@ from numpy.random import Generator
 
 from benchmarks.planner.lower_bound import lower_bound
 from benchmarks.planner.plain_annealing import anneal_for
-from benchmarks.studies.claims.report import table
 from geotrain.plan.placement.cost import Floats, Ints, Problem, problem_from_links
 from geotrain.plan.placement.search import search
 
@@ -32,9 +31,8 @@ GIGABYTES = {"gradient_gigabytes": 0.65, "activation_gigabytes": 0.47}  # of DT-
 
 @dataclass(frozen=True)
 class Kind:
-    """what: in words. regions: how many at most, or 0; draw: (random numbers, stages, replicas) → problem."""
+    """regions: how many at most, or 0; draw: (random numbers, stages, replicas) → problem."""
 
-    what: str
     regions: int
     draw: Callable[[Generator, int, int], Problem]
 
@@ -105,16 +103,13 @@ def without_structure(rng: Generator, stages: int, replicas: int) -> Problem:
 
 
 KINDS = {
-    "regions_6": Kind("6 unlike regions", 6, regions(6)),
-    "regions_8": Kind("8 unlike regions", 8, regions(8)),
-    "regions_10": Kind("10 unlike regions", 10, regions(10)),
-    "regions_12": Kind("12 unlike regions", 12, regions(12)),
-    "globe": Kind("12 regions strewn over a globe, links slower with distance", 12, regions(12, on_a_globe)),
-    "idle": Kind("8 unlike regions, a quarter more devices than places", 8, regions(8, spare=0.25)),
-    "compute": Kind("8 unlike regions, whose devices take 1, 1.5 or 3 s", 8, regions(8, speeds=(1.0, 1.5, 3.0))),
-    "hosts": Kind("6 unlike regions of hosts of four devices", 0, regions(6, hosts_of=4)),
-    "noise": Kind("8 unlike regions, each link's rate 20 % its own", 0, regions(8, noise=0.2)),
-    "none": Kind("no structure: each link drawn by itself", 0, without_structure),
+    **{f"regions_{n}": Kind(n, regions(n)) for n in (6, 8, 10, 12)},
+    "globe": Kind(12, regions(12, on_a_globe)),
+    "idle": Kind(8, regions(8, spare=0.25)),
+    "compute": Kind(8, regions(8, speeds=(1.0, 1.5, 3.0))),
+    "hosts": Kind(0, regions(6, hosts_of=4)),
+    "noise": Kind(0, regions(8, noise=0.2)),
+    "none": Kind(0, without_structure),
 }
 
 
@@ -180,22 +175,3 @@ def measure(each: int, quick: bool = False, processes: int = 2) -> dict[str, Any
         "median_gap_of_all": median(f["gap"] for f in every),
         "kinds": detail,
     }
-
-
-def page(found: dict[str, Any]) -> str:
-    """Markdown of what `measure` found."""
-    header = ("kind", "over annealing: worst", "median", "gap: worst", "median")
-    rows = [
-        [f"`{kind}`: {KINDS[kind].what}", *_shown(of, "worst_gap", "median_gap")]
-        for kind, of in found["kinds"].items()
-    ]
-    worst, middle, gap, of_all = _shown(found, "median_gap", "median_gap_of_all")
-    times, slowest = found["annealing_over_search_time"], max(of["cpu_seconds"] for of in found["kinds"].values())
-    text = f"Of all {found['matrices']}, annealed for {times:.0f} times the search's time (at most {slowest:.1f} s): "
-    text += f"worst {worst}, median {middle}; the median gap is {gap} of the kinds of regions, {of_all} of all."
-    return f"{table(rows, header)}\n\n{text}"
-
-
-def _shown(of: dict[str, float], *gaps: str) -> list[str]:
-    ratios = [f"{of[name]:.3f}" for name in ("worst_over_annealing", "median_over_annealing")]
-    return ratios + [f"{of[name]:.2g}" for name in gaps]

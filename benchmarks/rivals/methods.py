@@ -216,7 +216,7 @@ class Ours(Method):
         run = Path(self.task.folder) / "run" / "run.json"
         self.waited_s = 0.0
         self.outer = geotrain.OuterLoop(
-            run, self.region, self.model.named_parameters(), state={"adam": self.optimizer}, report=self._note
+            run, self.region, self.model, state={"adam": self.optimizer}, report=self._note
         )
 
     def _note(self, numbers: dict[str, Any]) -> None:

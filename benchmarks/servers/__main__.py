@@ -16,7 +16,8 @@ update_vs_memcpy     seconds from the first byte that is pushed to the last byte
                      the update's fp32 vector once; median over the updates of large fragments, and its 95 % interval
 ns_per_parameter     of an update: from end to end; processor time of each server; and of each stage, on one thread
 simulated_over_measured
-                     ns of an update as the simulator counts them, from this run's stages, over those measured
+                     ns of an update as plan, dry-run and simulate count them, over those measured here; encrypted:
+                     the same with TLS, of `--encrypted` parameters
 stall_at_snapshot    the longest update while snapshots of both servers are written, over the median one
 recovery_s_per_gb    of the region's server, killed with -9: seconds until it listens again, less those of a server
                      without a state, over the snapshot's size
@@ -43,6 +44,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -78,7 +80,7 @@ UNITS = {
 }
 ROUNDS_S = 240.0
 SHARDED_ROUNDS = 2
-QUICK = {"parameters": 4e6, "rounds": 1, "shards": [1, 2], "sharded": 1e6, "mirrored": 2e6}
+QUICK = {"parameters": 4e6, "rounds": 1, "shards": [1, 2], "sharded": 1e6, "mirrored": 2e6, "encrypted": 2e6}
 
 
 def main() -> None:
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of them; 2 among them")
     parser.add_argument("--sharded", type=float, default=1.6e7, help="parameters in the worlds with shards")
     parser.add_argument("--mirrored", type=float, default=4.8e7, help="parameters beside four regions")
+    parser.add_argument("--encrypted", type=float, default=6.4e7, help="parameters where links have TLS")
     parser.add_argument("--rates", action="store_true", help="renew geotrain/plan/model/server_rates.py and docs")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
     options = parser.parse_args()
@@ -97,6 +100,12 @@ def main() -> None:
     servers: list[ServerProcess] = []
     try:
         figures = measure(folder, options.parameters, options.rounds, servers)
+        for server in servers:
+            server.kill()
+        ns = figures["ns_per_parameter"]
+        ns["encrypted"] = encrypted_ns(folder / "encrypted", options.encrypted, options.rounds, servers)
+        figures["simulated_over_measured"] = rates.simulated_ns(False) / ns["end_to_end"]
+        figures["encrypted"] = {"simulated_over_measured": rates.simulated_ns(True) / ns["encrypted"]}
         for server in servers:
             server.kill()
         figures |= shards.measure(folder / "shards", options.sharded, SHARDED_ROUNDS, options.shards)
@@ -112,7 +121,7 @@ def main() -> None:
     report("servers", figures, options, lambda metric: "ns" if "ns_per_parameter" in metric else unit(metric), note)
 
 
-def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess]) -> dict[str, object]:
+def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess]) -> dict[str, Any]:
     run_path = write_files(folder, parameters)
     parameter_map = parameter_map_of(load_run(run_path))
     sizes = [fragment.numel for fragment in parameter_map.fragments]
@@ -187,12 +196,35 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
             "processor_of_the_global_server": processor["global"],
             **by_stage,
         },
-        "simulated_over_measured": rates.simulated_ns(by_stage) / end_to_end,
         "stall_at_snapshot": max(stalls),
         "recovery_s_per_gb": recovery,
         "snapshot_gb": size_gb,
         "first_weights_mb_s": 4 * parameter_map.numel / 1e6 / weights_s,
     }
+
+
+def encrypted_ns(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess]) -> float:
+    """Measure ns a parameter of an update from end to end over links with TLS."""
+    folder.mkdir()
+    run_path = write_files(folder, parameters, encrypted=True)
+    sizes = [fragment.numel for fragment in parameter_map_of(load_run(run_path)).fragments]
+    top, region = ServerProcess(run_path, "global"), ServerProcess(run_path, REGION)
+    servers += [top, region]
+    for server in (top, region):
+        server.start()
+    pipes = [start_worker(run_path, name, region.address) for name in WORKERS]
+    times = []
+    for number in range(rounds + 1):
+        for fragment, size in enumerate(sizes):
+            for pipe in pipes:
+                pipe.send(fragment)
+                took_s = answered(pipe)[1]
+                if number and size > max(sizes) / 2:  # the first round warms up
+                    times.append(took_s / size * 1e9)
+            wait_until_quiet(region)
+    for pipe in pipes:
+        pipe.send(None)
+    return median(times)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs, update_s
 
 PAGE = ROOT / "docs/operations.md"
-BYTES = 2  # of a parameter in the benchmark's updates and answers, which are bf16
+BYTES = 2  # of a parameter in the benchmark's updates, and in answers, which are bf16
+UPDATE = ("frames_in", "journal_write", "journal_flush", "decode_and_norm", "rule", "answer", "frames_out")
 OF_BYTE = ("frames_in", "journal_write", "journal_flush", "frames_out")
 OF_PARAMETER = ("decode_and_norm", "rule", "answer", "up_encode", "merge", "mirror")
 
@@ -50,16 +51,20 @@ HEADER = (
 
 
 def of(stages: dict[str, float], recovery_s_per_gb: float, note: str) -> ServerRates:
-    """stages: ns of a parameter, as `stages.measure` gives them."""
+    """stages: ns of a parameter, as `benchmarks.servers` gives them."""
     of_parameter = {stage: stages[stage] for stage in OF_PARAMETER}
     of_byte = {stage: stages[stage] / BYTES for stage in OF_BYTE}
+    # What goes in and out, each of BYTES, takes the time that no stage does.
+    beyond = stages["end_to_end"] - sum(stages[stage] for stage in UPDATE)
+    of_byte["between"] = max(0.0, beyond) / (2 * BYTES)
+    of_byte["tls"] = max(0.0, stages["encrypted"] - stages["end_to_end"]) / (2 * BYTES)
     return ServerRates(hardware(), note, of_parameter, of_byte, recovery_s_per_gb)
 
 
-def simulated_ns(stages: dict[str, float]) -> float:
-    """Nanoseconds of a parameter of a worker's update, counted by the simulator."""
+def simulated_ns(encrypted: bool) -> float:
+    """Nanoseconds of a parameter of a worker's update, by the rates that plan, dry-run and simulate count with."""
     place = place_of("region", parse(OuterConfig, OUTER, "outer"), WORKERS)
-    return 1e9 * update_s(place, BYTES, 1, BYTES, of(stages, 0.0, ""))
+    return 1e9 * update_s(place, BYTES, 1, BYTES, product.MEASURED.over(encrypted))
 
 
 def renew(figures: dict[str, Any], note: str) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.servers.world import RANKS
 from geotrain.config import load_cluster, load_run
+from geotrain.net.transport.certs import trust_between
 from geotrain.net.transport.sharded_link import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
@@ -38,7 +39,8 @@ class Worker:
         cluster = load_cluster(run_path.parent / "cluster.json")
         region = next(r.name for r in cluster.regions if any(w.name == name for w in r.workers))
         shards = shards_above(cluster, parameter_map, "worker", name, region)
-        self.clients = [WorkerClient(address, shards=shards) for _ in range(ranks)]
+        trust = trust_between(cluster, "worker", name, "region", region)
+        self.clients = [WorkerClient(address, trust=trust, shards=shards) for _ in range(ranks)]
         i = identity_of(run, parameter_map)
         welcome = None
         for rank, client in enumerate(self.clients):

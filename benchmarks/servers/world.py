@@ -18,9 +18,10 @@ import psutil
 
 from benchmarks.processes import resident_bytes, wait_for
 from benchmarks.small_runs import deepspeed_block, llama
-from geotrain.config import load_run
+from geotrain.config import load_cluster, load_run
 from geotrain.launch.check import free_ports
 from geotrain.net.server.server_setup import LISTENING
+from geotrain.net.transport.certs import OPERATOR, Role, make_certificates, trust_between
 
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
 WIDTH = 1024
@@ -31,13 +32,14 @@ START_S = 600.0  # a server writes its first weights to the disk before it liste
 
 def write_files(
     folder: Path, parameters: float, workers: dict[str, Sequence[str]] | None = None, name: str = "servers",
-    shards: int = 0, chunks: int = 0,
+    shards: int = 0, chunks: int = 0, encrypted: bool = False,
 ) -> Path:  # fmt: skip
     """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it;
     momenta and residuals are kept in bf16.
 
     workers: the names of each region's; None: REGION with WORKERS. shards: processes beside each server; 0: one
-    in its own. chunks: into how many a fragment of layers is cut; 0: as the product does by default."""
+    in its own. chunks: into how many a fragment of layers is cut; 0: as the product does by default. encrypted: links
+    have TLS, with certificates in `folder`."""
     of_regions = workers or {REGION: WORKERS}
     width = min(WIDTH, 64 * max(1, round((parameters / FRAGMENTS / 16) ** 0.5 / 64)))
     layer_numel = 16 * width**2  # attention's four matrices, and three of four times the width
@@ -72,8 +74,12 @@ def write_files(
             for i, (region, names) in enumerate(of_regions.items(), 1)
         ],
     }  # fmt: skip
+    if encrypted:
+        cluster["security"] = {"folder": str(folder / "certs")}
     for file, content in (("run", run), ("cluster", cluster)):
         (folder / f"{file}.json").write_text(json.dumps(content))
+    if encrypted:
+        make_certificates(load_cluster(folder / "cluster.json"), folder / "certs")
     return folder / "run.json"
 
 
@@ -168,7 +174,10 @@ def state_bytes(server: ServerProcess) -> int:
 def status(server: ServerProcess) -> dict[str, Any]:
     from geotrain.net.transport.operator_client import ask_status
 
-    said = ask_status(server.address, 60.0)
+    role: Role = "global" if server.name == "global" else "region"
+    cluster = load_cluster(server.run_path.parent / "cluster.json")
+    trust = trust_between(cluster, "operator", OPERATOR, role, server.name)
+    said = ask_status(server.address, 60.0, trust)
     if said is None:
         raise RuntimeError(f"the server {server.name} does not answer")
     return said

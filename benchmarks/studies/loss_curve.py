@@ -14,9 +14,10 @@ from pathlib import Path
 
 from benchmarks.common import command_line
 from benchmarks.studies.learner.training import Curve, Study, training_task
-from geotrain.commands.simulate import WhatIf, nothing_committed, question
+from geotrain.commands.simulate import WhatIf, question
 from geotrain.config import OuterConfig, RunConfig
 from geotrain.parameters.parameter_map import parameter_map_of
+from geotrain.simulate.forecast import nothing_committed
 from geotrain.simulate.spec import WorldSpec
 from geotrain.simulate.world import VirtualWorld
 

@@ -13,8 +13,10 @@ import pytest
 import benchmarks.gpu.__main__ as gpu
 from benchmarks import ROOT
 from benchmarks.common import RESULTS
-from benchmarks.gpu import titan
+from benchmarks.gpu import engines, titan
 from benchmarks.gpu.goals import GOALS, goal_of, page, plan, unit, verdict
+from benchmarks.gpu.rows import read_rows, told_to
+from tests.support.process_trees import marked, new_mark, until
 
 
 def test_goals_and_their_verdicts() -> None:
@@ -23,6 +25,9 @@ def test_goals_and_their_verdicts() -> None:
     for ratio, told in ((0.5, "met"), (1.1, "met"), (1.11, "MISSED")):
         assert verdict("step.memory_over_estimate", ratio, 8) == told
     assert verdict("kernels.merge", 0.1, 0) == "–"  # of a CPU
+    assert verdict("codecs.int4.decode_measured_vs_copy_bandwidth", 0.1, 1) == "–"  # it ends on the host
+    assert [verdict("engines.Muon", apart, 1) for apart in (1.0, 1.1)] == ["met", "MISSED"]
+    assert [verdict("parts.step.exit", code, 1) for code in (0, 124)] == ["met", "MISSED"]
     assert [verdict("step.acco_speedup", 0.5, gpus) for gpus in (1, 2)] == ["–", "MISSED"]
     assert verdict("step.tokens_per_s", 1.0, 1) == verdict("step.ranks", 1, 1) == "–"
     assert (unit("step.zero1_step_s"), unit("step.peak_bytes"), unit("step.ranks")) == ("s", "bytes", "count")
@@ -49,12 +54,35 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert gpu.main() == 0 and plan() in capsys.readouterr().out
 
 
+def test_a_part_that_takes_too_long_ends_with_all_that_it_started_and_its_rows_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    told_to(rows)("kernels.merge", 0.5)
+    with rows.open("a") as file:
+        file.write('{"metric": "kernels.av')  # as a kill leaves it
+    mark = new_mark()
+    for name, value in mark.items():
+        monkeypatch.setenv(name, value)
+    assert gpu.run_part("engines", rows, True, 0.5) == 124
+    assert until(lambda: not marked(mark)), "its processes have ended"
+    assert read_rows(rows) == {"kernels.merge": 0.5}
+
+
+def test_a_case_that_fails_is_named_and_the_others_are_compared() -> None:
+    told: dict[str, float] = {}
+    with pytest.raises(RuntimeError, match="no figure of unknown;"):
+        engines.compare(["unknown", "fp32"], told.__setitem__)
+    assert told == {"engines.fp32": 0.0}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_everything_in_it_runs(tmp_path: Path) -> None:
     rows = RESULTS.read_text()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--page", str(tmp_path / "page.md")]
+    command += ["--rows", str(tmp_path / "rows.jsonl")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "page.md").read_text()
@@ -63,7 +91,14 @@ def test_everything_in_it_runs(tmp_path: Path) -> None:
     there = {"step.vs_torchtitan"} if titan.installed() else set()
     missing = set(re.findall("^- `(.*?)`", text, re.MULTILINE))
     assert missing == {"step.memory_over_estimate", "step.vs_torchtitan"} - there
-    for metric in ("kernels.adam_step", "codecs.int4.decode_vs_memcpy", "step.acco_step_s", "outer_loop.exposed"):
+    for metric in (
+        "engines.fp32",
+        "parts.step.seconds",
+        "kernels.adam_step",
+        "codecs.int4.decode_vs_memcpy",
+        "step.acco_step_s",
+        "outer_loop.exposed",
+    ):
         assert f"| `{metric}` |" in text
     assert "| `tests.skipped` | " in text and "| `tests.skipped` | 0 |" not in text  # they were collected
     assert RESULTS.read_text() == rows

@@ -79,6 +79,9 @@ def test_the_table_says_what_was_found_and_what_was_not(monkeypatch: pytest.Monk
 
     assert verdict("good", Goal("a", least=2)) == verdict("good", Goal("deep.b.mean", most=1)) == "yes"
     assert verdict("good", Goal("a", most=0)) == "no"
+    sides = [Goal("a", least=1, most=most) for most in (1.5, 2)], [Goal("a", least=least, most=4) for least in (2, 3)]
+    assert [[verdict("good", goal) for goal in side] for side in sides] == [["no", "yes"], ["yes", "no"]]
+    assert str(Goal("a", least=0.8, most=1.25)) == "0.8 to 1.25"
     assert verdict("good", Goal("a")) == verdict("good", Goal("a", least=2), quick=True) == "–"
     assert verdict("good", Goal("c")) == "not measured"
     assert verdict("busy", Goal("a", least=2)) == "busy"

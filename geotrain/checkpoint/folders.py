@@ -1,27 +1,32 @@
-"""Writes a checkpoint's folder: by all ranks together, whole or not at all."""
+"""Writes and finds checkpoints' folders, whatever ranks' files hold: by all ranks together, whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
+import logging
 import os
+import pickle
 import shutil
+import socket
 import uuid
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from geotrain.common.files import make_folder, out_of_room, sync
+from geotrain.common.files import make_folder, out_of_room, size_and_checksum, sync
 
 T = TypeVar("T")
-FORMAT = 2
+log = logging.getLogger(__name__)
+FORMAT = 3
 _MANIFEST = "manifest.json"
 _REPLACED = ".replaced.tmp"  # ends the name of a checkpoint that was moved aside for a newer one of the same tag
 _TIMEOUT_S = 1800.0  # how long a rank that has written its file waits for the others
@@ -50,18 +55,31 @@ class SharedFolder:
 
 
 class RanksOfWorker:
-    """The worker's ranks, in a process group of their own. Every rank must make it.
+    """The worker's ranks, in a process group of their own, of gloo; without torch's default group, this process
+    alone. Every rank must make it.
 
-    A checkpoint is written by a thread of its own, while others' collectives go on.
+    A checkpoint is written by a thread of its own, while others' collectives go on. timeout_s: how long a rank waits
+    for the others.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_TIMEOUT_S))
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self.alone else dist.get_rank()
+        self.world_size = 1 if self.alone else dist.get_world_size()
+        self._group = None if self.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._folders: dict[Path, SharedFolder] = {}  # whether hosts share one never changes while they run
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        if not self.alone:
+            dist.destroy_process_group(self._group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Give every rank the values of all ranks. A collective."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def together(self, action: Callable[[], T], place: Path) -> list[T]:
         """Run the action on every rank and return all results, by rank; if it fails on any, all raise the same error.
@@ -72,15 +90,14 @@ class RanksOfWorker:
         no_room = False
         try:
             result = action()
-        except (OSError, SafetensorError, CheckpointError, ValueError, KeyError) as error:
+        except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, ValueError, KeyError) as error:
             words = str(error)
             if isinstance(error, OSError) and error.strerror:  # its str() would add "[Errno 28]"
                 words = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
             # safetensors raises an error of its own, which has no number but the system's words.
             no_room = out_of_room(error) or os.strerror(errno.ENOSPC) in words
             problem = f"rank {self.rank}: {words}"
-        outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, (result, problem, no_room), group=self._group)
+        outcomes = self.gather((result, problem, no_room))
         problems = [problem for _, problem, _ in outcomes if problem]
         if problems:
             more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
@@ -111,8 +128,114 @@ class RanksOfWorker:
         return self._folders[folder]
 
 
-def rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+class CheckpointFolder:
+    """A worker's checkpoints in one folder. Every rank makes the same calls; they contain collectives.
+
+    keep: how many stay. otherwise: what to do where the newest one holds another optimizer's state. suffix: of ranks'
+    files.
+    """
+
+    def __init__(self, ranks: RanksOfWorker, folder: Path, keep: int, otherwise: str, suffix: str) -> None:
+        self.ranks, self.folder, self._keep, self._otherwise = ranks, folder, keep, otherwise
+        self.file = f"rank-{ranks.rank:05d}.{suffix}"
+
+    def write(self, tag: str, manifest: dict[str, Any], write_file: Callable[[Path], object]) -> None:
+        """Write a checkpoint; when it is whole, all but the newest `keep` go.
+
+        manifest: `model`, `optimizer` and `layout`, which `newest` compares; `own_files`: whether each rank reads its
+        own file and no other; and anything else that JSON can hold. write_file: writes this rank's file and brings it
+        to the disk. Each `together` is also a barrier: no rank writes before its folder is there, the folders are
+        renamed only when every rank's file is on disk, and older checkpoints go only when the new one is whole on
+        every host. Raises CheckpointError on every rank if any rank failed; earlier checkpoints stay.
+        """
+        together, leads = self.ranks.together, self.ranks.sharing(self.folder).leads
+        final, temporary = self.folder / tag, self.folder / f"{tag}.tmp"
+        file = temporary / self.file
+
+        def written() -> tuple[str, tuple[int, int]]:
+            write_file(file)
+            return file.name, size_and_checksum(file)
+
+        try:
+            numbers = together(lambda: prepare(temporary) if leads else 0, temporary)
+            files = dict(together(written, temporary))
+            whole = {"format": FORMAT, "tag": tag, **manifest, "number": 1 + max(numbers), "files": files}
+            together(lambda: finish(temporary, final, whole) if leads else None, temporary)
+            together(lambda: drop(self.folder, self._keep) if leads else None, self.folder)
+        except CheckpointError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def newest(self, wanted: dict[str, Any], tag: str | None = None) -> dict[str, Any] | None:
+        """Find the newest whole checkpoint, or the one called `tag`; returns its manifest, None where there is none.
+
+        wanted: this worker's `model`, `optimizer` and `layout`. Damaged checkpoints are passed over with a warning.
+        Raises CheckpointError on every rank: the newest is of another model or optimizer, all need another layout or
+        files that are not here, or there is none called `tag`.
+        """
+        together, folder = self.ranks.together, self.folder
+        together(lambda: bring_back(folder), folder)
+        found = together(lambda: self._found(wanted, tag), folder)
+        elsewhere: list[str] = []
+        for key in sorted({key for here in found for key in here}, reverse=True):
+            manifest = next(here[key] for here in found if key in here)
+            place = folder / manifest["tag"]
+            lacks = [fault for fault in together(partial(self._lacks, wanted, manifest), place) if fault]
+            faults = lacks or [fault for fault in together(partial(self._damage, manifest), place) if fault]
+            if not faults:
+                return manifest
+            elsewhere += lacks
+            if self.ranks.rank == 0:
+                log.warning("checkpoint %s: passed over: %s", place, faults[0])
+        if elsewhere:
+            raise CheckpointError(f"checkpoint {folder}: {elsewhere[0]}")
+        if tag is not None:
+            raise CheckpointError(f"checkpoint {folder}: there is no whole checkpoint {tag!r} in {folder}")
+        return None
+
+    def needed(self, manifest: dict[str, Any]) -> list[str]:
+        """List the files that this rank reads: all, or its own."""
+        return [self.file] if manifest["own_files"] else list(manifest["files"])
+
+    def _found(self, wanted: dict[str, Any], tag: str | None) -> dict[tuple[int, int], dict[str, Any]]:
+        """Find the manifests that this rank sees, by number and checksum. Raises CheckpointError."""
+        found = [manifest for manifest, path in manifests(self.folder) if tag in (None, path.name)]
+        if found and (of := found[0]["model"]) != wanted["model"]:
+            raise CheckpointError(f"{found[0]['tag']!r} is of another model ({of}, not {wanted['model']})")
+        if found and (kind := found[0]["optimizer"]) != wanted["optimizer"]:
+            raise CheckpointError(
+                f"{found[0]['tag']!r} holds the state of {kind}, not of {wanted['optimizer']}: {self._otherwise}"
+            )
+        return {(manifest["number"], manifest["checksum"]): manifest for manifest in found}
+
+    def _lacks(self, wanted: dict[str, Any], manifest: dict[str, Any]) -> str | None:
+        """Say why this rank cannot read the checkpoint, other than damage; None: it can."""
+        tag, layout = manifest["tag"], manifest["layout"]
+        if manifest["own_files"] and layout != wanted["layout"]:
+            return (
+                f"{tag!r} was saved in another layout, and each rank reads its own file only: resume with the layout "
+                f"{layout}, or begin without the optimizer's state"
+            )
+        here = self.folder / tag
+        if missing := [name for name in self.needed(manifest) if not (here / name).exists()]:
+            return (
+                f"{tag!r}: rank {self.ranks.rank} on {socket.gethostname()} does not find {missing[0]} in {here}: "
+                "start the worker on the same hosts in the same order, or set checkpoint.folder to one that all its "
+                "hosts share"
+            )
+        return None
+
+    def _damage(self, manifest: dict[str, Any]) -> str | None:
+        """Say what is wrong with the files that this rank checks; None: nothing. Each rank checks a part of shared
+        files."""
+        names = self.needed(manifest)
+        for name in names if manifest["own_files"] else names[self.ranks.rank :: self.ranks.world_size]:
+            try:
+                if list(size_and_checksum(self.folder / manifest["tag"] / name)) != manifest["files"][name]:
+                    return f"damaged: {name} differs from what was written (its length or its checksum is wrong)"
+            except OSError as error:
+                return f"{name}: {error.strerror}"
+        return None
 
 
 def prepare(temporary: Path) -> int:

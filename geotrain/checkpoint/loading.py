@@ -1,15 +1,11 @@
-"""Reads the newest whole checkpoint, in whatever parallel layout."""
+"""Reads an engine's checkpoint, in whatever parallel layout."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,56 +13,28 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from geotrain.checkpoint.folders import (
-    CheckpointError,
-    RanksOfWorker,
-    bring_back,
-    manifests,
-    rank_file,
-)
-from geotrain.checkpoint.state import kind_of, layout_of_ranks, state_of
-from geotrain.common.files import size_and_checksum
+from geotrain.checkpoint.folders import CheckpointFolder
+from geotrain.checkpoint.state import described, layout_of_ranks, state_of
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
 from geotrain.optimizers.inner_optimizer import set_step_count
-from geotrain.parameters.parameter_map import StridedSlice, canonical_parameters, digest
-
-log = logging.getLogger(__name__)
+from geotrain.parameters.parameter_map import StridedSlice
 
 
-def load(engine: GeoEngine, ranks: RanksOfWorker, folder: Path, tag: str | None) -> dict[str, Any] | None:
+def load(engine: GeoEngine, files: CheckpointFolder, tag: str | None) -> dict[str, Any] | None:
     """Restore the optimizer's state from the newest whole checkpoint, or the one called `tag`; return its `extra`.
 
     Every rank of the worker must call it. Masters stay as they are: at a restart they come from the outer loop.
-    Random states belong to ranks, so they are restored only in the parallel layout that was saved. Damaged
-    checkpoints are passed over with a warning. Returns None if there is no checkpoint and no tag was given. Raises
-    CheckpointError on every rank if any rank failed, and where a checkpoint needs files that only other hosts have.
+    Random states belong to ranks, so they are restored only in the parallel layout that was saved. Returns None if
+    there is no checkpoint and no tag was given. Raises CheckpointError on every rank if any rank failed, and as
+    `CheckpointFolder.newest` does.
     """
     engine.settle()  # a step that is still under way would write the masters after this
-    ranks.together(lambda: bring_back(folder), folder)
-    found = ranks.together(lambda: _found(engine, folder, tag), folder)
-    elsewhere: list[str] = []
-    for key in sorted({key for here in found for key in here}, reverse=True):
-        manifest = next(here[key] for here in found if key in here)
-        place = folder / manifest["tag"]
-        faults = [fault for fault in ranks.together(partial(_lacks, engine, manifest, folder), place) if fault]
-        if faults:
-            elsewhere += faults
-            if engine.rank == 0:
-                log.warning("checkpoint %s: passed over: %s", place, faults[0])
-            continue
-        faults = [fault for fault in ranks.together(partial(_damage, ranks, manifest, folder), place) if fault]
-        if not faults:
-            break
-        if engine.rank == 0:
-            log.warning("checkpoint %s: damaged, passed over: %s", place, faults[0])
-    else:
-        if elsewhere:
-            raise CheckpointError(f"checkpoint {folder}: {elsewhere[0]}")
-        if tag is not None:
-            raise CheckpointError(f"checkpoint {folder}: there is no whole checkpoint {tag!r} in {folder}")
+    manifest = files.newest(described(engine, {}), tag)
+    if manifest is None:
         return None
-    ranks.together(lambda: _read_rank(engine, place, manifest), place)
+    place = files.folder / manifest["tag"]
+    files.ranks.together(lambda: _read_rank(engine, files, manifest), place)
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
     for counter, value in manifest["counters"].items():
         setattr(engine, counter, value)
@@ -74,65 +42,16 @@ def load(engine: GeoEngine, ranks: RanksOfWorker, folder: Path, tag: str | None)
     return manifest["extra"]
 
 
-def _found(engine: GeoEngine, folder: Path, tag: str | None) -> dict[tuple[int, int], dict[str, Any]]:
-    """Find the manifests of the checkpoints that this rank sees, by number and checksum. Raises CheckpointError."""
-    found = [manifest for manifest, path in manifests(folder) if tag in (None, path.name)]
-    wanted = digest(canonical_parameters(engine.architecture))
-    if found and found[0]["model"] != wanted:
-        raise CheckpointError(f"{found[0]['tag']!r} is of another model ({found[0]['model']}, not {wanted})")
-    if found and (kind := found[0]["optimizer"]) != kind_of(engine):
-        raise CheckpointError(
-            f"{found[0]['tag']!r} holds the state of {kind}, but deepspeed.optimizer.type is {kind_of(engine)}, "
-            "which keeps other moments; set the type back, or begin a new run from the exported weights "
-            "(model.init_from)"
-        )
-    return {(manifest["number"], manifest["checksum"]): manifest for manifest in found}
-
-
-def _needed(rank: int, manifest: dict[str, Any]) -> list[str]:
-    """List the files that this rank reads: all, or where hosts shared no file system, its own."""
-    return list(manifest["files"]) if manifest["shared"] else [rank_file(rank)]
-
-
-def _lacks(engine: GeoEngine, manifest: dict[str, Any], folder: Path) -> str | None:
-    """Say why this rank cannot read the checkpoint, other than damage; None: it can."""
-    tag = manifest["tag"]
-    if not manifest["shared"] and manifest["layout"] != layout_of_ranks(engine):
-        return (
-            f"{tag!r} was saved by hosts that share no file system, in another layout: resume with the layout "
-            f"{manifest['layout']}, or copy the weights and begin without the optimizer's state"
-        )
-    here = folder / tag
-    if missing := [name for name in _needed(engine.rank, manifest) if not (here / name).exists()]:
-        return (
-            f"{tag!r}: rank {engine.rank} on {socket.gethostname()} does not find {missing[0]} in {here}: start the "
-            "worker on the same hosts in the same order, or set checkpoint.folder to one that all its hosts share"
-        )
-    return None
-
-
-def _damage(ranks: RanksOfWorker, manifest: dict[str, Any], folder: Path) -> str | None:
-    """Say what is wrong with the files that this rank checks; None: nothing. Each rank checks a part of shared
-    files."""
-    names = _needed(ranks.rank, manifest)
-    for name in names[ranks.rank :: ranks.size] if manifest["shared"] else names:
-        try:
-            if list(size_and_checksum(folder / manifest["tag"] / name)) != manifest["files"][name]:
-                return f"{name} differs from what was written (its length or its checksum is wrong)"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-    return None
-
-
-def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> None:
+def _read_rank(engine: GeoEngine, files: CheckpointFolder, manifest: dict[str, Any]) -> None:
     """Read the state that this rank owns, and no more, from the files of whichever ranks saved it."""
+    folder = files.folder / manifest["tag"]
     with contextlib.ExitStack() as stack:
         # parameter → (file, shard, the run's offset in the shard, run) of each run that was saved
         saved: dict[str, list[tuple[Any, int, int, StridedSlice]]] = defaultdict(list)
-        for name in _needed(engine.rank, manifest):
+        for name in files.needed(manifest):
             file = stack.enter_context(safe_open(folder / name, "pt"))
             for shard, (pushes, runs) in enumerate(json.loads(file.metadata()["shards"])):
-                if manifest["shared"] and not pushes:
+                if not manifest["own_files"] and not pushes:
                     continue
                 offset = 0
                 for parameter, start, length, stride, count in runs:
@@ -149,7 +68,7 @@ def _read_rank(engine: GeoEngine, folder: Path, manifest: dict[str, Any]) -> Non
                     _copy(read, file.get_slice(f"{shard}.{name}")[low:high], into, outof - low, length)
                 view.copy_(read)
     if manifest["layout"] == layout_of_ranks(engine):
-        with safe_open(folder / rank_file(engine.rank), "pt") as file:
+        with safe_open(folder / files.file, "pt") as file:
             torch.set_rng_state(file.get_tensor("rng.cpu"))
             if platform.HAS_CUDA:
                 torch.cuda.set_rng_state(file.get_tensor("rng.cuda"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -16,21 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from geotrain.checkpoint import loading
-from geotrain.checkpoint.folders import (
-    FORMAT,
-    CheckpointError,
-    RanksOfWorker,
-    SharedFolder,
-    drop,
-    finish,
-    prepare,
-    rank_file,
-)
+from geotrain.checkpoint.folders import CheckpointError, CheckpointFolder, RanksOfWorker
 from geotrain.checkpoint.state import described, state_of
-from geotrain.common.files import size_and_checksum, sync
+from geotrain.common.files import sync
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
 from geotrain.staging.cuda import CudaStaging, NoStreams
+
+_OTHERWISE = (
+    "each optimizer keeps other moments; set deepspeed.optimizer.type back, or begin a new run from the exported "
+    "weights (model.init_from)"
+)
 
 
 class Checkpoints:
@@ -50,8 +45,8 @@ class Checkpoints:
         keep: int,
         no_room: Callable[[CheckpointError], None] | None = None,
     ) -> None:
-        self._engine, self._folder, self._keep, self._no_room = engine, Path(folder), keep, no_room
-        self._ranks = RanksOfWorker()
+        self._engine, self._no_room, self._ranks = engine, no_room, RanksOfWorker()
+        self._files = CheckpointFolder(self._ranks, Path(folder), keep, _OTHERWISE, "safetensors")
         streams = torch.cuda if platform.HAS_CUDA else NoStreams()
         self._staging = CudaStaging(engine.device, streams, "checkpoints")
         self._under_way: Future[None] | None = None
@@ -68,18 +63,17 @@ class Checkpoints:
         engine = self._engine
         engine.settle()
         with self._telling():
-            shared = self._ranks.sharing(self._folder)
-            tensors, places = self._saved(every_shard=not shared.whole)
+            apart = not self._ranks.sharing(self._files.folder).whole
+            tensors, places = self._saved(every_shard=apart)
             random = {"rng.cpu": torch.get_rng_state()}
             if platform.HAS_CUDA:
                 random["rng.cuda"] = torch.cuda.get_rng_state()
-            manifest = {"format": FORMAT, "tag": tag, "shared": shared.whole}
-            manifest |= described(engine, extra)
+            manifest = {"own_files": apart, **described(engine, extra)}
 
             def write(copies: Sequence[Tensor]) -> None:
-                with self._telling(tag):
-                    named = dict(zip(tensors, copies, strict=True))
-                    self._write({**random, **named}, places, manifest, shared)
+                named = {**random, **dict(zip(tensors, copies, strict=True))}
+                with self._telling():
+                    self._files.write(tag, manifest, lambda path: _write_file(path, named, places))
 
             with self._staging.beside():
                 self._under_way = self._staging.keep(0, tuple(tensors.values()), write)
@@ -94,7 +88,7 @@ class Checkpoints:
     def load(self, tag: str | None = None) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint, or the one called `tag` (`loading.load`)."""
         self.wait()
-        return loading.load(self._engine, self._ranks, self._folder, tag)
+        return loading.load(self._engine, self._files, tag)
 
     def close(self) -> None:
         """Wait for the last checkpoint, and end the thread and the process group. Raises CheckpointError."""
@@ -105,16 +99,11 @@ class Checkpoints:
             self._ranks.close()
 
     @contextlib.contextmanager
-    def _telling(self, tag: str | None = None) -> Iterator[None]:
-        """Clean up after a checkpoint that fails inside this context, and report a full disk.
-
-        tag: of the one that is written.
-        """
+    def _telling(self) -> Iterator[None]:
+        """Report a full disk inside this context."""
         try:
             yield
         except CheckpointError as error:
-            if tag is not None:
-                shutil.rmtree(self._folder / f"{tag}.tmp", ignore_errors=True)
             if self._no_room is None or not error.no_room:
                 raise
             self._no_room(error)
@@ -133,27 +122,7 @@ class Checkpoints:
                 places.append([shard.pushes, runs])
         return tensors, places
 
-    def _write(
-        self, tensors: dict[str, Tensor], places: list[Any], manifest: dict[str, Any], shared: SharedFolder
-    ) -> None:
-        """Write a checkpoint, on each rank's writing thread.
 
-        Each `together` is also a barrier: no rank writes before its folder is there, the folders are renamed only
-        when every rank's file is on disk, and older checkpoints go only when the new one is whole on every host.
-        """
-        final = self._folder / manifest["tag"]
-        temporary = final.with_name(f"{final.name}.tmp")
-        together = self._ranks.together
-        numbers = together(lambda: prepare(temporary) if shared.leads else 0, temporary)
-        file = temporary / rank_file(self._ranks.rank)
-        files = together(lambda: (file.name, _write_file(file, tensors, places)), temporary)
-        whole = {**manifest, "number": 1 + max(numbers), "files": dict(files)}
-        together(lambda: finish(temporary, final, whole) if shared.leads else None, temporary)
-        together(lambda: drop(self._folder, self._keep) if shared.leads else None, self._folder)
-
-
-def _write_file(path: Path, tensors: dict[str, Tensor], places: list[Any]) -> tuple[int, int]:
-    """Write a rank's file; returns its length in bytes and its checksum."""
+def _write_file(path: Path, tensors: dict[str, Tensor], places: list[Any]) -> None:
     save_file(tensors, path, metadata={"shards": json.dumps(places, separators=(",", ":"))})
     sync(path)
-    return size_and_checksum(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ import typer
 
 from geotrain.commands import cli_operate
 from geotrain.commands.cli_operate import RunFolder
+from geotrain.commands.telling import Told, with_json
 from geotrain.launch.loading import leave_quickly, loading
 
 app = typer.Typer(
@@ -87,24 +89,27 @@ def main() -> None:
 
 
 @app.command(epilog="Example: geotrain quickstart")
+@with_json
 def quickstart(
     resume: Resume = False,
     moe: Annotated[bool, typer.Option("--moe", help="A model with experts, which one region divides.")] = False,
     run: Annotated[Path | None, typer.Option(help="The run file; default: the shipped one.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="The cluster file; default: the shipped one.")] = None,
-) -> None:
+) -> Told:
     """Two regions train a small model on this machine, on text found here; then export, evaluate, sample.
 
     Leaves logs, a checkpoint, the export and summary.json in runs/quickstart; with --moe in runs/quickstart-moe.
     """
     from geotrain.commands.quickstart import quickstart as start
 
-    raise typer.Exit(start(run, cluster, resume, "-moe" if moe else ""))
+    code, summary = start(run, cluster, resume, "-moe" if moe else "")
+    return Told(summary, code=code)
 
 
 @app.command(
     epilog="Example: geotrain prepare texts/*.jsonl.zst --out data/mine --train-bpe 32000 --validation 0.01",
 )
+@with_json
 def prepare(
     inputs: Annotated[list[str], typer.Argument(metavar="TEXTS…", help="Files, folders, patterns, or hf:NAME.")],
     out: Annotated[Path, typer.Option(help="Folder for train.bin/.idx, validation.bin/.idx and the tokenizer.")],
@@ -116,35 +121,39 @@ def prepare(
     end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="A broken line of JSON is an error.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A broken line or row is an error.")] = False,
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Only this part; `merge` joins them.")] = None,
-) -> None:
+) -> Told:
     """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, Hugging Face data sets) into a Megatron data set.
 
-    Lines that are no JSON object with a text are passed over and counted.
+    Lines and rows without a text, and what is behind the cut of a cut file, are passed over and counted.
     """
     from geotrain.commands.prepare import prepare_files
 
     settings = text_key, end_of_document, processes, overwrite, strict, shard
-    prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
+    manifests = prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
+    return Told({split: manifest.model_dump(mode="json") for split, manifest in manifests.items()})
 
 
 @app.command(epilog="Example: geotrain merge data/web")
+@with_json
 def merge(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="The --out of `prepare --shard`.")],
-) -> None:
+) -> Told:
     """Make one data set of the shards that several hosts prepared. It moves nothing, and can be done again."""
     from geotrain.data.shards import merge as write_manifests
 
-    for split, manifest in write_manifests(out).items():
-        print(f"{out / split}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
+    made = {str(out / split): manifest for split, manifest in write_manifests(out).items()}
+    lines = [f"{where}: {each.tokens:,} tokens in {each.documents:,} documents" for where, each in made.items()]
+    return Told({where: manifest.model_dump(mode="json") for where, manifest in made.items()}, "\n".join(lines))
 
 
 @app.command(epilog="Example: geotrain adopt data/wiki_text_document --tokenizer data/tokenizer")
+@with_json
 def adopt(
     prefix: Annotated[Path, typer.Argument(help="The .bin/.idx pair, without the ending.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer that made it.")] = None,
-) -> None:
+) -> Told:
     """Read a data set that Megatron's own tools made and write its manifest beside it, so that runs can train on it.
 
     Without --tokenizer its largest id decides how large its vocabulary is.
@@ -152,10 +161,8 @@ def adopt(
     from geotrain.data.dataset import adopt as write_manifest
 
     manifest = write_manifest(prefix, tokenizer)
-    print(
-        f"{prefix}.json: {manifest.tokens:,} tokens in {manifest.documents:,} documents, ids below "
-        f"{manifest.vocab_size:,}"
-    )
+    counts = f"{manifest.tokens:,} tokens in {manifest.documents:,} documents, ids below {manifest.vocab_size:,}"
+    return Told(manifest.model_dump(mode="json"), f"{prefix}.json: {counts}")
 
 
 @app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
@@ -237,46 +244,51 @@ def serve_shard(
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")
+@with_json
 def export(
     folder: RunFolder,
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
     dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
-) -> None:
+) -> Told:
     """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive."""
     from geotrain.commands.export import export_run
 
     export_run(folder, output, dtype)
-    print(output)
+    return Told({"folder": output}, str(output))
 
 
 @app.command(epilog='Example: geotrain sample exported "Once upon a time"')
+@with_json
 def sample(
     folder: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face checkpoint folder.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="How many to write at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
-) -> None:
+) -> Told:
     """Write text with an exported model."""
     from geotrain.commands.sample import sample as write
 
-    print(write(folder, prompt, tokens, temperature, seed))
+    text = write(folder, prompt, tokens, temperature, seed)
+    return Told({"text": text}, text)
 
 
 @app.command(epilog="Example: geotrain picture runs/quickstart quickstart.svg")
+@with_json
 def picture(
     folder: RunFolder,
     output: Annotated[Path, typer.Argument(metavar="FILE", help=".png, .svg or .pdf.", callback=_drawn)],
-) -> None:
+) -> Told:
     """Draw what a run's events tell: losses over tokens, and what its links carried."""
     from geotrain.config import load_run
     from geotrain.monitor.picture import picture as draw
 
     draw(folder, load_run(folder / "run.json").data.sequence_length, output)
-    print(output)
+    return Told({"file": output}, str(output))
 
 
 @app.command("eval", epilog="Example: geotrain eval exported --data data/mine/validation --tasks hellaswag,arc_easy")
+@with_json
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="EXPORT", help="A Hugging Face checkpoint folder.")],
     data: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Loss on a prepared .bin/.idx pair.")] = None,
@@ -295,18 +307,19 @@ def evaluate(
     inside_documents: Annotated[
         bool, typer.Option("--inside-documents", help="With --data, as trained with data.attention = document.")
     ] = False,
-) -> None:
+) -> Told:
     """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
     from geotrain.commands.evaluate import measure
 
     said = measure(folder, data, tasks, sequence_length, limit, batch, task_folder, inside_documents)
-    print(json.dumps(said, indent=2))
+    return Told(said, json.dumps(said, indent=2))
 
 
 @app.command(
     epilog="Example: geotrain simulate configs/runs/1b.json configs/clusters/four-regions-ssh.json --tflops 150 "
     "--codec int4 --picture run.svg",
 )
+@with_json
 def simulate(
     run: RunFile,
     cluster: ClusterFile,
@@ -322,8 +335,7 @@ def simulate(
         Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.", callback=_drawn)
     ] = None,
     changes: Changes = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All figures, as JSON.")] = False,
-) -> None:
+) -> Told:
     """Run a run in a simulated world: hours, utilization, bytes of each link; and what if. Nothing is started."""
     from geotrain.commands.simulate import WhatIf, report_text
     from geotrain.commands.simulate import simulate as start
@@ -337,10 +349,11 @@ def simulate(
         changes=tuple(changes or ()),
         picture=picture,
     )
-    print(json.dumps(report, indent=2) if as_json else report_text(report))
+    return Told(report, report_text(report))
 
 
 @app.command(epilog="Example: geotrain probe configs/clusters/four-regions-ssh.json --run configs/runs/1b.json")
+@with_json
 def probe(
     cluster: ClusterFile,
     run: Annotated[
@@ -351,7 +364,7 @@ def probe(
         int,
         typer.Option("--bytes", min=1 << 20, max=16 << 30, help="Bytes at most, for each direction of each link."),
     ] = 256 << 20,
-) -> None:
+) -> Told:
     """Measure a cluster's links, and its accelerators, and write the figures into the cluster file.
 
     Every pair of regions is measured over the channel that training uses, one after another. The servers' ports must
@@ -360,7 +373,7 @@ def probe(
     from geotrain.commands.probe import probe as measure
     from geotrain.net.transport.link_probe import Limits
 
-    measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True))
+    return Told(measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True)))
 
 
 @app.command("probe-site", hidden=True)
@@ -372,13 +385,14 @@ def probe_site() -> None:
 
 
 @app.command("dry-run", epilog="Example: geotrain dry-run configs/runs/70b.json configs/clusters/slurm.json")
+@with_json
 def dry_run(
     run: RunFile,
     cluster: ClusterFile,
     ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Look at all other hosts, too.")] = False,
     roofline: Annotated[bool, typer.Option("--roofline", help="What H100, H200 and B200 could reach.")] = False,
     changes: Changes = None,
-) -> None:
+) -> Told:
     """Check both files together; print memory a rank, bytes an exchange, and all that `launch` would refuse here.
 
     Builds no weights, starts nothing. Exit code 2: it would be refused.
@@ -386,17 +400,25 @@ def dry_run(
     from geotrain.config import load_cluster, load_run
 
     files = load_run(run, changes or ()), load_cluster(cluster)  # a mistake in them is told before torch is imported
-    from geotrain.commands.dry_run import needs, report, show, show_roofline
+    from geotrain.commands.dry_run import needs, report, show, show_forecast, show_roofline
     from geotrain.launch.terminal import new_console
 
     console = new_console()
-    show(needs(*files), console)
+    found = needs(*files)
+    show(found, console)
+    forecast = show_forecast(*files, console)
     if roofline:
         show_roofline(*files, console)
-    raise typer.Exit(0 if report(*files, console, ask_hosts) else 2)
+    console.record = True
+    accepted = report(*files, console, ask_hosts)
+    told = [line.strip() for line in console.export_text().splitlines() if line]
+    return Told(
+        {**asdict(found), "forecast": forecast, "accepted": accepted, "told": told}, code=0 if accepted else 2
+    )
 
 
 @app.command(epilog="Example: geotrain plan model.json configs/clusters/world-inventory.json --out planned")
+@with_json
 def plan(
     run: Annotated[
         Path, typer.Argument(metavar="MODEL.json|RUN.json", help="A Hugging Face config, or a run file with pins.")
@@ -406,7 +428,7 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
     tokens: Annotated[float | None, typer.Option(min=1, help="Tokens to train, as in 1e11.")] = None,
     objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = "speed",
-    within_days: Annotated[float | None, typer.Option(min=0, help="With --objective cost: the latest end.")] = None,
+    within_days: Annotated[float | None, typer.Option(min=0, help="The latest end.")] = None,
     pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
     utilization: Annotated[
         float, typer.Option(min=0.01, max=1, help="Utilization that workers are to reach.")
@@ -414,59 +436,62 @@ def plan(
     imbalance: Annotated[
         float, typer.Option(min=1, help="Assumed ratio of the fullest rank's tokens to the mean, with experts.")
     ] = 1.0,
-) -> None:
+) -> Told:
     """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
 
     What the run file says under parallel, outer and model.recompute is kept.
     """
+    from geotrain.commands.plan import as_json
     from geotrain.commands.plan import plan as make_plan
 
-    make_plan(run, cluster, out, explain, tokens, objective, within_days, pin_global, utilization, imbalance)
+    choices = tokens, objective, within_days, pin_global, utilization, imbalance
+    return Told(as_json(make_plan(run, cluster, out, explain, *choices)))
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")
+@with_json
 def certs(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="The cluster file.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write.")],
-) -> None:
+) -> Told:
     """Make the run's certificate authority, and a certificate for every server and worker that has none.
 
     Name the folder in the cluster file's `security` block, and copy to each machine ca.pem and its own pair only.
+    Certificates that have expired, or will within 30 days, are renewed; keys stay, so that only .pem files change.
     """
     from geotrain.config import load_cluster
-    from geotrain.net.transport.certs import make_certificates
+    from geotrain.net.transport.authority import make_certificates
 
-    for path in make_certificates(load_cluster(cluster), folder):
-        print(path)
+    made = make_certificates(load_cluster(cluster), folder)
+    told = [
+        str(path) if path.suffix == ".key" or path.with_suffix(".key") in made else f"{path} (renewed)"
+        for path in made
+    ]
+    if folder / "ca.pem" in made and folder / "ca.key" not in made:
+        told.append("The authority had expired, or was to expire soon: copy ca.pem to every machine.")
+    return Told({"files": made}, "\n".join(told))
 
 
 @app.command(epilog="Example: geotrain configs configs")
+@with_json
 def configs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist.")],
-) -> None:
+) -> Told:
     """Copy the run, model and cluster files that come with GeoTrain, to begin one's own from."""
     from geotrain.commands.configs import copy_configs
 
     copy_configs(folder)
-    print(folder)
+    return Told({"folder": folder}, str(folder))
 
 
 @app.command(epilog="Example: geotrain schema --out configs/schema")
+@with_json
 def schema(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema"),
     docs: Annotated[Path, typer.Option(help="The reference to write.")] = Path("docs/configuration.md"),
-) -> None:
+) -> Told:
     """Write the JSON Schema of run and cluster files, for editors, and their reference as Markdown."""
-    from geotrain.commands.schema_page import reference
-    from geotrain.common.files import write_whole
-    from geotrain.config import ClusterConfig, RunConfig, json_schema
+    from geotrain.commands.schema_page import write_schema
 
-    texts = {
-        out / "run.json": json.dumps(json_schema(RunConfig), indent=2),
-        out / "cluster.json": json.dumps(json_schema(ClusterConfig), indent=2),
-        docs: reference(RunConfig, ClusterConfig),
-    }
-    for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text + "\n")
-        print(path)
+    written = write_schema(out, docs)
+    return Told({"files": written}, "\n".join(map(str, written)))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from geotrain.commands.telling import Json, Told, with_json
+
 if TYPE_CHECKING:
-    from geotrain.commands.operate import LiveRun
+    from geotrain.commands.operate import LiveRun, RunStatus
 
 app = typer.Typer()
 command = partial(app.command, rich_help_panel="A live run")
@@ -27,11 +30,17 @@ def live_run(folder: Path) -> LiveRun:
     return LiveRun(folder)
 
 
+def told_phase(phase: str, after: RunStatus | None = None) -> Told:
+    """The result of a command that steers a run. after: the run when that was waited for."""
+    data = {"phase": phase, **({"status": after.as_json()} if after else {})}
+    return Told(data, "\n".join([phase, *([after.headline] if after else [])]))
+
+
 @command(epilog="Example: geotrain status runs/mine; geotrain status runs/mine --json | jq .state")
 def status(
     folder: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="One table, also on a terminal.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All that the servers say, as JSON.")] = False,
+    as_json: Json = False,
     every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Time between looks.")] = 2.0,
 ) -> None:
     """Show how a run goes, or went; on a terminal, until it is over or Ctrl-C.
@@ -63,6 +72,7 @@ def logs(
         str | None,
         typer.Option(metavar="MEMBER/NUMBER", help="Show instead the way of this update, and where it is."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Show the logs of a run's processes: global, a region's name, a worker's name.
 
@@ -75,67 +85,103 @@ def logs(
     from geotrain.commands.operate import launcher_runs
 
     if update is not None:
-        print(*shown(trace_update(folder, update)), sep="\n")
+        found = trace_update(folder, update)
+        print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(shown(found)))
         return
+    if as_json:
+        raise typer.BadParameter("--json: logs are lines; it goes with --update, and events/*.jsonl are JSON")
     with suppress(KeyboardInterrupt):
         for line in stream(folder, names or (), lines, lambda: follow and launcher_runs(folder) is True):
             print(line, flush=follow)
 
 
 @command(epilog="Example: geotrain pause runs/mine")
-def pause(folder: RunFolder) -> None:
+@with_json
+def pause(folder: RunFolder) -> Told:
     """Hand out no more data: workers finish the job that they have (and the next one they hold), then wait.
 
     Nothing is lost, and it outlives restarts of the servers. `geotrain resume` lets the run go on.
     """
-    print(live_run(folder).steer("pause"))
+    return told_phase(live_run(folder).steer("pause"))
 
 
 @command(epilog="Example: geotrain resume runs/mine")
-def resume(folder: RunFolder) -> None:
+@with_json
+def resume(folder: RunFolder) -> Told:
     """Let a paused run go on. (One that has ended: geotrain launch … --resume.)"""
-    print(live_run(folder).steer("resume"))
+    return told_phase(live_run(folder).steer("resume"))
+
+
+@command(name="set", epilog="Example: geotrain set runs/mine outer.local_steps=64")
+@with_json
+def set_key(
+    folder: RunFolder,
+    setting: Annotated[str, typer.Argument(metavar="KEY=VALUE", help="outer.local_steps=NUMBER, and no other key.")],
+) -> Told:
+    """Change a setting of a live run: workers take jobs of so many inner steps from the next lease on.
+
+    It outlives restarts of the servers and `geotrain launch … --resume`, whose run file stays as it is.
+    """
+    phase = live_run(folder).steer(f"set {setting}")
+    return Told({"setting": setting, "phase": phase}, f"{setting} from the next leases on; the run is {phase}")
 
 
 @command(epilog="Example: geotrain drain runs/mine eu --wait 600")
+@with_json
 def drain(
     folder: RunFolder,
     region: Annotated[str, typer.Argument(metavar="REGION", help="Its name in the cluster file.")],
     wait: Wait = 0.0,
-) -> None:
+) -> Told:
     """Let a region go: its workers finish their job, send what they have, and leave. The others train on.
 
     It takes part again when its processes are started again, with --resume.
     """
     run = live_run(folder)
-    print(run.steer("drain", region))
-    if wait:
-        print(run.wait(lambda seen: run.has_left(region, seen), wait).headline)
+    phase = run.steer("drain", region)
+    return told_phase(phase, run.wait(lambda seen: run.has_left(region, seen), wait) if wait else None)
 
 
 @command(epilog="Example: geotrain unban runs/mine eu-0")
+@with_json
 def unban(
     folder: RunFolder,
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
-) -> None:
-    """Unban a worker or region whose updates were refused too often: its next incarnation may join."""
-    print(live_run(folder).unban(member))
+) -> Told:
+    """Unban a worker or region whose updates were refused too often, or that was expelled: started anew it may
+    join."""
+    answer = live_run(folder).bar("unban", member)
+    return Told({"answer": answer}, answer)
+
+
+@command(epilog="Example: geotrain expel runs/mine eu-0")
+@with_json
+def expel(
+    folder: RunFolder,
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
+) -> Told:
+    """Put a worker or region out of the run, as one that hangs: others train what it held, and its process ends when
+    it next calls. It outlives restarts of the servers; `geotrain unban` lets the member join again, started anew.
+    """
+    answer = live_run(folder).bar("expel", member)
+    return Told({"answer": answer}, answer)
 
 
 @command(epilog="Example: geotrain snapshot runs/mine")
-def snapshot(folder: RunFolder) -> None:
+@with_json
+def snapshot(folder: RunFolder) -> Told:
     """Have the servers write a snapshot now; prints where each lies.
 
     Exit code 1 when a region's server has not: it may be cut off, and what it lacks is with the global server.
     """
     written = live_run(folder).snapshot()
-    for site, where in written.items():
-        print(f"{site}: {where}")
-    raise typer.Exit(0 if all("/snapshots/" in where for where in written.values()) else 1)
+    whole = all("/snapshots/" in where for where in written.values())
+    return Told(written, "\n".join(f"{site}: {where}" for site, where in written.items()), 0 if whole else 1)
 
 
 @command(epilog="Example: geotrain stop runs/mine --wait 600")
-def stop(folder: RunFolder, wait: Wait = 0.0) -> None:
+@with_json
+def stop(folder: RunFolder, wait: Wait = 0.0) -> Told:
     """End the run in good order: workers finish their job, everything is sent and written, all processes end.
 
     `geotrain launch … --resume` goes on as if it had never stopped, but for the time.
@@ -143,6 +189,5 @@ def stop(folder: RunFolder, wait: Wait = 0.0) -> None:
     from geotrain.commands.operate import RunState
 
     run = live_run(folder)
-    print(run.steer("stop"))
-    if wait:
-        print(run.wait(lambda seen: seen.state is not RunState.RUNNING, wait).headline)
+    phase = run.steer("stop")
+    return told_phase(phase, run.wait(lambda seen: seen.state is not RunState.RUNNING, wait) if wait else None)

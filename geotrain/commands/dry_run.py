@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
+from geotrain.commands.simulate import report_text
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, ParallelConfig, RunConfig, WorkerSetup
+from geotrain.config import ClusterConfig, ConfigError, ParallelConfig, RunConfig, WorkerSetup
 from geotrain.launch.check import check_together
 from geotrain.launch.host_check import check_far_sites, check_hosts, hosts_of
 from geotrain.launch.host_check import show as show_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
+from geotrain.launch.run_rules import least_memory, misfits
 from geotrain.launch.terminal import size, table_of
 from geotrain.parallelism.checks import accumulation_steps, zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
@@ -20,13 +23,16 @@ from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, 
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
 from geotrain.plan.model.sizes import Sizes
-from geotrain.plan.model.work import Work
+from geotrain.plan.model.work import Work, useful_flops
+from geotrain.plan.predict import predict
+from geotrain.simulate.forecast import forecast_run
 
 
 @dataclass(frozen=True)
 class WorkerNeeds:
     """One worker. delta_bytes, answer_bytes: of one exchange with its server, over all its ranks (without the
-    padding of ranks' last blocks). memory, host_memory: of its fullest rank."""
+    padding of ranks' last blocks). memory, host_memory: of its fullest rank. device: the least memory of its
+    accelerators, and their kind."""
 
     name: str
     region: str
@@ -37,6 +43,7 @@ class WorkerNeeds:
     host_memory: dict[str, int]
     delta_bytes: int
     answer_bytes: int
+    device: str
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
                 rank_memory(run, run.architecture, worker),
                 host_memory(run, run.architecture, worker),
                 *to_server,
+                "–" if (limit := least_memory(cluster, worker)) is None else f"{size(limit[0])} ({limit[1]})",
             )
         )
     links = []
@@ -111,7 +119,8 @@ def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap)
     places = {GLOBAL: place_of("global", outer, len(members), validates)}
     for region in () if outer.flat else cluster.serving:
         places[region.name] = place_of("region", outer, len(region.workers), validates)
-    return {name: server_needs(place, outer, parameter_map, run.checkpoint.keep) for name, place in places.items()}
+    about = outer, parameter_map, run.checkpoint.keep, MEASURED.over(cluster.security is not None)
+    return {name: server_needs(place, *about) for name, place in places.items()}
 
 
 def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: bool = False) -> bool:
@@ -120,7 +129,8 @@ def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: 
     ask_hosts: also look at all other hosts, as a launch would reach them.
     """
     here = sites_here(cluster)
-    refused = [str(obstacle) for obstacle in (*obstacles(run, cluster, here), *port_obstacles(run, cluster, here))]
+    found = *misfits(run, cluster), *obstacles(run, cluster, here), *port_obstacles(run, cluster, here)
+    refused = [str(obstacle) for obstacle in found]
     hosts = {site.ssh for site in cluster.sites.values() if site.ssh is not None}
     hosts |= {host for launcher, host in hosts_of(run, cluster, here) if launcher != "local"}
     told = cautions(run, cluster)
@@ -168,9 +178,10 @@ def show(found: Needs, console: Console) -> None:
         {"worker": w.name, "region": w.region, "ranks": str(w.ranks), "layout": w.layout}
         | {"parameters/rank": f"{w.parameters_per_rank:,}"}
         | {part: size(count) for part, count in (*w.memory.items(), ("sum", sum(w.memory.values())))}
+        | {"of": w.device}
         for w in found.workers
     ]
-    text = ("worker", "region", "ranks", "layout", "parameters/rank")
+    text = ("worker", "region", "ranks", "layout", "parameters/rank", "of")
     console.print("\nmemory of the fullest rank", table_of(memory, left=text), sep="\n")
     hosts = [{"worker": w.name} | {part: size(count) for part, count in w.host_memory.items()} for w in found.workers]
     console.print("\nhost memory of that rank", table_of(hosts, left=("worker",)), sep="\n")
@@ -194,7 +205,7 @@ def show_servers(found: Needs, console: Console) -> None:
         | {"recovery": seconds(n.recovery_s), "with its journal": seconds(n.recovery_s + n.replay_s)}
         for name, n in found.servers.items()
     ]
-    console.print("\nservers, at most; times of one thread", table_of(rows, left=("server",)), sep="\n")
+    console.print("\nservers, at most; times of one update after another", table_of(rows, left=("server",)), sep="\n")
     for name, n in found.servers.items():
         other = found.on_disk[name]
         if (saved := n.memory_bytes - other.memory_bytes) > 0:
@@ -206,6 +217,18 @@ def show_servers(found: Needs, console: Console) -> None:
 
 def seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 600 else f"{value / 60:.3g} min"
+
+
+def show_forecast(run: RunConfig, cluster: ClusterConfig, console: Console) -> dict[str, Any] | None:
+    """Print the run's forecast, that of `geotrain plan` and `simulate`; or what is missing for one. Returns it."""
+    console.print("\nthe whole run")
+    try:
+        forecast = forecast_run(run, cluster, predict(run, cluster))
+    except ConfigError as error:
+        console.print(f"not foretold: {error}", highlight=False)
+        return None
+    console.print(report_text(forecast), highlight=False)
+    return forecast
 
 
 def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
@@ -238,9 +261,33 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
         "device between hosts; Megatron-core's own layers, without Transformer Engine; no stragglers, no outer loop. "
         "At most: all at their rates."
     )
+    for line in planned_steps(run, cluster):
+        console.print(line, highlight=False)
     for device in ACCELERATORS:
         console.print(
             f"{device.name}: {device.flops / 1e12:,.0f} TFLOP/s "
             f"({device.fp8_flops / 1e12:,.0f} in FP8), {device.bandwidth / 1e12:g} TB/s, "
             f"{device.memory_bytes / 1e9:.0f} GB, NVLink {device.link / 1e9:.0f} GB/s each way"
         )
+
+
+def planned_steps(run: RunConfig, cluster: ClusterConfig) -> list[str]:
+    """Say why `geotrain plan` and `simulate` count other seconds for a step than the roofline does."""
+    try:
+        predicted = predict(run, cluster)
+    except ConfigError as error:
+        return [f"geotrain plan's steps are not known: {error}"]
+    told = []
+    for _, worker in cluster.workers:
+        w, limit = predicted.workers[worker.name], least_memory(cluster, worker)
+        assert limit is not None  # else nothing was predicted
+        device = cluster.devices[limit[1]]
+        flops = useful_flops(run.architecture, run.data.sequence_length) * run.samples_per_step
+        mfu = flops * run.data.sequence_length / (w.step_s * w.ranks * 1e12 * device.tflops)
+        told.append(
+            f"{worker.name}: geotrain plan and simulate count {w.step_s:.3g} s a step ({mfu:.0%} of the peak), "
+            f"{w.compute_s:.3g} s of it arithmetic at devices.{limit[1]}.efficiency = {device.efficiency:g}, which "
+            "stands for all that the roofline counts by itself, for launches and stragglers; `geotrain probe --run` "
+            "measures it"
+        )
+    return told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,14 +21,28 @@ from geotrain.common.files import try_lock
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.launcher import OUTCOME
-from geotrain.launch.terminal import Eta, Status, addresses, ask, draw, headline, last_words, share_of
+from geotrain.launch.terminal import (
+    Eta,
+    Status,
+    addresses,
+    ask,
+    draw,
+    headline,
+    last_seen,
+    last_words,
+    share_of,
+    waits_of,
+)
+from geotrain.monitor.events import Record
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.operator_client import command
+from geotrain.outer.events import UpdateApplied
 
 COMMAND_S = 30.0
 SNAPSHOT_S = 600.0  # a large model's
+READ_BYTES = 1 << 20  # of the end of an event log
 
 
 class RunState(IntEnum):
@@ -42,7 +57,8 @@ class RunState(IntEnum):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment. statuses: by site, what each server says, or last said. reason: of a failure."""
+    """A run at one moment. statuses: by site, what each server says, or last said; then it has `as_of`, unless it
+    ended. reason: of a failure."""
 
     state: RunState
     reason: str
@@ -51,11 +67,12 @@ class RunStatus:
     @property
     def headline(self) -> str:
         top = self.statuses.get(GLOBAL, {})
-        running = self.state is RunState.RUNNING and "phase" in top
+        running = self.state is RunState.RUNNING
         return headline(top, top["phase"] if running else self.state.name.lower(), self.reason)
 
     def as_json(self) -> dict[str, Any]:
-        return {"state": self.state.name.lower(), "reason": self.reason, "servers": dict(self.statuses)}
+        state, waits = self.state.name.lower(), waits_of(self.statuses)
+        return {"state": state, "reason": self.reason, "waits": waits, "servers": dict(self.statuses)}
 
 
 def judge(
@@ -92,11 +109,15 @@ class LiveRun:
 
     def see(self) -> RunStatus:
         """Ask all servers, and read what those that have ended left here. Raises CertificateError."""
-        live = ask(self.cluster, self.servers)
+        live, seen = ask(self.cluster, self.servers), last_seen(self.folder)
+        if GLOBAL not in live and (merged := last_merge(self.folder, self.config)):
+            seen[GLOBAL] = {**seen.get(GLOBAL, {}), **merged}
         words = last_words(self.folder, self.servers)
         outcome = json.loads(path.read_text()) if (path := self.folder / OUTCOME).exists() else None
         state, reason = judge(live.get(GLOBAL), words.get(GLOBAL), outcome, launcher_runs(self.folder))
-        return RunStatus(state, reason, {**words, **live})
+        if state is RunState.UNREACHABLE and live:
+            reason = f"the global server at {self.servers[GLOBAL]} does not answer, but {', '.join(live)}"
+        return RunStatus(state, reason, {**seen, **words, **live})
 
     def steer(self, what: str, region: str = "") -> str:
         """Steer the run through the global server; returns its phase then. Raises Refused, Unreachable,
@@ -105,12 +126,12 @@ class LiveRun:
             self.cluster.region(region)
         return self._tell(GLOBAL, rpc.Control(what, region), COMMAND_S)
 
-    def unban(self, member: str) -> str:
-        """Lift the quarantine of a worker or region at the server that it speaks to; returns the answer. Raises
-        Refused, Unreachable, CertificateError, ConfigError."""
-        return self._tell(
-            Topology(self.config, self.cluster).server_of(member), rpc.Control("unban", member), COMMAND_S
-        )
+    def bar(self, what: str, member: str) -> str:
+        """Expel or unban a worker or region at the server that it speaks to; returns the answer. Raises Refused,
+        Unreachable, CertificateError, ConfigError.
+
+        what: "expel" or "unban"."""
+        return self._tell(Topology(self.config, self.cluster).server_of(member), rpc.Control(what, member), COMMAND_S)
 
     def snapshot(self) -> dict[str, str]:
         """Have every server that is reached write a snapshot: site → where it lies, or what went wrong. The global
@@ -152,6 +173,19 @@ class LiveRun:
                 raise
             more = "" if seen.state is RunState.FINISHED else "; `geotrain launch … --resume` goes on with it"
             raise ConfigError(f"{self.folder}: the run is not on, nothing was done: {seen.headline}{more}") from None
+
+
+def last_merge(folder: Path, run: RunConfig) -> Status:
+    """Read from the end of the global server's events, where they are on this machine, what was committed last."""
+    found: Status = {}
+    with contextlib.suppress(OSError), (folder / "servers" / GLOBAL / "events.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
+        for record in filter(None, map(Record.from_line, file)):
+            if isinstance(record.event, UpdateApplied) and record.event.tokens is not None:
+                committed = record.event.tokens // run.data.sequence_length
+                counts = {"committed_samples": committed, "train_samples": run.data.train_samples}
+                found = {**counts, "versions": record.event.versions, "as_of": record.time_s}
+    return found
 
 
 def launcher_runs(folder: Path) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from geotrain.launch.launchers.base import WorkerPlace, hostfile_path
 from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.explain import alternatives, outer_text, reasons
-from geotrain.plan.inventory import Objective, pins_of, task_of
+from geotrain.plan.explain import alternatives, doubts, outer_text, reasons
+from geotrain.plan.inventory import Objective, PlanError, pins_of, task_of
 from geotrain.plan.picture import draw
 from geotrain.plan.planner import Plan, Wish
 from geotrain.plan.planner import plan as make_plan
+from geotrain.simulate.forecast import forecast_run
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556: the training-compute optimum
 SEQUENCE, BATCH_TOKENS = 4096, 2**20
@@ -39,8 +41,8 @@ def plan(
     utilization: float = 0.95,
     imbalance: float = 1.0,
 ) -> Plan:
-    """Plan a run and print the plan. Raises ConfigError (PlanError) and UnsupportedModelError with one message; then
-    nothing is written.
+    """Plan a run and print the plan with its forecast. Raises ConfigError (PlanError) and UnsupportedModelError with
+    one message; then nothing is written.
 
     run_path: a run file, whose parallel, outer and model.recompute keys are kept; or a model's config.json.
     out: a folder for run.json, cluster.json, hosts/ and placement.svg. tokens: to train; default: as the run file
@@ -57,9 +59,16 @@ def plan(
     wish = Wish(float(wanted), objective, within_days, utilization)
     found = make_plan(task_of(run, pins_of(raw, pin_global), cluster, imbalance), wish)
     check_together(found.run, found.cluster)
-    tell(found, console)
+    forecast = forecast_run(found.run, found.cluster, found.prediction)
+    days = forecast["hours"] / 24
+    if within_days is not None and days > within_days:
+        raise PlanError(
+            f"{wanted:.3g} tokens within {within_days:g} days cannot be had: this plan needs {days:.3g} days, "
+            f"{forecast['utilization']:.0%} of them at work; allow more days, train fewer tokens, or add accelerators"
+        )
+    tell(found, forecast, console)
     if explain:
-        tell_why(found, console)
+        tell_why(found, forecast, console)
     if out is not None:
         write(found, out)
         console.print(f"\nwritten to {out}: run.json, cluster.json, hosts/, placement.svg; start it with\n")
@@ -101,6 +110,16 @@ def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[
     }
 
 
+def as_json(found: Plan) -> dict[str, Any]:
+    """Return a plan as plain data: both files, and what is predicted of them."""
+    p, tokens = found.prediction, found.wish.tokens
+    configs = {"run": found.run, "cluster": found.cluster}
+    files = {k: v.model_dump(by_alias=True, mode="json", exclude_defaults=True) for k, v in configs.items()}
+    figures = {"tokens_per_s": p.tokens_per_s, "utilization": p.utilization, "seconds": p.seconds(tokens)}
+    workers = {name: asdict(worker) for name, worker in p.workers.items()}
+    return {**files, **figures, "usd": p.usd(tokens), "workers": workers, "notes": list(found.notes)}
+
+
 def write(found: Plan, out: Path) -> None:
     """run.json, cluster.json, hosts/<worker>, placement.svg. Raises OutputError."""
     out.mkdir(parents=True, exist_ok=True)
@@ -120,10 +139,11 @@ def write(found: Plan, out: Path) -> None:
 # ---------------------------------------------------------------------------------------------- for people
 
 
-def tell(found: Plan, console: Console) -> None:
-    p, wish = found.prediction, found.wish
+def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
+    p, wish, days = found.prediction, found.wish, forecast["hours"] / 24
     workers = []
     for name, w in p.workers.items():
+        tokens_per_s = forecast["workers"][name]["tokens_per_s"]
         kinds = "+".join(dict.fromkeys(host.kind for host in found.workers[name].layout.hosts))
         workers.append(
             {
@@ -133,8 +153,8 @@ def tell(found: Plan, console: Console) -> None:
                 "parallel layout": w.parallel.text(w.ranks),
                 "micro": str(w.micro_batch),
                 "step": f"{w.step_s:.3g} s",
-                "tokens/s": f"{w.tokens_per_s:,.0f}",
-                "busy": f"{w.utilization:.0%}",
+                "tokens/s": f"{tokens_per_s:,.0f}",
+                "busy": f"{w.utilization * tokens_per_s / w.tokens_per_s:.0%}",
                 "memory a rank": f"{size(w.memory_bytes)} of {size(w.memory_limit_bytes)}",
                 "limited by": w.limit,
                 "USD/h": "–" if w.usd_per_hour is None else f"{w.usd_per_hour:,.2f}",
@@ -144,35 +164,34 @@ def tell(found: Plan, console: Console) -> None:
     links = []
     for link in p.links:
         ends = [found.place.region if end == GLOBAL else end for end in (link.sender, link.receiver)]
-        region = p.regions.get(link.sender if link.receiver == GLOBAL else link.receiver)
-        outer = region if link.what == "outer loop" else None
-        links.append(
-            {
-                "link": f"{ends[0]} → {ends[1]}",
-                "carries": link.what,
-                "bytes a day": size(link.bytes_per_day),
-                "busy": f"{link.busy:.1%}",
-                "round": f"{outer.round_s:.3g} s" if outer else "",
-                "staleness": f"{outer.staleness:.2g}" if outer else "",
-                "USD/h": f"{link.usd_per_hour:,.2f}",
-            }
-        )
+        region, way = (link.sender, "up") if link.receiver == GLOBAL else (link.receiver, "down")
+        cells = {"link": f"{ends[0]} → {ends[1]}", "carries": link.what}
+        a_day, busy, round_s, stale = link.bytes_per_day, link.busy, "", ""
+        if link.what == "outer loop":
+            unused = {"gigabytes": 0.0, "busy": 0.0}  # so short a run ends before this region has sent anything
+            carried, exchanges = forecast["links"].get(f"{region} {way}", unused), forecast["exchanges"][region]
+            a_day, busy = 1e9 * carried["gigabytes"] / days, carried["busy"]
+            round_s = f"{forecast['hours'] * 3600 / exchanges:.3g} s" if exchanges else "none"
+            stale = f"{p.regions[region].staleness:.2g}"
+        cells |= {"bytes a day": size(a_day), "busy": f"{busy:.1%}", "round": round_s, "staleness": stale}
+        links.append(cells | {"USD/h": f"{link.usd_per_hour:,.2f}"})
     console.print("\n", table_of(links), sep="")
     decided = f"{outer_text(found.setting)}; recompute {found.run.model.recompute}"
     console.print(f"\nglobal server: {found.place.region}; {decided}")
-    busiest = max(p.server_busy, key=lambda name: p.server_busy[name])
+    busy_share, busiest = max((server["busy"], name) for name, server in forecast["servers"].items())
     shards = len(found.cluster.global_shards)
     where = f"{shards} shards each" if shards else "vectors in their own processes"
-    console.print(f"servers: {where}; the busiest, {busiest}, works {p.server_busy[busiest]:.1%} of the time")
-    share = p.tokens_per_s / found.inventory_tokens_per_s
+    console.print(f"servers: {where}; the busiest, {busiest}, works {busy_share:.1%} of the time")
+    tokens_per_s = forecast["tokens_per_s"]
+    share, of_these = tokens_per_s / found.inventory_tokens_per_s, tokens_per_s / p.bound_tokens_per_s
     console.print(
-        f"{p.tokens_per_s:,.0f} tokens/s: {p.utilization:.0%} of what these accelerators could reach without any "
+        f"{tokens_per_s:,.0f} tokens/s: {of_these:.0%} of what these accelerators could reach without any "
         f"waiting, {share:.0%} of what the whole inventory could; no plan does more than 100 % of that"
     )
-    usd = p.usd(wish.tokens)
+    usd = None if p.usd_per_hour is None else p.usd_per_hour * forecast["hours"]
     cost = "no price: `usd_per_hour` of a device is missing" if usd is None else f"{usd:,.0f} USD"
-    console.print(f"{wish.tokens:.3g} tokens: {duration(p.seconds(wish.tokens))}, {cost}")
-    for note in found.notes:
+    console.print(f"{wish.tokens:.3g} tokens: {duration(3600 * forecast['hours'])}, {cost}")
+    for note in (*found.notes, *doubts(found, forecast["exchanges"])):
         console.print(f"note: {note}", style="yellow")
     for warning in open_links(found.cluster):
         console.print(f"warning: {warning}", style="yellow")
@@ -181,19 +200,20 @@ def tell(found: Plan, console: Console) -> None:
         console.print(f"left idle on purpose: {idle} accelerators (--explain says which and why)")
 
 
-def tell_why(found: Plan, console: Console) -> None:
+def tell_why(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     console.print("\nwhy", style="bold")
     for reason in reasons(found):
         console.print(f"  {reason}", highlight=False)
     others = []
     for other in alternatives(found):
-        usd, tokens_per_s = other.prediction.usd(found.wish.tokens), other.prediction.tokens_per_s
+        # All are predicted in closed form; only the plan itself is played.
+        against, hourly = other.prediction.tokens_per_s / found.prediction.tokens_per_s, other.prediction.usd_per_hour
         others.append(
             {
                 "instead": other.decision,
-                "tokens/s": f"{tokens_per_s:,.0f}",
-                "against the plan": f"{tokens_per_s / found.prediction.tokens_per_s - 1:+.1%}",
-                "USD": "–" if usd is None else f"{usd:,.0f}",
+                "tokens/s": f"{against * forecast['tokens_per_s']:,.0f}",
+                "against the plan": f"{against - 1:+.1%}",
+                "USD": "–" if hourly is None else f"{hourly * forecast['hours'] / against:,.0f}",
                 "what is worse": other.worse,
             }
         )

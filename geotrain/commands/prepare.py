@@ -8,10 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from geotrain.common.files import check_replaceable
 from geotrain.config import ConfigError
+from geotrain.data.dataset import Manifest
 from geotrain.data.prepare import Progress, prepare, training_texts
 from geotrain.data.progress import progress_display
-from geotrain.data.readers import find_inputs
+from geotrain.data.readers import check_inputs, find_inputs
 from geotrain.data.shards import INPUTS, parse_shard, shard_folder
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
@@ -31,9 +33,11 @@ def prepare_files(
     overwrite: bool = False,
     strict: bool = False,
     shard: str | None = None,
-) -> None:
-    """Make a Megatron data set of text files. overwrite: replace a data set that is there. strict: a broken line of
-    JSON is an error; otherwise such lines are passed over, and counted. shard: "3/8": only this part of the files.
+) -> dict[str, Manifest]:
+    """Make a Megatron data set of text files; returns its manifests, by split.
+
+    overwrite: replace a data set that is there. strict: a broken line or row is an error; otherwise such are passed
+    over, and counted. shard: "3/8": only this part of the files.
     Raises ConfigError, DataError, OutputError; then nothing is written."""
     console = Console(stderr=True)
     files, part = find_inputs(inputs), parse_shard(shard) if shard else (1, 1)
@@ -45,6 +49,8 @@ def prepare_files(
     if tokenizer_folder is not None:
         tokenizer = load_tokenizer(tokenizer_folder, end_of_document)
     elif bpe_size is not None:
+        check_inputs(files, text_key)  # what can be wrong with them, and with the output, costs no training
+        check_replaceable(folder, "dataset")
         console.print(f"training a BPE of {bpe_size:,} ids…")
         tokenizer = train_bpe(training_texts(files, text_key, skip_broken=not strict), bpe_size)
     else:
@@ -72,7 +78,7 @@ def prepare_files(
     for split, manifest in manifests.items():
         console.print(f"{folder / split}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
     if last is not None and last.broken:
-        told = f"{last.broken:,} broken lines were passed over; the first: {last.first_broken}"
+        told = f"{last.broken:,} broken lines or rows were passed over; the first: {last.first_broken}"
         console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
     held_out = manifests.get("validation")
     if held_out is not None and held_out.documents < FEW_DOCUMENTS:
@@ -83,3 +89,4 @@ def prepare_files(
             f"{validation_fraction:g}"
         )
         console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    return manifests

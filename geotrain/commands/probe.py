@@ -6,15 +6,17 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from geotrain.commands.json_text import put
 from geotrain.commands.probe_site import ProbeSite
 from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
+    THIS_MACHINE,
     Address,
     ClusterConfig,
     ConfigError,
@@ -36,11 +38,10 @@ from geotrain.net.transport.link_probe import Limits, ProbeError, Way
 
 SITE = ("-m", "geotrain", "probe-site")
 MAX_HOSTS = 5  # of a region, whose links are measured: one end is always the first
-HERE = ("localhost", "127.0.0.1", "::1")
 Pair = tuple[str, str]
 
 
-def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str], None]) -> None:
+def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure the cluster of this file, and write the figures into it; the rest of its text stays as it is.
 
     run_path: measure also how fast each kind of accelerator trains this run's model. limits: of one direction of one
@@ -74,6 +75,7 @@ def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str
     if path.read_text() != text:
         raise ConfigError(f"{path} was changed while its links were measured; nothing was written: probe again")
     write_whole(path, updated(text, cluster, ways, efficiencies))
+    return {"links": [{"regions": pair, **asdict(way)} for pair, way in ways.items()], "efficiencies": efficiencies}
 
 
 def updated(text: str, cluster: ClusterConfig, ways: dict[Pair, Way], efficiencies: dict[str, float]) -> str:
@@ -102,7 +104,7 @@ def _start_sites(cluster: ClusterConfig, links: wan.Wan | None, stack: contextli
     """Start a probe beside the global server and each region's. links: the emulated ones, if they are."""
     remote = next((site.ssh for site in cluster.sites.values() if site.ssh), None)
     for name, site in cluster.sites.items():
-        if remote and site.server.host in (*HERE, "0.0.0.0"):
+        if remote and site.server.host in THIS_MACHINE:
             raise ConfigError(
                 f"the server of {name!r} has the address {site.server}, but {remote} is another machine: set a host "
                 "that the others reach"
@@ -228,7 +230,7 @@ def _hosts(cluster: ClusterConfig, region: RegionConfig) -> dict[str, tuple[Host
 
 
 def _is_regions_machine(host: HostConfig, worker: WorkerConfig | None) -> bool:
-    return host.host in HERE or (worker is not None and worker.launcher == "local")
+    return host.host in THIS_MACHINE or (worker is not None and worker.launcher == "local")
 
 
 def _words(way: Way) -> str:

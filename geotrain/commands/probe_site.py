@@ -74,7 +74,7 @@ class ProbeSite:
         address = self.address.model_dump()
         request = {"name": self.name, "role": self.role, "address": address, "security": self.security}
         port = int(self.ask(request, START_S)["port"])
-        self.address = Address(host=self.address.host, port=port)
+        self.address = Address(host=self.address.host, port=self.address.port or port)
 
     def measure(self, other: ProbeSite, limits: Limits) -> Way:
         """Measure the link from this place to another. Raises ProbeError."""

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from geotrain.launch.check import free_ports
 from geotrain.launch.launchers.base import host_launcher
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.machine import this_machine
-from geotrain.launch.supervisor import guarded
+from geotrain.launch.supervisor import guarded, guarded_there
 
 MICRO_BATCHES = 4
 WARM_STEPS, MAX_STEPS, MIN_STEPS = 2, 20, 3
@@ -71,13 +72,13 @@ def run_step(
         *host_launcher({"localhost": range(slots)}, 0, "127.0.0.1", free_ports(1)[0]),
         *(str(Path(__file__).resolve()), text),
     )
-    machine, settings = this_machine(), {}
+    machine, settings, brings = this_machine(), {}, b""
     if not machine.devices:
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, machine.cores // slots)))
         settings = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": threads}
     if host is not None:
-        guard = (sys.executable, "-m", "geotrain.launch.guard", "--", *command)
-        command = over_ssh(host, None, guard, env)
+        command, brings = guarded_there(command, env)
+        command = over_ssh(host, None, command)
     else:
         command = guarded(command)
     where, environment = host or "this machine", {**os.environ, **settings, **env}
@@ -86,6 +87,9 @@ def run_step(
         assert started.stdin is not None and started.stdout is not None
         timer = threading.Timer(JOB_S, started.stdin.close)  # then the guard ends the job, with all that it started
         timer.start()
+        with suppress(BrokenPipeError):
+            started.stdin.write(brings.decode())
+            started.stdin.flush()
         said = started.stdout.read()
         late = timer.finished.is_set()
         timer.cancel()

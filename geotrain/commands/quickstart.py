@@ -41,8 +41,12 @@ PROMPTS = ("The ", "def ")
 SAMPLE_TOKENS = 160
 
 
-def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, kind: str = "") -> int:
-    """Train, export, evaluate, sample; gives the exit code. A finished run's folder is moved to <folder>.previous.
+def quickstart(
+    run_path: Path | None, cluster_path: Path | None, resume: bool, kind: str = ""
+) -> tuple[int, dict[str, Any]]:
+    """Train, export, evaluate, sample; gives the exit code, and the summary if that is 0.
+
+    A finished run's folder is moved to <folder>.previous.
 
     run_path, cluster_path: None: the shipped ones, whose names end in `kind`; the shipped run computes in fp32 where
     the processor would only emulate bf16. Raises ConfigError and whatever the steps raise.
@@ -79,7 +83,7 @@ def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, k
     started = time.monotonic()
     code = launch(run_path, cluster_path, resume, changes=changes)
     if code:
-        return code
+        return code, {}
     train_s = time.monotonic() - started
     console.rule("export")
     export_run(folder, folder / "export", "float32")
@@ -106,7 +110,7 @@ def quickstart(run_path: Path | None, cluster_path: Path | None, resume: bool, k
     if shutil.which("geotrain") is None:
         told = f"\n`geotrain` is not on the path of this shell: . {Path(sys.executable).with_name('activate')}"
         console.print(told, highlight=False, soft_wrap=True)
-    return 0
+    return 0, summary
 
 
 def summarize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from geotrain.config import json_schema
+from geotrain.common.files import write_whole
+from geotrain.config import ClusterConfig, RunConfig, json_schema
 
 INTRODUCTION = """# Configuration
 
@@ -17,6 +19,19 @@ nearest known one. `geotrain dry-run` checks both files together; `configs/schem
 
 In brackets: a key's type, and its default, if it has one. This page is written by `geotrain schema` from
 `geotrain/config/`; edit that."""
+
+
+def write_schema(out: Path, docs: Path) -> list[Path]:
+    """Write the JSON Schema of run and cluster files into a folder, and their reference. Returns the files."""
+    texts = {
+        out / "run.json": json.dumps(json_schema(RunConfig), indent=2),
+        out / "cluster.json": json.dumps(json_schema(ClusterConfig), indent=2),
+        docs: reference(RunConfig, ClusterConfig),
+    }
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text + "\n")
+    return list(texts)
 
 
 def reference(run: type[BaseModel], cluster: type[BaseModel]) -> str:

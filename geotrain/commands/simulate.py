@@ -16,13 +16,11 @@ from geotrain.config import (
     load_run,
     parse,
 )
-from geotrain.parameters.parameter_map import ParameterMap, active_parameter_count, canonical_parameters
+from geotrain.parameters.parameter_map import active_parameter_count
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.predict import predict
+from geotrain.simulate.forecast import forecast
 from geotrain.simulate.spec import WorldSpec, world_of_cluster
-from geotrain.simulate.world import VirtualWorld, timing_task
-
-MAX_JOBS = 200_000  # simulated before the rest of a long run is taken to go on alike
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def simulate(
     picture: where to draw it (.png, .svg or .pdf).
     Raises ConfigError, UnsupportedModelError.
     """
-    report = _timing(*question(run_path, cluster_path, **asked), server_rates)
+    report = forecast(*question(run_path, cluster_path, **asked), server_rates)
     if picture is not None:
         from geotrain.commands.simulate_picture import draw
 
@@ -98,24 +96,26 @@ def question(
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
     if step_s is not None and tflops is not None:
         raise ConfigError("say how fast the workers are: either step_s (measured) or tflops of a rank, not both")
+    change, predicted = what_if or WhatIf(), None
+    outer = change.apply(run.outer)
     if tflops is not None:
         seconds = step_seconds(run, cluster, tflops)
     elif step_s is None:
-        seconds = {name: worker.step_s for name, worker in predict(run, cluster).workers.items()}
+        predicted = predict(run.model_copy(update={"outer": outer}), cluster)
+        seconds = {name: worker.step_s for name, worker in predicted.workers.items()}
     else:
         names = [worker.name for _, worker in cluster.workers]
         seconds = step_s if isinstance(step_s, dict) else {name: step_s or 0.0 for name in names}
         for name in names:
             if not seconds.get(name, 0.0) > 0:
                 raise ConfigError(f"step_s: worker {name!r} needs the seconds of an inner step, a number above 0")
-    spec = world_of_cluster(cluster, seconds, run.seed)
-    change = what_if or WhatIf()
+    spec = world_of_cluster(cluster, seconds, run.seed, predicted)
     if change.without is not None:
         try:
             spec = spec.without(change.without)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    return run, change.apply(run.outer), spec
+    return run, outer, spec
 
 
 def report_text(report: dict[str, Any]) -> str:
@@ -131,64 +131,4 @@ def report_text(report: dict[str, Any]) -> str:
             f"busy {100 * link['busy']:5.1f} %"
         )
     busy = ", ".join(f"{name} {100 * server['busy']:.1f} %" for name, server in report["servers"].items())
-    return "\n".join([*lines, f"servers' one thread, busy: {busy}"])
-
-
-def _timing(
-    run: RunConfig, outer: OuterConfig, spec: WorldSpec, rates: ServerRates | None = MEASURED
-) -> dict[str, Any]:
-    steps = run.data.train_samples // run.samples_per_step
-    share = min(1.0, MAX_JOBS * outer.local_steps / steps)
-    parameter_map = ParameterMap(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
-    world = VirtualWorld(spec, timing_task(outer, parameter_map, round(steps * share), run.samples_per_step, rates))
-    found = world.run()
-    trained = found["committed_steps"]
-    if not trained:
-        raise nothing_committed(run, round(steps * share), spec, outer)
-    scale = steps / trained
-    rest_s = (steps - trained) / _steps_per_s(world)
-    workers = {
-        w.spec.name: {"step_s": w.spec.step_s, "utilization": w.trained_s / found["seconds"]}
-        for w in world.workers.values()
-    }
-    return {
-        "run": run.name,
-        "outer": outer.model_dump(by_alias=True, mode="json"),
-        "hours": found["hours"] + rest_s / 3600,
-        "compute_bound_hours": found["compute_bound_s"] * scale / 3600,
-        "tokens": run.data.train_samples * run.data.sequence_length,
-        "simulated_share": trained / steps,
-        "utilization": found["utilization"],
-        "goodput": found["goodput"],
-        "lost_updates": round(found["lost_updates"] * scale),
-        "workers": workers,
-        "servers": {name: {"busy": busy_s / found["seconds"]} for name, busy_s in found["servers"].items()},
-        "links": {
-            name: {
-                "gigabytes": usage["sent_bytes"] * scale / 1e9,
-                "messages": round(usage["messages"] * scale),
-                "busy": min(1.0, usage["busy_s"] / found["seconds"]),
-            }
-            for name, usage in found["links"].items()
-        },
-    }
-
-
-def _steps_per_s(world: VirtualWorld) -> float:
-    """Inner steps a second of all workers in the settled run: without the first weights and the last flush."""
-    total = 0.0
-    for worker in world.workers.values():
-        starts = worker.job_starts_s
-        first = len(starts) // 4
-        if len(starts) - 1 > first:
-            steps_a_job = worker.trained_steps / len(starts)
-            total += steps_a_job * (len(starts) - 1 - first) / (starts[-1] - starts[first])
-    return total or world.report()["committed_steps"] / world.clock.now
-
-
-def nothing_committed(run: RunConfig, steps: int, spec: WorldSpec, outer: OuterConfig) -> ConfigError:
-    """The error of a simulation that ended before its first update."""
-    return ConfigError(
-        f"{run.name}: no update was ever committed: {steps} steps are fewer than one round of "
-        f"{len(spec.workers)} workers with local_steps = {outer.local_steps}"
-    )
+    return "\n".join([*lines, f"servers busy: {busy}"])

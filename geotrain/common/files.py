@@ -94,7 +94,7 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
     with _output_errors(final, "cannot be created"):
         make_folder(final.parent)
         _clear_up_after_killed_writers(final)
-        _check_replaceable(final, kind)
+        check_replaceable(final, kind)
         temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=_PARTIAL, dir=final.parent))
         lock = os.open(temporary, os.O_RDONLY)
     try:
@@ -106,7 +106,7 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
             temporary.chmod(0o755)  # mkdtemp's folders are private
             for path in (*sorted(temporary.rglob("*")), temporary):
                 sync(path)
-            _check_replaceable(final, kind)  # once more: writing may have taken hours
+            check_replaceable(final, kind)  # once more: writing may have taken hours
             _swap(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -178,7 +178,8 @@ def locked(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _check_replaceable(final: Path, kind: str) -> None:
+def check_replaceable(final: Path, kind: str) -> None:
+    """Raise OutputError where `whole_folder` would."""
     if not final.exists() and not final.is_symlink():
         return
     if not final.is_dir():

@@ -11,7 +11,6 @@ from geotrain.config.block import (
     Block,
     ConfigError,
     PositiveInt,
-    is_loopback,
     json_schema,
     parse,
     read_json,
@@ -32,6 +31,7 @@ from geotrain.config.cluster import (
     shards_of,
 )
 from geotrain.config.data import DataConfig, DataSet
+from geotrain.config.hosts import THIS_MACHINE, host_port, is_loopback
 from geotrain.config.outer import (
     CodecConfig,
     FragmentConfig,
@@ -56,6 +56,7 @@ from geotrain.config.run import (
     PrecisionConfig,
     RunConfig,
     WandbConfig,
+    config_changes,
     config_digest,
     load_run,
 )

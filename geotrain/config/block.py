@@ -10,11 +10,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from ipaddress import ip_address
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -22,10 +22,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
 
-# Hosts and keys stand in command lines of ssh, env and DeepSpeed, where "-oProxyCommand=…" would be an option, and a
-# space or a quote the end of a word.
-_HOST = r"[A-Za-z0-9_:\[][A-Za-z0-9_.:%\[\]-]{0,254}"
-_SSH_HOST = r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,63}@)?" + _HOST
+# Keys stand in command lines, where a space or a quote is the end of a word (hosts: `geotrain.config.hosts`).
 _ENVIRONMENT_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
 
 
@@ -38,28 +35,12 @@ def _matching(pattern: str, rule: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-AbsolutePath = Annotated[str, _matching("/.*", "an absolute path, since it is one of another machine")]
-HostName = Annotated[
-    str,
-    _matching(_HOST, "a host's name or address: letters, digits and . _ - : only, and no - at the front"),
-    WithJsonSchema({"type": "string", "pattern": f"^{_HOST}$"}),
-]
-SshHost = Annotated[
-    str,
-    _matching(_SSH_HOST, "a host's name or address, or user@host, without options, spaces or quotes"),
-    WithJsonSchema({"type": "string", "pattern": f"^{_SSH_HOST}$"}),
+AbsolutePath = Annotated[
+    str, _matching("/[^$]*", 'an absolute path, since it is one of another machine, without "$"')
 ]
 EnvironmentKey = Annotated[
     str, _matching(_ENVIRONMENT_KEY, "a variable's name: letters, digits and _ only, and no digit at the front")
 ]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this host name or IP address reaches only the machine itself. Names are not looked up."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class ConfigError(ValueError):
@@ -132,18 +113,21 @@ def with_paths(raw: Any, keys: Iterable[str], change: Callable[[str], str]) -> A
     return raw
 
 
-def from_folder(raw: Any, keys: Iterable[str], folder: Path) -> Any:
-    """Copy parsed JSON with absolute paths at these keys, but for URLs. folder: of relative ones. Raises
-    ConfigError."""
+def from_folder(raw: Any, keys: Iterable[str], folder: Path, where: str) -> Any:
+    """Copy parsed JSON with absolute paths at these keys, but for URLs. folder: of relative ones. where: what the
+    keys stand in, for errors. Raises ConfigError."""
 
-    def absolute(path: str) -> str:
+    def absolute(key: str, path: str) -> str:
         if path.startswith("~") or "$" in path:
             raise ConfigError(
-                f'the path "{path}": only a shell replaces "~" and "$": write it as it is on each machine'
+                f'{where}: {key} = "{path}": only a shell replaces "~" and "$"; write the path as it is on each '
+                "machine"
             )
         return path if "://" in path else os.path.normpath(Path.cwd() / folder / path)
 
-    return with_paths(raw, keys, absolute)
+    for key in keys:
+        raw = with_paths(raw, (key,), partial(absolute, key))
+    return raw
 
 
 def shipped_configs() -> Path:

@@ -14,28 +14,53 @@ from geotrain.config.block import (
     Block,
     ConfigError,
     EnvironmentKey,
-    HostName,
     Name,
     Port,
     PositiveFloat,
     PositiveInt,
-    SshHost,
     from_folder,
     parse,
     read_json,
 )
 from geotrain.config.deepspeed import check_block
+from geotrain.config.hosts import HostName, HostPattern, SshHost, expand_hosts, host_port
 from geotrain.config.run import ParallelConfig, PrecisionConfig
 
 RESERVED = ("global", "launcher", "wan")  # logs, events and messages name other processes so
 
 
+EVERY_ADDRESS = ("0.0.0.0", "::")  # of a machine; to listen on, not to be reached by
+
+
 class Address(Block):
-    host: HostName = "127.0.0.1"
+    """A server's address."""
+
+    host: HostName = Field("127.0.0.1", description="By which others reach it.")
     port: Port = Field(0, description="0: the launcher picks a free port (only for a server it starts locally).")
+    bind: HostName | None = Field(
+        None,
+        description="Address that it listens on, behind NAT or in a container; 0.0.0.0, ::: all. null: `host`.",
+    )
+    bind_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="Port that it listens on. null: `port`."
+    )
+
+    @model_validator(mode="after")
+    def _others_can_reach_it(self) -> Address:
+        if self.host in EVERY_ADDRESS:
+            raise ValueError(
+                f'host = "{self.host}" reaches no machine from another: write it as `bind`, and in `host` '
+                "what others reach it by"
+            )
+        return self
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
+
+    @property
+    def listening(self) -> tuple[str, int]:
+        """Host and port that the server listens on."""
+        return self.bind or self.host, self.bind_port or self.port
 
 
 class DeviceConfig(Block):
@@ -53,7 +78,7 @@ class DeviceConfig(Block):
 
 
 class HostConfig(Block):
-    host: HostName
+    host: HostPattern = Field(description="Or several, as gpu[01-04,7].")
     slots: PositiveInt = Field(description="Accelerators (or CPU ranks) used on this host.")
     device: str | None = Field(None, description="Kind of accelerator: a key of the cluster's `devices`.")
     region: Name | None = Field(
@@ -61,11 +86,18 @@ class HostConfig(Block):
     )
 
 
+def _expanded(hosts: tuple[HostConfig, ...]) -> tuple[HostConfig, ...]:
+    return tuple(host.model_copy(update={"host": name}) for host in hosts for name in expand_hosts(host.host))
+
+
+HostList = Annotated[tuple[HostConfig, ...], AfterValidator(_expanded)]
+
+
 class WorkerConfig(Block):
     """One DeepSpeed world."""
 
     name: Name
-    hosts: tuple[HostConfig, ...] = Field((HostConfig(host="localhost", slots=1),), min_length=1)
+    hosts: HostList = Field((HostConfig(host="localhost", slots=1),), min_length=1)
     launcher: str = Field(
         "local",
         description="What starts its ranks: local (on this machine), ssh, pdsh, slurm, openmpi, mpich, impi, or a "
@@ -105,7 +137,7 @@ class RegionConfig(Block):
         (), description="Addresses of this server's shards, each a process; none: they are in the server's own."
     )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
-    hosts: tuple[HostConfig, ...] = Field((), description="Hosts that `geotrain plan` may use here.")
+    hosts: HostList = Field((), description="Hosts that `geotrain plan` may use here.")
 
     @model_validator(mode="after")
     def _has_something(self) -> RegionConfig:
@@ -257,4 +289,5 @@ def shard_name(server: str, shard: int) -> str:
 def load_cluster(path: str | Path) -> ClusterConfig:
     """Read a cluster file. Its paths become absolute: relative ones are meant from its folder. Raises ConfigError."""
     path = Path(path)
-    return parse(ClusterConfig, from_folder(read_json(path, "model"), ClusterConfig.paths, path.parent), str(path))
+    raw = from_folder(read_json(path, "model"), ClusterConfig.paths, path.parent, str(path))
+    return parse(ClusterConfig, raw, str(path))

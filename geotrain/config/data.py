@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 
 from geotrain.config.block import Block, PositiveFloat, PositiveInt
 
@@ -63,6 +63,11 @@ class DataConfig(Block):
         1, description="Tokens of a sample; with data of your own, what is counted as such."
     )
     train_samples: PositiveInt = Field(description="Samples (sequences) after which the run is finished.")
+    skip: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = Field(
+        (),
+        description="Ranges [first, last] of the run's samples that nobody trains, such as those that a SetAside "
+        "event names; whole steps are left out. May change at a resume.",
+    )
     samples_per_step: PositiveInt | None = Field(
         None,
         description="Samples of a worker's inner step, for a loop of your own; null: deepspeed.train_batch_size.",
@@ -80,6 +85,16 @@ class DataConfig(Block):
         description="Reach of attention: back to the beginning of its sample, into which documents are packed, or "
         "of its document.",
     )
+
+    @model_validator(mode="after")
+    def _skips_samples_of_the_run(self) -> DataConfig:
+        for first, last in self.skip:
+            if not first <= last < self.train_samples:
+                raise ValueError(
+                    f"skip: [{first}, {last}] is no range of samples: state [first, last], both below "
+                    f"train_samples = {self.train_samples}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _weights_are_stated_once(self) -> DataConfig:

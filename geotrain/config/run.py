@@ -20,12 +20,12 @@ from geotrain.config.block import (
     PositiveFloat,
     PositiveInt,
     from_folder,
-    is_loopback,
     parse,
     read_json,
 )
 from geotrain.config.data import DataConfig
 from geotrain.config.deepspeed import check_block
+from geotrain.config.hosts import HostName, is_loopback
 from geotrain.config.outer import OuterConfig
 from geotrain.families import Architecture, UnsupportedModelError, architecture_from_hf
 
@@ -50,6 +50,9 @@ class ModelConfig(Block):
         "parameters with initial values, as `geotrain.save_parameters` writes it.",
     )
     init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
+    init_changes: tuple[str, ...] = Field(
+        (), description="Keys of config in which the model differs from that checkpoint on purpose, as rope_theta."
+    )
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
 
     @model_validator(mode="after")
@@ -57,9 +60,11 @@ class ModelConfig(Block):
         if self.weights is None and not self.config:
             raise ValueError("config is required, or weights where a loop of your own trains any other model")
         if self.weights is not None and (
-            idle := self.differing("init_from", "recompute") + ["config"] * bool(self.config)
+            idle := self.differing("init_from", "init_changes", "recompute") + ["config"] * bool(self.config)
         ):
             raise ValueError(f"{', '.join(idle)}: without effect beside weights; leave it out")
+        if self.init_changes and self.init_from is None:
+            raise ValueError("init_changes: without effect where there is no init_from; leave it out")
         return self
 
 
@@ -173,7 +178,7 @@ class MonitorConfig(Block):
     )
     enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
     sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
-    host: str = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
+    host: HostName = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
     page_port: Port | None = Field(0, description="Port of the global server's page; 0: a free one; null: no page.")
     metrics_port: Port | None = Field(
         None,
@@ -208,7 +213,9 @@ class RunConfig(Block):
 
     name: Name
     folder: str | None = Field(
-        None, description="Folder of the run; default: runs/<name> in the working directory of the launch."
+        None,
+        description="Folder of the run; default: runs/<name> in the launch's working directory, with "
+        "data.samples_per_step beside this file.",
     )
     seed: Annotated[int, Field(ge=0)] = 1234
     model: ModelConfig
@@ -238,6 +245,12 @@ class RunConfig(Block):
                 raise ValueError(f"deepspeed.{key} is missing: state it, a positive integer")
         if stated not in (None, batch := self.deepspeed["train_batch_size"]):
             raise ValueError(f"data.samples_per_step = {stated}, but deepspeed.train_batch_size = {batch}; state one")
+        return self
+
+    @model_validator(mode="after")
+    def _skips_no_part_of_a_round(self) -> RunConfig:
+        if self.data.skip and self.outer.rule.synchronous:
+            raise ValueError("data.skip: a synchronous rule needs each worker's samples in every round; remove it")
         return self
 
     def check_for_trainer(self) -> None:
@@ -309,25 +322,28 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     line, so that relative paths in them are meant from the working directory. Raises ConfigError.
     """
     path = Path(path)
-    raw = _resolved(read_json(path, "regions"), path.parent)
+    raw = _resolved(read_json(path, "regions"), path.parent, str(path))
     for change in changes:
         _put(raw, change)
-    return parse(RunConfig, _resolved(raw, Path.cwd()), str(path))
+    own_loop = isinstance(raw, dict) and isinstance(raw.get("data"), dict) and raw["data"].get("samples_per_step")
+    if own_loop and not raw.get("folder"):  # found again from whichever working directory a loop is started
+        raw = {**raw, "folder": str(path.parent.absolute() / f"runs/{raw.get('name')}")}
+    return parse(RunConfig, _resolved(raw, Path.cwd(), "--set"), str(path))
 
 
-def _resolved(raw: Any, folder: Path) -> Any:
+def _resolved(raw: Any, folder: Path, where: str) -> Any:
     """Copy the run file's content with absolute paths, and with the files that it names in their places.
 
-    folder: of relative paths.
+    folder: of relative paths. where: what the content stands in, for errors.
     """
-    raw = from_folder(raw, RunConfig.paths, folder)
+    raw = from_folder(raw, (*RunConfig.paths, "model.config", "deepspeed"), folder, where)
     if not isinstance(raw, dict):
         return raw
     model, block = raw.get("model"), raw.get("deepspeed")
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": read_json(folder / model["config"])}}
+        raw = {**raw, "model": {**model, "config": read_json(Path(model["config"]))}}
     if isinstance(block, str):
-        block = read_json(folder / block)
+        block = read_json(Path(block))
         if isinstance(block, dict):
             block = {key: value for key, value in block.items() if key != SCHEMA}
         raw = {**raw, "deepspeed": block}
@@ -355,19 +371,42 @@ def _put(raw: Any, change: str) -> None:
 
 
 def config_digest(run: RunConfig) -> str:
-    """Digest what all processes of a run must agree on, in hex: the model, the data and the outer loop.
+    """Digest what all processes of a run must agree on (`_agreed`), in hex."""
+    text = json.dumps(_agreed(run), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
+    """List what differs of that on which all processes of a run must agree: "outer.local_steps: was 8, is 64"."""
+
+    def leaves(place: Any, key: str) -> dict[str, Any]:
+        if not isinstance(place, dict):
+            return {key: place}
+        return {k: v for name, each in place.items() for k, v in leaves(each, f"{key}.{name}".lstrip(".")).items()}
+
+    old, new = leaves(_agreed(before), ""), leaves(_agreed(now), "")
+    pairs = {key: [json.dumps(each[key]) if key in each else "nothing" for each in (old, new)] for key in old | new}
+    return [f"{key}: was {was}, is {is_now}" for key, (was, is_now) in pairs.items() if was != is_now]
+
+
+def _agreed(run: RunConfig) -> dict[str, Any]:
+    """Copy what all processes of a run must agree on: the model, the data and the outer loop.
 
     Other settings may differ between workers, or change at a resume: parallel layouts, DeepSpeed's settings,
     monitoring, where things lie. The data's sha256 is compared by itself.
     """
     shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
-    for key in ("recompute", "init_from", "weights"):  # memory; names and shapes are in the parameter map's digest
+    for key in (
+        "recompute",
+        "init_from",
+        "init_changes",
+        "weights",
+    ):  # memory; names and shapes are in the parameter map's digest
         shared["model"].pop(key)
     del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
     shared["data"]["train"] = [each.weight for each in run.data.train]
-    for key in ("sha256", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256 is compared by itself
+    for key in ("sha256", "skip", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256: see above
         shared["data"].pop(key)
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
-    text = json.dumps(shared, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return shared

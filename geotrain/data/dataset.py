@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from geotrain.common.files import write_whole
+from geotrain.common.files import whole_file, write_whole
 from geotrain.config import Block, ConfigError, DataConfig, PositiveInt, parse
 from geotrain.data.remote import (
     BlockCache,
@@ -25,7 +25,7 @@ from geotrain.data.remote import (
     open_cache,
     read_whole,
 )
-from geotrain.data.tokens import DataError, TokenFile, open_tokens
+from geotrain.data.tokens import BlockChecksums, DataError, TokenFile, VerifiedTokens, open_tokens
 
 SPLITS = ("train", "validation")
 _HASHED_TOKENS = 1 << 24  # tokens read at a time when a file is verified
@@ -44,9 +44,10 @@ class Manifest(Block):
 
     text_bytes: UTF-8 size of the text from which the tokens were made. end_of_document: id after each document; None:
     they do not all end with the same. dtype: of the ids, as NumPy names it. sha256: digest of the .bin file.
-    tokenizer: the tokenizer's folder, relative to the manifest; None: not known. checksums: whether `<prefix>.crc`
-    has those of the .bin's blocks (see `BlockChecksums`), for who reads the file from afar. shards: the pairs whose
-    tokens, one after another, are the data set's; it has no pair of its own then, and sha256 is of their digests.
+    tokenizer: the tokenizer's folder, relative to the manifest; None: not known. tokenizer_sha256: its fingerprint
+    (`geotrain.data.tokenizer`); None: not known. checksums: whether `<prefix>.crc` has those of the .bin's blocks
+    (`BlockChecksums`), with which they are compared when read. shards: the pairs whose tokens, one after another, are
+    the data set's; it has no pair of its own then, and sha256 is of their digests.
     """
 
     tokens: PositiveInt
@@ -57,6 +58,7 @@ class Manifest(Block):
     dtype: str
     sha256: str
     tokenizer: str | None
+    tokenizer_sha256: str | None = None
     checksums: bool = False
     shards: tuple[Shard, ...] = ()
 
@@ -121,7 +123,7 @@ def open_dataset(
         )
     if verify:
         _verify(file, manifest)
-    return manifest, file.tokens
+    return manifest, VerifiedTokens(file.prefix, file.tokens) if manifest.checksums else file.tokens
 
 
 def _open_shards(
@@ -197,10 +199,11 @@ def local_files(prefix: str) -> list[str]:
     """
     if is_remote(prefix):
         return []
-    pairs = [prefix]
+    pairs, suffixes = [prefix], [".bin", ".idx"]
     with suppress(DataError):
         pairs = [f"{Path(prefix).parent / shard.prefix}" for shard in read_manifest(prefix).shards] or pairs
-    return [f"{prefix}.json", *(f"{pair}{suffix}" for pair in pairs for suffix in (".bin", ".idx"))]
+        suffixes += [".crc"] if all(read_manifest(pair).checksums for pair in pairs) else []
+    return [f"{prefix}.json", *(f"{pair}{suffix}" for pair in pairs for suffix in suffixes)]
 
 
 def end_of_document(data: DataConfig) -> int | None:
@@ -237,7 +240,7 @@ def adopt(prefix: Path, tokenizer: Path | None = None) -> Manifest:
     if path.exists():
         raise DataError(f"{path} is there already; remove it to have it written anew")
     file = open_tokens(prefix)
-    digest, largest, ids_at_ends, start = hashlib.sha256(), 0, set[int](), 0
+    digest, checksums, largest, ids_at_ends, start = hashlib.sha256(), BlockChecksums(), 0, set[int](), 0
     for ends in file.all_document_ends():
         ends_here = ends[np.diff(ends, prepend=start) > 0]  # Megatron's tools may write empty documents
         for first in range(0, len(ends_here), _HASHED_TOKENS):
@@ -251,11 +254,12 @@ def adopt(prefix: Path, tokenizer: Path | None = None) -> Manifest:
             )
         largest = max(largest, int(part.max()))
         digest.update(part.tobytes())
-    vocab_size = largest + 1
+        checksums.update(part.tobytes())
+    vocab_size, made_by = largest + 1, None
     if tokenizer is not None:
-        from geotrain.data.tokenizer import vocabulary_size  # slow to import
+        from geotrain.data.tokenizer import describe  # slow to import
 
-        vocab_size = vocabulary_size(tokenizer)
+        vocab_size, made_by = describe(tokenizer)
         if largest >= vocab_size:
             raise DataError(
                 f"{prefix}: holds the id {largest}, but the tokenizer in {tokenizer} has ids below {vocab_size}; is "
@@ -270,6 +274,10 @@ def adopt(prefix: Path, tokenizer: Path | None = None) -> Manifest:
         dtype=file.tokens.dtype.name,
         sha256=digest.hexdigest(),
         tokenizer=None if tokenizer is None else os.path.relpath(tokenizer, path.parent),
+        checksums=True,
+        tokenizer_sha256=made_by,
     )
+    with whole_file(Path(f"{prefix}.crc"), "wb") as crc:  # before the manifest, which says that it is there
+        crc.write(checksums.content())
     write_whole(path, manifest.model_dump_json(indent=1) + "\n")
     return manifest

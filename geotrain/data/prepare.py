@@ -31,9 +31,9 @@ import tokenizers
 
 from geotrain.common.files import whole_folder
 from geotrain.data.dataset import SPLITS, Manifest, manifest_path
-from geotrain.data.readers import TextBlock, parse_block, read_blocks
+from geotrain.data.readers import TextBlock, check_inputs, parse_block, read_blocks
 from geotrain.data.shards import INPUTS, describe_inputs, files_of_shard, shard_folder
-from geotrain.data.tokenizer import Tokenizer
+from geotrain.data.tokenizer import Tokenizer, fingerprint
 from geotrain.data.tokens import DataError, TokenWriter, token_dtype
 
 BLOCKS_PER_PROCESS = 2  # in flight: bounds the memory and keeps every process busy
@@ -46,7 +46,7 @@ class Progress:
     """Progress of `prepare`.
 
     done_bytes, total_bytes: of the input files on disk, compressed as they are. documents, tokens: written so far.
-    broken: lines of JSON passed over so far; first_broken: what is wrong with the first.
+    broken: lines, rows and rests of cut files passed over so far; first_broken: what is wrong with the first.
     """
 
     done_bytes: int
@@ -72,7 +72,7 @@ class TokenizedDocument:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """A block's documents, and what is wrong with each of its lines that were passed over."""
+    """A block's documents, and what is wrong with each of its items that were passed over."""
 
     documents: list[TokenizedDocument]
     broken: list[str]
@@ -82,7 +82,7 @@ class EncodedBlock:
 class Encoder:
     """Turns blocks into tokens. Plain data, so that it can be sent to a process, once, when that starts.
 
-    skip_broken: pass over lines that are no JSON object with a text, instead of raising.
+    skip_broken: pass over items that are no text (`parse_block`), instead of raising.
     """
 
     tokenizer: Tokenizer
@@ -134,7 +134,8 @@ def prepare(
     """Tokenize files (`find_inputs`) into the folder `output`. Returns the manifest of each split.
 
     text_key: of the text in JSON and parquet. validation_fraction: share of the documents that is held out.
-    processes: that tokenize. skip_broken: pass over broken lines of JSON, and count them, unless most are.
+    processes: that tokenize. skip_broken: pass over what is no text, in lines, rows or the rest of a cut file, and
+    count it, unless that is most; a file of which nothing can be read is an error at the start.
     shard: which part of the files, of how many (`geotrain.data.shards`); one of several goes into a folder of its own
     in `output`, and may lack a split. progress: called after each block.
     Raises DataError (input, writing) and OutputError (output folder); then nothing is left behind.
@@ -145,6 +146,7 @@ def prepare(
     common = describe_inputs(files, tokenizer.json, validation_fraction)
     if shard[1] > 1:
         files, output = files_of_shard(files, *shard), shard_folder(output, *shard)
+    check_inputs(files, text_key)
     encoder = Encoder(tokenizer, text_key, validation_fraction, skip_broken)
     sizes, finished_bytes, current = {str(path): path.stat().st_size for path in files}, 0, ""
     document_count = token_count = broken_count = 0
@@ -170,7 +172,7 @@ def prepare(
             progress(Progress(done_bytes, sum(sizes.values()), *counts))
         if broken_count > document_count:
             raise DataError(
-                f"most lines are broken, {broken_count} beside {document_count} good ones: {first_broken}"
+                f"most lines or rows are broken, {broken_count} beside {document_count} good ones: {first_broken}"
             )
         for split, writer in writers.items():
             if not writer.documents and shard[1] == 1:
@@ -193,6 +195,7 @@ def prepare(
                 dtype=writer.dtype.name,
                 sha256=writer.digest.hexdigest(),
                 tokenizer="tokenizer",
+                tokenizer_sha256=fingerprint(tokenizer.files["tokenizer.json"]),
                 checksums=True,
             )
             (folder / f"{split}.crc").write_bytes(writer.checksums.content())
@@ -205,7 +208,7 @@ def training_texts(
 ) -> Iterator[str]:
     """Yield texts to train a tokenizer on: about `limit_bytes` in all, an equal share from every file large enough.
 
-    skip_broken: pass over broken lines of JSON, which `prepare` counts.
+    skip_broken: pass over what is no text, which `prepare` counts.
     """
     # Smallest first: what a small file lacks of its share is shared among the larger ones that follow.
     by_size = sorted(files, key=lambda path: (path.stat().st_size, path))

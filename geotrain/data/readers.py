@@ -10,7 +10,8 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -23,7 +24,7 @@ from geotrain.data.hf_datasets import arrow_files, is_hf_dataset
 from geotrain.data.tokens import DataError
 
 BLOCK_BYTES = 1 << 20  # approximate size of a block; a longer .txt file becomes several documents
-LINE_LIMIT_BYTES = 64 << 20  # a longer line of JSON is refused, since it has to be held in memory whole
+LINE_LIMIT_BYTES = 64 << 20  # a longer line of JSON is broken, since it would have to be held in memory whole
 BLOCK_ROWS = 256  # rows of a parquet or Arrow file in a block
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 _READ_BYTES = 1 << 20
@@ -35,15 +36,16 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class TextBlock:
     """A part of one input file, not yet parsed.
 
-    kind: what the items are. "text": one item, a document. "jsonl": lines, a JSON object each. "rows": documents.
+    kind: what the items are. "text": one item, a document. "jsonl": lines, a JSON object each. "rows": documents,
+    None for a null. "fault": one item, which says why the rest of the file cannot be read.
     first: number of the first line or row, from 1, for errors.
     position_bytes: how much of the file on disk has been read with this block, for the progress display.
     """
 
     path: str
-    kind: Literal["text", "jsonl", "rows"]
+    kind: Literal["text", "jsonl", "rows", "fault"]
     first: int
-    items: tuple[bytes, ...]
+    items: tuple[bytes | None, ...]
     position_bytes: int
 
 
@@ -76,41 +78,68 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def read_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
+def read_blocks(path: Path, text_key: str) -> Generator[TextBlock, None, None]:
     """Stream a file. Memory is bounded by a block and a line of JSON. text_key: the column in parquet and Arrow.
 
-    Raises DataError, which says where reading stopped.
+    Where reading stops before the end, as in a file that was cut, the last block is a fault, behind all that came
+    before it.
     """
-    if path.name.endswith((".parquet", ".arrow")):
-        yield from _row_blocks(path, text_key)
-    elif path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        yield from _jsonl_blocks(path)
-    else:
-        yield from _text_blocks(path)
+    rows, lines = (".parquet", ".arrow"), (".jsonl", ".jsonl.gz", ".jsonl.zst")
+    try:
+        if path.name.endswith(rows):
+            yield from _row_blocks(path, text_key)
+        else:
+            yield from (_jsonl_blocks if path.name.endswith(lines) else _text_blocks)(path)
+    except DataError as error:
+        yield TextBlock(str(path), "fault", 1, (str(error).encode(),), path.stat().st_size if path.exists() else 0)
+
+
+def check_inputs(files: Sequence[Path], text_key: str) -> None:
+    """Read the beginning of each input file, before anything is made of them.
+
+    Raises DataError: naming the files of which nothing can be read, or what is wrong with the first line where no
+    file begins with a text.
+    """
+    useless, broken, found = list[str](), list[str](), False
+    for path in files:
+        with closing(read_blocks(path, text_key)) as blocks:
+            block = next(blocks, None)
+        if block is not None and block.kind == "fault":
+            list(parse_block(block, text_key, useless))
+        elif block is not None:
+            found |= any(parse_block(block, text_key, broken))
+    if useless:
+        more = f"; and {len(useless) - 3} more files" if len(useless) > 3 else ""
+        raise DataError("; ".join(useless[:3]) + more)
+    if broken and not found:
+        raise DataError(f"no input begins with a text: {broken[0]}")
 
 
 def parse_block(block: TextBlock, text_key: str, broken: list[str] | None = None) -> Iterator[str]:
     """Parse a block into documents; empty ones are left out. text_key: of the text in a JSON object.
 
-    broken: a list to which faults of single lines of JSON are appended, each naming file and line; such lines are
-    passed over. None: they raise DataError, as the faults of other kinds of files always do.
+    broken: a list to which the faults of items are appended, each naming file and line or row; such items are passed
+    over. None: they raise DataError.
     """
-    skips = broken is not None and block.kind == "jsonl"
     number = block.first
     for item in block.items:
         text, fault = "", None
         try:
+            if item is None:
+                raise ValueError(f"the column {text_key!r} is null")
             text = item.decode() if block.kind != "jsonl" else _json_text(item, text_key)
             text.encode()  # JSON may hold lone surrogates, which no tokenizer accepts: found here, they have a line
+            fault = text if block.kind == "fault" else None
         except UnicodeDecodeError as error:
-            line = number + item.count(b"\n", 0, error.start)
+            before = error.object[: error.start] if block.kind == "text" else b""
+            line = number + before.count(b"\n")
             fault = f"{block.path}:{line}: not UTF-8 ({error.reason}); convert the file to UTF-8"
         except UnicodeEncodeError as error:
             fault = f"{block.path}:{number}: not valid Unicode ({error.reason}); repair the line"
         except (ValueError, RecursionError) as error:
             fault = f"{block.path}:{number}: {error}"
         if fault is not None:
-            if broken is None or not skips:
+            if broken is None:
                 raise DataError(fault)
             broken.append(fault)
         elif text:
@@ -122,6 +151,8 @@ def _json_text(line: bytes, text_key: str) -> str:
     """Parse a line of JSON and return its text; "" for an empty line. Raises ValueError saying what is wrong."""
     if not line.strip():
         return ""
+    if len(line) > LINE_LIMIT_BYTES:
+        raise ValueError(f"a line longer than {LINE_LIMIT_BYTES >> 20} MiB; cut the document")
     try:
         record = json.loads(line.decode())
     except json.JSONDecodeError as error:
@@ -143,22 +174,26 @@ def _json_text(line: bytes, text_key: str) -> str:
 def _jsonl_blocks(path: Path) -> Iterator[TextBlock]:
     lines: list[bytes] = []
     first, size_bytes, rest, position_bytes = 1, 0, b"", 0
-    for chunk, position_bytes in _decompressed(path):
-        *whole, rest = (rest + chunk).split(b"\n")  # rest: a line whose end has not been read yet
-        if len(rest) > LINE_LIMIT_BYTES:
-            line = first + len(lines) + len(whole)
-            raise DataError(f"{path}:{line}: a line longer than {LINE_LIMIT_BYTES >> 20} MiB; cut the document")
-        for line_bytes in whole:
-            lines.append(line_bytes)
-            size_bytes += len(line_bytes)
-            if size_bytes >= BLOCK_BYTES:
-                yield TextBlock(str(path), "jsonl", first, tuple(lines), position_bytes)
-                first += len(lines)
-                lines, size_bytes = [], 0
+    damage: DataError | None = None
+    try:
+        for chunk, position_bytes in _decompressed(path):
+            *whole, rest = (rest + chunk).split(b"\n")  # rest: a line whose end has not been read yet
+            rest = rest[: LINE_LIMIT_BYTES + 1]  # enough to see that it is too long
+            for line_bytes in whole:
+                lines.append(line_bytes)
+                size_bytes += len(line_bytes)
+                if size_bytes >= BLOCK_BYTES:
+                    yield TextBlock(str(path), "jsonl", first, tuple(lines), position_bytes)
+                    first += len(lines)
+                    lines, size_bytes = [], 0
+    except DataError as error:
+        damage, rest = error, b""
     if rest:
         lines.append(rest)
     if lines:
         yield TextBlock(str(path), "jsonl", first, tuple(lines), position_bytes)
+    if damage:
+        raise damage
 
 
 def _text_blocks(path: Path) -> Iterator[TextBlock]:
@@ -198,7 +233,7 @@ def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
 def _chunks(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     if not path.name.endswith(".zst"):
         stream: Any = gzip.GzipFile(fileobj=file, mode="rb") if path.name.endswith(".gz") else file
-        while chunk := stream.read(_READ_BYTES):
+        while chunk := stream.read1(_READ_BYTES):  # of a cut file, `read` would lose up to a whole chunk
             yield chunk
         return
     # Frame after frame, because the library's own file reader takes a cut-off file for a complete one.
@@ -221,13 +256,10 @@ def _row_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
     row = 0
     try:
         for column, position_bytes in (_arrow if path.name.endswith(".arrow") else _parquet)(path, text_key):
-            if column.null_count:
-                missing = column.is_null().to_pylist().index(True)
-                raise DataError(f"{path}: row {row + missing + 1}: the column {text_key!r} is null")
-            items = tuple(text.encode() for text in column.to_pylist())
+            items = tuple(column.cast(pyarrow.large_binary()).to_pylist())
             yield TextBlock(str(path), "rows", row + 1, items, position_bytes)
             row += len(items)
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except (OSError, pyarrow.ArrowException) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         kind = path.suffix.removeprefix(".")
         raise DataError(f"{path}: damaged or no {kind} file, after row {row}: {why}") from None
@@ -257,5 +289,11 @@ def _check_column(path: Path, schema: Any, text_key: str) -> None:
     if text_key not in schema.names:
         raise DataError(f"{path}: no column {text_key!r}; columns: {', '.join(schema.names[:8])}; set the text key")
     kind = schema.field(text_key).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    try:
+        pyarrow.nulls(0, kind).cast(pyarrow.large_binary())  # strings and bytes, long or short, views and categories
+    except pyarrow.ArrowException:
+        fits = False
+    else:
+        fits = not pyarrow.types.is_null(kind)
+    if not fits:
         raise DataError(f"{path}: the column {text_key!r} holds {kind}, not strings")

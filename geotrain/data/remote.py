@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geotrain.common.backoff import RetryBackoff
-from geotrain.data.tokens import BLOCK_BYTES, DataError
+from geotrain.data.tokens import BLOCK_BYTES, DataError, read_checksums
 
 T = TypeVar("T")
 
@@ -140,12 +140,7 @@ class RemoteTokens:
             )
         self._checksums = None
         if checksums:
-            content = read_whole(f"{prefix}.crc")
-            if len(content) != 4 * self._blocks:
-                raise DataError(
-                    f"{prefix}.crc: has {len(content)} bytes instead of {4 * self._blocks}; copy it again"
-                )
-            self._checksums = np.frombuffer(content, "<u4")
+            self._checksums = read_checksums(prefix, read_whole(f"{prefix}.crc"), self._size)
         self._lock = threading.Lock()
         self._coming: dict[int, Future[bytes]] = {}
 

@@ -6,6 +6,7 @@ exported with the model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable
@@ -77,9 +78,29 @@ def finish_export(folder: Path, max_positions: int) -> dict[str, int | None]:
     return {f"{kind}_token_id": getattr(loaded, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
 
 
-def vocabulary_size(folder: Path) -> int:
-    """Compute the largest id + 1 of the tokenizer in a folder. Raises DataError."""
-    return max(_load(folder).get_vocab().values()) + 1
+def describe(folder: Path) -> tuple[int, str | None]:
+    """Compute the largest id + 1, and the fingerprint, of the tokenizer in a folder. A tokenizer without a fast
+    implementation has no fingerprint. Raises DataError."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        content = path.read_bytes()
+    elif (loaded := _load(folder)).is_fast:
+        content = loaded.backend_tokenizer.to_str().encode()
+    else:
+        return max(loaded.get_vocab().values()) + 1, None
+    try:
+        vocabulary = tokenizers.Tokenizer.from_str(content.decode()).get_vocab()
+    except Exception as error:  # the library raises no type of its own
+        raise DataError(f"{path}: not a tokenizer: {error}") from None
+    return max(vocabulary.values(), default=-1) + 1, fingerprint(content)
+
+
+def fingerprint(tokenizer_json: bytes) -> str:
+    """Digest how the content of a tokenizer.json makes ids of text (sha256). Truncation, padding, templates and
+    decoding are left out, since `prepare` does not use them."""
+    read = json.loads(tokenizer_json)
+    kept = {key: read.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenizer:

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import struct
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from zlib_ng.zlib_ng import crc32
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
@@ -52,12 +52,53 @@ class BlockChecksums:
     def update(self, content: bytes) -> None:
         self._rest += content
         while len(self._rest) >= BLOCK_BYTES:
-            self._checksums += _CHECKSUM.pack(zlib.crc32(self._rest[:BLOCK_BYTES]))
+            self._checksums += _CHECKSUM.pack(crc32(self._rest[:BLOCK_BYTES]))
             del self._rest[:BLOCK_BYTES]
 
     def content(self) -> bytes:
         """Return the content of `<prefix>.crc`: 4 bytes a block, little-endian."""
-        return bytes(self._checksums) + (_CHECKSUM.pack(zlib.crc32(self._rest)) if self._rest else b"")
+        return bytes(self._checksums) + (_CHECKSUM.pack(crc32(self._rest)) if self._rest else b"")
+
+
+def read_checksums(prefix: str, content: bytes, size_bytes: int) -> npt.NDArray[np.uint32]:
+    """Read the content of `<prefix>.crc`, for a .bin of that size. Raises DataError."""
+    if len(content) != (wanted := 4 * -(-size_bytes // BLOCK_BYTES)):
+        raise DataError(f"{prefix}.crc: has {len(content)} bytes instead of {wanted}; copy it again")
+    return np.frombuffer(content, "<u4")
+
+
+class VerifiedTokens:
+    """The tokens of a .bin file on this machine, as a read-only array: `len` and slices. A block of the file is
+    compared with its checksum when it is read for the first time. Raises DataError."""
+
+    def __init__(self, prefix: str, tokens: npt.NDArray[Any]) -> None:
+        self._prefix, self._tokens, self._content = prefix, tokens, tokens.view(np.uint8)
+        path = Path(f"{prefix}.crc")
+        try:
+            self._checksums = read_checksums(prefix, path.read_bytes(), len(self._content))
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read: {error.strerror}; it belongs to {prefix}.bin: copy it, too"
+            ) from None
+        self._checked = np.zeros(len(self._checksums), bool)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        start, stop, _ = part.indices(len(self._tokens))
+        size = self._tokens.itemsize
+        first, last = start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES)
+        for block in first + np.flatnonzero(~self._checked[first:last]):
+            begin = int(block) * BLOCK_BYTES
+            content = self._content[begin : begin + BLOCK_BYTES]
+            if crc32(content) != self._checksums[block]:
+                raise DataError(
+                    f"{self._prefix}.bin: block {block}, the {len(content)} bytes from {begin} on, does not match "
+                    f"its checksum in {self._prefix}.crc: it is damaged: copy both again, or prepare the data again"
+                )
+            self._checked[block] = True
+        return self._tokens[start:stop]
 
 
 class TokenWriter:

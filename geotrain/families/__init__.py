@@ -52,6 +52,12 @@ def family_of(model_type: Any) -> Family:
 def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     """Read a parsed Hugging Face `config.json`.
 
-    Raises UnsupportedModelError naming the key, its value and what is supported.
+    Raises UnsupportedModelError naming the key, its value and what is supported. A key that its family does not read
+    is an error, unless it is null or one of those that change nothing of the model.
     """
-    return family_of(reading.need(config, "model_type")).architecture(config)
+    noted = reading.Noted(config)
+    family = family_of(reading.need(noted, "model_type"))
+    architecture = family.architecture(noted)
+    reading.special_ids(noted, architecture.vocab_size)
+    noted.refuse_the_rest(family.idle)
+    return architecture

@@ -26,6 +26,7 @@ class DeepseekV3(Family):
         **Family.only,
         "rms_norm_eps": 1e-6,  # which transformers' norms of the latents have in any case
         "rope_interleave": True,
+        "seq_aux": True,
         "norm_topk_prob": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -33,16 +34,15 @@ class DeepseekV3(Family):
         "num_nextn_predict_layers": 0,
         "num_mtp_layers": 0,
     }
-    ffn_key = "moe_intermediate_size"
+    idle = frozenset({"ep_size"})
+    ffn_key, count_key, loss_key = "moe_intermediate_size", "n_routed_experts", "aux_loss_alpha"
+    positions = 4096
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
-        rotated = reading.whole(config, "qk_rope_head_dim")
-        heads = reading.whole(config, "num_attention_heads")
-        # transformers would take a `head_dim` for what is rotated, and repeat keys by the ratio of the heads.
-        reading.must_be(config, {"head_dim": rotated, "num_key_value_heads": heads})
-        if rotated % 2:
-            raise UnsupportedModelError(f"model config: qk_rope_head_dim = {rotated} must be even: pairs are rotated")
-        rope = dict(reading.rope_scaling(config))
+        # transformers would repeat keys by the ratio of the heads.
+        reading.must_be(config, {"num_key_value_heads": reading.whole(config, "num_attention_heads")})
+        made = super().architecture(config)
+        rope = dict(made.rope_scaling)
         if rope.get("rope_type") == "yarn" and not (
             rope.get("mscale") and rope.get("mscale") == rope.get("mscale_all_dim") and "attention_factor" not in rope
         ):
@@ -57,11 +57,16 @@ class DeepseekV3(Family):
             plain_dim=reading.whole(config, "qk_nope_head_dim"),
             value_dim=reading.whole(config, "v_head_dim"),
         )
-        return replace(super().architecture({**config, "head_dim": rotated}), latent=latent)
+        reading.must_be(config, {"qk_head_dim": made.head_dim + latent.plain_dim})
+        return replace(made, latent=latent)
+
+    def head_dim(self, config: Mapping[str, Any], hidden: int, heads: int) -> int:
+        rotated = reading.whole(config, "qk_rope_head_dim")
+        reading.must_be(config, {"head_dim": rotated})  # transformers would take it for what is rotated
+        return rotated
 
     def experts(self, config: Mapping[str, Any]) -> Experts:
-        silent = {**config, "router_aux_loss_coef": config.get("aux_loss_alpha", 0.0)}
-        experts = replace(reading.experts(silent, 8, True, "n_routed_experts"), normalized=True)
+        experts = reading.experts(config, self.count_key, 8, True, self.loss_key, 0.0)
         dense = reading.whole(config, "first_k_dense_replace", 3, least=0)
         shared = reading.whole(config, "n_shared_experts", 1) * reading.whole(config, "moe_intermediate_size")
         groups, chosen = reading.whole(config, "n_group", 8), reading.whole(config, "topk_group", 4)
@@ -102,7 +107,11 @@ class DeepseekV3(Family):
         routing = dict(experts.routing)
         return {
             "q_lora_rank": latent.query_rank or None,
-            "num_experts_per_tok": experts.per_token,
+            "kv_lora_rank": latent.key_value_rank,
+            "qk_nope_head_dim": latent.plain_dim,
+            "qk_rope_head_dim": a.head_dim,
+            "v_head_dim": latent.value_dim,
+            "intermediate_size": experts.dense_ffn_size,
             "n_shared_experts": experts.shared_ffn_size // a.ffn_size,
             "first_k_dense_replace": experts.dense_layers,
             "n_group": int(routing["groups"]),

@@ -23,10 +23,22 @@ class Family:
     only: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu",
         "attention_bias": False,
+        "attention_dropout": 0.0,
         "mlp_bias": False,
         "use_sliding_window": False,
+        "partial_rotary_factor": 1.0,
+        "rope_interleaved": False,
+        "is_encoder_decoder": False,
+        "add_cross_attention": False,
     }
+    idle: ClassVar[frozenset[str]] = frozenset()  # keys of config.json without effect beside the values in `only`
+    # transformers' defaults of keys that a config may lack.
+    positions: ClassVar[int] = 2048
+    eps: ClassVar[float] = 1e-6
+    theta: ClassVar[float] = 10000.0
     ffn_key: ClassVar[str] = "intermediate_size"  # of config.json: `Architecture.ffn_size`
+    count_key: ClassVar[str] = "num_experts"  # of config.json: how many there are, if there are any
+    loss_key: ClassVar[str] = "router_aux_loss_coef"
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
 
@@ -34,44 +46,48 @@ class Family:
         """Read a Hugging Face `config.json` (already parsed). Raises UnsupportedModelError.
 
         Whatever would make transformers compute something else than Megatron-core does must be refused, so that an
-        exported checkpoint is the model that was trained.
+        exported checkpoint is the model that was trained. What is not asked for here is refused by
+        `architecture_from_hf`.
         """
-        rope = reading.rope_parameters(config)
         reading.must_be(config, self.only)
-        if config.get("attention_dropout"):
+        layers = reading.whole(config, "num_hidden_layers", most=reading.MOST_LAYERS)
+        positions = reading.whole(config, "max_position_embeddings", self.positions)
+        theta, scaling = reading.rope(config, self.theta, positions)
+        window = self.sliding_window(config)
+        kind, types = "full_attention" if window is None else "sliding_attention", config.get("layer_types")
+        if types not in (None, [kind] * layers):
             raise UnsupportedModelError(
-                f"model config: attention_dropout = {config['attention_dropout']!r} is not supported; only 0.0"
+                f"model config: layer_types = {types!r:.80} must be {kind!r}, num_hidden_layers = {layers} times; "
+                "leave it out"
             )
         heads, hidden = reading.whole(config, "num_attention_heads"), reading.whole(config, "hidden_size")
         # Without a number, each head has its own keys and values.
-        kv_heads = reading.whole(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+        kv_heads = reading.whole(config, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise UnsupportedModelError(
                 f"model config: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
             )
-        if not config.get("head_dim") and hidden % heads:
-            raise UnsupportedModelError(
-                f"model config: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; "
-                "set head_dim"
-            )
+        head_dim = self.head_dim(config, hidden, heads)
+        if head_dim % 2:
+            raise UnsupportedModelError(f"model config: head_dim = {head_dim} must be even: pairs are rotated")
         return Architecture(
             model_type=self.model_type,
             vocab_size=reading.whole(config, "vocab_size"),
             hidden_size=hidden,
             ffn_size=reading.whole(config, self.ffn_key),
-            layers=reading.whole(config, "num_hidden_layers", most=reading.MOST_LAYERS),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=reading.whole(config, "head_dim") if config.get("head_dim") else hidden // heads,
-            norm_eps=reading.number(config, "rms_norm_eps", 1e-6),
-            rope_theta=reading.number(rope if rope.get("rope_theta") else config, "rope_theta", 10000.0),
-            rope_scaling=reading.rope_scaling(config),
-            max_positions=reading.whole(config, "max_position_embeddings", 2048),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            head_dim=head_dim,
+            norm_eps=reading.number(config, "rms_norm_eps", self.eps),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_positions=positions,
+            tied_embeddings=reading.flag(config, "tie_word_embeddings", False),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
-            sliding_window=None,
-            init_std=reading.number(config, "initializer_range", 0.02),
+            sliding_window=window,
+            init_std=reading.number(config, "initializer_range", 0.02, most=1.0),
             experts=self.experts(config),
         )
 
@@ -79,11 +95,54 @@ class Family:
         """Read the experts from config.json; None: layers have one MLP. Raises UnsupportedModelError."""
         return None
 
-    def config_keys(self, a: Architecture) -> dict[str, Any]:
-        """State the keys of an exported config.json beside those that all families have.
+    def head_dim(self, config: Mapping[str, Any], hidden: int, heads: int) -> int:
+        """Read how much of a head is rotated, which is all of it. Raises UnsupportedModelError."""
+        if config.get("head_dim") is None and hidden % heads:
+            raise UnsupportedModelError(
+                f"model config: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; "
+                "set head_dim"
+            )
+        return reading.whole(config, "head_dim", max(hidden // heads, 1))
 
-        transformers' defaults may differ from what was trained.
+    def sliding_window(self, config: Mapping[str, Any]) -> int | None:
+        """Read the window of all layers; None: there is none."""
+        return None
+
+    def hf_config(self, a: Architecture) -> dict[str, Any]:
+        """State the model as an exported config.json: what was read, and nothing else.
+
+        All of it, since transformers' defaults differ. Version 4 reads `rope_theta` and `rope_scaling`, version 5
+        `rope_parameters`.
         """
+        scaling, mixture = dict(a.rope_scaling), dict[str, Any]()
+        if a.experts:
+            mixture = {self.count_key: a.experts.count, "num_experts_per_tok": a.experts.per_token}
+            mixture |= {self.loss_key: a.experts.aux_loss}
+            mixture |= {"router_z_loss_coef": a.experts.z_loss} if a.experts.z_loss else {}
+        return {
+            "architectures": [self.transformers_class],
+            "model_type": self.model_type,
+            "vocab_size": a.vocab_size,
+            "hidden_size": a.hidden_size,
+            self.ffn_key: a.ffn_size,
+            "num_hidden_layers": a.layers,
+            "num_attention_heads": a.heads,
+            "num_key_value_heads": a.kv_heads,
+            "head_dim": a.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": a.norm_eps,
+            "rope_theta": a.rope_theta,
+            "rope_scaling": scaling or None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": a.rope_theta, **scaling},
+            "max_position_embeddings": a.max_positions,
+            "tie_word_embeddings": a.tied_embeddings,
+            "initializer_range": a.init_std,
+            **mixture,
+            **self.config_keys(a),
+        }
+
+    def config_keys(self, a: Architecture) -> dict[str, Any]:
+        """State the keys of an exported config.json beside those that all families have."""
         return {}
 
     # ------------------------------------------------------------------------------------------------- weights

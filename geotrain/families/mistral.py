@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from geotrain.families import reading
@@ -17,11 +16,12 @@ class Mistral(Family):
     only: ClassVar[Mapping[str, Any]] = {
         key: value for key, value in Family.only.items() if key != "use_sliding_window"
     }
+    idle = frozenset({"use_sliding_window"})
+    positions = 131072
     window: ClassVar[int | None] = 4096  # transformers' default
 
-    def architecture(self, config: Mapping[str, Any]) -> Architecture:
-        window = reading.sliding_window(config, self.window)
-        return replace(super().architecture(config), sliding_window=window)
+    def sliding_window(self, config: Mapping[str, Any]) -> int | None:
+        return reading.sliding_window(config, self.window)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
         return {"sliding_window": a.sliding_window}

@@ -16,14 +16,13 @@ class Mixtral(Mistral):
     model_type = "mixtral"
     transformers_class = "MixtralForCausalLM"
     only: ClassVar[Mapping[str, Any]] = {**Mistral.only, "router_jitter_noise": 0.0}
+    count_key = "num_local_experts"
     window = None
+    eps = 1e-5
+    theta = 1e6
 
     def experts(self, config: Mapping[str, Any]) -> Experts:
-        return replace(reading.experts(config, per_token=2, normalized=True), normalized=True)
-
-    def config_keys(self, a: Architecture) -> dict[str, Any]:
-        keys = {"num_experts_per_tok": a.mixture.per_token, "router_aux_loss_coef": a.mixture.aux_loss}
-        return {**super().config_keys(a), **keys}
+        return replace(reading.experts(config, self.count_key, per_token=2, normalized=True), normalized=True)
 
     def mlp(self, a: Architecture, layer: int) -> Iterator[Weight]:
         return routed_experts(a, "block_sparse_moe", ("w1", "w3", "w2"))

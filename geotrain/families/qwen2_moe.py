@@ -20,14 +20,15 @@ class Qwen2Moe(Qwen3Moe):
     qk_norm = False
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
-        return replace(super().architecture(config), qkv_bias=bool(config.get("qkv_bias", True)))
+        return replace(super().architecture(config), qkv_bias=reading.flag(config, "qkv_bias", True))
 
     def experts(self, config: Mapping[str, Any]) -> Experts:
         size = reading.whole(config, "shared_expert_intermediate_size")
         return replace(super().experts(config), shared_ffn_size=size, shared_gate=True)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
-        return {**super().config_keys(a), "qkv_bias": a.qkv_bias}
+        shared = {"shared_expert_intermediate_size": a.mixture.shared_ffn_size}
+        return {**super().config_keys(a), "qkv_bias": a.qkv_bias, **shared}
 
     def mlp(self, a: Architecture, layer: int) -> Iterator[Weight]:
         yield from routed_experts(a)

@@ -1,9 +1,12 @@
 """Qwen3 (arXiv 2505.09388): queries and keys are normalized, head by head."""
 
 from geotrain.families.family import Family
+from geotrain.families.qwen2 import Qwen2
 
 
 class Qwen3(Family):
     model_type = "qwen3"
     transformers_class = "Qwen3ForCausalLM"
+    idle = Qwen2.idle
+    positions = 32768
     qk_norm = True

@@ -14,6 +14,7 @@ class Qwen3Moe(Qwen3):
     model_type = "qwen3_moe"
     transformers_class = "Qwen3MoeForCausalLM"
     only: ClassVar[Mapping[str, Any]] = {**Qwen3.only, "decoder_sparse_step": 1}
+    idle = Qwen3.idle | {"intermediate_size"}  # of layers without experts
     ffn_key = "moe_intermediate_size"
     per_token: ClassVar[int] = 8  # transformers' default of num_experts_per_tok
 
@@ -23,13 +24,7 @@ class Qwen3Moe(Qwen3):
                 f"model config: mlp_only_layers = {config['mlp_only_layers']!r} is not supported: every layer has "
                 "experts"
             )
-        return reading.experts(config, per_token=self.per_token, normalized=False)
+        return reading.experts(config, self.count_key, per_token=self.per_token, normalized=False)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
-        return {
-            "num_experts_per_tok": a.mixture.per_token,
-            "router_aux_loss_coef": a.mixture.aux_loss,
-            "norm_topk_prob": a.mixture.normalized,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+        return {"norm_topk_prob": a.mixture.normalized, "decoder_sparse_step": 1, "mlp_only_layers": []}

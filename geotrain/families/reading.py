@@ -1,10 +1,10 @@
 """Reads a parsed Hugging Face `config.json`: gives values of the right kind, or raises an UnsupportedModelError that
-names the key, its value and what is supported."""
+names the key, its value and what is supported. A key whose value is null is one that is not there, unless said."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from geotrain.families.architecture import Experts, UnsupportedModelError
@@ -18,8 +18,51 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 MOST = 2**31 - 1  # of any size; beyond it, indices of Megatron-core and transformers overflow
 MOST_LAYERS = 10_000  # what follows from a model is counted layer by layer
+_HUGE = 1e30
 MOST_EXPERTS = 1_024  # each has three matrices in each layer, which are counted one by one
 _ROPE_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_LENGTH = "original_max_position_embeddings"
+# Keys of transformers that change nothing of what a model computes: how it was saved, is run, generates, or is loaded
+# for other tasks. Exports leave them out. So do those that begin with "_".
+_IDLE = {
+    "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "pretraining_tp",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "torchscript", "use_bfloat16",
+    "gradient_checkpointing", "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
+    "tokenizer_class", "is_decoder", "tie_encoder_decoder", "pruned_heads", "max_length", "max_sequence_length",
+    "do_sample", "temperature", "top_k", "top_p", "repetition_penalty",
+}  # fmt: skip
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Noted(Mapping[str, Any]):
+    """A config that notes which of its keys were asked for. asked: these, there or not."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config, self.asked = config, set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return self.config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.config)
+
+    def __len__(self) -> int:
+        return len(self.config)
+
+    def refuse_the_rest(self, idle: Container[str]) -> None:
+        """Refuse every key that nobody asked for: what is trained and exported would not have it. idle: keys that are
+        left out beside `_IDLE`."""
+        told = []
+        for key, value in self.config.items():
+            if key not in self.asked and value is not None and not (key in _IDLE or key in idle or key[:1] == "_"):
+                near = get_close_matches(key, sorted(self.asked), 1)
+                told.append(f"{key} = {value!r:.60}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+        if told:
+            raise UnsupportedModelError(
+                f"model config: {'; '.join(told)}: GeoTrain does not read this for model_type "
+                f"{self.config['model_type']!r}; leave out what the model is right without"
+            )
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:
@@ -29,7 +72,7 @@ def need(config: Mapping[str, Any], key: str) -> Any:
 
 
 def whole(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-    value = config.get(key, default) if default is not None else need(config, key)
+    value = need(config, key) if default is None else default if config.get(key) is None else config[key]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise UnsupportedModelError(
             f"model config: {key} = {value!r} must be a whole number from {least} to {most:,}"
@@ -37,73 +80,120 @@ def whole(config: Mapping[str, Any], key: str, default: int | None = None, least
     return value
 
 
-def number(config: Mapping[str, Any], key: str, default: float) -> float:
+def number(config: Mapping[str, Any], key: str, default: float, least: float = 0, most: float = _HUGE) -> float:
     value = default if config.get(key) is None else config[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise UnsupportedModelError(f"model config: {key} = {value!r} must be a number, 0 or more")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        bound = f"from {least:g} to {most:g}" if most < _HUGE else f"{least:g} or more"
+        raise UnsupportedModelError(f"model config: {key} = {value!r} must be a number, {bound}")
     return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, bool):
+        raise UnsupportedModelError(f"model config: {key} = {value!r} must be true or false")
+    return value
+
+
+def special_ids(config: Mapping[str, Any], vocab_size: int) -> dict[str, int | list[int] | None]:
+    """Read the ids of the bos, eos and pad tokens, by key; None where none is stated. There may be several eos."""
+    found = {key: config.get(key) for key in SPECIAL_IDS}
+    for key, value in found.items():
+        for each in value if isinstance(value, list) and key == "eos_token_id" else [value]:
+            if each is not None and (type(each) is not int or not 0 <= each < vocab_size):
+                raise UnsupportedModelError(
+                    f"model config: {key} = {value!r} is no id below vocab_size = {vocab_size}; leave it out: "
+                    "exports take the tokenizer's"
+                )
+    return found
 
 
 def must_be(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuse a key that is there with another value than this one, which is also what its absence means."""
     for key, value in wanted.items():
-        if config.get(key, value) != value:
+        if config.get(key) not in (None, value):
             raise UnsupportedModelError(f"model config: {key} = {config[key]!r} is not supported; only {value!r}")
 
 
-def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rotary embedding's parameters.
+def rope(config: Mapping[str, Any], theta: float, positions: int) -> tuple[float, tuple[tuple[str, Any], ...]]:
+    """Read the rotary embedding: its base, and its scaling for `Architecture.rope_scaling`.
 
-    transformers 5 writes `rope_parameters`; older files have `rope_scaling`, and `rope_theta` beside it.
+    transformers 5 writes `rope_parameters`; older files have `rope_scaling`, and `rope_theta` beside it. What is
+    stated twice must be the same, since each version takes another of them. theta: where the config is silent.
+    positions: original length of YaRN's that does not state one.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UnsupportedModelError(f"model config: the rope parameters {rope!r} must be an object")
-    return rope
-
-
-def rope_scaling(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Read the scaling of the rotary embedding, for `Architecture.rope_scaling`."""
-    rope = rope_parameters(config)
-    kind = rope.get("rope_type", rope.get("type")) or "default"
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+    found: list[tuple[tuple[str, Any], ...]] = []
+    bases = {"rope_theta": number(config, "rope_theta", theta, 1)} if config.get("rope_theta") is not None else {}
+    for key in ("rope_parameters", "rope_scaling"):
+        stated = config.get(key)
+        if not isinstance(stated, dict | None):
+            raise UnsupportedModelError(f"model config: {key} = {stated!r} must be an object")
+        if stated:
+            found.append(_scaling(stated, positions))
+            if stated.get("rope_theta") is not None:
+                bases[f"{key}.rope_theta"] = number(stated, "rope_theta", theta, 1)
+    if len(set(found)) > 1 or len(set(bases.values())) > 1:
+        told = " and ".join(f"{key} = {value:g}" for key, value in bases.items()) if len(set(found)) == 1 else ""
         raise UnsupportedModelError(
-            f"model config: rope type {kind!r} is not supported; supported: {', '.join(ROPE_KEYS)}"
+            f"model config: {told or 'rope_parameters and rope_scaling'} differ; state one of them"
         )
-    if kind == "default":
-        return ()
-    given = {key: value for key, value in rope.items() if value is not None}
+    return next(iter(bases.values()), theta), found[0] if found else ()
+
+
+def _scaling(rope: Mapping[str, Any], positions: int) -> tuple[tuple[str, Any], ...]:
+    given = {key: value for key, value in rope.items() if value is not None and key != "rope_theta"}
+    kinds = [given.pop(key) for key in ("rope_type", "type") if key in given]
+    kind = kinds[0] if kinds else "default"
+    if not isinstance(kind, str) or kind not in ROPE_KEYS or kinds[1:] not in ([], [kind]):
+        raise UnsupportedModelError(
+            f"model config: rope type {' and '.join(map(repr, kinds))} is not supported; supported: "
+            f"{', '.join(ROPE_KEYS)}"
+        )
     if kind == "yarn":  # transformers takes the longest sequence of a config that does not state the original one
-        given.setdefault("original_max_position_embeddings", whole(config, "max_position_embeddings", 2048))
-    known = {*ROPE_KEYS[kind], "original_max_position_embeddings", *(_ROPE_OPTIONS if kind == "yarn" else ())}
+        given.setdefault(_LENGTH, positions)
     for key in ROPE_KEYS[kind]:
         if key not in given:
             raise UnsupportedModelError(f"model config: rope type {kind!r} needs the key {key!r}")
+    known = {*ROPE_KEYS[kind], *((_LENGTH, *_ROPE_OPTIONS) if kind == "yarn" else ())}
     for key in given:
-        if key not in {*known, "rope_type", "type", "rope_theta"}:
+        if key not in known:
             raise UnsupportedModelError(f"model config: {key} does not belong to rope type {kind!r}; leave it out")
-        if key in known - {"truncate"}:
-            number(given, key, 0.0)
-    return (("rope_type", kind), *sorted((key, given[key]) for key in known if key in given))
+        if key == "truncate":
+            flag(given, key, True)
+        elif key == _LENGTH:
+            whole(given, key)
+        else:
+            given[key] = number(given, key, 0.0, 1 if key == "factor" else 0)
+    if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+        raise UnsupportedModelError(
+            f"model config: low_freq_factor = {given['low_freq_factor']} must be less than high_freq_factor = "
+            f"{given['high_freq_factor']}"
+        )
+    return () if kind == "default" else (("rope_type", kind), *sorted(given.items()))
 
 
 def sliding_window(config: Mapping[str, Any], default: int | None) -> int | None:
     window = config.get("sliding_window", default)
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise UnsupportedModelError(f"model config: sliding_window = {window!r} must be a positive integer or null")
-    return window
+    return None if window is None else whole(config, "sliding_window", default)
 
 
-def experts(config: Mapping[str, Any], per_token: int, normalized: bool, count_key: str = "num_experts") -> Experts:
-    """Read the experts. count_key: of their number, if it is there; otherwise it is "num_local_experts". per_token,
-    normalized: what holds where the config is silent."""
-    count_key = count_key if count_key in config else "num_local_experts"
-    count = whole(config, count_key, most=MOST_EXPERTS)
+def experts(
+    config: Mapping[str, Any],
+    count_key: str,
+    per_token: int,
+    normalized: bool,
+    loss_key: str = "router_aux_loss_coef",
+    aux_loss: float = 0.001,
+) -> Experts:
+    """Read the experts. count_key: of their number, for which transformers' other names may stand. loss_key: of the
+    coefficient of the balancing loss. per_token, normalized, aux_loss: what holds where the config is silent."""
+    named = {key for key in (count_key, "num_experts", "num_local_experts") if key in config} or {count_key}
+    count, *others = {whole(config, key, most=MOST_EXPERTS) for key in named}
     chosen = whole(config, "num_experts_per_tok", per_token)
-    if count < 2 or chosen > count:
+    if count < 2 or chosen > count or others:
         raise UnsupportedModelError(
             f"model config: num_experts_per_tok = {chosen} of {count} experts is not supported; there must be "
-            "at least two experts, and no more chosen than there are"
+            "at least two experts, and no more chosen than there are, whichever key says it"
         )
-    aux_loss, z_loss = number(config, "router_aux_loss_coef", 0.001), number(config, "router_z_loss_coef", 0.0)
-    return Experts(count, chosen, bool(config.get("norm_topk_prob", normalized)), aux_loss, z_loss)
+    loss, z_loss = number(config, loss_key, aux_loss), number(config, "router_z_loss_coef", 0.0)
+    return Experts(count, chosen, flag(config, "norm_topk_prob", normalized), loss, z_loss)

@@ -35,18 +35,18 @@ MAX_FILE_BYTES = 64 << 20  # a log file of this size is rotated
 OLDER_FILES = 3  # so many rotated files are kept
 
 
-class Lost(Event):
-    """Nothing was heard of a member for too long; it may be dead, or its link."""
+class LivenessChanged(Event):
+    """A member is otherwise than before."""
 
     member: MemberName
-    silent_s: Annotated[float, "seconds since its last sign"]
+    state: Annotated[str, "away, up, paused, stalled, cut off, lost, quarantined or left"]
+    silent_s: Annotated[float, "seconds for which it was not heard of"]
 
 
-class Found(Event):
-    """A lost member has been heard of again."""
+class WaitsChanged(Event):
+    """A server waits for other things than before; those of the first seconds are left out."""
 
-    member: MemberName
-    silent_s: Annotated[float, "seconds that it was not heard of"]
+    waits: Annotated[list[dict[str, Any]], "each with `what`, `whom`, `text`, `since_s` (Unix time)"]
 
 
 class LinkTraffic(Event):
@@ -115,6 +115,7 @@ class ServerSampled(Event):
     in_flight: Annotated[int, Metric("in_flight_updates", "Updates sent up without answer yet (region server)")] = 0
     pending: Annotated[int, Metric("pending_updates", "Workers' updates not sent up yet (region server)")] = 0
     open_leases: Annotated[int, Metric("open_leases", "Leases given out and not committed (global server)")] = 0
+    set_aside_samples: Annotated[int, Metric("set_aside_samples", "Samples nobody shall train (global server)")] = 0
     retries: Annotated[int, Metric("retries", "Failed attempts on the upward link (region server)", kind="total")] = 0
     connected: Annotated[bool, Metric("connected", "1 while the link upwards is there")] = True
 

@@ -12,6 +12,7 @@ from geotrain.config import ClusterConfig, RunConfig, Topology
 from geotrain.monitor import events
 from geotrain.monitor.registry import SERVER_METRICS, time_shares
 from geotrain.outer.metrics import WORKER_METRICS, Metric
+from geotrain.outer.server.liveness import Liveness
 
 MAX_RECENT = 1024  # losses kept one by one; beyond that, the older half goes into the past
 MAX_PAST = 2048  # means of equally many losses each; merged in pairs when there are more
@@ -25,14 +26,24 @@ RATE_S = 120.0  # speeds are means over the last so many seconds
 
 # Event → kind of the mark that it leaves, the field that names the member, and the text.
 MARKS: dict[type[events.Event], tuple[str, str, Callable[[Any], str]]] = {
-    events.Recovery: ("start", "", lambda e: f"the global server started; {e.replayed} messages replayed"),
+    events.Recovery: ("start", "", lambda e: f"started; {e.replayed} messages of its journal replayed"),
     events.UpdateRefused: ("refused", "member", lambda e: e.reason[:200]),
     events.Quarantined: ("quarantined", "member", lambda e: f"quarantined: {e.reason[:200]}"),
     events.Unbanned: ("unbanned", "member", lambda e: "may come back"),
+    events.SetAside: ("trouble", "", lambda e: f"samples {e.first} to {e.last} are set aside"),
     events.Steered: ("steered", "region", lambda e: f"a person said: {e.what}"),
     events.SnapshotWritten: ("snapshot", "", lambda e: f"snapshot {e.number} in {e.seconds:.1f} s"),
     events.UpdatesLost: ("trouble", "", lambda e: f"{e.updates} acknowledged updates were lost"),
     events.Trouble: ("trouble", "", lambda e: e.what[:200]),
+}
+
+
+# State that a member takes → kind and text of the mark that it leaves.
+STATE_MARKS = {
+    Liveness.CUT_OFF: ("lost", "not heard of for {:.0f} s"),
+    Liveness.LOST: ("lost", "not heard of for {:.0f} s: its data goes to others"),
+    Liveness.STALLED: ("trouble", "lives, but sent nothing for too long: its data goes to others"),
+    Liveness.LEFT: ("left", "left in good order"),
 }
 
 
@@ -76,7 +87,7 @@ METRICS = {"worker": titles(WORKER_METRICS), "server": titles(SERVER_METRICS)}
 
 @dataclass
 class _Member:
-    state: str = "away"  # "away" (not joined since the server started), "up", "lost" or "left"
+    state: Liveness = Liveness.AWAY
     since_s: float = 0.0
     updates: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -116,6 +127,7 @@ class History:
         self._phase = "running"  # or "paused", "stopping": as a person last said
         self._server: events.ServerSampled | None = None
         self._shards: dict[int, events.ShardSampled] = {}
+        self._waits: list[dict[str, Any]] = []
 
     def on(self, record: events.Record) -> None:
         with self._lock:
@@ -137,6 +149,7 @@ class History:
                 "now_s": now_s,
                 "first_s": self._first_s,
                 "phase": self._phase,
+                "waits": self._waits,
                 "tokens": self._tokens,
                 "tokens_per_s": self._speed(now_s),
                 "versions": self._versions,
@@ -162,19 +175,16 @@ class History:
                 self._server, self._versions = event, event.versions
             case events.ShardSampled():
                 self._shards[event.shard] = event
-            case events.Joined():
-                text = "joined" if event.new else "joined again, in the same incarnation"
-                self._becomes(event.member, "up", now_s, text, event.new)
-            case events.Found():
-                self._becomes(event.member, "up", now_s, f"heard of again after {event.silent_s:.0f} s")
-            case events.Lost():
-                self._becomes(event.member, "lost", now_s, f"not heard of for {event.silent_s:.0f} s")
-            case events.Left():
-                self._becomes(event.member, "left", now_s, "left in good order")
+            case events.Joined() if event.new and event.member in self._members:
+                self._mark(now_s, "joined", event.member, "joined")
+            case events.LivenessChanged() if event.member in self._members:
+                self._becomes(self._members[event.member], event, now_s)
+            case events.WaitsChanged():
+                self._waits = event.waits
             case events.Recovery():
-                for name in self._order:
-                    if self._members[name].state != "left":
-                        self._members[name].state = "away"
+                for each in self._members.values():
+                    each.state = each.state if each.state is Liveness.LEFT else Liveness.AWAY
+                self._waits = []
                 if self._phase == "stopping":  # it has stopped, and is resumed
                     self._phase = "running"
             case events.ValidationDone():
@@ -225,13 +235,17 @@ class History:
             self._stride *= 2
         self._compactions += 1
 
-    def _becomes(self, name: str, state: str, now_s: float, text: str, new: bool = False) -> None:
-        member = self._members.get(name)
-        if member is None or member.state == state:
+    def _becomes(self, member: _Member, event: events.LivenessChanged, now_s: float) -> None:
+        before, member.state = member.state, Liveness(event.state)
+        if member.state is before:  # as a server tells that was started again
             return
-        member.state, member.since_s = state, now_s
-        kind = {"up": "joined" if new else "found"}.get(state, state)
-        self._mark(now_s, kind, name, text)
+        if not (before.missing and member.state.missing):
+            member.since_s = now_s
+        if member.state in STATE_MARKS:
+            kind, text = STATE_MARKS[member.state]
+            self._mark(now_s, kind, event.member, text.format(event.silent_s))
+        elif before.missing:
+            self._mark(now_s, "found", event.member, f"heard of again after {event.silent_s:.0f} s")
 
     def _mark(self, now_s: float, kind: str, member: str, text: str) -> None:
         self._marks.append([self._number, now_s, kind, member, text])
@@ -249,7 +263,7 @@ class History:
         sample = m.sample or events.MemberSampled(name, 0.0, 0, 0, 0.0, 0.0, 0, {})
         if m.sampled_s > (m.updated_s or 0):
             metrics = metrics | sample.metrics  # those of its heartbeat are newer
-        still = {} if now_s - m.sampled_s < 60 and m.state == "up" else dict.fromkeys(RATES, 0.0)
+        still = {} if now_s - m.sampled_s < 60 and m.state.heard else dict.fromkeys(RATES, 0.0)
         return {
             **asdict(sample),
             **still,

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from geotrain.config import ConfigError, is_loopback
+from geotrain.config import ConfigError, host_port, is_loopback
 
 MAX_CONNECTIONS = 64
 REQUEST_S = 20.0  # the time for one request, and between two on one connection
@@ -81,7 +82,8 @@ class HttpServer:
             self._server = _Server((host, port), self)
         except OSError as error:
             raise ConfigError(
-                f"monitor: cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+                f"monitor: cannot listen on {host_port(host, port)}: {error.strerror}; choose another port, or 0 for "
+                "a free one"
             ) from None
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -92,8 +94,7 @@ class HttpServer:
     def url(self) -> str:
         """The address for a browser; a server on all addresses of this machine goes by the machine's name."""
         name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
-        host = f"[{name}]" if ":" in name else name
-        return f"http://{host}:{self.port}/"
+        return f"http://{host_port(name, self.port)}/"
 
     def start(self) -> None:
         self._thread.start()
@@ -106,8 +107,8 @@ class HttpServer:
         """Close a server that was not started."""
         self._server.server_close()
 
-    def answer(self, target: str, headers: Mapping[str, str]) -> Response:
-        """The answer to a GET request. target: path and query."""
+    def answer(self, target: str, headers: Message) -> Response:
+        """The answer to a GET request. target: path and query. headers: found in any case, as host."""
         parts = urlsplit(target)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         if self.token is None:
@@ -125,7 +126,7 @@ class HttpServer:
         route = self.routes.get(parts.path)
         return route(query) if route else Response(b"404: no such page\n", status=404)
 
-    def _may(self, query: Query, headers: Mapping[str, str]) -> bool:
+    def _may(self, query: Query, headers: Message) -> bool:
         assert self.token is not None
         jar: http.cookies.SimpleCookie = http.cookies.SimpleCookie()
         with suppress(http.cookies.CookieError):
@@ -178,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        response = self.server.site.answer(self.path, dict(self.headers.items()))
+        response = self.server.site.answer(self.path, self.headers)
         body = response.body
         self.send_response(response.status)
         for name, value in {**HEADERS, **response.headers, "Content-Type": response.kind}.items():

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from geotrain.monitor.events import Left, Record
+from geotrain.monitor.events import LivenessChanged, Record
 from geotrain.monitor.http import Query, Response
 from geotrain.monitor.registry import (
     EVENTS,
@@ -51,10 +51,10 @@ class Metrics:
     def on(self, record: Record) -> None:
         event = record.event
         self._write(EVENTS, 1.0, type(event).__name__)
-        if isinstance(event, Left):
-            self._series[MEMBER_UP].remove(*self._always, event.member)
         for metric, read in READERS.get(type(event), ()):
             value = read(event, record.time_s)
+            if isinstance(event, LivenessChanged) and metric is MEMBER_UP and value is None:
+                self._series[metric].remove(*self._always, event.member)
             if isinstance(value, Mapping):
                 labels = [str(getattr(event, label)) for label in metric.labels[:-1]]
                 for last, each in value.items():

@@ -17,6 +17,7 @@ from geotrain.monitor.events import EventLog
 from geotrain.monitor.history import Facts, History
 from geotrain.monitor.http import HttpServer, Route, read_token
 from geotrain.monitor.metrics import Metrics
+from geotrain.monitor.narrator import Narrator
 from geotrain.monitor.page import page_routes
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Monitor:
                 boards.append(Wandb(config.wandb, run))
                 opened.callback(boards[-1].close)
             live += [board.on for board in boards]
+            if site != LAUNCHER:  # which has a display
+                live.append(Narrator().on)
             if with_past or live:
                 self._dispatcher = EventDispatcher(events, with_past, live)
             self._closing = opened.pop_all()

@@ -14,6 +14,7 @@ from geotrain.monitor import events
 from geotrain.monitor.events import ServerSampled, ShardSampled
 from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.metrics import MEMBER, WORKER_METRICS, Metric, declared
+from geotrain.outer.server.liveness import Liveness
 
 # Takes an event and its time (Unix time in seconds). A mapping gives a value for each value of the last label; None
 # gives none.
@@ -50,7 +51,14 @@ def _versions(event: Any, time_s: float) -> Mapping[int, int]:
     return dict(enumerate(event.versions))
 
 
-MEMBER_UP = Metric("member_up", "1 while the member is heard of, 0 while it is lost; none once it left", MEMBER)
+def _is_up(event: events.LivenessChanged, time_s: float) -> float | None:
+    state = Liveness(event.state)
+    return float(state.heard) if state.heard or state.missing else None
+
+
+MEMBER_UP = Metric(
+    "member_up", "1 while the member is heard of, 0 while it is not; none while it need not be", MEMBER
+)
 MEMBER_SAYS = Metric("member_says", "Numbers in the member's heartbeat", ("member", "what"))
 EVENTS = Metric("events", "Events written, by type", ("event",), kind="counter")
 # These two are set once, from the run's files.
@@ -58,16 +66,20 @@ TARGET_TOKENS = Metric("target", "Tokens after which the run is finished", unit=
 LINK_CAPACITY = Metric("link_capacity", "As the cluster file states it", MEMBER, unit="bytes_per_second")
 
 DERIVED: dict[Metric, dict[type[Event], Reader]] = {
-    MEMBER_UP: {events.Joined: _one, events.Found: _one, events.Lost: _zero},
+    MEMBER_UP: {events.LivenessChanged: _is_up},
+    Metric("waits", "Things that the server has waited for, for more than some seconds"): {
+        events.WaitsChanged: lambda event, _: len(event.waits)
+    },
     Metric("member_heard_timestamp", "Unix time of the member's last sign", MEMBER, unit="seconds"): {
         events.Joined: _now,
-        events.Found: _now,
         events.MemberSampled: lambda event, time_s: time_s - event.silent_s,
     },
     Metric("joins", "Incarnations of the member that joined", MEMBER, kind="counter"): {
         events.Joined: lambda event, _: event.new
     },
-    Metric("member_losses", "Times that a member was lost", MEMBER, kind="counter"): {events.Lost: _one},
+    Metric("member_losses", "Times that the member was cut off", MEMBER, kind="counter"): {
+        events.LivenessChanged: lambda event, _: event.state == Liveness.CUT_OFF
+    },
     Metric("loss", "Training loss that came with the member's last update", MEMBER): {
         UpdateApplied: lambda event, _: event.loss
     },

@@ -121,10 +121,17 @@ class ValidationDone(Event):
 
 
 class Steered(Event):
-    """An operator had the run pause, resume, drain a region, or stop."""
+    """An operator had the run pause, resume, drain a region, stop, or set outer.local_steps."""
 
     what: Annotated[str, "what was asked for"]
     region: Annotated[str, "to drain; else empty"]
+
+
+class SetAside(Event):
+    """Samples of the run that nobody shall train any more, since two updates with them were of no use."""
+
+    first: Annotated[int, "the first of them"]
+    last: Annotated[int, "the last"]
 
 
 class LeaseBegun(Event):

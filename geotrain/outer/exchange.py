@@ -143,8 +143,12 @@ class Exchange:
         slices = self.weights.pushes, self.weights.holds
         welcome = self.client.join(Join(*names, rank.rank, rank.world_size, *slices, data=i.data))
         self.sequence, self.server_incarnation, self.next_job = welcome.sequence, welcome.incarnation, welcome.job
-        yield from self._adopt((yield self.client.pull(0, self.all)), self.all, start=True)
+        yield from self.adopt_newest()
         return welcome.job
+
+    def adopt_newest(self) -> Waiting[None]:
+        """Adopt the server's weights as they are now, in place of this worker's."""
+        yield from self._adopt((yield self.client.pull(0, self.all)), self.all, start=True)
 
     def begin(self, lease: Lease) -> None:
         """Begin a job: the inner steps that follow train this lease."""

@@ -31,6 +31,10 @@ class Refused(Exception):
         self.retry_s = retry_s
 
 
+class BadDelta(Refused):
+    """The numbers of an update are of no use: not finite, or far out of the ordinary. The data may be to blame."""
+
+
 class NotJoined(Refused):
     """The server does not know this incarnation of the member: it has not joined with every part, or the server was
     restarted and has forgotten all joins. The sender joins, then sends the message again."""
@@ -60,7 +64,8 @@ class Join:
     it needs. They differ where several ranks hold copies of a parameter: one of them sends, all receive. leases:
     leases that a region server still answers for (granted or trained, not yet committed). data: sha256 of the
     training data; "" when it is not known here. mirrors: fingerprints of what it was last sent of each chunk, where
-    weights travel as changes (see `outer.downlink`).
+    weights travel as changes (see `outer.downlink`). origin: of the run that a region's state belongs to; "": of none
+    yet.
     """
 
     run: str
@@ -76,6 +81,7 @@ class Join:
     leases: tuple[int, ...] = ()
     data: str = ""
     mirrors: tuple[int, ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,14 @@ class Welcome:
     """Reply to a Join. The member goes on with update `sequence` and job `job`, both one after the last applied.
 
     incarnation: names the server's present incarnation. versions: of its fragments, now; empty before it has weights.
+    origin: of the run.
     """
 
     sequence: int
     job: int
     incarnation: str = ""
     versions: tuple[int, ...] = ()
+    origin: str = ""
 
 
 class Elsewhere(bytes):
@@ -212,7 +220,8 @@ class Lease:
 
 @dataclass(frozen=True)
 class Finished:
-    """No data is left for this worker: it sends the progress that it has not sent yet, and leaves."""
+    """No data is left for this worker now: it sends the progress that it has not sent yet, and asks for the next job,
+    since what others hold may come back. When it hears the same again, it leaves."""
 
     worker: str
     job: int
@@ -220,9 +229,22 @@ class Finished:
 
 @dataclass(frozen=True)
 class Release:
-    """Leases that will not be trained by their worker: they return to the pool."""
+    """Leases that will not be trained by their worker: they return to the pool.
+
+    failed: their training gave an update that was of no use. What fails twice is set aside.
+    """
 
     leases: tuple[int, ...]
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class SkipSamples:
+    """Nobody shall train the samples from each of `firsts` to that of `lasts`, as the run file says now. The global
+    server's process says so before it listens, so that a replay hands out what was handed out then."""
+
+    firsts: tuple[int, ...]
+    lasts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -268,7 +290,8 @@ class Validated:
 @dataclass(frozen=True)
 class OperatorCommand:
     """A person steers the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region` finish the
-    leases they hold, send their progress and leave) or "stop" (all workers do)."""
+    leases they hold, send their progress and leave), "stop" (all workers do), "set outer.local_steps=…", or "expel"
+    (the member `region` is quarantined until it is unbanned, and others get its leases)."""
 
     what: str
     region: str = ""
@@ -279,13 +302,15 @@ class UpdateRejected:
     """An update of this incarnation of the member was refused for good. Refusals may precede the journal, so they are
     recorded by this message: a replay then quarantines the same members.
 
-    A region server gets one about itself when the global server has refused its update `sequence`.
+    A region server gets one about itself when the global server has refused its update `sequence`. job: in which a
+    worker made it, where its numbers were of no use: the leases that it held then may be to blame; else 0.
     """
 
     member: str
     incarnation: str
     reason: str
     sequence: int = 0
+    job: int = 0
 
 
 @dataclass(frozen=True)
@@ -298,7 +323,7 @@ class LiftQuarantine:
 @dataclass(frozen=True)
 class RunComplete:
     """All data of the run is committed. The global server says so to a region, which may still be waiting for workers
-    that will not come back."""
+    that will not come back. At the very end the global server's process says so to it, too: nobody joins any more."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +335,7 @@ class Recall:
 Message = (
     Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
     | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
-    | Recall
+    | Recall | SkipSamples
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class Metric:
 
 ADDED_UP = "a region's value is the sum of its workers' values"  # marks a field; all others are averaged
 MEMBER = ("member",)
+MOST = 1e18  # of a number that a member says; sums of these stay finite
 
 
 class JobTrained(Event):
@@ -81,6 +82,18 @@ def notes(kind: type[Event]) -> dict[str, tuple[Any, ...]]:
 def declared(kind: type[Event]) -> dict[str, Metric]:
     """The metrics that are declared at the fields of a type of event: field → metric."""
     return {field: note for field, found in notes(kind).items() for note in found if isinstance(note, Metric)}
+
+
+NEVER_NEGATIVE = frozenset(get_type_hints(JobTrained)) - {"loss"}
+
+
+def credible(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what no honest member says of itself: people read these numbers in tables, which add them up."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name.isprintable() and abs(value) <= MOST and (value >= 0 or name not in NEVER_NEGATIVE)  # NaN is not
+    }
 
 
 WORKER_METRICS = declared(JobTrained)  # they travel with updates and heartbeats, under the names of the fields

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from geotrain.config import ConfigError, load_run
 from geotrain.data.loader import RunSamples
-from geotrain.own_loop.loop import MapStyle, OuterLoop, places_of
+from geotrain.own_loop.loop import MapStyle, OuterLoop, length_of, places_of
 
 
 class OuterLoopCallback(TrainerCallback):
@@ -28,7 +28,8 @@ class OuterLoopCallback(TrainerCallback):
         if options.get("cluster") is None:
             self.options["cluster"] = Path(run).parent / "cluster.json"
         self.outer: OuterLoop | None = None
-        self._loss: Any = 0.0  # of the micro-batches of this step so far
+        self._scheduler: LambdaLR | None = None
+        self._loss: Any = None  # of the micro-batches of this step so far; None: Trainer computes it by itself
         self._share = 1.0  # of a micro-batch in a step
 
     @property
@@ -50,20 +51,36 @@ class OuterLoopCallback(TrainerCallback):
                 f"Trainer trains {batch} samples in a step (per_device_train_batch_size × "
                 f"gradient_accumulation_steps × processes), the run {self.run.samples_per_step}; make them equal"
             )
+        if args.max_steps != self.total_steps:
+            raise ConfigError(
+                f"TrainingArguments.max_steps is {args.max_steps}, the run has {self.total_steps} steps over all "
+                "workers, by which schedules go: set max_steps=callback.total_steps"
+            )
+        scheduler = kwargs.get("lr_scheduler")
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
+        if scheduler is not None and not isinstance(scheduler, LambdaLR):
+            raise ConfigError(
+                f"the schedule {type(scheduler).__name__} goes by this worker's own steps, and cannot be moved to "
+                "the run's: use one that is a LambdaLR, as lr_scheduler_type='cosine' and most of Trainer's are"
+            )
+        self._scheduler = scheduler
+        # Samples are leased: Trainer skips none of them where it resumes, and the run says when it ends.
+        args.ignore_data_skip = True
+        state.max_steps += state.global_step
         states = {"optimizer": kwargs["optimizer"], **self.options.pop("state", {})}
         self.outer = OuterLoop(self.run, self.region, kwargs["model"], state=states, **self.options)
         self._share = 1 / args.gradient_accumulation_steps
         kwargs["model"].register_forward_hook(self._note_loss, with_kwargs=True)
-        self._follow(kwargs.get("lr_scheduler"))
+        self._follow()
         control.should_training_stop = self.outer.finished
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert self.outer is not None
-        self.outer.after_step(self._loss, lr=kwargs["optimizer"].param_groups[0]["lr"])
-        self._loss = 0.0
-        self._follow(kwargs.get("lr_scheduler"))
+        loss, self._loss = float("nan") if self._loss is None else self._loss, None
+        self.outer.after_step(loss, lr=kwargs["optimizer"].param_groups[0]["lr"])
+        self._follow()
         control.should_training_stop |= self.outer.finished
 
     def on_train_end(
@@ -72,20 +89,20 @@ class OuterLoopCallback(TrainerCallback):
         if self.outer is not None:
             self.outer.close()
 
-    def _follow(self, scheduler: Any) -> None:
+    def _follow(self) -> None:
         """Move the schedule to the run's step."""
         assert self.outer is not None
-        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
-        if isinstance(scheduler, LambdaLR):
-            scheduler.last_epoch = self.outer.step - 1
-            scheduler.step()
+        if self._scheduler is not None:
+            self._scheduler.last_epoch = self.outer.step - 1
+            self._scheduler.step()
 
     def _note_loss(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Add up the losses of forward passes, for `report`: Trainer gives none at a step's end. Where it hands the
         model the number of tokens in all micro-batches, theirs add up to the step's."""
-        loss = getattr(output, "loss", None)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if model.training and loss is not None:
-            self._loss = self._loss + loss.detach() * (1 if "num_items_in_batch" in kwargs else self._share)
+            share = 1 if "num_items_in_batch" in kwargs else self._share
+            self._loss = (self._loss or 0.0) + loss.detach() * share
 
 
 class _Leased(IterableDataset[Any]):
@@ -98,7 +115,7 @@ class _Leased(IterableDataset[Any]):
             raise ConfigError("dataloader_num_workers: leases come to the trainer's own process; set it to 0")
         if outer is None:
             raise ConfigError("train_dataset=callback.stream(data): give the callback to Trainer as well")
-        order = places_of(outer.run, None if self._data is None else len(self._data))
+        order = places_of(outer.run, length_of(self._data))
         data = RunSamples(outer.run) if self._data is None else self._data
         for step in outer.samples():
             for place in order(step):

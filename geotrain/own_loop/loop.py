@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +21,9 @@ from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
 from geotrain.own_loop.masters import Masters
 from geotrain.own_loop.rank import TorchRank
-from geotrain.own_loop.state import StateFiles, Stateful
+from geotrain.own_loop.state import LoopCheckpoints, Stateful
 from geotrain.worker.connection import connected
+from geotrain.worker.job_line import JobLine, say
 from geotrain.worker.loop import WorkerLoop
 
 
@@ -29,6 +32,16 @@ class MapStyle(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def length_of(data: MapStyle | None) -> int | None:
+    """Return the length of a data set; None: the run's own. Raises ConfigError for one without samples by number."""
+    if data is None or (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        return None if data is None else len(data)
+    raise ConfigError(
+        f"data: a {type(data).__name__} has no __len__ or no __getitem__, but leases name samples by their numbers: "
+        "give a map-style data set, or read the numbers from samples() and find the data yourself"
+    )
 
 
 def places_of(run: RunConfig, length: int | None) -> Callable[[range], list[int]]:
@@ -59,28 +72,31 @@ class OuterLoop:
 
     run, cluster: their files, or what was read from them; by default cluster.json beside the run file. region,
     worker: which of the cluster's workers this is; without a name, the region's only one.
-    parameters: the named parameters of any torch module, as they are trained: plain, under DDP, or sharded by FSDP2;
-    in place of them a DeepSpeed engine, of ZeRO 0 to 3. They are in fp32, or have fp32 masters.
+    model: any torch module, as it is trained: plain, under DDP, compiled, or sharded by FSDP2; or a DeepSpeed engine,
+    of ZeRO 0 to 3. Its parameters are in fp32, or have fp32 masters; what is not trained, buffers too, is the same in
+    all regions, and stays so. When all data is trained it holds the newest weights of the server above.
     Torch's default process group, if there is one, are the worker's ranks. Make this after the model is where it will
     train, and after the process group and the optimizer.
 
     state: what is saved with the worker, by name: the optimizer, and all else with `state_dict` and
-    `load_state_dict`. Weights need not be: they come from the server. resume: begin with the newest saved state.
+    `load_state_dict`. Weights need not be: they come from the server. resume: begin with the newest saved state;
+    False: without.
     validate: returns the loss of the validation set, on every rank; called when `monitor.validate_every_samples` says
     so, while the parameters hold the global weights. report: called on rank 0 after each job, with its numbers.
     connect_s: how long to try to reach the server at the beginning.
 
     resumed_job: the job after which the state was saved that this began with; 0: it began without.
 
-    Raises ConfigError: the files are wrong, or do not go with the model; `geotrain.outer.messages.Refused`: the
-    server does not take this worker; TimeoutError or OSError: it cannot be reached.
+    Raises ConfigError: the files are wrong, or do not go with the model; CheckpointError: the saved state does not go
+    with model, ranks or `state`; `geotrain.outer.messages.Refused`: the server does not take this worker;
+    TimeoutError or OSError: it cannot be reached.
     """
 
     def __init__(
         self,
         run: str | Path | RunConfig,
         region: str,
-        parameters: Any,
+        model: torch.nn.Module,
         *,
         cluster: str | Path | ClusterConfig | None = None,
         worker: str | None = None,
@@ -97,25 +113,46 @@ class OuterLoop:
             raise ConfigError("OuterLoop: with a run that is not given as a file, give the cluster too")
         if not isinstance(cluster, ClusterConfig):
             cluster = load_cluster(cluster)
-        self.run, self._validate, self._steps = run, validate, 0  # steps: how often `after_step` was called
+        self.run, self._validate = run, validate
+        # Steps: how often `after_step` was called; how many may have been trained; how many the data side has read.
+        self._steps = self._given = self._read = 0
+        line = JobLine(run.monitor.every_s)
+
+        def on_job(numbers: dict[str, Any]) -> None:
+            say(line.of(numbers, time.monotonic()), sys.stdout)
+            report(numbers)
+
+        def on_trouble(what: str) -> None:
+            say(f"geotrain: worker in {region}: {what}", sys.stderr)
+
         with ExitStack() as opened:
             mine = cluster.worker(region, worker)
-            member = opened.enter_context(connected(run, cluster, mine, connect_s=connect_s, report=report))
+            member = opened.enter_context(
+                connected(run, cluster, mine, connect_s=connect_s, report=on_job, trouble=on_trouble)
+            )
             self.rank = rank = TorchRank()
-            masters = Masters(member.parameter_map, parameters, rank.rank, rank.world_size)
+            masters = Masters(member.parameter_map, model, rank.rank, rank.world_size)
             self._masters = rank.masters = masters
             digest = member.parameter_map.digest
-            self._files = StateFiles(member.checkpoints, rank, state or {}, digest, run.checkpoint.keep)
+            self._files = LoopCheckpoints(member.checkpoints, rank, state or {}, digest, run.checkpoint.keep)
             trained = rank, masters.shards, masters.device
-            self.loop = WorkerLoop(member, *trained, validate=self._on_validation, save=self._save)
+            self.loop = WorkerLoop(member, *trained, validate=self._on_validation, save=self._save, adopt_last=True)
             self.resumed_job = self._files.load() if resume else 0
             self.loop.start()
+            if state and not self.resumed_job and (done := self.loop.jobs_before) and rank.is_metrics_rank:
+                why = f"there is none in {member.checkpoints}" if resume else "resume=False"
+                member.trouble(f"has trained {done} jobs before, and begins without its saved state: {why}")
             self._opened = opened.pop_all()
 
     def __enter__(self) -> OuterLoop:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self.finished and not any(error) and self.rank.is_metrics_rank:
+            self.loop.member.trouble(
+                f"the loop ends before the run's data: {self._given} steps were given, {self._steps} trained; others "
+                "train what is left"
+            )
         self.close()
 
     def close(self) -> None:
@@ -144,12 +181,26 @@ class OuterLoop:
         same.
 
         A sample is a number below `data.train_samples`. Over all workers each is given out once; if a worker dies,
-        what it had not sent goes to another.
+        what it had not sent goes to another. Raises RuntimeError where it is begun again before all that was given
+        is trained.
         """
-        size = self.run.samples_per_step
-        for lease in self.loop.leases():
-            for start in range(lease.start, lease.start + lease.samples, size):
+        for step in self._samples():
+            self._given += 1
+            yield step
+
+    def _samples(self) -> Iterator[range]:
+        if self._read != self._steps:
+            raise RuntimeError(
+                f"batches(), indices() or samples() begins anew, but of {self._read} steps that were read only "
+                f"{self._steps} are trained, and the others would count as trained: read one of them to its end"
+            )
+        size, lease, done = self.run.samples_per_step, self.loop.lease, self.loop.step
+        begun = [lease] if lease is not None and done else []  # by a reader before this one
+        for lease in chain(begun, self.loop.leases()):
+            for start in range(lease.start + done * size, lease.start + lease.samples, size):
+                self._read += 1
                 yield range(start, start + size)
+            done = 0
 
     def indices(self, length: int | None, parts: int = 1) -> Iterator[list[int]]:
         """Yield the places of this rank's share of each step's samples in a data set of `length` samples.
@@ -158,6 +209,9 @@ class OuterLoop:
         they are given as they are. parts: into which a step is cut, for micro-batches. Use it as a DataLoader's
         `batch_sampler`. Raises ConfigError: a step does not divide.
         """
+        return self._indices(length, parts, self.samples)
+
+    def _indices(self, length: int | None, parts: int, samples: Callable[[], Iterator[range]]) -> Iterator[list[int]]:
         order, size = places_of(self.run, length), self.run.samples_per_step
         if size % (self.rank.world_size * parts):
             raise ConfigError(
@@ -167,7 +221,7 @@ class OuterLoop:
         micro_batch = share // parts
 
         def places() -> Iterator[list[int]]:
-            for step in self.samples():
+            for step in samples():
                 first = step.start + self.rank.rank * share
                 own = order(range(first, first + share))
                 yield from (own[at : at + micro_batch] for at in range(0, share, micro_batch))
@@ -182,18 +236,20 @@ class OuterLoop:
         options: of torch's DataLoader, such as `collate_fn`, `num_workers`, `pin_memory`. Raises ConfigError; and
         RuntimeError where `after_step` was not called after each step.
         """
-        indices = self.indices(None if data is None else len(data), parts)
         source: Any = RunSamples(self.run) if data is None else data
-        loader: Any = DataLoader(source, batch_sampler=indices, **options)
-        trained = self._steps
-        for given, batch in enumerate(loader):
-            if given // parts != self._steps - trained:
-                raise RuntimeError(
-                    f"{given} batches of {parts} to a step were given, but after_step was called "
-                    f"{self._steps - trained} times: call it once after each step"
-                )
-            self.loop.laps.lap("waiting")
-            yield batch
+        length, trained, given = length_of(data), self._steps, 0
+        while not self.finished:  # a loader that reads ahead may end before data comes back from who has died
+            indices: Any = self._indices(length, parts, self._samples)
+            for batch in DataLoader(source, batch_sampler=indices, **options):
+                if given // parts != self._steps - trained:
+                    raise RuntimeError(
+                        f"{given} batches of {parts} to a step were given, but after_step was called "
+                        f"{self._steps - trained} times: call it once after each step"
+                    )
+                self.loop.laps.lap("waiting")
+                given += 1
+                self._given = trained + given // parts
+                yield batch
 
     def after_step(
         self,
@@ -207,8 +263,18 @@ class OuterLoop:
         step of the optimizer. After the last step everything is sent, and the worker leaves.
 
         loss, lr, grad_norm: for people. The loss is of this rank's part of the batch, and read only when a delta
-        leaves. tokens: that the worker trained on in this step; by default, as the run file says.
+        leaves. tokens: that the worker trained on in this step; by default, as the run file says. Raises
+        RuntimeError: no step's data was given for it by `batches`, `indices` or `samples`; the model is not what it
+        was at the start.
         """
+        reads = self.rank.rank == 0 or self._read  # Trainer's first process reads for all
+        if self._steps >= self._given and reads and not self.finished:
+            raise RuntimeError(
+                f"after_step is called for step {self._steps + 1}, but batches(), indices() or samples() have given "
+                f"the data of {self._given}: its samples would count as trained; call it once after each step"
+            )
+        if self._steps == 0:
+            self._masters.check()
         given = loss.detach() if isinstance(loss, Tensor) else loss
         usual = self.run.samples_per_step * self.run.data.sequence_length
         self._steps += 1

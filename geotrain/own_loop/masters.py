@@ -5,38 +5,54 @@ Nothing here imports DeepSpeed: what its engines put on parameters is recognized
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.batchnorm import _NormBase
 
 from geotrain.config import ConfigError
 from geotrain.inner.runtime.shards import OwnedShard, replica_parts
-from geotrain.parameters.parameter_file import plain_name
+from geotrain.own_loop.save import fingerprint, named_tensors
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, clip_runs
 
 
 class Masters:
     """The fp32 masters of a model that this rank owns, by canonical address.
 
-    parameters: a module's named parameters, or a module, or a DeepSpeed engine. rank, world_size: of the worker; its
-    ranks hold copies of whatever is not sharded. No collective. Raises ConfigError: names or shapes are not those of
-    the parameter map, or there are no fp32 masters that can be reached.
+    model: a module, or a DeepSpeed engine. rank, world_size: of the worker; its ranks hold copies of whatever is not
+    sharded. Collective where frozen parameters are sharded. Raises ConfigError: names or shapes are not those of the
+    parameter map, what is not trained is not what the run's file of weights was written with, or there are no fp32
+    masters that can be reached.
     """
 
-    def __init__(self, parameter_map: ParameterMap, parameters: Any, rank: int, world_size: int) -> None:
-        self.engine = parameters if hasattr(parameters, "module") and hasattr(parameters, "optimizer") else None
+    def __init__(self, parameter_map: ParameterMap, model: nn.Module, rank: int, world_size: int) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model: a {type(model).__name__}; give the model itself, or the DeepSpeed engine, since buffers and "
+                "frozen parameters are compared, too"
+            )
+        given: Any = model
+        self.engine: Any = given if hasattr(given, "module") and hasattr(given, "optimizer") else None
+        self.module: nn.Module = given if self.engine is None else self.engine.module
         self._rank, self._world_size = rank, world_size
-        self.named = self._check_names(
-            parameter_map, _named(parameters if self.engine is None else self.engine.module)
-        )
+        found = dict(named_tensors(self.module))
+        self.named = self._check_names(parameter_map, found)
+        # What is not trained: a tensor, its version, its fingerprint. Only a new version is looked at again.
+        self._fixed: dict[str, tuple[Tensor, int, int]] = {
+            name: (tensor, tensor._version, fingerprint(tensor))
+            for name, tensor in found.items()
+            if name not in self.named
+        }
+        self._check_fixed(parameter_map.fixed)
         self.shards: list[OwnedShard] = []
-        # Of each parameter that has masters here: its name, a view of them as they lie now, their address at first.
-        self._places: list[tuple[str, Callable[[], Tensor], int]] = []
+        # Of each parameter that has masters here: its name, a view of them as they lie now, and as they lay at first.
+        self._places: list[tuple[str, Callable[[], Tensor], tuple[int, torch.Size]]] = []
         for name, parameter in self.named.items():
             self.shards += self._owned(name, parameter)
         # Where ZeRO offloads masters, they and their deltas stay on the host.
@@ -46,6 +62,7 @@ class Masters:
     def refresh(self, changed: Collection[str] | None = None) -> None:
         """Make the next forward use masters that were overwritten. Collective with ZeRO; elsewhere parameters are
         their own masters. changed: of these parameters, on any rank; None: of all."""
+        self._reshard()
         optimizer: Any = None if self.engine is None else self.engine.optimizer
         if hasattr(optimizer, "update_lp_params"):
             # Here, because it imports DeepSpeed, which others need not have.
@@ -59,21 +76,42 @@ class Masters:
             if optimizer.persistent_parameters:  # small ones, of which every rank keeps the whole
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
-    def check_place(self) -> None:
-        """Raise RuntimeError if a parameter has got other memory: answers would be written to where the model no
-        longer looks."""
-        for name, view, where in self._places:
-            if view().data_ptr() != where:
-                raise RuntimeError(
-                    f"parameter {name} was moved after the OuterLoop was made (by model.to, "
-                    "load_state_dict(assign=True) or the like): make the OuterLoop after that"
-                )
+    def check(self) -> None:
+        """Raise RuntimeError, with its name, for a parameter or a buffer that is not what it was when this was made:
+        answers would be written to where the model no longer looks, or regions would train different models.
+        Collective where frozen parameters are sharded."""
+        self._reshard()
+        now = dict(named_tensors(self.module))
+        known = self.named | {name: tensor for name, (tensor, _, _) in self._fixed.items()}
+        for name in sorted(now.keys() ^ known.keys()):
+            raise _changed(name, "added" if name in now else "removed")
+        for name, parameter in self.named.items():
+            if now[name] is not parameter:
+                raise _changed(name, "replaced")
+        for name, view, first in self._places:
+            if (view().data_ptr(), view().shape) != first:
+                raise _changed(name, "moved or cut")
+        for name, (tensor, version, checksum) in self._fixed.items():
+            if now[name].requires_grad and tensor.numel():
+                raise _changed(name, "unfrozen, though the run does not train it,")
+            if now[name] is not tensor or tensor._version != version:
+                if fingerprint(now[name]) != checksum:
+                    raise _changed(name, "changed, though it is not exchanged,")
+                self._fixed[name] = now[name], now[name]._version, checksum
 
     # -- inside
 
-    def _check_names(self, parameter_map: ParameterMap, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def _reshard(self) -> None:
+        """Let FSDP2 forget what it has gathered, which a forward pass outside of training leaves: the next one would
+        use weights from before the answer."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _check_names(self, parameter_map: ParameterMap, found: dict[str, Tensor]) -> dict[str, nn.Parameter]:
         """Check names and shapes against the run's; returns the parameters in the parameter map's order."""
         known = {p.name: p.shape for p in parameter_map.parameters}
+        named = {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and 0 not in _shape(p)}
         for name, parameter in named.items():
             if name not in known and parameter.requires_grad:
                 raise ConfigError(
@@ -87,14 +125,30 @@ class Masters:
                 )
             if (here := _shape(named[name])) != shape:
                 raise ConfigError(f"the model's parameter {name} has shape {list(here)}, the run's {list(shape)}")
-        return {p.name: named[p.name] for p in parameter_map.parameters}
+        return {name: named[name] for name in known}
+
+    def _check_fixed(self, expected: Mapping[str, int]) -> None:
+        """Check what is not trained against what the run's file of weights was written with."""
+        for name, module in self.module.named_modules():
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                raise ConfigError(
+                    f"{name or 'the model'} is a {type(module).__name__}: its running means are not exchanged, so "
+                    "each region would have its own, and the export none; use GroupNorm or LayerNorm, "
+                    "track_running_stats=False, or freeze it in eval mode"
+                )
+        here = {name: checksum for name, (_, _, checksum) in self._fixed.items()}
+        for name in sorted(here.keys() | expected.keys()):
+            if here.get(name) != expected.get(name):
+                raise ConfigError(
+                    f"{name}, a frozen parameter or a buffer, is not what the run's model.weights was written with: "
+                    "regions must have the same; load the same values in all, or write the file by "
+                    "geotrain.save_parameters from this model, and give it to all"
+                )
 
     def _owned(self, name: str, parameter: nn.Parameter) -> Iterator[OwnedShard]:
         """Yield this rank's shards of a parameter."""
         if self.engine is None and (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
-            raise ConfigError(
-                f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as parameters"
-            )
+            raise ConfigError(f"parameter {name} belongs to a DeepSpeed engine: give OuterLoop the engine as model")
         if hasattr(parameter, "ds_id"):
             found = self._of_zero_3(name, parameter)
         elif hasattr(parameter, "_hp_mapping"):
@@ -111,10 +165,11 @@ class Masters:
         if local.dtype != torch.float32 or not local.is_contiguous():
             raise ConfigError(
                 f"parameter {name} is {str(local.dtype).removeprefix('torch.')}"
-                f"{'' if local.is_contiguous() else ', not contiguous'}: its fp32 masters cannot be reached; keep "
-                "it fp32 and contiguous, and compute in bf16 by autocast, FSDP2's MixedPrecisionPolicy or ZeRO"
+                f"{'' if local.is_contiguous() else ', not contiguous (channels_last?)'}: its fp32 masters cannot be "
+                "reached; keep it fp32 and contiguous, and compute in bf16 by autocast, FSDP2's MixedPrecisionPolicy "
+                "or ZeRO; images may be channels_last, parameters not"
             )
-        self._places.append((name, view, local.data_ptr()))
+        self._places.append((name, view, (local.data_ptr(), local.shape)))
         flat = local.view(-1)
         for begin, end, mine in replica_parts(flat.numel(), replica, replicas):
             clipped = tuple(clip_runs(runs, begin, end))
@@ -158,7 +213,7 @@ class Masters:
 
     def _of_zero_3(self, name: str, parameter: Any) -> Any:
         """A parameter under ZeRO 3: a rank's part of it lies in one of its flat fp32 groups; the last is padded."""
-        optimizer: Any = self.engine.optimizer  # type: ignore[union-attr]
+        optimizer: Any = self.engine.optimizer
         if getattr(optimizer, "swap_optimizer", False):
             raise ConfigError(
                 f"parameter {name}: its masters are on NVMe, which is not supported; offload to the CPU"
@@ -190,14 +245,12 @@ def box_runs(name: str, shape: tuple[int, ...], box: list[tuple[int, int]]) -> t
     return tuple(StridedSlice(at * row + first, length, parameter=name) for at in starts)
 
 
-def _named(parameters: Any) -> dict[str, nn.Parameter]:
-    named: Iterable[tuple[str, nn.Parameter]]
-    named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
-    found = {plain_name(name): parameter for name, parameter in named}
-    if not found:
-        raise ConfigError("parameters: there are none; an iterator can be read only once")
-    return {name: p for name, p in found.items() if prod(_shape(p))}
+def _changed(name: str, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} was {how} after the OuterLoop was made (by model.to, load_state_dict(assign=True), requires_grad_, "
+        "a norm that tracks means or the like): make the OuterLoop after that"
+    )
 
 
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def _shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,13 +13,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from geotrain.common.files import whole_folder
+from geotrain.config import ConfigError, RunConfig
 from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
+from geotrain.families.reading import SPECIAL_IDS, special_ids
 from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 5 << 30
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_FREE = {  # keys of an export that say how it was trained, or what others say: a run that goes on may differ in them
+    "architectures", "rope_parameters", "initializer_range", "max_position_embeddings", "router_aux_loss_coef",
+    "router_z_loss_coef", "aux_loss_alpha", "router_bias_update_rate",
+}  # fmt: skip
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -47,25 +53,7 @@ def write_checkpoint(
     """
     architecture = architecture_from_hf(hf_config)
     family, parameters = family_of(architecture.model_type), canonical_parameters(architecture)
-    # Every value that was trained with is stated: the defaults of transformers' classes differ from it.
-    config = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "rope_scaling")} | {
-        "architectures": [family.transformers_class],
-        "dtype": dtype,
-        "num_key_value_heads": architecture.kv_heads,
-        "head_dim": architecture.head_dim,
-        "rms_norm_eps": architecture.norm_eps,
-        "rope_theta": architecture.rope_theta,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": architecture.rope_theta,
-            **dict(architecture.rope_scaling),
-        },
-        **family.config_keys(architecture),
-        "max_position_embeddings": architecture.max_positions,
-        "tie_word_embeddings": architecture.tied_embeddings,
-        "initializer_range": architecture.init_std,
-        **{key: hf_config.get(key) for key in _SPECIAL_IDS},
-    }
+    config = family.hf_config(architecture) | {"dtype": dtype} | special_ids(hf_config, architecture.vocab_size)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     shards = _plan_shards(parameters, torch_dtype, max_shard_bytes)
     padding = config["pad_token_id"]
@@ -86,7 +74,7 @@ def write_checkpoint(
                 if not (isinstance(stated, list) and own in stated):  # one id of several that the config names
                     config[key] = own
         _write_json(target / "config.json", config)
-        generation = {key: config[key] for key in _SPECIAL_IDS} | {"pad_token_id": padding}
+        generation = {key: config[key] for key in SPECIAL_IDS} | {"pad_token_id": padding}
         _write_json(target / "generation_config.json", {"do_sample": True, **generation})
         _write_shards(tensors, shards, target, torch_dtype)
         if len(shards) > 1:
@@ -202,6 +190,40 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
             f"{folder}: {HEAD} differs from {EMBEDDING}, but config.json ties them; set tie_word_embeddings to false"
         )
     return config, ((p.name, _load(files, p.name)) for p in parameters)
+
+
+def read_start(run: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the weights of `model.init_from`, as `read_checkpoint` does, if they are the run's model's.
+
+    What a model computes of its weights must be the same, too, but for `model.init_changes`. Raises ConfigError with
+    each key and both values, and HFCheckpointError where a tensor cannot be read.
+    """
+    place = f"model.init_from = {run.model.init_from!r}"
+    try:
+        config, tensors = read_checkpoint(Path(run.model.init_from or ""))
+    except (HFCheckpointError, UnsupportedModelError) as error:
+        raise ConfigError(f"model.init_from: {error}") from None
+    theirs, ours = architecture_from_hf(config), run.architecture
+    stated = [family_of(each.model_type).hf_config(each) for each in (theirs, ours)]
+    keys = [key for key in dict.fromkeys((*stated[1], *stated[0])) if key not in _FREE]
+    differing = {key: [each.get(key) for each in stated] for key in keys if stated[0].get(key) != stated[1].get(key)}
+    told = [
+        f"{key} = {a!r}, in the run's model {b!r}"
+        for key, (a, b) in differing.items()
+        if key not in run.model.init_changes
+    ]
+    if told:
+        raise ConfigError(
+            f"{place}: is another model: {'; '.join(told)}; use that checkpoint's config.json as model.config, or "
+            "name in model.init_changes what is to change"
+        )
+    if idle := [key for key in run.model.init_changes if key not in differing]:
+        raise ConfigError(f"model.init_changes: {', '.join(idle)}: is the same in {place}; leave it out")
+    for left, right in zip_longest(*map(canonical_parameters, (theirs, ours))):
+        found, wanted = (f"{each.name} {list(each.shape)}" if each else "no more" for each in (left, right))
+        if found != wanted:
+            raise ConfigError(f"{place}: is another model: it has {found}, the run's model {wanted}")
+    return tensors
 
 
 def _locate(folder: Path) -> dict[str, Path]:

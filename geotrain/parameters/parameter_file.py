@@ -6,19 +6,18 @@ server reads values.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from geotrain.common.files import OutputError, make_folder, sync
 from geotrain.config import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 DTYPES = ("F32", "BF16", "F16")
 # What wrappers (DDP, torch.compile, activation checkpointing) put into the names of a model's parameters.
@@ -45,6 +44,13 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def read_fixed(path: Path) -> dict[str, int]:
+    """Read name → fingerprint of what of the model is not trained, as `geotrain.save_parameters` noted it. Raises
+    ConfigError."""
+    with _opened(path, "numpy") as file:
+        return json.loads((file.metadata() or {}).get("fixed", "{}"))
+
+
 def read_values(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor as stored) of each parameter, one at a time. Raises ConfigError."""
     with _opened(path, "pt") as file:
@@ -62,44 +68,3 @@ def _opened(path: Path, framework: str) -> Iterator[Any]:
         raise ConfigError(f"model.weights: {path}: cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise ConfigError(f"model.weights: {path}: not a whole safetensors file ({error}); write it anew") from None
-
-
-def save_parameters(path: str | Path, model: nn.Module | Iterable[tuple[str, Tensor]]) -> None:
-    """Write a model's trainable parameters as the file that a run's `model.weights` names.
-
-    model: a module, or its named parameters, before they are sharded; their values start the run. What does not
-    require a gradient is left out, and so are buffers: neither is trained nor exchanged. A parameter with two names
-    (a tied one) is written once. They are stored in fp32.
-    Raises OutputError: the file cannot be written, and an older one stays as it was; or the parameters are sharded,
-    lack values, or are not of floating point.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    named = model.named_parameters() if isinstance(model, torch.nn.Module) else model
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in named:
-        if not parameter.requires_grad:
-            continue
-        if not parameter.is_floating_point() or parameter.is_meta or type(parameter.data) is not torch.Tensor:
-            raise OutputError(
-                f"{path}: parameter {name} is a {type(parameter.data).__name__} of {parameter.dtype} on "
-                f"{parameter.device}: save whole floating-point parameters, before they are sharded"
-            )
-        if parameter.numel():
-            tensors[plain_name(name)] = parameter.detach().to("cpu", torch.float32).contiguous()
-    if not tensors:
-        raise OutputError(f"{path}: the model has no parameter that requires a gradient")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        make_folder(path.parent.absolute())
-        try:
-            save_file(tensors, temporary, metadata={"format": "pt"})
-            sync(temporary)
-            temporary.replace(path)
-            sync(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None

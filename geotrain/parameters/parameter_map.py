@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from geotrain.config import ConfigError, RunConfig
 from geotrain.families import Architecture, family_of
 from geotrain.families.weights import Init
-from geotrain.parameters.parameter_file import read_shapes
+from geotrain.parameters.parameter_file import read_fixed, read_shapes
 
 if TYPE_CHECKING:  # importing it takes seconds, and commands that only speak to servers need no tensor
     from torch import Tensor
@@ -99,9 +99,11 @@ def clip_runs(runs: Iterable[StridedSlice], begin: int, end: int) -> list[Stride
     return clipped
 
 
-def digest(parameters: Sequence[Parameter]) -> str:
-    """Hex digest of names and shapes: processes with the same digest mean the same elements by the same addresses."""
+def digest(parameters: Sequence[Parameter], fixed: Mapping[str, int] | None = None) -> str:
+    """Hex digest of names and shapes: processes with the same digest mean the same elements by the same addresses,
+    and what is not trained (`fixed`) is the same."""
     text = json.dumps([[p.name, list(p.shape)] for p in parameters], separators=(",", ":"))
+    text += json.dumps(fixed, sort_keys=True) if fixed else ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -160,13 +162,19 @@ class ParameterMap:
     layers_per_fragment: None puts the whole model into one fragment. Otherwise layers are dealt out in strides
     (Streaming DiLoCo, arXiv 2501.18512, §3.2): with P layer fragments, layer i belongs to fragment i mod P, so that
     each fragment has layers of all depths. Embedding and head (with the final norm) are fragments of their own.
+
+    fixed: name → fingerprint of what of the model is not trained, which the digest covers.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], layers_per_fragment: int | None = None, chunk_elements: int = 1 << 27
+        self,
+        parameters: Sequence[Parameter],
+        layers_per_fragment: int | None = None,
+        chunk_elements: int = 1 << 27,
+        fixed: Mapping[str, int] | None = None,
     ) -> None:
-        self.parameters = tuple(parameters)
-        self.digest = digest(self.parameters)
+        self.parameters, self.fixed = tuple(parameters), fixed or {}
+        self.digest = digest(self.parameters, self.fixed)
         self.fragments = tuple(_fragments(self.parameters, layers_per_fragment))
         self.chunk_elements = chunk_elements
         starts = [(f, start) for f in self.fragments for start in range(0, f.numel, chunk_elements)]
@@ -274,11 +282,11 @@ class ParameterMap:
 def parameter_map_of(run: RunConfig) -> ParameterMap:
     """Build the parameter map of a run's model. Raises UnsupportedModelError; ConfigError, where its weights' file is
     no good."""
+    cut = run.outer.fragments.layers_per_fragment, run.outer.fragments.chunk_elements
     if run.model.weights is None:
-        parameters = canonical_parameters(run.architecture)
-    else:
-        parameters = any_parameters(read_shapes(Path(run.model.weights)))
-    return ParameterMap(parameters, run.outer.fragments.layers_per_fragment, run.outer.fragments.chunk_elements)
+        return ParameterMap(canonical_parameters(run.architecture), *cut)
+    path = Path(run.model.weights)
+    return ParameterMap(any_parameters(read_shapes(path)), *cut, read_fixed(path))
 
 
 def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:

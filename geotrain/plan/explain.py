@@ -5,7 +5,7 @@ An alternative takes one decision otherwise and keeps the others; the whole run 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from geotrain.plan.grouping import Worker
@@ -17,6 +17,8 @@ from geotrain.plan.settings import BUSY, TRAFFIC, Setting
 SHOWN = 3  # alternatives to each decision
 DISTINCT = 1.1  # times as many steps between exchanges
 MOST_WORKERS = 6  # whose layouts are explained; like ones once
+EXCHANGES = 100  # of fewer in a run, an outer momentum over a tenth of them (`momentum_share`) averages less than ten
+GAIN = 0.01  # of the tokens a second that a region should add
 
 PARTS = {
     "compute_s": "arithmetic",
@@ -75,6 +77,31 @@ def reasons(plan: Plan) -> list[str]:
         for host, count, why in plan.idle
     ]
     return found
+
+
+def doubts(plan: Plan, exchanges: Mapping[str, float]) -> Iterator[str]:
+    """Find what may be planned, and is seldom wanted. exchanges: of the whole model, that each region makes in the
+    run."""
+    p, outer = plan.prediction, plan.setting.outer
+    if few := {region: count for region, count in exchanges.items() if count < EXCHANGES}:
+        counted = ", ".join(f"{region} {count:.0f}" for region, count in few.items())
+        full = ", ".join(region for region in few if p.regions[region].busy > BUSY)
+        link = f"; of {full} the link sets the pace: a faster one, or a coarser codec" if full else ""
+        yield (
+            f"fewer than {EXCHANGES} exchanges with the global server in the whole run ({counted}): the outer loop "
+            f"learns little from so few; lower outer.local_steps or updates_per_send, or train more tokens{link}"
+        )
+    for region in p.regions if len(p.regions) > 1 else ():
+        others = {name: worker for name, worker in plan.workers.items() if p.workers[name].region != region}
+        resolved = resolve(plan.task, others, plan.place.region, outer, plan.wish.tokens, plan.setting.shards)
+        gain = p.tokens_per_s / predict(*resolved, plan.task.imbalance).tokens_per_s - 1
+        if gain < GAIN:
+            yield f"region {region!r} adds {gain:.1%} to the tokens a second: leave it out of the cluster file"
+    if len(p.regions) == 1 and not outer.flat:
+        yield (
+            f"only region {next(iter(p.regions))!r} trains: a region server between its workers and the global "
+            "server gains nothing; outer.levels = 1 leaves it out"
+        )
 
 
 def alternatives(plan: Plan) -> Iterator[Alternative]:

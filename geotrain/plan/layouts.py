@@ -92,7 +92,7 @@ def divisors(number: int) -> list[int]:
 def micro_batches(task: PlanTask, replicas: int) -> list[int]:
     """List the micro-batch sizes with which so many replicas share the batch evenly, up to the first that is large
     enough."""
-    if task.batch % replicas:
+    if not replicas or task.batch % replicas:
         return []
     sizes = divisors(task.batch // replicas)
     enough = next((m for m in sizes if m * task.run.data.sequence_length >= FULL_MICRO_TOKENS), sizes[-1])

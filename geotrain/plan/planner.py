@@ -15,6 +15,7 @@ from typing import Any
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
+    THIS_MACHINE,
     Address,
     ClusterConfig,
     LinkConfig,
@@ -40,9 +41,9 @@ NO_WORSE = 1.001  # prices a token within this factor are equal
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user asks of a plan. objective: most tokens a second, or fewest dollars a token. within_days: with
-    cost, the latest end. utilization: that workers should reach in spite of the outer loop. tokens: how many to
-    train."""
+    """What the user asks of a plan. objective: most tokens a second, or fewest dollars a token. within_days: the
+    latest end, for which cost takes as many workers as it needs. utilization: that workers should reach in spite of
+    the outer loop. tokens: how many to train."""
 
     tokens: float
     objective: Objective = "speed"
@@ -133,12 +134,12 @@ def cheapest(task: PlanTask, workers: Workers, wish: Wish) -> Workers:
     if wish.within_days is None:
         return tuple(w for w in ranked if price(w) <= NO_WORSE * price(ranked[0]))
     for count in range(1, len(ranked) + 1):
-        days = wish.tokens / (speed(ranked[:count]) * task.tokens_per_step) / DAY_S
+        days = wish.tokens / (speed(ranked[:count]) * wish.utilization * task.tokens_per_step) / DAY_S
         if days <= wish.within_days:
             return tuple(ranked[:count])
     raise PlanError(
         f"{wish.tokens:.3g} tokens within {wish.within_days:g} days cannot be had: all workers together need "
-        f"{days:.1f} days, without any waiting for the outer loop"
+        f"{days:.1f} days at a utilization of {wish.utilization:.0%}"
     )
 
 
@@ -224,7 +225,8 @@ def _cluster(task: PlanTask, workers: Mapping[str, Worker], place: str) -> Clust
         if there.ssh is not None:
             port = given.global_server.port or GLOBAL_PORT
             port += port == there.server.port  # both servers listen on one machine
-            update |= {"global_server": Address(host=there.server.host, port=port), "global_folder": there.folder}
+            beside = there.server.model_copy(update={"port": port, "bind_port": None})
+            update |= {"global_server": beside, "global_folder": there.folder}
     raw = given.model_copy(update=update).model_dump(by_alias=True, mode="json")
     return parse(ClusterConfig, raw, "the planned cluster")
 
@@ -241,7 +243,7 @@ def _with_shards(cluster: ClusterConfig, number: int) -> ClusterConfig:
         while len(found) < number:
             port += bool(server.port)
             if not port or (server.host, port) not in taken:
-                found.append(server.model_copy(update={"port": port}))
+                found.append(server.model_copy(update={"port": port, "bind_port": None}))
                 taken.add((server.host, port))
         return tuple(found)
 
@@ -257,7 +259,7 @@ def _worker(name: str, worker: Worker, region: RegionConfig, given: ClusterConfi
     launcher."""
     own = worker.layout
     config = worker_of(name, own.hosts, own.slots, own.parallel, own.micro_batch)
-    local = given.emulate_links or all(host.host in ("localhost", "127.0.0.1") for host in config.hosts)
+    local = given.emulate_links or all(host.host in THIS_MACHINE for host in config.hosts)
     like = next((w for w in region.workers if {h.host for h in w.hosts} >= {h.host for h in config.hosts}), None)
     kept = {} if like is None else {"launcher": like.launcher, "launcher_args": like.launcher_args, "env": like.env}
     return config.model_copy(update={"launcher": "local" if local else "ssh", **kept})

@@ -22,6 +22,7 @@ from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.memory import rank_memory
 from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, server_times, worker_timing
+from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.sizes import Sizes
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import Work, useful_flops
@@ -91,12 +92,14 @@ class LinkPrediction:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """The whole run. server_busy: share of the time that each server works (a region's, by name, and "global"), its
-    shards side by side. bound_tokens_per_s: of the same accelerators if they never waited and computed nothing twice.
+    """The whole run, in its steady pace. inside: each region's line between its workers and its server, where it has
+    one. server_busy: share of the time that each server works (a region's, by name, and "global"), its shards side
+    by side. bound_tokens_per_s: of the same accelerators if they never waited and computed nothing twice.
     usd_per_hour: accelerators and traffic; None without all prices of accelerators."""
 
     workers: dict[str, WorkerPrediction]
     regions: dict[str, RegionPace]
+    inside: dict[str, Line]
     links: tuple[LinkPrediction, ...]
     server_busy: dict[str, float]
     tokens_per_s: float
@@ -147,7 +150,8 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
     timings = [worker_timing(name, region, steps[name]) for name, (region, _) in placed.items()]
     sizes = Sizes(run.outer, tuple(f.numel for f in parameter_map_of(run).fragments))
     shards = {region: max(1, len(shards_of(cluster, region))) for region in regions}
-    servers = server_times(run.outer, sizes, shards, max(1, len(cluster.global_shards)))
+    rates = MEASURED.over(cluster.security is not None)
+    servers = server_times(run.outer, sizes, shards, max(1, len(cluster.global_shards)), rates)
     found = pace(run.outer, sizes, timings, wide, inside, servers)
     workers = {
         name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name], memory[name])
@@ -170,6 +174,7 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
     return RunPrediction(
         workers,
         found.regions,
+        inside,
         tuple(links),
         busy,
         sum(w.tokens_per_s for w in workers.values()),

@@ -29,6 +29,7 @@ from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.rounds import pace, server_times, worker_timing
+from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.sizes import Sizes
 
 BUSY = 0.8  # of a link's rate that payload may take
@@ -120,12 +121,13 @@ def settings(
     homes = list(dict.fromkeys(t.region for t in timings))
     wide = {home: line_to(task, home, place) for home in homes}
     near = {home: task.network.inside(home) for home in homes}
+    rates = MEASURED.over(task.cluster.security is not None)
     found = []
     for outer in outers(task):
         numels = fragment_sizes(task.architecture, outer.fragments.layers_per_fragment)
         sizes = Sizes(outer, numels)
         for shards in numbers_of_shards(task, outer, numels):
-            servers = server_times(outer, sizes, dict.fromkeys(homes, shards), shards)
+            servers = server_times(outer, sizes, dict.fromkeys(homes, shards), shards, rates)
             paced = pace(outer, sizes, timings, wide, near, servers)
             server_busy = max(paced.global_busy, *(region.server_busy for region in paced.regions.values()))
             if server_busy <= SERVER_BUSY:

@@ -149,7 +149,7 @@ class Node:
                 return self.server.parameter_map.fragments_of([weights.chunk for weights in message.weights])
         return ()
 
-    def _handle(self, uplink: VirtualClient | None, message: Message) -> None:
+    def _handle(self, uplink: VirtualClient | None, message: Message) -> Any:
         handled = self.server.handle(message)
         if uplink is not None and isinstance(handled.reply, Lease | Finished):
             uplink.granted(handled.reply)
@@ -160,6 +160,7 @@ class Node:
             self.answer(waiting, sequence)
         if uplink is not None and isinstance(message, UpdatePart):
             self.answer(uplink, message.sequence)
+        return handled.reply
 
     def send(self, send: Send) -> None:
         """Deliver a server's message to one of its workers: a lease that it had to ask for first."""
@@ -196,13 +197,21 @@ class GlobalNode(Node):
     ) -> None:  # fmt: skip
         super().__init__(server, sizes, work)
         self.applied, self.ended = applied, ended
+        self._waiting: list[tuple[VirtualClient, LeaseRequest]] = []  # for data that may come back
 
-    def _handle(self, uplink: VirtualClient | None, message: Message) -> None:
-        super()._handle(uplink, message)
+    def _handle(self, uplink: VirtualClient | None, message: Message) -> Any:
+        reply = super()._handle(uplink, message)
+        if uplink is not None and isinstance(message, LeaseRequest) and reply is None:
+            self._waiting.append((uplink, message))
+        due = [each for each in self._waiting if each[0].alive and self.server.lease_is_due(each[1].worker)]
+        self._waiting = [each for each in self._waiting if each[0].alive and each not in due]
+        for each in due:
+            self._handle(*each)
         if isinstance(message, UpdatePart):
             self.applied()
         elif isinstance(message, Leave) and self.server.finished:
             self.ended()
+        return reply
 
 
 class RegionNode(Node):

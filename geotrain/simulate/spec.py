@@ -3,9 +3,11 @@ goes wrong at what time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from geotrain.config import ClusterConfig, ConfigError
+from geotrain.plan.predict import RunPrediction
 from geotrain.simulate.links import LinkSpec, StepShape
 
 LOCAL = LinkSpec(gbps=100.0, shared=False)
@@ -14,21 +16,27 @@ LOCAL = LinkSpec(gbps=100.0, shared=False)
 @dataclass(frozen=True)
 class WorkerSpec:
     """A simulated worker. step_s: seconds of one inner step. away: (from_s, to_s) spans in which the worker is dead;
-    at to_s it starts again, as a new incarnation. A first span that begins at 0 makes it join late."""
+    at to_s it starts again, as a new incarnation. A first span that begins at 0 makes it join late. The last three:
+    as in `geotrain.plan.model.step.StepTime`."""
 
     name: str
     step_s: float
     away: tuple[tuple[float, float], ...] = ()
+    settle_s: float = 0.0
+    refresh_s: float = 0.0
+    refreshes_all: bool = False
 
 
 @dataclass(frozen=True)
 class RegionSpec:
-    """A simulated region. link: to the global server. local: between its workers and its region server."""
+    """A simulated region. link: to the global server. local: between its workers and its region server. shards: of
+    that server."""
 
     name: str
     workers: tuple[WorkerSpec, ...]
     link: LinkSpec
     local: LinkSpec = LOCAL
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class WorldSpec:
     """A simulated world. home: the region that the global server stands in, if in any. trunk: a link that all other
     regions share on their way to it. ring: what a flat synchronous run exchanges over, in place of links to the
     global server. speeds_known: measured before the run: the first leases are cut by all workers' speeds already.
-    Otherwise, as in production, a speed is known once its worker has trained a job."""
+    Otherwise, as in production, a speed is known once its worker has trained a job. shards: of the global server.
+    encrypted: whether links are."""
 
     regions: tuple[RegionSpec, ...]
     seed: int = 0
@@ -54,6 +63,8 @@ class WorldSpec:
     trunk: LinkSpec | None = None
     ring: RingSpec | None = None
     speeds_known: bool = True
+    shards: int = 1
+    encrypted: bool = False
 
     @property
     def workers(self) -> tuple[WorkerSpec, ...]:
@@ -68,8 +79,11 @@ class WorldSpec:
         return replace(self, regions=left)
 
 
-def world_of_cluster(cluster: ClusterConfig, step_s: dict[str, float], seed: int = 0) -> WorldSpec:
-    """Build the world of a cluster file. step_s: seconds of an inner step of each worker.
+def world_of_cluster(
+    cluster: ClusterConfig, step_s: Mapping[str, float], seed: int = 0, predicted: RunPrediction | None = None
+) -> WorldSpec:
+    """Build the world of a cluster file. step_s: seconds of an inner step of each worker. predicted: gives what stops
+    workers between steps, and the links inside regions; None: nothing does, and these are `LOCAL`.
 
     Raises ConfigError when a region's link to "global" is not described.
     """
@@ -82,6 +96,16 @@ def world_of_cluster(cluster: ClusterConfig, step_s: dict[str, float], seed: int
                 'add {"regions": ["' + region.name + '", "global"], "gbps": …, "rtt_ms": …} to `links`'
             )
         link = links[region.name]
-        workers = tuple(WorkerSpec(w.name, step_s[w.name]) for w in region.workers)
-        regions.append(RegionSpec(region.name, workers, LinkSpec(link.gbps, link.rtt_ms / 2000)))
-    return WorldSpec(tuple(regions), seed)
+        workers, local = tuple(WorkerSpec(w.name, step_s[w.name]) for w in region.workers), LOCAL
+        if predicted is not None:
+            steps = {w.name: predicted.workers[w.name].step for w in workers}
+            workers = tuple(
+                replace(w, settle_s=s.settle_s, refresh_s=s.refresh_s, refreshes_all=s.refreshes_all)
+                for w, s in zip(workers, steps.values(), strict=True)
+            )
+            if line := predicted.inside.get(region.name):
+                local = LinkSpec(line.gbps, line.latency_s)
+        wide = LinkSpec(link.gbps, link.rtt_ms / 2000)
+        regions.append(RegionSpec(region.name, workers, wide, local, max(1, len(region.shards))))
+    shards, encrypted = max(1, len(cluster.global_shards)), cluster.security is not None
+    return WorldSpec(tuple(regions), seed, shards=shards, encrypted=encrypted)

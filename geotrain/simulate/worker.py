@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -41,10 +41,11 @@ class Idle:
 
     def __init__(self, parameter_map: ParameterMap) -> None:
         self.pushes = self.holds = tuple(parameter_map.whole(chunk.index) for chunk in parameter_map.chunks)
+        self._names = [fragment.parameters[0].name for fragment in parameter_map.fragments]
         self._versions = [0] * len(parameter_map.chunks)
 
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
-        return ()
+        return [self._names[f] for f in fragments]
 
     def make_delta(self, chunk: int, seed: int) -> Pending[ChunkDelta]:
         return Ready(ChunkDelta(chunk, self._versions[chunk], b""))
@@ -66,18 +67,30 @@ class Idle:
 
 
 class OneRank:
-    """The ranks of a simulated worker, which are one."""
+    """The ranks of a simulated worker, which are one. shares: parts of the model by a name in each fragment."""
 
     rank, world_size = 0, 1
+
+    def __init__(self, spec: WorkerSpec, shares: Mapping[str, float]) -> None:
+        self.spec, self.shares = spec, shares
+        self._settle_s = self._refresh_s = 0.0
 
     def agree(self, flag: bool) -> bool:
         return flag
 
     def settle(self) -> None:
-        pass
+        self._settle_s = self.spec.settle_s  # once after a step: a second time nothing is under way
 
     def refresh(self, changed: Collection[str]) -> None:
-        pass
+        if self.spec.refresh_s:
+            share = 1.0 if self.spec.refreshes_all else sum(self.shares[name] for name in changed)
+            self._refresh_s += share * self.spec.refresh_s
+
+    def stopped_s(self) -> float:
+        """Return for how long this step's exchanges stop the worker."""
+        stopped_s = self._settle_s + self._refresh_s
+        self._settle_s = self._refresh_s = 0.0
+        return stopped_s
 
 
 class SimWorker:
@@ -92,7 +105,9 @@ class SimWorker:
         outer: OuterConfig,
         learner: Learner,
         chunks: Sequence[Sequence[int]],
+        shares: Mapping[str, float],
     ) -> None:
+        self.rank = OneRank(spec, shares)
         self.clock, self.spec, self.identity, self.outer = clock, spec, identity, outer
         self.learner, self.chunks = learner, chunks
         self.lives, self.trained_steps, self.lost_s = 0, 0, 0.0
@@ -129,7 +144,7 @@ class SimWorker:
         self.lives += 1
         self.learner.born()
         uplink.on_delivered = self._delivered
-        about = self.spec.name, self.outer, OneRank(), self.learner, uplink, self.chunks, self.clock.read
+        about = self.spec.name, self.outer, self.rank, self.learner, uplink, self.chunks, self.clock.read
         self.uplink, self.exchange = uplink, Exchange(*about)
         return VirtualProcess(self.clock, self._life())
 
@@ -148,7 +163,15 @@ class SimWorker:
         yield from self._jobs()
 
     def _jobs(self) -> Script:
-        while isinstance(lease := self.lease, Lease):
+        told = False  # that there was no data: it has sent all, and asked for the job after that
+        while isinstance(lease := self.lease, Lease) or not told:
+            if told := isinstance(lease, Finished):
+                yield from self.exchange.finish()
+                self.lease = yield self.uplink.lease(
+                    LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s)
+                )
+                continue
+            assert isinstance(lease, Lease)
             if not self.in_steps:  # else it goes on
                 self._following = self.uplink.lease(LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s))
                 self.exchange.begin(lease)
@@ -157,7 +180,6 @@ class SimWorker:
             yield from self._train_job(lease)
             assert self._following is not None
             self.lease = yield self._following
-        yield from self.exchange.finish()
         self.left = True
         self.uplink.leave()
 
@@ -181,6 +203,8 @@ class SimWorker:
                     self._at_risk_s[lease.lease] = self.trained_s - self._job_s
                     self._job_s = self.trained_s
                 yield from self.exchange.after_step(now_due, metrics, steps)
+                if stopped_s := self.rank.stopped_s():
+                    yield stopped_s
 
 
 @lru_cache(maxsize=4096)

@@ -125,7 +125,8 @@ class VirtualWorld:
         server.set_weights([v.clone() for v in task.start])
         # When all have left, the clock forgets the deaths and returns that were still to come.
         members = len(spec.workers) if task.outer.flat else len(spec.regions)
-        self.top = GlobalNode(server, task.sizes.wide, self._work("global", members), self._applied, self.clock.end)
+        work = self._work("global", members, spec.shards)
+        self.top = GlobalNode(server, task.sizes.wide, work, self._applied, self.clock.end)
         if spec.speeds_known:
             for worker in spec.workers:
                 self.top.server.lease_table.note_speed(worker.name, worker.step_s)
@@ -200,10 +201,12 @@ class VirtualWorld:
         link_of = {m: r.name for r in spec.regions for m in (r.name, *(w.name for w in r.workers))}
         return Star(links, link_of, spec.seed, spec.trunk, spec.home)
 
-    def _work(self, role: Literal["region", "global"], members: int) -> ServerWork:
+    def _work(self, role: Literal["region", "global"], members: int, shards: int) -> ServerWork:
         sizes, rates = self.task.sizes, self.task.server_rates
-        place = place_of(role, sizes.config, members)
-        return ServerWork(self.clock, server_seconds(place, sizes, rates) if rates else ServerSeconds())
+        if rates is None:
+            return ServerWork(self.clock, ServerSeconds())
+        seconds = server_seconds(place_of(role, sizes.config, members), sizes, rates.over(self.spec.encrypted))
+        return ServerWork(self.clock, seconds.over(shards))
 
     def _build_region(self, region: RegionSpec) -> None:
         name, workers = region.name, tuple(w.name for w in region.workers)
@@ -214,16 +217,19 @@ class VirtualWorld:
         server = task.region_server(name, self.identity, task.parameter_map, task.outer, rule, workers)
         server.incarnation, server.leases.jobs_each = f"{name}-1", updates / len(workers)
         uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)
-        node = self.regions[name] = RegionNode(server, task.sizes.local, self._work("region", len(workers)), uplink)
+        work = self._work("region", len(workers), region.shards)
+        node = self.regions[name] = RegionNode(server, task.sizes.local, work, uplink)
         self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"), self.spec.seed)
         self.clock.at(0.0, node.start)
 
     def _build_worker(self, region: str, spec: WorkerSpec) -> None:
         task = self.task
         above = (self.top, self.links) if task.outer.flat else (self.regions[region], self.local_links[region])
+        fragments = zip(task.parameter_map.fragments, task.sizes.numels, strict=True)
+        shares = {f.parameters[0].name: numel / sum(task.sizes.numels) for f, numel in fragments}
         self._place[spec.name] = above
         self.workers[spec.name] = SimWorker(
-            self.clock, spec, self.identity, task.outer, task.learner(spec), task.parameter_map.chunk_numbers
+            self.clock, spec, self.identity, task.outer, task.learner(spec), task.parameter_map.chunk_numbers, shares
         )
         if not spec.away or spec.away[0][0] > 0:  # otherwise it joins late
             self.clock.at(0.0, self._begin_incarnation, spec.name)

@@ -21,6 +21,7 @@ from geotrain.config import RunConfig
 from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
 from geotrain.outer import exchange
+from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.events import Acknowledged, Event, UpdateStage
 from geotrain.outer.exchange import Exchange, wait_for
 from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequest, Validated, update_id
@@ -41,6 +42,7 @@ class LoopClient(exchange.Client, Protocol):
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
     def validated(self, result: Validated) -> None: ...
+    def gave_nothing(self, lease: int) -> None: ...
     def leave(self) -> None: ...
 
 
@@ -95,7 +97,8 @@ class WorkerLoop:
     validation that a lease asks for, before the lease is trained. save: called with a job's number when the worker's
     own state is to be saved. report: in place of the member's. peak_flops_per_token_s: the worker's peak FLOP/s over
     the FLOPs of one token, for the utilization (MFU); None: not known. expect: called with the lease after this one
-    once it is known, in another thread, for data that take long.
+    once it is known, in another thread, for data that take long. adopt_last: whether the masters end as the newest
+    weights of the server above, and not as this worker trained them.
     """
 
     def __init__(
@@ -110,11 +113,12 @@ class WorkerLoop:
         report: Callable[[dict[str, Any]], None] | None = None,
         expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
+        adopt_last: bool = False,
     ) -> None:
         self.member, self.rank = member, rank
         self.run, self.name, self.client = member.run, member.name, member.client
         self.validate, self.save, self.report, self.expect = validate, save, report or member.report, expect
-        self.peak_flops_per_token_s = peak_flops_per_token_s
+        self.peak_flops_per_token_s, self._adopt_last = peak_flops_per_token_s, adopt_last
         clock = time.perf_counter
         self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
         chunks = [OwnedSlices(s.runs, s.master, s.pushes) for s in shards]
@@ -126,12 +130,13 @@ class WorkerLoop:
             member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
         )
         self.finished = False  # whether all was trained and sent, and the worker has left
+        self.jobs_before = 0  # that the server has of this worker's earlier incarnations
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained
         self._results: list[StepNumbers] = []  # of its steps
         self._unread: deque[Lease] = deque()  # that the data side has not given out
         self._untrained: deque[Lease] = deque()  # that the training side has not begun
-        self._following: Future[Lease | Finished] | None = None  # the lease after these; None: there is none
+        self._following: Future[Lease | Finished] | None = None  # the lease after these; None: there was no data
 
     def start(self) -> None:
         """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`."""
@@ -145,8 +150,8 @@ class WorkerLoop:
             self.exchange.tell = write
         job = wait_for(self.exchange.start(self.member.identity, incarnation))
         self.laps.restart()
-        self._following = self.client.lease(LeaseRequest(self.name, job))
-        self._last_job = job - 1
+        self._ask(job)
+        self.jobs_before = self._last_job = job - 1
         self._begin_or_finish()
 
     def leases(self) -> Iterator[Lease]:
@@ -163,7 +168,7 @@ class WorkerLoop:
         self._results.append(result)
         self.step += 1
         due = fragments_due(len(self.member.parameter_map.fragments), self.lease.steps, self.step)
-        wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
+        self._wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
         self.laps.lap("communication")
         if self.step < self.lease.steps:
             return
@@ -185,7 +190,7 @@ class WorkerLoop:
         return schedule_step(self.run, self.member.workers, self.lease, self.step)
 
     def _fetch(self) -> bool:
-        """Wait for the next lease, and ask for the one after it; False when no data is left for this worker.
+        """Wait for the next lease, and ask for the one after it; False when there is no data for this worker now.
 
         It asks one job ahead, so that no job begins with waiting for a round trip (through the region to the global
         server). The speed that it reports is that of the job before.
@@ -198,9 +203,13 @@ class WorkerLoop:
             return False
         self._unread.append(lease)
         self._untrained.append(lease)
-        self._following = self.client.lease(LeaseRequest(self.name, lease.job + 1, self.exchange.step_s))
+        self._ask(lease.job + 1)
         self._following.add_done_callback(self._expect)
         return True
+
+    def _ask(self, job: int) -> None:
+        self._asked = job
+        self._following = self.client.lease(LeaseRequest(self.name, job, self.exchange.step_s))
 
     def _expect(self, answered: Future[Lease | Finished]) -> None:
         if not answered.cancelled() and answered.exception() is None:
@@ -210,19 +219,33 @@ class WorkerLoop:
 
     def _begin_or_finish(self) -> None:
         if not self._untrained and not self._fetch():
-            # No data is left. Nothing more is expected of a worker that has left, so all it has must be sent before.
+            # Nothing more is expected of a worker that has left, so all it has must be sent before. And others may
+            # die: what they held is for those who are still here, so it waits until all is committed.
             self.lease = None
-            wait_for(self.exchange.finish())
-            self.save(self._last_job)
-            self.client.leave()
-            self.finished = True
-            return
+            self._wait_for(self.exchange.finish())
+            self._ask(self._asked + 1)
+            if not self._fetch():
+                if self._adopt_last:
+                    self._wait_for(self.exchange.adopt_newest())
+                self.save(self._last_job)
+                self.client.leave()
+                self.finished = True
+                return
         self.lease, self.step, self._results = self._untrained.popleft(), 0, []
-        self._last_job = self.lease.job
+        self._last_job, self._begun = self.lease.job, self.lease.lease
         if self.lease.validate:
             self.validate(self.lease.validate)
         self._begin_s = time.perf_counter()
         self.exchange.begin(self.lease)
+
+    def _wait_for(self, waiting: exchange.Waiting[None]) -> None:
+        """Run a part of the exchange. A delta that is not finite ends this worker, and is told to the server: the
+        data may be to blame, and would end one worker after another."""
+        try:
+            wait_for(waiting)
+        except NonFiniteError:
+            self.client.gave_nothing(self._begun)
+            raise
 
     def weights_to_evaluate(self, number: int) -> Answer | None:
         """Fetch the global weights that validation `number` is to evaluate; None, on all ranks, if it is left out. A

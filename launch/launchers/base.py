@@ -33,6 +33,7 @@ from geotrain.config import ConfigError, WorkerConfig
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
 _ENV_FILE_VALUE = re.compile(r"[^\s\"'`$\\]*")  # DeepSpeed writes these into shell commands
+_SECRET = re.compile(r"(^|_)(KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,13 @@ class HostLauncher(Launcher):
     """
 
     @abstractmethod
-    def on_host(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
-        """The command line that runs a command on a host, in the folder of the same path as this process's. The end
-        of its standard input must arrive there: it stops the command."""
+    def on_host(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
+        """The command line that runs a command on a host, in the folder of the same path as this process's. Standard
+        input must arrive there: it begins with the environment, and its end stops the command."""
 
     def inquiry(self, worker: WorkerConfig, hosts: Sequence[str], command: Sequence[str]) -> Inquiry | None:
         (host,) = hosts
-        return Inquiry(self, (host,), self.on_host(host, command, worker.env))
+        return Inquiry(self, (host,), self.on_host(host, with_settings(worker.env, command)))
 
     def commands(self, place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
         return one_command_each(place, region, worker, {host.host: range(host.slots) for host in worker.hosts})
@@ -135,10 +136,12 @@ class WorldLauncher(Launcher):
     """Starts all ranks of a worker by one command of DeepSpeed's, from the machine of the worker's home region. All
     hosts of the worker must see the run's folder under the same path. Unless it is overridden, hosts are not asked.
 
-    name: DeepSpeed's `--launcher`. options: more options of the `deepspeed` command.
+    name: DeepSpeed's `--launcher`. options: more options of the `deepspeed` command. takes_ipv6: hosts may be IPv6
+    addresses; where a list of hosts separates by ":", or has nodes' names only, they may not.
     """
 
     options: ClassVar[tuple[str, ...]] = ("--no_ssh_check",)
+    takes_ipv6: ClassVar[bool] = False
 
     def hand_on(
         self, place: WorkerPlace, worker: WorkerConfig, env: Mapping[str, str]
@@ -146,6 +149,12 @@ class WorldLauncher(Launcher):
         """Hand an environment on to the ranks: by that of the command, and by files, path in the run's folder → text.
         Unless overridden, by a file that DeepSpeed reads. Raises ConfigError."""
         for key, value in env.items():
+            if is_secret(key):
+                raise ConfigError(
+                    f"worker {worker.name!r}: env.{key}: DeepSpeed's launcher {self.name!r} puts it on command "
+                    "lines, which everybody on the hosts can read; put it into a file that only you may read, or use "
+                    "the launcher 'ssh' or 'slurm'"
+                )
             if not _ENV_FILE_VALUE.fullmatch(value):
                 raise ConfigError(
                     f"worker {worker.name!r}: env.{key} = {value!r}: DeepSpeed's launchers pass no spaces, quotes, "
@@ -156,6 +165,11 @@ class WorldLauncher(Launcher):
         return {"DS_ENV_FILE": str(place.folder / env_file)}, {env_file: text}
 
     def commands(self, place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
+        if bad := [host.host for host in worker.hosts if ":" in host.host and not self.takes_ipv6]:
+            raise ConfigError(
+                f"worker {worker.name!r}: hosts: launcher {self.name!r} does not take IPv6 addresses such as "
+                f"{bad[0]}; write names of hosts, or use launcher 'ssh', 'pdsh' or 'openmpi'"
+            )
         master, hostfile = worker.hosts[0].host, hostfile_path(worker.name)
         where = ("--master_addr", master, "--master_port", str(place.master_port))
         variables = {"MASTER_ADDR": master, "MASTER_PORT": str(place.master_port), **worker.env}
@@ -168,6 +182,17 @@ class WorldLauncher(Launcher):
             *_training(place, region, worker),
         )
         return WorkerCommands((LauncherCommand(worker.name, command, env, region=region),), files)
+
+
+def is_secret(key: str) -> bool:
+    """Whether a variable of this name may hold a key or a token."""
+    return bool(_SECRET.search(key.upper()))
+
+
+def with_settings(env: Mapping[str, str], command: Sequence[str]) -> tuple[str, ...]:
+    """Add an environment to a command that looks at a host: all but secrets, which it does not need, and which stand
+    on no command line."""
+    return ("env", *(f"{key}={value}" for key, value in env.items() if not is_secret(key)), *command)
 
 
 def regions_of(home: str, worker: WorkerConfig) -> tuple[str, ...]:

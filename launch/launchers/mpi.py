@@ -18,6 +18,7 @@ class Mpirun(WorldLauncher):
 class OpenMpi(Mpirun):
     """Starts ranks under Open MPI, which does not set torch's variables; DeepSpeed sets them for the other MPIs."""
 
+    takes_ipv6 = True
     rank_variables: ClassVar = {
         "RANK": "OMPI_COMM_WORLD_RANK",
         "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",

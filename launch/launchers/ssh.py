@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from geotrain.launch.launchers.base import HostLauncher
@@ -16,20 +16,16 @@ class Ssh(HostLauncher):
 
     name = "ssh"
 
-    def on_host(self, host: str, command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
-        return over_ssh(host, None, command, env)
+    def on_host(self, host: str, command: Sequence[str]) -> tuple[str, ...]:
+        return over_ssh(host, None, command)
 
 
 LAUNCHERS = (Ssh(),)
 
 
-def over_ssh(
-    host: str, folder: str | None, command: Sequence[str], env: Mapping[str, str] | None = None
-) -> tuple[str, ...]:
+def over_ssh(host: str, folder: str | None, command: Sequence[str]) -> tuple[str, ...]:
     """The command line that runs a command on another machine.
 
     folder: where it runs; None: the folder of the same path as this process's.
     """
-    settings = [f"{key}={value}" for key, value in (env or {}).items()]
-    script = shlex.join(["exec", "env", *settings, *command] if settings else ["exec", *command])
-    return (*SSH, "--", host, f"cd -- {shlex.quote(folder or str(Path.cwd()))} && {script}")
+    return (*SSH, "--", host, f"cd -- {shlex.quote(folder or str(Path.cwd()))} && exec {shlex.join(command)}")

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 SHORT = ("--tflops", "150", "--set", "data.train_samples=409600")
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
 COMMANDS = (
-    "quickstart", "prepare", "launch", "serve global", "serve region", "status", "logs", "pause", "resume", "drain",
+    "quickstart", "prepare", "launch", "serve global", "serve region", "status", "logs", "pause", "resume", "set",
+    "drain",
     "snapshot", "stop", "export", "picture", "eval", "sample", "dry-run", "plan", "probe", "simulate", "certs",
     "schema",
 )  # fmt: skip
@@ -55,6 +56,52 @@ def test_every_command_has_an_example(command: str, geotrain: Run) -> None:
     done = geotrain(*command.split(), "--help")
     assert done.returncode == 0
     assert re.search(f"Examples?: geotrain {command}", done.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_with_a_result_gives_it_as_json(command: str, geotrain: Run) -> None:
+    """What runs until it is stopped has none: `status` tells of it."""
+    said = geotrain(*command.split(), "--help").stdout
+    assert ("--json" in said) != (command in ("launch", "serve global", "serve region"))
+
+
+def test_json_is_all_that_stands_on_standard_output(
+    tmp_path: Path, geotrain: Run, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(200)))
+    data, files = tmp_path / "data", ("configs/runs/1b.json", "configs/clusters/four-regions-ssh.json")
+    prepared = "prepare", tmp_path / "a.jsonl", "--out", data, "--bytes", "--validation", "0.2", "--processes", "1"
+    planned = (
+        "plan",
+        "configs/models/llama-tiny.json",
+        "configs/clusters/world-inventory.json",
+        "--out",
+        tmp_path / "p",
+    )
+    certified = "certs", files[1], tmp_path / "certs"
+    wanted: dict[tuple[str | Path, ...], tuple[int, set[str]]] = {
+        prepared: (0, {"train", "validation"}),
+        ("adopt", tmp_path / "other"): (0, {"tokens", "documents", "vocab_size"}),
+        ("dry-run", *files, "--roofline"): (2, {"workers", "servers", "accepted", "told"}),
+        planned: (0, {"run", "cluster", "tokens_per_s", "workers", "notes"}),
+        certified: (0, {"files"}),
+        ("configs", tmp_path / "c"): (0, {"folder"}),
+    }
+    found = {}
+    for command, (code, keys) in wanted.items():
+        if "adopt" in command:
+            for ending in ("bin", "idx"):
+                (data / f"train.{ending}").rename(tmp_path / f"other.{ending}")
+        done = geotrain(*command, "--json")
+        assert done.returncode == code, done.stderr
+        found[command] = json.loads(done.stdout)
+        assert keys <= found[command].keys(), command
+    assert found[prepared]["train"]["documents"] + found[prepared]["validation"]["documents"] == 200
+    assert (
+        found[certified]["files"]
+        == geotrain(*certified[:2], tmp_path / "certs2").stdout.replace("certs2", "certs").split()
+    )
+    assert "it goes with --update" in refused("logs", tmp_path, "--json")
 
 
 def test_a_mistyped_key(tmp_path: Path, refused: Callable[..., str]) -> None:
@@ -123,11 +170,11 @@ def test_prepare_passes_over_broken_lines_and_counts_them(
     done = geotrain(*command, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stderr.split())
-    assert f"3 broken lines were passed over; the first: {tmp_path}/a.jsonl:11: not JSON" in said
+    assert f"3 broken lines or rows were passed over; the first: {tmp_path}/a.jsonl:11: not JSON" in said
     assert json.loads((tmp_path / "out/train.json").read_text())["documents"] == 20
     assert "a.jsonl:11: not JSON" in refused(*command, tmp_path / "strict", "--strict")
     (tmp_path / "a.jsonl").write_text("\n".join([*good[:2], "{", "{", "{"]))
-    assert "most lines are broken, 3 beside 2 good ones" in refused(*command, tmp_path / "most")
+    assert "most lines or rows are broken, 3 beside 2 good ones" in refused(*command, tmp_path / "most")
     assert not (tmp_path / "strict").exists() and not (tmp_path / "most").exists()
 
 

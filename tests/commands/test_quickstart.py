@@ -32,5 +32,5 @@ def test_the_quickstart_computes_in_what_the_processor_has(
         return 3
 
     monkeypatch.setattr(quickstart, "launch", launch)
-    assert quickstart.quickstart(CONFIGS / "runs/quickstart.json" if mine else None, None, resume=False) == 3
+    assert quickstart.quickstart(CONFIGS / "runs/quickstart.json" if mine else None, None, resume=False) == (3, {})
     assert seen == [has_bf16 or mine]

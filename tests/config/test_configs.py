@@ -141,7 +141,7 @@ def test_the_layout_of_a_large_run_is_the_fastest_that_fits(
             if worker.memory_bytes < 0.9 * 80e9:
                 seconds[tried.parallel, recompute] = worker.step_s
     assert seconds[own] <= slack * min(seconds.values()), seconds
-    monkeypatch.setattr("geotrain.commands.simulate.MAX_JOBS", jobs)
+    monkeypatch.setattr("geotrain.simulate.forecast.MAX_UPDATES", jobs)
     devices = tmp_path / "h100.json"
     devices.write_text(h100.model_dump_json(by_alias=True, exclude_defaults=True))
     # Of steps and links alone: what servers take, `geotrain dry-run` tells.

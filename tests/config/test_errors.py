@@ -126,7 +126,54 @@ def test_hosts_and_environment_keys_are_names_and_nothing_else(changes: dict[str
 def test_names_and_addresses_are_taken(host: str) -> None:
     region = {"ssh": f"me.too@{host}", "server": {"host": host}}
     made = parse(ClusterConfig, a_cluster(host=host, region=region, env={"NCCL_DEBUG": "-x $y"}), "cluster.json")
-    assert made.regions[0].server.host == host
+    assert made.regions[0].server.host == host.strip("[]")  # which stand in front of a port only
+    assert made.regions[0].ssh == f"me.too@{host.strip('[]')}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hosts"),
+    [
+        ("gpu[01-04]", "gpu01 gpu02 gpu03 gpu04"),
+        ("gpu[8-10].eu", "gpu8.eu gpu9.eu gpu10.eu"),
+        ("gpu[098-100,7]", "gpu098 gpu099 gpu100 gpu7"),
+        ("r[1-2]n[01,3]", "r1n01 r1n3 r2n01 r2n3"),
+        ("n[5]", "n5"),
+        ("n[0-1][0-1]", "n00 n01 n10 n11"),
+    ],
+)
+def test_patterns_of_hosts_name_each_of_them(pattern: str, hosts: str) -> None:
+    region = {"hosts": [{"host": pattern, "slots": 8}]}
+    made = parse(ClusterConfig, a_cluster(host=pattern, region=region), "cluster.json")
+    for found in (made.regions[0].hosts, made.workers[0][1].hosts):
+        assert " ".join(each.host for each in found) == hosts
+    assert {each.slots for each in made.regions[0].hosts} == {8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(
+            (changes, "alone: a server's port stands in `port`, ssh's in ~/.ssh/config")
+            for bad in ("gpu01:22", "10.0.0.1:7600", "[::1]:7600")
+            for changes in (
+                {"global_ssh": f"me@{bad}"},
+                {"host": bad},
+                {"global_server": {"host": bad}},
+                {"global_server": {"bind": bad}},
+            )
+        ),
+        *(({"host": bad}, "ascending ranges in its brackets") for bad in ("n[04-01]", "n[a-b]", "n[]")),
+        *(({"host": bad}, "at most 65536 hosts") for bad in ("n[0-999999999]", "n[0-999][0-999]")),
+        ({"global_server": {"host": "n[1-2]"}}, "must be a host's name or address"),
+        ({"host": "n[1-"}, "a pattern as gpu[01-04,7]"),
+        ({"host": "n[1]]"}, "a pattern as gpu[01-04,7]"),
+        ({"host": "::1::"}, "must be a host's name or address"),
+        ({"global_server": {"host": "0.0.0.0"}}, "reaches no machine from another: write it as `bind`"),
+    ],
+)
+def test_what_is_no_host_says_what_to_write(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse(ClusterConfig, a_cluster(**changes), "cluster.json")
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -142,8 +189,9 @@ RUN, CLUSTER = CONFIGS / "runs/quickstart.json", CONFIGS / "clusters/local-wan.j
             '"data": {"train_samples": 1, ',
             "not JSON: the key 'train_samples' stands twice in one object",
         ),
-        ('"train": "', '"train": "~/', "only a shell replaces"),
-        ('"train": "', '"train": "$HOME/', "only a shell replaces"),
+        ('"train": "', '"train": "~/', r'run.json: data.train = "~/.*": only a shell replaces'),
+        ('"train": "', '"train": "$HOME/', r'run.json: data.train = "\$HOME/.*": only a shell replaces'),
+        ('"config": "', '"config": "~/', r'run.json: model.config = "~/.*": only a shell replaces'),
     ],
 )
 def test_a_run_file_whose_text_would_mean_something_else(tmp_path: Path, old: str, new: str, words: str) -> None:
@@ -159,3 +207,8 @@ def test_run_and_cluster_file_that_are_given_in_each_others_place() -> None:
         load_run(CLUSTER)
     with pytest.raises(ConfigError, match="has 'model': the run file comes first"):
         load_cluster(RUN)
+
+
+def test_a_path_for_a_shell_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=r'--set: data\.train = "~/x": only a shell replaces'):
+        load_run(RUN, ("data.train=~/x",))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from geotrain.commands.cli import app
 from geotrain.config import DataConfig, DataSet
+from geotrain.data import tokens as tokens_module
 from geotrain.data.dataset import adopt, end_of_document, manifest_path, open_dataset, read_manifest, training_digest
 from geotrain.data.loader import open_training
 from geotrain.data.tokenizer import byte_tokenizer
@@ -49,6 +50,37 @@ def test_a_pair_made_by_megatron_trains_after_it_is_adopted(tmp_path: Path, dtyp
     assert training_digest(data) == manifest.sha256
     with pytest.raises(DataError, match="is there already"):
         adopt(prefix)
+
+
+def test_a_damaged_block_is_found_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before, since a pass over terabytes would hold up step 1, and once."""
+    stream = np.arange(300_000) % 1000  # two blocks of 131,072 tokens and a part of one
+    prefix = megatron(tmp_path / "a", [[stream.tolist()]])
+    adopt(prefix)
+    content = bytearray(Path(f"{prefix}.bin").read_bytes())
+    content[1 << 18 : 1 << 19] = bytes(1 << 18)
+    Path(f"{prefix}.bin").write_bytes(content)
+    looked, real = [], tokens_module.crc32
+    monkeypatch.setattr(tokens_module, "crc32", lambda block: looked.append(len(block)) or real(block))
+    _, tokens = open_dataset(prefix, 1000)
+    assert not looked and len(tokens) == 300_000
+    for _ in range(2):
+        assert tokens[131_000:131_072].tolist() == stream[131_000:131_072].tolist()
+        assert tokens[-10:].tolist() == stream[-10:].tolist()
+    assert looked == [1 << 18, 600_000 - (1 << 19)]
+    for part in (slice(131_071, 131_073), slice(200_000, 200_001), slice(262_143, 262_144)):
+        with pytest.raises(DataError, match=rf"{prefix}\.bin: block 1, the 262144 bytes from 262144 on, .*copy both"):
+            tokens[part]
+    crc = Path(f"{prefix}.crc")
+    for damage, words in (
+        (crc.read_bytes()[:-1], "has 11 bytes instead of 12"),
+        (None, "cannot be read: No such file"),
+    ):
+        crc.unlink()
+        if damage is not None:
+            crc.write_bytes(damage)
+        with pytest.raises(DataError, match=rf"{crc}: {words}"):
+            open_dataset(prefix, 1000)
 
 
 def test_what_is_not_known_is_left_open(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from geotrain.commands.prepare import prepare_files
 from geotrain.data import readers
 from geotrain.data.dataset import read_manifest
-from geotrain.data.readers import find_inputs, parse_block, read_blocks
+from geotrain.data.readers import check_inputs, find_inputs, parse_block, read_blocks
 from geotrain.data.tokens import DataError
 
 TEXTS = [f"document {i}: " + "ü" * (i % 13) for i in range(40)]
@@ -83,14 +83,14 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         find_inputs([str(saved)])
     (file,) = find_inputs([str(saved / "test")])
     with pytest.raises(DataError, match="no column 'text'; columns: number, body; set the text key"):
-        list(read_blocks(file, "text"))
+        check_inputs([file], "text")
     with pytest.raises(DataError, match="the column 'number' holds int64, not strings"):
-        list(read_blocks(file, "number"))
+        check_inputs([file], "number")
     with pytest.raises(DataError, match=r"hf:a:train\[:10%\]: a part of a split; name the whole split"):
         find_inputs(["hf:a:train[:10%]"])
     os.truncate(file, 500)
     with pytest.raises(DataError, match=r"damaged or no arrow file, after row 0"):
-        list(read_blocks(file, "body"))
+        check_inputs([file], "body")
     with pytest.raises(DataError, match="test: cannot be loaded: "):
         find_inputs([str(saved / "test")])
     monkeypatch.setitem(sys.modules, "datasets", None)  # as where the package is not installed

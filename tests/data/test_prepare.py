@@ -24,6 +24,7 @@ import tokenizers
 import zstandard
 from rich.console import Console
 
+from geotrain.commands import prepare as command
 from geotrain.common.files import OutputError
 from geotrain.data import corpus, readers
 from geotrain.data import prepare as prepare_module
@@ -176,6 +177,38 @@ def test_a_changed_bit_and_a_small_model_are_refused(prepared: Path, tmp_path: P
     (tmp_path / "out/train.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"train\.bin: its content does not match the digest"):
         open_dataset(tmp_path / "out/train", 264, verify=True)
+
+
+def test_nothing_is_trained_where_an_input_or_the_output_is_of_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer of a gigabyte takes minutes."""
+    monkeypatch.setattr(command, "train_bpe", lambda *_: pytest.fail("it was trained"))
+    write_inputs(tmp_path / "in")
+    (tmp_path / "in/z.parquet").write_bytes(b"cut")
+    with pytest.raises(DataError, match=r"z\.parquet: damaged or no parquet file"):
+        command.prepare_files([str(tmp_path / "in")], tmp_path / "out", None, 300, False, 0.2, processes=1)
+    (tmp_path / "in/z.parquet").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine.txt").write_text("precious")
+    with pytest.raises(OutputError, match="no older dataset of GeoTrain"):
+        command.prepare_files([str(tmp_path / "in")], tmp_path / "out", None, 300, False, 0.2, processes=1)
+
+
+def test_a_cut_file_gives_what_is_before_the_cut(tmp_path: Path) -> None:
+    """With a tokenizer trained on it, as with one that is there."""
+    write_inputs(tmp_path / "in")
+    whole = (tmp_path / "in/b.jsonl.gz").read_bytes()
+    (tmp_path / "in/b.jsonl.gz").write_bytes(whole[:-9])
+    shown: list[Progress] = []
+    files = find_inputs([str(tmp_path / "in")])
+    assert len(list(training_texts(files, "text", skip_broken=True))) >= 50
+    [manifest] = prepare(files, tmp_path / "out", byte_tokenizer(), skip_broken=True, progress=shown.append).values()
+    assert 50 <= manifest.documents <= 60 and shown[-1].broken == 1
+    assert "b.jsonl.gz: damaged after line" in shown[-1].first_broken
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz: damaged after line"):
+        prepare(files, tmp_path / "strict", byte_tokenizer())
+    assert not (tmp_path / "strict").exists()
 
 
 def test_a_bad_line_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

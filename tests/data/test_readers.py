@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from geotrain.data import readers
-from geotrain.data.readers import find_inputs, parse_block, read_blocks
+from geotrain.data.readers import check_inputs, find_inputs, parse_block, read_blocks
 from geotrain.data.tokens import DataError
 
 TEXTS = ["one", "two\nlines", "ünï©ödé \U0001f600", "x" * 300]
@@ -16,6 +16,12 @@ TEXTS = ["one", "two\nlines", "ünï©ödé \U0001f600", "x" * 300]
 
 def documents(path: Path, key: str = "text") -> list[str]:
     return [text for block in read_blocks(path, key) for text in parse_block(block, key)]
+
+
+def passing_over(path: Path, key: str = "text") -> tuple[list[str], list[str]]:
+    """Documents, and what is wrong with what was passed over."""
+    broken = list[str]()
+    return [text for block in read_blocks(path, key) for text in parse_block(block, key, broken)], broken
 
 
 def json_lines(texts: list[str], key: str = "text") -> bytes:
@@ -128,18 +134,22 @@ def test_a_bad_byte_in_a_text_file_is_named_by_its_line(tmp_path: Path, monkeypa
         documents(tmp_path / "a.txt")
 
 
-def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_refused_and_never_held_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LINE_LIMIT_BYTES", 1 << 20)
-    (tmp_path / "a.jsonl").write_bytes(json_lines(["one"]) + b"x" * (3 << 20))
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(["one"]) + b"x" * (9 << 20) + b"\n" + json_lines(["three"]))
     with pytest.raises(DataError, match=r"a\.jsonl:2: a line longer than 1 MiB"):
-        documents(tmp_path / "a.jsonl")
+        documents(path)
+    found, broken = passing_over(path)
+    assert found == ["one", "three"] and len(broken) == 1
+    assert max(len(item or b"") for block in read_blocks(path, "text") for item in block.items) < 3 << 20
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
 def test_damaged_compression_is_an_error(tmp_path: Path, suffix: str, damage: str) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
-    content = bytearray(compress(suffix, json_lines([f"document {i * i}" for i in range(5000)])))
+    content = bytearray(compress(suffix, json_lines([f"document {i * i}" for i in range(20_000)])))
     if damage == "cut":
         content = content[: len(content) // 2]
     elif damage == "flipped":
@@ -147,6 +157,11 @@ def test_damaged_compression_is_an_error(tmp_path: Path, suffix: str, damage: st
     else:
         content = bytearray(json_lines(TEXTS))
     path.write_bytes(content)
+    found, broken = passing_over(path)
+    assert len(broken) >= 1
+    if damage == "cut":  # what came before it is kept, but for the last block of zstd
+        assert found == [f"document {i * i}" for i in range(len(found))] and len(broken) == 1
+        assert len(found) > (9_500 if suffix == ".gz" else 5_000)
     with pytest.raises(DataError, match=r"a\.jsonl\.(gz|zst)(: (damaged|cannot be read) after line \d+|:\d+: not)"):
         documents(path)
 
@@ -157,10 +172,70 @@ def test_damaged_parquet_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.parquet: damaged or no parquet file, after row 0"):
         documents(path)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", None]}), path)
-    with pytest.raises(DataError, match=r"a\.parquet: row 3: the column 'text' is null"):
+    with pytest.raises(DataError, match=r"a\.parquet:3: the column 'text' is null"):
         documents(path)
     with pytest.raises(DataError, match=r"no column 'body'; columns: text"):
         documents(path, "body")
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), path)
     with pytest.raises(DataError, match="holds int64, not strings"):
         documents(path)
+
+
+COLUMNS = {  # as pandas writes categories, polars views, and crawlers bytes
+    "strings": pyarrow.array(TEXTS),
+    "large": pyarrow.array(TEXTS, pyarrow.large_string()),
+    "views": pyarrow.array(TEXTS, pyarrow.string_view()),
+    "categories": pyarrow.array(TEXTS).dictionary_encode(),
+    "bytes": pyarrow.array([text.encode() for text in TEXTS]),
+    "views of bytes": pyarrow.array([text.encode() for text in TEXTS], pyarrow.binary_view()),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_texts_may_be_stored_in_any_way(tmp_path: Path, name: str, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    table = pyarrow.table({"text": COLUMNS[name]})
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    assert documents(path) == TEXTS
+
+
+def test_rows_without_a_text_are_passed_over_as_lines_are(tmp_path: Path) -> None:
+    rows = [b"one", None, b"three\n\xff", b"", b"five"]
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
+    found, broken = passing_over(tmp_path / "a.parquet")
+    assert found == ["one", "five"]
+    assert [told.partition("a.parquet:")[2][:20] for told in broken] == [
+        "2: the column 'text'",
+        "3: not UTF-8 (invali",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"a.jsonl": json_lines(TEXTS), "b.jsonl.gz": b"no gzip", "c.jsonl": b"{}"}, r"^\S*b\.jsonl\.gz: cannot be"),
+        ({"a.jsonl": json_lines(TEXTS), "b.parquet": b"no parquet"}, r"b\.parquet: damaged or no parquet file"),
+        ({f"{i}.txt.gz": b"x" for i in range(1, 5)}, r"1\.txt\.gz: cannot .*; \S*3\.txt\.gz: .*; and 1 more files$"),
+        ({"a.jsonl": json_lines(TEXTS, "body"), "b.jsonl": b""}, r"no input begins with a text: \S*a\.jsonl:1: no k"),
+    ],
+)  # fmt: skip
+def test_inputs_of_which_nothing_can_be_read_are_found_at_their_beginning(
+    tmp_path: Path, files: dict[str, bytes], told: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=told):
+        check_inputs(find_inputs([str(tmp_path)]), "text")
+
+
+def test_a_beginning_with_a_text_is_enough(tmp_path: Path) -> None:
+    whole = gzip.compress(json_lines([f"document {i * i}" for i in range(5000)]))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\n")
+    (tmp_path / "c.txt").write_bytes(b"")
+    check_inputs(find_inputs([str(tmp_path)]), "text")

@@ -99,7 +99,7 @@ def test_a_shard_that_was_exchanged_is_noticed(sharded: Path, whole: Path, tmp_p
 
 def test_what_a_machine_must_have_of_them(sharded: Path, tmp_path: Path) -> None:
     names = local_files(str(sharded / "train"))
-    assert len(names) == 1 + 2 * SHARDS
+    assert len(names) == 1 + 3 * SHARDS
     assert all(Path(name).is_file() for name in names)
     assert local_files("s3://bucket/train") == []
     assert [Path(name).suffix for name in local_files(str(tmp_path / "none"))] == [".json", ".bin", ".idx"]

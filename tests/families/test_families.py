@@ -16,13 +16,13 @@ BASE = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_experts": 4,  # of those that have any, as the next two
-    "num_experts_per_tok": 2,
-    "shared_expert_intermediate_size": 40,
-    "moe_intermediate_size": 24,
 }
+MIXTURE = {"num_experts_per_tok": 2, "num_experts": 4}
+SPARSE = {**MIXTURE, "moe_intermediate_size": 24}
 LATENT = {
     "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
     "n_routed_experts": 8,
     "first_k_dense_replace": 1,
     "n_group": 2,
@@ -32,6 +32,12 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": SPARSE,
+    "mixtral": MIXTURE,
+    "qwen2_moe": {**SPARSE, "shared_expert_intermediate_size": 40},
+    "deepseek_v3": LATENT,
 }
 DIGESTS = {
     "llama": "99187fc9993c8f11",
@@ -48,5 +54,5 @@ DIGESTS = {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_names_and_shapes_never_change(model_type: str) -> None:
     """Checkpoints, snapshots and the servers of running runs know elements by them."""
-    config: dict[str, Any] = {**BASE, **(LATENT if model_type == "deepseek_v3" else {}), "model_type": model_type}
+    config: dict[str, Any] = {**BASE, **OWN.get(model_type, {}), "model_type": model_type}
     assert digest(canonical_parameters(architecture_from_hf(config))) == DIGESTS[model_type]

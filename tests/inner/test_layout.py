@@ -46,7 +46,7 @@ OFFLOADED = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 REFUSED: list[tuple[dict[str, Any], ParallelConfig, int, dict[str, Any], int, list[str]]] = [
     (LLAMA, layout(2, 2), 6, block(), 16, ["tensor 2 × pipeline 2", "6 ranks", "slots"]),
     (
-        changed(num_attention_heads=6, num_key_value_heads=3, head_dim=8),
+        changed(hidden_size=48, num_attention_heads=6, num_key_value_heads=3),
         layout(4),
         4,
         block(),

@@ -79,6 +79,19 @@ def test_compiles_ahead_of_time_for_every_target(each):
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("name", ["int4", "bf16", "topk2"])
+def test_a_kernel_is_compiled_once_for_seeds_of_all_sizes(name):
+    fmt = make_codec(codec_config(name, rounding="stochastic")).spec
+    values, payload = torch.zeros(fmt.block), torch.zeros(fmt.encoded_bytes(fmt.block), dtype=torch.uint8)
+    signatures = [
+        [launch.signature for launch in triton_aot.launches(call)]
+        for seed in (0, 1, 2**31, 2**63 + 1)
+        for call in [lambda: triton_ops.quantize(values, payload, fmt, None, None, seed)]  # noqa: B023
+    ]
+    assert all("seed" in signature for signature in signatures[0])
+    assert signatures.count(signatures[0]) == len(signatures)
+
+
 def test_what_is_launched_lies_in_the_space():
     """Every call of the tests' cases, of each codec's own settings and of ACCO compiles what the space has."""
     inside = {

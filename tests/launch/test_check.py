@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from geotrain.commands.prepare import prepare_files
-from geotrain.config import Address, ClusterConfig, ConfigError, DataSet, RunConfig, load_cluster, load_run
+from geotrain.config import (
+    Address,
+    ClusterConfig,
+    ConfigError,
+    DataSet,
+    RunConfig,
+    codec_config,
+    load_cluster,
+    load_run,
+)
 from geotrain.data.tokens import DataError
 from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
@@ -87,10 +96,18 @@ def test_a_tokenizer_that_is_missing(prepared: Path) -> None:
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = Address(port=server.getsockname()[1])
-        with pytest.raises(ConfigError, match=f"cannot listen on {taken}: Address already in use; stop what uses it"):
+        used = "Address already in use; stop what uses the port"
+        with pytest.raises(ConfigError, match=f"cannot listen on {taken}: {used}"):
             check_port_is_free(taken)
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:5000: Cannot assign requested address"):
+        check_port_is_free(Address(host="::1", port=taken.port))
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        taken = Address(host="192.0.2.1", port=5000, bind="::1", bind_port=server.getsockname()[1])
+        with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{taken.bind_port}: {used}"):
+            check_port_is_free(taken)
+    not_ours = r"192\.0\.2\.1:5000: Cannot assign requested address; .* set `bind`"
+    with pytest.raises(ConfigError, match="cannot listen on " + not_ours):
         check_port_is_free(Address(host="192.0.2.1", port=5000))
+    check_port_is_free(Address(host="192.0.2.1", port=free_ports(1)[0], bind="0.0.0.0"))
 
 
 def test_free_ports_differ() -> None:
@@ -104,6 +121,9 @@ def test_addresses_are_resolved() -> None:
     fixed = cluster().model_copy(update={"global_server": Address(host="127.0.0.1", port=free_ports(1)[0])})
     resolved = resolve(fixed)
     assert resolved.global_server == fixed.global_server
+    given = Address(host="192.0.2.1", bind="::1")
+    found = resolve(fixed.model_copy(update={"global_server": given})).global_server
+    assert (found.host, found.bind) == (given.host, given.bind) and found.port == found.listening[1] > 0
     ports = [r.server.port for r in resolved.regions]
     assert 0 not in ports
     assert len(set(ports)) == 2
@@ -122,8 +142,17 @@ def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
         launcher._check_folder(run, tmp_path, resume=False)
     launcher._check_folder(run, tmp_path, resume=True)
     launcher._check_folder(run, tmp_path, resume=False, only=("eu",))  # which has no state yet
-    with pytest.raises(ConfigError, match="begun with another model, data or outer block"):
-        launcher._check_folder(run.model_copy(update={"seed": 7}), tmp_path, resume=True)
+    other = run.outer.model_copy(update={"local_steps": 64, "up": codec_config("int8")})
+    for changes, words in (
+        ({"seed": 7}, rf"begun with other settings \(seed: was {run.seed}, is 7\); resume with the same"),
+        (
+            {"outer": other},
+            r'\(outer.local_steps: was 8, is 64; .*outer.up.name: was "int4", is "int8".*`geotr',
+        ),
+        ({"data": run.data.model_copy(update={"sequence_length": 16})}, r"data.sequence_length: was \d+, is 16"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            launcher._check_folder(run.model_copy(update=changes), tmp_path, resume=True)
 
 
 def apart(**more: Any) -> ClusterConfig:
@@ -190,6 +219,6 @@ def test_a_flat_run_has_no_region_servers(prepared: Path, tmp_path: Path) -> Non
 
 
 def test_words_survive_ssh() -> None:
-    command = over_ssh("host", "/a folder", ["prog", "two words", "$HOME"], {"A": "b c"})
-    assert command[-2:] == ("host", "cd -- '/a folder' && exec env 'A=b c' prog 'two words' '$HOME'")
+    command = over_ssh("host", "/a folder", ["prog", "two words", "$HOME"])
+    assert command[-2:] == ("host", "cd -- '/a folder' && exec prog 'two words' '$HOME'")
     assert json.dumps(command).count("BatchMode=yes") == 1

@@ -31,7 +31,7 @@ from geotrain.launch.guard import GRACE_S, KILL_DEADLINE_S
 from geotrain.launch.host_rules import SHM_BYTES
 from geotrain.launch.launchers.base import SCRIPT, WorkerPlace
 from geotrain.launch.launchers.registry import worker_commands
-from geotrain.net.transport.certs import make_certificates
+from geotrain.net.transport.authority import make_certificates
 from tests.support.process_trees import until
 from tests.support.small_runs import MODEL
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -16,6 +17,7 @@ from geotrain.launch.launchers.base import SCRIPT, LauncherCommand, WorkerComman
 from geotrain.launch.launchers.registry import launcher_of, launchers, worker_commands
 from geotrain.launch.launchers.ssh import Ssh
 from geotrain.launch.machine import HostMachine, assign_devices
+from geotrain.launch.supervisor import guarded_there
 from tests.support.programs import program
 
 TELL_RANKS = """
@@ -148,18 +150,61 @@ def test_slurm_hands_the_environment_on() -> None:
     assert list(made.files) == ["hosts/eu-0"]
 
 
+def test_no_secret_stands_on_a_command_line() -> None:
+    """Everybody on a machine can read those; what runs gets it by standard input, from `guard --env`."""
+    env = {"HF_TOKEN": "s3cret", "CC": "clang 'x", "TOKENIZERS_PARALLELISM": "0"}
+    for launcher in ("ssh", "pdsh"):
+        asks = launcher_of(worker(launcher)).inquiry(worker(launcher, env=env), ("a",), ("look",))
+        assert asks is not None
+        line = " ".join(asks.command)
+        assert "s3cret" not in line and "clang" in line and "TOKENIZERS_PARALLELISM=0" in line
+    script = "import os; print(os.environ['HF_TOKEN'], os.environ['CC'], open('/proc/self/cmdline').read())"
+    command, first = guarded_there((sys.executable, "-c", script), env)
+    assert "s3cret" not in " ".join(command)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as there:
+        assert there.stdin is not None and there.stdout is not None
+        there.stdin.write(first)
+        there.stdin.flush()
+        said = there.stdout.read().decode()
+    assert there.returncode == 0 and said.startswith("s3cret clang 'x ")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as alone:
+        assert alone.communicate(first[:-3], timeout=60)[0] == b"" and alone.returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (worker("local", {"a": 1, "b": 1}), "hosts has 2 entries; keep one"),
         (worker("slurm", {"a": 1, "b": 2}), "slurm needs the same slots on every host"),
         (worker("pdsh", {"a": 1}, env={"A": "b c"}), "env.A = 'b c': DeepSpeed's launchers pass no spaces"),
+        (
+            worker("mpich", {"a": 1}, env={"A_TOKEN": "b"}),
+            "env.A_TOKEN: DeepSpeed's launcher 'mpich' puts it on",
+        ),
+        *(
+            (worker(name, {"n1": 1, "fd00::2": 1}), f"launcher '{name}' does not take IPv6 addresses such as fd00::2")
+            for name in ("slurm", "mpich", "impi")
+        ),
         (worker("ssh").model_copy(update={"hosts": (HostConfig(host="a", slots=1),) * 2}), r"a host twice \(a, a\)"),
     ],
 )
 def test_what_cannot_be_started(wrong: WorkerConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         worker_commands(WorkerPlace(Path("/runs/x"), 29501), "eu", wrong)
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "ssh"])
+def test_hosts_may_be_ipv6_addresses(launcher: str) -> None:
+    made = worker_commands(WorkerPlace(Path("/runs/x"), 29501), "eu", worker(launcher, {"fd00::1": 1, "fd00::2": 1}))
+    assert made.files["hosts/eu-0"] == "fd00::1 slots=1\nfd00::2 slots=1\n"
+    for job in made.commands:
+        assert "--master_addr fd00::1 --master_port 29501" in " ".join(job.command)
+
+
+def test_pdsh_names_a_host_before_its_lines() -> None:
+    asked = launchers()["pdsh"].inquiry(worker("pdsh"), ("n1", "fd00::2"), ("true",))
+    assert asked is not None
+    assert [asked.launcher.host_of(asked, line, "") for line in ("n1: a: b", "fd00::2: c")] == ["n1", "fd00::2"]
 
 
 def test_local_workers_share_the_machine() -> None:

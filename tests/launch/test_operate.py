@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from geotrain.commands.logs import stream
-from geotrain.commands.operate import RunState, judge, launcher_runs
+from geotrain.commands.operate import LiveRun, RunState, RunStatus, judge, launcher_runs, picture
 from geotrain.config import ConfigError
 from geotrain.launch.launcher import locked
+from geotrain.launch.terminal import SEEN, RunDisplay, last_seen, new_console
+from tests.support.net_worlds import BUSY_S, wait_for
+from tests.support.server_processes import Site
 
 LIVE: dict[str, Any] = {"phase": "running"}
 ENDED: dict[str, Any] = {"phase": "ended", "complete": True}
@@ -36,6 +41,59 @@ def test_the_state_of_a_run(live: Any, words: Any, outcome: Any, launcher: bool 
     found, reason = judge(live, words, outcome, launcher)
     assert found is state
     assert bool(reason) == (state in (RunState.FAILED, RunState.UNREACHABLE))
+
+
+def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
+    """Processes. What is told of a server that does not answer is what its launcher saw last, and when that was."""
+    site = Site(tmp_path, train_samples=48, updates_per_send=1)
+    site.run = site.run.model_copy(update={"monitor": site.run.monitor.model_copy(update={"every_s": 0.2})})
+    console = Console(file=(tmp_path / "display").open("w"))
+    try:
+        site.serve("global")
+        region = site.serve("eu")
+        run = LiveRun(tmp_path)
+        worker = site.worker("a", "life-1")
+        worker.join()
+        worker.train(worker.lease())
+        worker.lease()
+
+        def told(*words: str) -> str:
+            seen = run.wait(lambda seen: all(word in said(seen) for word in words), BUSY_S)
+            return said(seen)
+
+        def said(seen: RunStatus) -> str:
+            console = new_console()
+            with console.capture() as shown:
+                console.print(picture(run, seen))
+            return shown.get()
+
+        told("running; 8.3% committed", "eu waits for b: its processes to join")
+        with RunDisplay(site.run, site.cluster, console, tmp_path):
+            wait_for(lambda: last_seen(tmp_path).get("global", {}).get("committed_samples"))
+        region.send(signal.SIGKILL)
+        told("running; eu cut off; 8.3% committed", "global waits for eu: the 1 lease that it holds")
+        assert [(w["server"], w["what"], w["whom"]) for w in run.see().as_json()["waits"]] == [
+            ("global", "lease", "eu")
+        ]
+        site.servers[0].send(signal.SIGKILL)
+        last = told("unreachable; 8.3% committed, 0:", " ago; no server answers", "no answer")
+        assert (
+            "waits for" not in last
+            and not run.see().as_json()["waits"]
+            and run.see().as_json()["servers"]["global"]["as_of"] > 0
+        )
+        (tmp_path / SEEN).unlink()
+        (tmp_path / "servers").symlink_to(tmp_path)  # then its own events tell, where they are here
+        told("unreachable; 8.3% committed, 0:")
+        site.serve("eu", resume=True)
+        told(
+            f"the global server at {site.address('global')} does not answer, but eu", "eu waits for global: the link"
+        )
+        worker.close()
+    finally:
+        for server in site.servers:
+            server.process.kill()
+            server.process.join()
 
 
 def test_a_launcher_is_known_by_its_lock(tmp_path: Path) -> None:

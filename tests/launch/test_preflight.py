@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,18 +12,21 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from transformers import AutoTokenizer
 
 from geotrain.commands import dry_run
 from geotrain.commands.prepare import prepare_files
-from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, architecture_from_hf, load_cluster, load_run
 from geotrain.data.tokenizer import train_bpe
 from geotrain.launch import preflight
+from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console
-from geotrain.net.transport.certs import make_certificates
-from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.net.server.server_process import initial_weights
+from geotrain.net.transport.authority import make_certificates
+from geotrain.parameters.hf_checkpoint import read_start, write_checkpoint
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.parameter_map import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters, parameter_map_of
 from tests.support.command_line import say
 from tests.support.programs import stand_in
 
@@ -46,8 +51,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "model": {"config": MODEL},
         "data": {
             "train": "data/train", "validation": "data/validation", "tokenizer": "data/tokenizer",
-            "sequence_length": 32, "train_samples": 64, "validation_samples": 8,
+            "sequence_length": 32, "train_samples": 80, "validation_samples": 8,
         },
+        "outer": {"local_steps": 1, "rule": {"name": "region_momentum", "updates_per_send": 1}},
         "deepspeed": {
             "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
@@ -80,7 +86,8 @@ def files() -> tuple[RunConfig, ClusterConfig]:
 def refused() -> list[str]:
     run, cluster = files()
     here = preflight.sites_here(cluster)
-    return [str(o) for o in (*preflight.obstacles(run, cluster, here), *preflight.port_obstacles(run, cluster, here))]
+    found = *misfits(run, cluster), *preflight.obstacles(run, cluster, here)
+    return [str(each) for each in (*found, *preflight.port_obstacles(run, cluster, here))]
 
 
 def said(*words: str) -> tuple[int, str]:
@@ -117,6 +124,9 @@ def test_nothing_is_wrong(place: Path) -> None:
          "data/validation: 80000 validation samples are wanted, but there are "),
         ({"monitor__token_file": "none"}, "/none': cannot be read"),
         ({"monitor__metrics_port": 65535}, "'launcher' (monitor.metrics_port + 1): there is no port 65536"),
+        ({"outer__local_steps": 16}, "the first jobs of 1 workers take 16 inner steps, the run has 10 "),
+        ({"cluster__devices": {"tiny": {"memory_gb": 0.002, "tflops": 1.0}},
+          "cluster__regions__0__workers__0__hosts__0__device": "tiny"}, "devices.tiny.memory_gb = 0.002; take"),
     ],
 )  # fmt: skip
 def test_what_launch_refuses_the_dry_run_finds(
@@ -124,7 +134,15 @@ def test_what_launch_refuses_the_dry_run_finds(
     run: dict[str, Any],
     told: str,
 ) -> None:
-    change("run.json", **run)
+    for file in ("run", "cluster"):
+        change(
+            f"{file}.json",
+            **{
+                key.removeprefix("cluster__"): value
+                for key, value in run.items()
+                if key.startswith("cluster__") == (file == "cluster")
+            },
+        )
     assert any(told in line for line in refused())
     for command in ("dry-run", "launch"):
         code, text = said(command, "run.json", "cluster.json")
@@ -145,19 +163,73 @@ def test_the_dry_run_tells_everything_at_once(place: Path, monkeypatch: pytest.M
         assert told in text
 
 
-def test_initial_weights_of_another_model(place: Path) -> None:
-    for layers in (2, 1):
-        config = {**MODEL, "num_hidden_layers": layers}
-        run, _ = files()
-        parameters = canonical_parameters(run.model_copy(
-            update={"model": run.model.model_copy(update={"config": config})}
-        ).architecture)  # fmt: skip
-        write_checkpoint(((p.name, initial_tensor(p, 1)) for p in parameters), config, place / f"w{layers}")
-    change("run.json", model__init_from="w2")
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "meant", "told"),
+    [
+        ({}, [], None),
+        ({"initializer_range": 0.1, "max_position_embeddings": 4096, "eos_token_id": 3}, [], None),
+        ({"num_hidden_layers": 1}, [], "num_hidden_layers = 1, in the run's model 2"),
+        ({"vocab_size": 96}, [], "vocab_size = 96, in the run's model 264"),
+        ({"rope_theta": 1e6}, [], "rope_theta = 1000000.0, in the run's model 10000.0"),
+        ({"rms_norm_eps": 1e-5}, [], "rms_norm_eps = 1e-05, in the run's model 1e-06"),
+        ({"rope_scaling": YARN}, [], "rope_scaling = {'rope_type': 'yarn', 'factor': 2.0, 'orig"),
+        ({"rope_theta": 1e6, "rope_scaling": YARN}, ["rope_theta", "rope_scaling"], None),
+        ({"rope_theta": 1e6, "vocab_size": 96}, ["rope_theta"], "is another model: vocab_size = 96"),
+        ({"rope_theta": 1e6}, ["rope_theta", "vocab_size"], "init_changes: vocab_size: is the same in model.init"),
+        ({"vocab_size": 96}, ["vocab_size"], "it has model.embed_tokens.weight [96, 32], the run's model model.emb"),
+    ],
+)  # fmt: skip
+def test_initial_weights_of_another_model(
+    place: Path, theirs: dict[str, Any], meant: list[str], told: str | None
+) -> None:
+    """As preflight finds it, and as the server that would take them does."""
+    config = {**MODEL, **theirs}
+    parameters = canonical_parameters(architecture_from_hf(config))
+    write_checkpoint(((p.name, initial_tensor(p, 1)) for p in parameters), config, place / "w")
+    change("run.json", model__init_from="w", model__init_changes=meant)
+    found, (run, _) = refused(), files()
+    if told is None:
+        assert found == []
+        flat = torch.cat(initial_weights(run, parameter_map_of(run)))
+        assert torch.equal(flat.sort()[0], torch.cat([v.flatten().float() for _, v in read_start(run)]).sort()[0])
+        return
+    assert len(found) == 1 and told in found[0]
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        initial_weights(run, parameter_map_of(run))
+
+
+def test_a_tokenizer_that_did_not_make_the_data(place: Path) -> None:
+    """It is known by what makes ids: not by its folder, and not by how exports pad."""
+    shutil.copytree("data/tokenizer", "moved")
+    moved = json.loads(Path("moved/tokenizer.json").read_text())
+    Path("moved/tokenizer.json").write_text(json.dumps({**moved, "truncation": None, "decoder": None}))
+    change("run.json", data__tokenizer="moved")
     assert refused() == []
-    change("run.json", model__init_from="w1")
+    train_bpe(["other text"], 264).save(place / "other")
+    change("run.json", data__tokenizer="other")
     (told,) = refused()
-    assert told.startswith(f"model.init_from = '{place / 'w1'}': is another model: model.layers.1.")
+    assert re.search(
+        r"^data.tokenizer = '\S+other': is of another tokenizer \(sha256 \w{16}…\) than \S+data/train", told
+    )
+    train_bpe([f"{i}" for i in range(999)], 400).save(place / "large")
+    change("run.json", data__tokenizer="large")
+    (told,) = refused()
+    assert "large': has " in told and "ids, but the model's vocab_size is 264; raise it" in told
+
+
+def test_data_of_two_tokenizers(place: Path) -> None:
+    train_bpe(["other text"], 264).save(place / "own")
+    prepare_files(["texts.jsonl"], Path("data2"), place / "own", None, False, 0.2, processes=1)
+    sets = [{"prefix": "data/train"}, {"prefix": "data2/train"}]
+    change("run.json", data__train=sets, data__tokenizer=None)
+    (told,) = refused()
+    assert "data2/train: is of another tokenizer" in told
+    raw = json.loads(Path("data2/train.json").read_text())
+    Path("data2/train.json").write_text(json.dumps({**raw, "tokenizer_sha256": None}))  # as of a pair of Megatron's
+    assert refused() == []
 
 
 @pytest.mark.parametrize("key", ["page_port", "metrics_port"])
@@ -192,14 +264,31 @@ def test_missing_certificates(place: Path) -> None:
     told = "\n".join(refused())
     for pair in ("operator-operator", "global-global", "region-here", "worker-here-0"):
         assert f"certs/{pair}.key: cannot be read" in told
-    make_certificates(load_cluster("cluster.json"), Path("certs"))
-    assert refused() == []
+    make_certificates(load_cluster("cluster.json"), Path("certs"), days=365)
+    assert refused() == [] and preflight.cautions(*files()) == []
+    Path("certs/worker-here-0.pem").unlink()
+    make_certificates(load_cluster("cluster.json"), Path("certs"), days=0)
+    assert "worker-here-0.pem: expired on" in "\n".join(refused())
+    (told,) = preflight.cautions(*files())
+    assert told.startswith("worker-here-0.pem: end on 20") and "renew it with `geotrain certs`" in told
 
 
 def test_servers_that_others_reach_without_certificates(place: Path) -> None:
     change("cluster.json", global_server={"host": "10.1.2.3", "port": 7070})
     (told,) = preflight.cautions(*files())
     assert "plaintext, and everyone who reaches 'global' at 10.1.2.3:7070 can take part" in told
+    change("cluster.json", global_server={"port": 7070, "bind": "0.0.0.0"})
+    assert "'global' at 127.0.0.1:7070 can take part" in preflight.cautions(*files())[0]
+
+
+def test_servers_that_other_machines_do_not_reach(place: Path) -> None:
+    away = {"ssh": "eu.example.org", "server": {"host": "10.1.2.3", "port": 7070}}
+    raw = json.loads((place / "cluster.json").read_text())
+    change("cluster.json", regions=[raw["regions"][0] | away])
+    (_, told) = preflight.cautions(*files())
+    assert (
+        "eu.example.org reaches the server of 'global' at 127.0.0.1:0 through a tunnel only; give the `host`" in told
+    )
 
 
 def test_hosts_are_asked_where_wanted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +317,7 @@ def test_a_schedule_that_ends_before_the_data_is_warned_of(place: Path, monkeypa
     change("run.json", deepspeed__scheduler={"type": "WarmupCosineLR", "params": params})
     code, text = said("dry-run", "run.json", "cluster.json")
     assert code == 0
-    assert "total_num_steps = 4, but the run has 8 steps" in text and "cos_min_ratio is not stated" in text
+    assert "total_num_steps = 4, but the run has 10 steps" in text and "cos_min_ratio is not stated" in text
 
 
 def test_a_tokenizer_that_its_models_family_reads_otherwise(place: Path) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from geotrain.config import EXIT_FOR_GOOD, ClusterConfig, ConfigError, load_run, parse
 from geotrain.launch import pretrain
+from geotrain.worker.job_line import JobLine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ENDS_WITH = "a rank of this worker died, hangs, or cannot be reached: [a/gloo/pair.cc:5] Connection closed by peer"
@@ -65,9 +66,11 @@ def test_other_errors_keep_their_codes_and_stacks(monkeypatch: pytest.MonkeyPatc
 
 def test_a_line_for_a_job_but_not_for_every_one() -> None:
     numbers = {"job": 3, "start": 1024, "loss": 3.14159, "grad_norm": 0.5, "lr": 0.001, "tokens_per_s": 12345.6}
-    line = pretrain.JobLine(5.0)
+    line = JobLine(5.0)
     told = "job 3, from sample 1,024: loss 3.1416, gradient norm 0.5, learning rate 0.001, 12,346 tokens/s"
     assert [line.of(numbers, now_s) for now_s in (0.0, 4.9, 5.0, 9.0, 60.0)] == [told, "", told, "", told]
+    unsaid = {**numbers, "grad_norm": float("nan"), "lr": float("nan")}  # by a loop of the user's own
+    assert line.of(unsaid, 99.0) == "job 3, from sample 1,024: loss 3.1416, 12,346 tokens/s"
 
 
 def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from geotrain.commands.json_text import put
 from geotrain.commands.probe import probe, updated
 from geotrain.commands.probe_step import MICRO_BATCHES, reduced
 from geotrain.config import ClusterConfig, ConfigError, load_cluster, load_run, parse
-from geotrain.net.transport.certs import CertificateError, make_certificates
+from geotrain.net.transport.authority import make_certificates
+from geotrain.net.transport.certs import CertificateError
 from geotrain.net.transport.link_probe import Limits, ProbeError, Way
 from tests.support.programs import SSH, stand_in
 from tests.support.small_runs import prepare_text, write_files

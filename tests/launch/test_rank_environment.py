@@ -92,7 +92,8 @@ def test_ranks_share_the_cores_and_what_the_user_says_stands() -> None:
 
 
 def test_ranks_meet_over_the_interface_that_leads_to_the_first() -> None:
-    assert settings({"MASTER_ADDR": "127.0.0.1"})["GLOO_SOCKET_IFNAME"] == "lo"
+    for master in ("127.0.0.1", "::1"):
+        assert settings({"MASTER_ADDR": master})["GLOO_SOCKET_IFNAME"] == "lo"
     assert interface_to("no such host.invalid") is None
     assert "GLOO_SOCKET_IFNAME" not in settings({"MASTER_ADDR": "no such host.invalid"})
     of = {name: {each.address for each in found} for name, found in psutil.net_if_addrs().items()}

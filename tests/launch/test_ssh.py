@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,7 @@ from geotrain.config import RestartConfig
 from geotrain.launch import guard as guard_module
 from geotrain.launch.check import free_ports
 from geotrain.launch.launchers.ssh import over_ssh
-from geotrain.launch.supervisor import ProcessSpec, Supervisor
+from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded_there
 from geotrain.monitor.events import ProcessDied
 from tests.support.process_trees import began_alone, marked, new_mark, only_deaths, stopped_when, until
 from tests.support.small_runs import BATCH, launched, prepare_text, status, write_files
@@ -46,9 +45,10 @@ def test_a_job_whose_connection_is_lost_is_started_again_and_never_beside_itself
     script = JOB.format(alone=tmp_path / "alone")
 
     def job() -> ProcessSpec:
-        guard = (sys.executable, "-m", "geotrain.launch.guard", "--", "bash", "-c", script)
-        command = over_ssh("far.example.org", None, guard, {**mark, guard_module.JOB: f"{tmp_path}/eu-0"})
-        return ProcessSpec("eu-0", command, respawn=lambda: [job()])
+        environment = {**mark, guard_module.JOB: f"{tmp_path}/eu-0"}
+        inside, first = guarded_there(("bash", "-c", script), environment)
+        command = over_ssh("far.example.org", None, inside)
+        return ProcessSpec("eu-0", command, first_input=first, respawn=lambda: [job()])
 
     with sshd(tmp_path, free_port) as server, monkeypatch.context() as patched:
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")

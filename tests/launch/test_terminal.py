@@ -1,6 +1,7 @@
 """The display of a run, from the status of its servers."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,20 @@ import pytest
 
 from geotrain.config import ClusterConfig, HostConfig, RegionConfig, WorkerConfig
 from geotrain.launch.launcher import how_to_go_on
-from geotrain.launch.terminal import Eta, draw, headline, last_words, lines, new_console, region_cells, share_of, size
+from geotrain.launch.terminal import (
+    Eta,
+    aged,
+    draw,
+    headline,
+    last_words,
+    lines,
+    new_console,
+    region_cells,
+    region_state,
+    share_of,
+    size,
+    wait_lines,
+)
 
 
 def cluster() -> ClusterConfig:
@@ -47,14 +61,44 @@ def test_a_row_for_each_region() -> None:
         "eu: loss 3.500, 1,500 tokens/s, up 1.5 MB, down 2.0 kB, version 31 (global 7), staleness 2, "
         "workers 1/2, restarts 3, committed 25%, 1:23 left"
     ]
+    gone = {**TOP, "members": {"eu": member(state="cut off", silent_s=9.0)}}
+    assert lines(cluster(), {"global": gone, "eu": EU}, 83.0)[0].startswith("eu: cut off 0:09; loss 3.500, 1,500")
     assert region_cells(cluster().regions[1], statuses)["loss"] == "–"
     console = new_console()
     with console.capture() as shown:
         console.print(draw("r: running", cluster(), {**statuses, "global": {**TOP, "page": "http://here/"}}, 83.0))
     title, headings, *rows, page = shown.get().splitlines()
     assert (title, page) == ("r: running; 1:23 left", "status page: http://here/")
-    assert headings.split()[:3] == ["region", "loss", "tokens/s"]
-    assert [row.split()[:3] for row in rows] == [["eu", "3.500", "1,500"], ["us", "–", "–"]]
+    assert headings.split()[:4] == ["region", "state", "loss", "tokens/s"]
+    assert [row.split()[:4] for row in rows] == [["eu", "–", "3.500", "1,500"], ["us", "–", "–", "–"]]
+
+
+@pytest.mark.parametrize(
+    ("top", "own", "said"),
+    [
+        ({"members": {"eu": member(state="up", silent_s=0.4)}}, {}, "up"),
+        ({"members": {"eu": member(state="lost", silent_s=700.0)}}, {"connected": False}, "lost 11:40"),
+        (
+            {"members": {"eu-0": member(state="up"), "eu-1": member(state="cut off", silent_s=9.0)}},
+            {},
+            "cut off 0:09",
+        ),
+        ({"members": {"eu": member(state="up")}, "as_of": 5.0}, {"connected": False}, "cut off"),
+        ({}, {"connected": True}, "up"),
+        ({}, {"connected": True, "as_of": 5.0}, "no answer"),
+        ({}, {}, "–"),
+    ],
+)
+def test_how_a_region_is(top: dict[str, Any], own: dict[str, Any], said: str) -> None:
+    """The global server's judgement counts while it answers, then the region's own answer."""
+    assert region_state(cluster().regions[0], {"global": top, "eu": own}) == said
+
+
+def test_what_servers_that_answer_wait_for() -> None:
+    waits = [{"whom": "us", "text": "its goodbye", "since_s": 40.0}, {"whom": "", "text": "room", "since_s": 99.0}]
+    assert wait_lines({"global": {"waits": waits}, "eu": {"waits": waits, "as_of": 1.0}}, 100.0) == [
+        "global waits for us: its goodbye (for 1:00)", "global waits for room (for 0:01)"
+    ]  # fmt: skip
 
 
 def test_a_shard_that_is_down_is_seen() -> None:
@@ -85,7 +129,11 @@ def test_a_headline() -> None:
     assert headline(top, "running") == (
         "running; draining us; 25.0% committed; validation loss 3.2500 (at 1,000 samples)"
     )
-    assert headline({}, "failed", "no disk") == "failed; 0.0% committed; no disk"
+    assert headline({}, "failed", "no disk") == "failed; no disk", "what is not known is not said"
+    gone = {**TOP, "members": {"eu": member(state="lost"), "us": member(state="up")}}
+    assert headline(gone, "running") == "running; eu lost; 25.0% committed"
+    seen = {**gone, "as_of": time.time() - 60}
+    assert headline(seen, "unreachable", "no answer") == "unreachable; 25.0% committed, 1:00 ago; no answer"
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -116,6 +164,11 @@ def test_time_that_is_left() -> None:
 def test_sizes() -> None:
     sizes = [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12, 5e15)]
     assert sizes == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3.0 GB", "4.0 TB", "5000.0 TB"]
+
+
+def test_what_does_not_answer_is_as_old_as_its_last_answer() -> None:
+    once = aged({"global": TOP, "eu": {**EU, "finished": True}}, 5.0)
+    assert aged(once, 9.0) == once and once["global"]["as_of"] == 5.0 and "as_of" not in once["eu"]
 
 
 def test_last_words(tmp_path: Path) -> None:

@@ -9,9 +9,17 @@ import pytest
 
 from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.monitor import history
-from geotrain.monitor.events import Found, Lost, MemberSampled, Record, Recovery, ShardSampled, SnapshotWritten
+from geotrain.monitor.events import (
+    LivenessChanged,
+    MemberSampled,
+    Record,
+    Recovery,
+    ShardSampled,
+    SnapshotWritten,
+    WaitsChanged,
+)
 from geotrain.monitor.history import Facts, History, facts
-from geotrain.outer.events import Event, Joined, Left, Steered, UpdateApplied, UpdateRefused, ValidationDone
+from geotrain.outer.events import Event, Joined, Steered, UpdateApplied, UpdateRefused, ValidationDone
 
 FACTS = Facts(
     "r", 10, 8, 8000, ("all",), {n: {"region": n, "workers": 1, "gbps": None, "rtt_ms": None} for n in "ab"}
@@ -34,22 +42,23 @@ def states(made: History) -> dict[str, str]:
 
 
 def test_states_of_a_member() -> None:
-    assert states(told()) == {"a": "away", "b": "away"}
-    assert states(told(Joined("a", 0, "x"), Joined("b", 0, "x"), Lost("a", 6))) == {"a": "lost", "b": "up"}
-    assert states(told(Joined("a", 0, "x"), Lost("a", 6), Found("a", 9), Left("b"))) == {"a": "up", "b": "left"}
-    restarted = told(Joined("a", 0, "x"), Left("b"), Recovery(0))
-    assert states(restarted) == {"a": "away", "b": "left"}
-    kinds = [
-        mark[2]
-        for mark in told(Joined("a", 0, "x"), Joined("a", 1, "x"), Lost("a", 6), Found("a", 9)).state(9)["marks"]
-    ]
-    assert kinds == ["joined", "lost", "found"], "one mark for all ranks"
-    again = Joined("a", 0, "x", False), Recovery(0), Joined("a", 0, "x", False), Joined("a", 0, "y", True)
-    marks = told(Joined("a", 0, "x"), *again, Lost("a", 6), Joined("a", 0, "z")).state(9)["marks"]
-    kinds = [mark[2] for mark in marks if mark[2] != "start"]
-    assert kinds == ["joined", "found", "lost", "joined"], (
-        "an incarnation joins once, also if its server is started again"
-    )
+    """They are those that the server tells: a join, or a goodbye, is only a mark."""
+    up, cut, lost, left = (LivenessChanged("a", state, 6.0) for state in ("up", "cut off", "lost", "left"))
+    joined = Joined("a", 0, "x")
+    assert states(told(joined)) == {"a": "away", "b": "away"}
+    assert states(told(joined, up, LivenessChanged("b", "paused", 0))) == {"a": "up", "b": "paused"}
+    assert states(told(up, Recovery(0)))["a"] == "away" and states(told(left, Recovery(0)))["a"] == "left"
+    made = told(joined, up, Joined("a", 1, "x", False), cut, lost, up, left, Recovery(0), left)
+    assert [mark[2] for mark in made.state(9)["marks"]] == ["joined", "lost", "lost", "found", "left", "start"]
+    gone = told(up, cut, lost).state(9)["members"][0]
+    assert (gone["state"], gone["since_s"]) == ("lost", 1.0), "since it was not heard of"
+
+
+def test_what_the_server_waits_for_is_shown_until_it_does_not() -> None:
+    wait = {"what": "lease", "whom": "a", "text": "the 2 leases that it holds", "since_s": 3.0}
+    assert told(WaitsChanged([wait])).state(9)["waits"] == [wait]
+    assert told(WaitsChanged([wait]), WaitsChanged([])).state(9)["waits"] == []
+    assert told(WaitsChanged([wait]), Recovery(0)).state(9)["waits"] == []
 
 
 def test_the_last_sample_of_each_shard_is_told() -> None:
@@ -139,10 +148,10 @@ def test_a_clock_that_is_set_back_gives_no_wrong_speed_and_keeps_nothing_for_eve
 
 def test_rates_of_a_lost_member_are_not_shown() -> None:
     sample = MemberSampled("a", 0.5, 10, 20, 5.0, 6.0, 0, {"workers": 1.0})
-    made = told(Joined("a", 0, "x"), sample)
+    made = told(LivenessChanged("a", "up", 0), sample)
     assert made.state(2)["members"][0]["received_bytes_per_s"] == 6.0
     assert made.state(3)["members"][0]["silent_s"] == 2.5
-    made.on(Record(3, "global", Lost("a", 6)))
+    made.on(Record(3, "global", LivenessChanged("a", "cut off", 6)))
     assert made.state(4)["members"][0]["received_bytes_per_s"] == 0.0
     assert made.state(4)["members"][0]["received_bytes"] == 20
 

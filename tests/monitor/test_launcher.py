@@ -82,12 +82,13 @@ def test_where_the_page_is() -> None:
     assert page_line(a_cluster(), "http://127.0.0.1:80/") == "status page: http://127.0.0.1:80/"
     far = a_cluster(global_ssh="top.example", global_server={"host": "10.0.0.1", "port": 5})
     assert "ssh -N -L 8600:127.0.0.1:8600 top.example" in page_line(far, "http://127.0.0.1:8600/")
+    assert "ssh -N -L 8600:[::1]:8600 top.example" in page_line(far, "http://[::1]:8600/")
     assert page_line(far, "http://10.0.0.1:8600/") == "status page: http://10.0.0.1:8600/"
 
 
 def test_the_launcher_says_it_once(tmp_path: Path) -> None:
     said = io.StringIO()
-    display = RunDisplay(a_run(tmp_path), a_cluster(), Console(file=said, width=200))
+    display = RunDisplay(a_run(tmp_path), a_cluster(), Console(file=said, width=200), tmp_path)
     for url in (None, "http://127.0.0.1:80/", "http://127.0.0.1:80/", "http://127.0.0.1:81/"):
         display._latest = {"global": {"page": url}}
         display.show()
@@ -98,8 +99,8 @@ def test_on_a_terminal_it_draws_what_status_draws(tmp_path: Path) -> None:
     said = io.StringIO()
     top = {"phase": "running", "page": "http://127.0.0.1:80/", "train_samples": 4, "committed_samples": 1}
     terminal = Console(file=said, width=120, force_terminal=True, color_system=None)
-    with RunDisplay(a_run(tmp_path), a_cluster(), terminal) as display:
+    with RunDisplay(a_run(tmp_path), a_cluster(), terminal, tmp_path) as display:
         display._latest = {"global": top}
         display.show()
     assert "r: running; 25.0% committed" in said.getvalue()
-    assert "region  loss" in said.getvalue() and "status page: http://127.0.0.1:80/" in said.getvalue()
+    assert "region  state  loss" in said.getvalue() and "status page: http://127.0.0.1:80/" in said.getvalue()

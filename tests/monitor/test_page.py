@@ -8,18 +8,29 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.monitoring.chromium import Chromium
-from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
-from geotrain.monitor.events import Follower, MemberSampled, Record, Recovery, ServerSampled, Trouble
+from benchmarks.monitoring.synthetic import a_merge, synthetic_events, synthetic_facts
+from geotrain.monitor.events import (
+    Follower,
+    LivenessChanged,
+    MemberSampled,
+    Record,
+    Recovery,
+    ServerSampled,
+    Trouble,
+    WaitsChanged,
+)
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
-from geotrain.outer.events import Joined, Merged, SentUp, UpdateApplied, UpdateRefused
+from geotrain.outer.events import Joined, Merged, SentUp, UpdateApplied, UpdateRefused, ValidationDone
 from tests.support.net_worlds import BUSY_S
 from tests.support.server_processes import Site
 
@@ -128,8 +139,8 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
         check_events(site, tmp_path)
 
         region.send(signal.SIGKILL)
-        chromium.wait_for(STATE, good=lambda state: state == "lost")
-        chromium.wait_for(HEALTH, good=lambda text: text.startswith("eu lost"))
+        chromium.wait_for(STATE, good=lambda state: state == "cut off")
+        chromium.wait_for(HEALTH, good=lambda text: text.startswith("eu cut off"))
         site.serve("eu", resume=True)
         chromium.wait_for(STATE, good=lambda state: state == "up")
         marks = chromium.evaluate("document.querySelector('#marks').textContent")
@@ -171,6 +182,43 @@ def test_nothing_is_wider_than_the_screen(chromium: Chromium, page: str, width: 
         return box.width > 0 && box.right > innerWidth + 1 }).map((e) => e.id)"""
     assert chromium.evaluate(beyond) == []
     assert chromium.complaints == []
+
+
+@pytest.mark.parametrize("regions", [1, 2])
+def test_few_regions_fill_their_map_and_long_numbers_their_tiles(chromium: Chromium, regions: int) -> None:
+    facts, now_s = replace(synthetic_facts(regions, 0.1), target_tokens=15_300_000_000_000), time.time()
+    history = History(facts, "test")
+    for event in (
+        LivenessChanged("region-00", "cut off", 30.0),
+        ValidationDone("region-00", 1, 1, 1234.5678, 1.0, 10),
+        WaitsChanged([{"what": "lease", "whom": "region-00", "text": "the 3 leases", "since_s": now_s}]),
+        *(a_merge(Random(0), "region-00", 0, 0, [1], -0.8, tokens) for tokens in (10**12, 12 * 10**12)),
+        MemberSampled("region-00", 0.1, 10**13, 10**13, 123456789.0, 987654321.0, 0, {}),
+    ):
+        history.on(Record(now_s, "global", event))
+    server = HttpServer("127.0.0.1", 0, page_routes(history))
+    server.start()
+    try:
+        for width in (360, 900, 1100, 1440):
+            chromium.resize(width, 800, width == 360)
+            chromium.open(server.url)
+            chromium.wait_for("document.querySelector('#waits')?.textContent", good=lambda text: "3 leases" in text)
+            over = """[...document.querySelectorAll('.figure dd, .figure p, .name')]
+                .filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"""
+            assert chromium.evaluate(over) == [], width
+            filled = """(() => { const card = document.querySelector('#map').getBoundingClientRect();
+                const drawn = [...document.querySelectorAll('#map .node, #map .hub')].map(
+                    (e) => e.getBoundingClientRect());
+                const [low, high] = [Math.min(...drawn.map((b) => b.top)), Math.max(...drawn.map((b) => b.bottom))];
+                const [left, right] = [Math.min(...drawn.map((b) => b.left)), Math.max(...drawn.map((b) => b.right))];
+                return [(high - low) / card.height, (left + right) / 2 - (card.left + card.right) / 2]; })()"""
+            share, beside = chromium.evaluate(filled)
+            assert share > 0.5 and abs(beside) < 40, f"{width}: the map is empty: {share}, {beside}"
+        history.on(Record(now_s, "global", LivenessChanged("region-00", "stalled", 0.0)))
+        chromium.wait_for(HEALTH, good=lambda text: text.startswith("region-00 stalled"))
+        assert chromium.complaints == []
+    finally:
+        server.stop()
 
 
 def test_controls_and_tooltips(chromium: Chromium, page: str) -> None:

@@ -1,4 +1,4 @@
-"""Who is heard of: a member counts as lost after a few heartbeats, and as found with its next sign."""
+"""What the sampler tells: states of members, what is waited for, bytes and rates."""
 
 from __future__ import annotations
 
@@ -9,43 +9,51 @@ from typing import Any
 
 import pytest
 
-from geotrain.monitor.events import EventLog, Follower, Found, Lost, MemberSampled
+from geotrain.monitor.events import EventLog, Follower, MemberSampled, WaitsChanged
 from geotrain.net.server.sampler import Sampler
 from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.server.region_server import mean_metrics
 
 
-def world(folder: Path, silent: dict[str, float], **members: Any) -> tuple[Sampler, Follower]:
-    server = SimpleNamespace(members=members)
+def world(folder: Path, status: dict[str, Any]) -> tuple[Sampler, Follower]:
     service = SimpleNamespace(
-        failure_detector=SimpleNamespace(silent_for=lambda name, now_s: silent[name]),
-        beats={"a": {"queue": 1.0}},
+        failure_detector=SimpleNamespace(missed_s=6.0), beats={"a": {"queue": 1.0}}, status=lambda: status
     )
     events = EventLog(folder / "e.jsonl", source="global")
     traffic = {"a": Traffic(1000, 500)}
-    server_thread: Any = SimpleNamespace(server=server, status={"members": {"a": {"refused": 2}}})
-    sampler = Sampler(server_thread, service, events, folder, lambda: traffic, Traffic(), 5.0, 2.0)  # type: ignore[arg-type]
-    return sampler, Follower(events.path)
+    server_thread: Any = SimpleNamespace(status=status)
+    return Sampler(server_thread, service, events, folder, lambda: traffic, Traffic(), 5.0), Follower(events.path)  # type: ignore[arg-type]
 
 
-def member(left: bool = False, joined: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(left=left, joined={0: None} if joined else {})
-
-
-def test_lost_and_found_once_each(tmp_path: Path) -> None:
-    silent = {"a": 0.0, "gone": 99.0, "never": 99.0}
-    sampler, log = world(tmp_path, silent, a=member(), gone=member(left=True), never=member(joined=False))
-    for silent["a"] in (0.0, 5.9, 6.1, 7.1, 0.2, 1.0):
-        sampler.look_for_lost()
+def test_a_members_states_are_told_once_each(tmp_path: Path) -> None:
+    a, never = {"state": "away", "silent_s": 0.0}, {"state": "away", "silent_s": 99.0}
+    sampler, log = world(tmp_path, {"members": {"a": a, "never": never}, "waits": []})
+    for a["state"], a["silent_s"] in (("up", 0.0), ("up", 5.9), ("cut off", 6.1), ("cut off", 7.1), ("lost", 60.0),
+                                      ("up", 0.2), ("left", 1.0)):  # fmt: skip
+        sampler.look()
     found = [record.event for record in log.read()]
-    assert [type(event) for event in found] == [Lost, Found]
-    assert found[0] == Lost("a", 6.1) and found[1].silent_s == pytest.approx(6.0, abs=0.3)  # type: ignore[union-attr]
+    assert [(event.member, event.state) for event in found] == [  # type: ignore[attr-defined]
+        ("a", state) for state in ("up", "cut off", "lost", "up", "left")
+    ]
+    silent_s = [event.silent_s for event in found]  # type: ignore[attr-defined]
+    assert silent_s[1:4] == pytest.approx([6.1, 6.1, 6.1], abs=0.3), "all since it was heard of last"
+
+
+def test_only_a_wait_that_lasts_is_told_and_so_is_its_end(tmp_path: Path) -> None:
+    lease, data = ({"what": what, "whom": "a", "text": "", "since_s": 0.0} for what in ("lease", "data"))
+    data["since_s"] = time.time()
+    status: dict[str, Any] = {"members": {}, "waits": [lease, data]}
+    sampler, log = world(tmp_path, status)
+    for status["waits"] in ([data], [lease, data], [lease], []):
+        sampler.look()
+    assert [record.event for record in log.read()] == [WaitsChanged([lease]), WaitsChanged([])]
 
 
 def test_a_sample_of_a_member_has_bytes_and_rates(tmp_path: Path) -> None:
-    sampler, log = world(tmp_path, {"a": 0.5}, a=member())
-    sampler._sample_member("a", Traffic(1000, 500), time.monotonic(), 2.0)
-    sampler._sample_member("a", Traffic(1600, 500), time.monotonic(), 2.0)
+    member = {"silent_s": 0.5, "refused": 2}
+    sampler, log = world(tmp_path, {})
+    sampler._sample_member("a", member, Traffic(1000, 500), 2.0)
+    sampler._sample_member("a", member, Traffic(1600, 500), 2.0)
     first, second = (record.event for record in log.read())  # bytes of earlier incarnations are no rate
     assert first == MemberSampled("a", 0.5, 1000, 500, 0.0, 0.0, 2, {"queue": 1.0})
     assert second == MemberSampled("a", 0.5, 1600, 500, 300.0, 0.0, 2, {"queue": 1.0})

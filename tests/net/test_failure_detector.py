@@ -10,8 +10,8 @@ import pytest
 
 from geotrain.config import LimitsConfig
 from geotrain.monitor.events import Trouble
-from geotrain.outer.messages import LeaseRequest, Refused
-from geotrain.outer.server import leases
+from geotrain.net.server import failure_detector
+from geotrain.outer.messages import LeaseRequest, OperatorCommand, Refused, RunComplete
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
 SILENT_S = 1e6  # by the server's own clock nothing happens
@@ -33,6 +33,12 @@ class Hands:
         for rank in heard:
             self.detector.heard(*rank)
         self.running.loop.do(self.detector.look(self.now_s - late_s))
+
+    def states(self) -> dict[str, str]:
+        return {name: member["state"] for name, member in status_of(self.running.address)["members"].items()}
+
+    def waits(self) -> list[tuple[str, str]]:
+        return [(wait["what"], wait["whom"]) for wait in status_of(self.running.address)["waits"]]
 
 
 @pytest.fixture
@@ -61,7 +67,7 @@ def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(begin, heard):
     assert hands.detector.silent == {"a"}
     lease_table = cluster.top.server.lease_table
     wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
-    assert status_of(living.clients[0].address)["silent"] == ["a"]
+    assert hands.states() == {"a": "lost", "b": "up"}
     assert list(lease_table.open) == [held.lease]
     while (lease := living.lease()) is not None:
         living.train(lease)
@@ -88,25 +94,32 @@ def test_who_was_only_slow_goes_on(begin):
     assert lease_table.committed_samples == 12 and lease_table.repeated_samples == 0
 
 
-def test_who_beats_but_trains_no_more_loses_its_leases(begin, monkeypatch):
-    """By its own measured step; those who train keep theirs. What it trains all the same is counted, once."""
-    monkeypatch.setattr(leases, "LEAST_PATIENCE_S", 0.0)
-    cluster, hands = begin(20)
+@pytest.mark.parametrize("says_s", [0.1, 1e6])
+def test_who_beats_but_trains_no_more_loses_its_leases(begin, monkeypatch, says_s):
+    """By the times that the server has seen, whatever the worker says; those who train keep theirs. What it trains
+    all the same is counted, once."""
+    monkeypatch.setattr(failure_detector, "LEAST_PATIENCE_S", 0.0)
+    cluster, hands = begin(28)
     hangs, trains, region = cluster.joined("a"), cluster.joined("b"), cluster.regions["eu"]
     lease_table, alive = cluster.top.server.lease_table, (("a", 0), ("a", 1), ("b", 0))
-    for worker in (hangs, trains):
-        worker.train(worker.lease())
-    kept = trains.clients[0].lease(LeaseRequest("b", trains.job, 100.0)).result(BUSY_S)
-    lost = hangs.clients[0].lease(LeaseRequest("a", hangs.job, 0.1)).result(BUSY_S)
-    assert lost.steps == 2 and region.server.patience_s("a") == 10 * 2 * 0.1
-    for seconds in (1, 1, 1):
-        hands.passes(seconds, *alive)
+    for _ in range(2):
+        given = [(worker, worker.lease()) for worker in (hangs, trains)]
+        hands.passes(1, *alive)
+        for worker, lease in given:
+            worker.train(lease)
+        hands.passes(1, *alive)
+    lost = hangs.clients[0].lease(LeaseRequest("a", hangs.job, says_s)).result(BUSY_S)
+    kept = trains.lease()
+    for _ in range(11):
+        hands.passes(1, *alive)
         assert len(lease_table.open) == 2
+    trains.train(kept)
+    kept = trains.lease()
     hands.passes(1, *alive)
     wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
     assert region.server.members["a"].silent and not hands.detector.silent
     trouble = [event.what for event in region.events if isinstance(event, Trouble)]
-    assert trouble == ["a: lives, but has sent nothing for 3 s; its leases go to others"]
+    assert trouble == ["a: lives, but has sent nothing for 11 s; its leases go to others"]
     assert list(lease_table.open) == [kept.lease]
     hangs.train(lost)
     wait_for(lambda: not lease_table.pool)
@@ -116,7 +129,7 @@ def test_who_beats_but_trains_no_more_loses_its_leases(begin, monkeypatch):
     for worker in (hangs, trains):
         worker.leave()
     wait_for(lambda: cluster.top.server.finished)
-    assert lease_table.committed_samples == 20 and lease_table.repeated_samples == 0
+    assert lease_table.committed_samples == 28 and lease_table.repeated_samples == 0
 
 
 def test_a_busy_server_thread_makes_nobody_dead(begin):
@@ -157,6 +170,65 @@ def test_a_worker_that_died_while_its_server_was_away_is_noticed(begin):
     wait_for(lambda: (lost.start, lost.samples) in cluster.top.server.lease_table.pool)
 
 
+def test_a_worker_is_as_its_server_heard_of_it(begin):
+    """From its first join to its goodbye. A join's first words age: they say nothing of ranks that beat."""
+    cluster, hands = begin()
+    alive, missed_s = (("a", 0), ("a", 1)), hands.detector.missed_s
+    wait_for(lambda: hands.waits() == [("join", "a"), ("join", "b")])  # it has joined the global server itself
+    assert hands.states() == {"a": "away", "b": "away"}
+    worker = cluster.joined("a")
+    hands.now_s += 10 * missed_s  # and the detector has not looked
+    for rank in alive:
+        hands.detector.heard(*rank)
+    assert hands.states() == {"a": "up", "b": "away"}
+    worker.train(worker.lease())
+    lease = worker.lease()
+    hands.passes(missed_s, ("a", 0))
+    assert hands.states()["a"] == "cut off" and ("lease", "a") in hands.waits()
+    hands.passes(SILENT_S, ("a", 0))
+    assert hands.states()["a"] == "lost" and ("lease", "a") not in hands.waits()
+    hands.passes(1, *alive)
+    assert hands.states()["a"] == "stalled", "its data went to others"
+    worker.train(lease)
+    assert hands.states()["a"] == "up"
+    worker.leave()
+    hands.passes(SILENT_S)
+    assert hands.states() == {"a": "left", "b": "away"}
+    assert hands.waits() == [("join", "b")]
+
+
+def test_a_region_is_as_the_global_server_heard_of_it(begin):
+    cluster, _ = begin()
+    hands, region = Hands(cluster.top), cluster.regions["eu"]
+    worker = cluster.joined("a")
+
+    def is_now(state: str, *waits: tuple[str, str]) -> None:
+        wait_for(lambda: (hands.states(), hands.waits()) == ({"eu": state}, list(waits)))
+
+    is_now("up")
+    lease = worker.lease()
+    hands.running.loop.do(hands.running.server_thread.say(OperatorCommand("pause")))
+    is_now("up", ("resume", ""))
+    worker.train(lease)
+    is_now("paused", ("resume", ""))
+    hands.running.loop.do(hands.running.server_thread.say(OperatorCommand("resume")))
+    lease = worker.lease()
+    is_now("up")
+    region.kill()
+    hands.passes(hands.detector.missed_s)
+    is_now("cut off", ("lease", "eu"))
+    hands.passes(SILENT_S)
+    is_now("lost", ("worker", ""))
+    cluster.regions["eu"] = region.again()
+    is_now("up")
+    again = cluster.joined("a", "life-2")
+    while (lease := again.lease()) is not None:
+        again.train(lease)
+    is_now("up", ("farewell", "eu"))
+    again.leave()
+    is_now("left")
+
+
 def test_a_quarantine_ends_after_its_time(begin):
     cluster, hands = begin(limits=LimitsConfig(strikes=1, quarantine_s=600.0))
     worker = cluster.joined("b")
@@ -165,7 +237,7 @@ def test_a_quarantine_ends_after_its_time(begin):
     member = cluster.regions["eu"].server.members["b"]
     hands.passes(1, ("b", 0))
     hands.passes(599, ("b", 0))
-    assert member.quarantined
+    assert member.quarantined and hands.states()["b"] == "quarantined" and ("quarantine", "b") in hands.waits()
     with pytest.raises(Refused, match="b is quarantined after 1 refused updates"):
         cluster.joined("b", "life-2")
     hands.passes(1, ("b", 0))
@@ -173,3 +245,20 @@ def test_a_quarantine_ends_after_its_time(begin):
     with pytest.raises(Refused, match="this incarnation of it was quarantined; start it anew"):
         cluster.joined("b")
     assert cluster.joined("b", "life-3").lease() is not None
+
+
+def test_who_stays_when_all_is_trained_does_not_hold_the_end(begin):
+    """It beats, and neither asks for more nor leaves."""
+    cluster, hands = begin(4)
+    stays, trains, alive = cluster.joined("a"), cluster.joined("b"), (("a", 0), ("a", 1))
+    trains.train(trains.lease())
+    assert trains.lease() is None
+    trains.leave()
+    wait_for(lambda: cluster.top.server.over)
+    hands.running.loop.do(hands.running.server_thread.say(RunComplete()))
+    hands.passes(1, *alive)
+    hands.passes(failure_detector.LEAST_PATIENCE_S, *alive)
+    assert not cluster.top.server.finished
+    hands.passes(1, *alive)
+    wait_for(lambda: cluster.top.server.finished)
+    assert stays.sequence == 1

@@ -21,6 +21,7 @@ from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot
 from geotrain.net.storage.snapshots import SnapshotStore, StoreError
 from geotrain.outer.messages import LeaseRequest, MemberSilent, UpdateRejected
 from tests.support.outer_world import config, halves, make, random_deltas
+from tests.support.process_trees import until
 from tests.support.recorded_world import JournaledWorld
 
 INT8 = codec_config("int8")
@@ -114,8 +115,8 @@ def test_copies_take_no_more_than_the_budget_and_an_update_waits_until_one_was_r
     frozen.before_write(tensors["a"])  # it is safe already
     second = threading.Thread(target=frozen.before_write, args=(tensors["b"],))
     second.start()
-    second.join(0.3)
-    assert second.is_alive() and frozen.most_copied_bytes == 400
+    assert until(lambda: bool(frozen._changed._waiters)), "it waits for a copy to be read"
+    assert frozen.most_copied_bytes == 400
     names = frozen.names()
     assert next(names) == "a"  # what takes memory comes first
     assert b"".join(map(bytes, frozen.chunks("a"))) == torch.zeros(100).numpy().tobytes()

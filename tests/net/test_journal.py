@@ -139,7 +139,7 @@ def test_another_format_is_refused_and_nothing_is_changed(tmp_path, monkeypatch)
     path = tmp_path / "00000001.journal"
     content = path.read_bytes()
     with pytest.raises(
-        OtherFormatError, match=r"00000001\.journal: its format is 7, and this version .* format 2 only"
+        OtherFormatError, match=r"00000001\.journal: its format is 7, and this version .* format 3 only"
     ):
         read(tmp_path)
     assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == content

@@ -161,6 +161,8 @@ class Flaky:
     def __init__(self, copies: Copies, failures: int) -> None:
         self.copies, self.failures, self.url, self.uploads = copies, failures, copies.url, list[str]()
 
+    def check_place(self, folder: Path, checkpoint_id: str) -> None: ...
+
     def upload(self, folder: Path, checkpoint_id: str) -> int:
         if self.failures:
             self.failures -= 1

@@ -189,7 +189,7 @@ def test_what_a_server_says_and_does_without_workers(site):
         code, said = site.serve("eu").ended()
     assert code == 1 and said == (
         f"geotrain serve: cannot listen on {site.address('eu')}: Address already in use; "
-        "stop what uses the port, or choose another in the cluster file\n"
+        "stop what uses the port, or choose another\n"
     )
 
     told = command(site.address("global"), rpc.Control("snapshot"), BUSY_S)

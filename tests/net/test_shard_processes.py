@@ -22,7 +22,9 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.certs import make_certificates, open_channel, trust_between
+from geotrain.net.transport.authority import make_certificates
+from geotrain.net.transport.certs import open_channel, trust_between
+from tests.support.nat import translated
 from tests.support.net_worlds import BUSY_S, side_by_side, wait_for
 from tests.support.server_processes import Server, Site
 
@@ -63,7 +65,7 @@ def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path, settings: dic
     wanted = trained(Site(folder(tmp_path, "one"), "sync", 24, **settings))
     if settings["down"] == codec_config("int4"):
         settings["mirrors"] = "disk"
-    site = Site(folder(tmp_path, "two"), "sync", 24, shards=2, certs=tmp_path / "certs", **settings)
+    site = Site(folder(tmp_path, "two"), "sync", 24, shards=2, certs=tmp_path / "certs", host="::1", **settings)
     make_certificates(site.cluster, tmp_path / "certs")
     dice = random.Random(1)
 
@@ -79,6 +81,15 @@ def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path, settings: dic
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_servers_listen_on_other_addresses_than_they_are_reached_by(tmp_path: Path) -> None:
+    """All of them stand behind a machine that translates addresses, ports, and IPv6 to IPv4."""
+    site = Site(tmp_path, "sync", 24, shards=1, certs=tmp_path / "certs", host="::1", behind_nat=True)
+    make_certificates(site.cluster, tmp_path / "certs")
+    addresses = [a for place in site.cluster.sites.values() for a in (place.server, *place.shards)]
+    with translated(addresses):
+        trained(site)
 
 
 def test_a_shard_whose_disk_was_lost_says_so(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class FakeShard:
     """A stream whose shard says what it is told to; `holds_s`: how long each of the coordinator's frames takes to go
     out. timeline: of its state."""
 
-    def __init__(self, index: int, holds_s: float = 0.0, timeline: str = "before") -> None:
+    def __init__(self, index: int, holds_s: float = 0.0, timeline: str = "run-1") -> None:
         self.says: asyncio.Queue[Any] = asyncio.Queue()
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
         self.holds_s, self.written = holds_s, 0
@@ -79,7 +79,7 @@ class FakeLineage:
 
 
 def sessions(lineage: FakeLineage | None = None) -> ShardSessions:
-    lineage = lineage or FakeLineage(Timeline("before", begun=True))
+    lineage = lineage or FakeLineage(Timeline("run-1", begun=True))
     return ShardSessions(Thread(), Far(), "eu", "incarnation", lineage, noted)  # type: ignore[arg-type]
 
 
@@ -120,7 +120,7 @@ async def test_who_says_no_farewell_is_named_and_before_the_end_a_stream_that_br
     coordinator, staying, silent = sessions(), FakeShard(0), FakeShard(1)
     served = await here(coordinator, staying, silent)
     leaving = asyncio.ensure_future(staying.leave())
-    assert await coordinator.farewell(0.5) == [1]
+    assert await coordinator.farewell(3.0) == [1]
     for task in (*served, leaving):
         task.cancel()
     coordinator, *shards = sessions(), FakeShard(0), FakeShard(1)
@@ -170,13 +170,18 @@ async def test_no_shard_gets_an_order_before_all_have_noted_the_past_that_they_b
 
 @on_a_loop
 async def test_who_has_lost_its_disk_takes_all_back_and_is_refused_where_nothing_was_copied() -> None:
-    coordinator = sessions(FakeLineage(Timeline("before", "1", begun=True)))
+    coordinator = sessions(FakeLineage(Timeline("run-1", "1", begun=True)))
     with pytest.raises(Refused, match=r"shard 0 of 'eu': it has no state: .*docs/servers\.md") as refused:
         await coordinator.serve(FakeShard(0, timeline=""))
     assert refused.value.retry_s is None and not coordinator.lost.done()  # the other shards may stay
+    for lineage in (FakeLineage(Timeline("run-1", "1", begun=True), "1", "2"), FakeLineage(Timeline())):
+        coordinator, foreign = sessions(lineage), FakeShard(0, timeline="other-1")
+        with pytest.raises(Refused, match="its state is of another run than its coordinator's") as refused:
+            await coordinator.serve(foreign)
+        assert refused.value.retry_s is None and not coordinator.lost.done() and foreign.heard.empty()
 
-    for timeline in ("", "another"):
-        coordinator = sessions(FakeLineage(Timeline("before", "1", begun=True), "1", "2"))
+    for timeline in ("", "run-0"):
+        coordinator = sessions(FakeLineage(Timeline("run-1", "1", begun=True), "1", "2"))
         await coordinator.serve(lost := FakeShard(0, timeline=timeline))
         with pytest.raises(TimelineLost, match="all go back to 2"):
             await coordinator.until_lost()
@@ -184,18 +189,18 @@ async def test_who_has_lost_its_disk_takes_all_back_and_is_refused_where_nothing
 
     # The coordinator has gone back, and its shards follow: who has not taken the checkpoint yet is told,
     # and ends no incarnation.
-    lineage = FakeLineage(Timeline("after", "2"), "1", "2")
-    coordinator, late = sessions(lineage), FakeShard(0, timeline="before")
+    lineage = FakeLineage(Timeline("run-2", "2"), "1", "2")
+    coordinator, late = sessions(lineage), FakeShard(0, timeline="run-1")
     await coordinator.serve(late)
-    assert await late.heard.get() == rpc.GoBack("2", "after") and not coordinator.lost.done()
-    served = await here(coordinator, FakeShard(0, timeline="after"), FakeShard(1, timeline="after"))
-    assert lineage.timeline == Timeline("after", "2", begun=True)
+    assert await late.heard.get() == rpc.GoBack("2", "run-2") and not coordinator.lost.done()
+    served = await here(coordinator, FakeShard(0, timeline="run-2"), FakeShard(1, timeline="run-2"))
+    assert lineage.timeline == Timeline("run-2", "2", begun=True)
     for task in served:
         task.cancel()
 
     # One has found its copy of that checkpoint damaged: the coordinator has to look for another.
-    coordinator = sessions(FakeLineage(Timeline("after", "2"), "1"))
-    await coordinator.serve(FakeShard(0, timeline="before"))
+    coordinator = sessions(FakeLineage(Timeline("run-2", "2"), "1"))
+    await coordinator.serve(FakeShard(0, timeline="run-1"))
     with pytest.raises(TimelineLost, match="all go back to 1"):
         await coordinator.until_lost()
 

@@ -71,7 +71,7 @@ def test_another_format_is_refused_and_nothing_is_changed(tmp_path, monkeypatch)
     store.save(FrozenState(TENSORS), {"i": 2})
     monkeypatch.undo()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    refused = pytest.raises(OtherFormatError, match=r"00000002: its format is 7, .* reads format 2 only")
+    refused = pytest.raises(OtherFormatError, match=r"00000002: its format is 7, .* reads format \d only")
     build = partial(pytest.fail, "no state is built")
     for work in (store.load_newest, store.metas, partial(recover, build, build, tmp_path, keep=1)):
         with refused:

@@ -173,14 +173,17 @@ def test_a_region_that_leaves_keeps_no_lease():
     assert not world.top.lease_table.open and world.top.lease_table.pool
 
 
-def test_who_was_told_that_it_is_finished_gets_no_later_job():
-    """With a reserve it asks for several ahead; one of another's may come back between two of them."""
+def test_all_ranks_are_told_the_same_of_a_job_without_data():
     world = two_in_a_region(train_samples=8)
     top = world.top
     lease = top.handle(LeaseRequest("a", 1)).reply
     assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
+    assert top.handle(LeaseRequest("b", 2)).reply is None and not top.lease_is_due("b")
     top.handle(Release((lease.lease,)))
-    assert isinstance(top.handle(LeaseRequest("b", 2)).reply, Finished) and not top.lease_table.open
+    assert top.lease_is_due("b") and isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
+    taken = top.handle(LeaseRequest("b", 2)).reply
+    assert (taken.start, taken.samples) == (0, 8)
+    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
 
 
 # ------------------------------------------------------------------- updates of those who were taken for dead

@@ -133,3 +133,36 @@ def test_bad_requests():
         LeaseTable(10, 4, 1)
     with pytest.raises(Refused, match="'c' is not one of this synchronous run's: a, b"):
         LeaseTable(100, 2, 3, rounds=("a", "b")).grant(LeaseRequest("c", 1))
+
+
+def test_what_fails_twice_is_set_aside_by_the_samples_that_both_had_and_no_more_than_a_share() -> None:
+    table = LeaseTable(400, 1, local_steps=4)
+    granted = [table.grant(LeaseRequest("a", job)) for job in range(1, 12)]
+    assert table.fail([1, 2]) == [] and table.pool == [(0, 4), (4, 4)]
+    table.local_steps = 3  # as other workers' leases may be cut
+    assert [table.grant(LeaseRequest("b", job)).samples for job in (1, 2)] == [3, 1]
+    assert table.fail([12]) == [(0, 3)] and table.set_aside_samples == 3
+    assert table.fail([lease.lease for lease in granted[2:]]) == []
+    table.local_steps = 36
+    for job in range(12, 21):  # all of it fails again: up to a twentieth of the run is set aside
+        assert isinstance(table.grant(LeaseRequest("a", job)), Lease)
+    table.local_steps = 4
+    table.fail(list(table.open))
+    assert table.set_aside_samples == 20 and sum(size for _, size in table.pool) == 44 - 20
+    assert table.commit((1,)) == 4 and table.set_aside_samples == 16  # trained all the same, and late
+    state = json.loads(json.dumps(table.state()))
+    back = LeaseTable(400, 1, local_steps=4)
+    back.load(state)
+    assert back.state() == table.state() and back.set_aside_samples == 16
+
+
+def test_skipped_samples_are_left_out_in_whole_steps_and_come_back_when_they_are_skipped_no_more() -> None:
+    table = LeaseTable(24, 2, local_steps=4)
+    table.skip_samples([(5, 6), (22, 23)])
+    leases = [table.grant(LeaseRequest("a", job)) for job in (1, 2)]
+    assert [(lease.start, lease.samples) for lease in leases] == [(0, 4), (8, 8)]
+    table.skip_samples([(17, 17)])
+    assert table.pool == [(4, 4)] and table.skip == [(16, 2)]
+    rest = [table.grant(LeaseRequest("a", job)) for job in (3, 4, 5)]
+    assert [(lease.start, lease.samples) for lease in rest[:2]] == [(4, 4), (18, 6)] and isinstance(rest[2], Finished)
+    assert table.commit(tuple(table.open)) == 22 and table.finished and table.set_aside_samples == 2

@@ -206,10 +206,12 @@ def test_what_a_member_says_of_itself_overwrites_nothing():
     region = world.regions["eu"]
     [part] = world.workers["a"][1].parts(random_deltas(world, 1))
     claims = {"left": 1.0, "joined": 0.0, "quarantined": 1.0, "loss": float("nan"), "lr": 0.5, "tokens": math.inf}
+    claims |= {"grad_norm": 1e300, "tokens_per_s": -5.0, "my reward": -5.0, "\x1b[2J": 1.0, "mfu": -1e300}
     region.handle(dataclasses.replace(part, metrics=claims))
     told = region.status()["members"]["a"]
     assert (told["left"], told["joined"], told["quarantined"], told["lr"]) == (False, True, False, 0.5)
-    assert "loss" not in told and "tokens" not in told
+    assert told["my reward"] == -5.0
+    assert not {"loss", "tokens", "grad_norm", "tokens_per_s", "\x1b[2J", "mfu"} & told.keys()
     json.dumps(region.status(), allow_nan=False)
 
 

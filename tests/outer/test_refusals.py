@@ -24,7 +24,15 @@ from geotrain.outer.messages import (
     Validated,
     Welcome,
 )
-from geotrain.outer.server.member import MOST_JOBS, MOST_LEASES, MOST_METRICS, MOST_NAME, MOST_WEIGHT
+from geotrain.outer.server.member import (
+    MOST_JOBS,
+    MOST_LEASES,
+    MOST_METRICS,
+    MOST_NAME,
+    MOST_PARTS,
+    MOST_SLICES,
+    MOST_WEIGHT,
+)
 from geotrain.parameters.parameter_map import StridedSlice
 from tests.support.outer_world import config, flat, halves, make, random_deltas
 from tests.support.recorded_world import frozen
@@ -121,7 +129,15 @@ JOINS = {
     "a slice beyond the end": ({"pushes": ((StridedSlice(0, 65),),)}, "does not lie within"),
     "a slice that goes back": ({"pushes": ((StridedSlice(0, 8, -1, 2),),)}, "does not lie within"),
     "no slices": ({"pushes": ()}, "slices for 0 chunks"),
-}
+    "very many slices": (
+        {"holds": ((StridedSlice(0, 1),) * (MOST_SLICES + 1),)}, f"name {MOST_SLICES + 2:,} slices; at most 1,048,576"
+    ),
+    "very many ranks": ({"parts": MOST_PARTS + 1}, f"part 0 of {MOST_PARTS + 1} .* has at most {MOST_PARTS}"),
+    "more ranks than numbers": ({"parts": 1 << 61, "part": 1 << 60}, f"has at most {MOST_PARTS}"),
+    "an incarnation's long name": ({"incarnation": "x" * 257}, "is no text of at most 256 characters"),
+    "an incarnation's name with escapes": ({"incarnation": "life\x1b[2J"}, "is no text of at most 256"),
+    "the state of another run": ({"origin": "another"}, "a: its state is of another run of the name 'test'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", JOINS)
@@ -132,6 +148,12 @@ def test_refused_joins(what: str) -> None:
     region, worker = world.regions["eu"], world.workers["a"][1]
     refuses(region, replace(worker.joins(world.identity, "life-2")[0], **change), reason)
     assert [region.handle(part).reply for part in worker.parts(random_deltas(world, 1))] == [False, True]
+
+
+def test_a_region_is_one_part() -> None:
+    world = make(config())
+    join = replace(world.regions["eu"].join_message(), incarnation="life-2", parts=2)
+    refuses(world.top, join, "part 0 of 2 does not fit its 2 parts; a region has at most 1")
 
 
 def test_refused_ranks_that_do_not_cover_the_model() -> None:
@@ -166,7 +188,14 @@ def test_refused_lease_requests(where: str, what: str) -> None:
     refuses(flat() if where == "flat" else make(config(lease_reserve=2)).server(where), *LEASES[what])
 
 
-@pytest.mark.parametrize("change", [{"seconds": math.nan}, {"loss": math.inf}, {"version": -1}, {"number": 7}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"seconds": math.nan}, {"seconds": -1.0}, {"seconds": 1e300}, {"loss": math.inf}, {"loss": -1e300}),
+        *({"version": -1}, {"number": 7}),
+    ],
+    ids=str,
+)
 def test_refused_validations(change: dict[str, Any]) -> None:
     top = make(config(), train_samples=64).top
     top.validations.number = 1
@@ -178,10 +207,12 @@ def test_refused_validations(change: dict[str, Any]) -> None:
 NOTHING = {
     **{
         type(message).__name__: (GLOBAL, message, f"a {type(message).__name__} means nothing to this server")
-        for message in (Welcome(1, 1), Answer(0, ()), Finished("a", 1), RunComplete())
+        for message in (Welcome(1, 1), Answer(0, ()), Finished("a", 1))
     },
+    "RunComplete": (GLOBAL, RunComplete(), "members are at work: the run has not ended"),
+    "expel nobody": ("eu", OperatorCommand("expel", "mars"), "no member is called 'mars' here; known: a"),
     "Release": ("eu", Release((1,)), "a Release means nothing"),
-    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot and unban, not pause"),
+    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot, unban and expel, not pause"),
 }
 
 

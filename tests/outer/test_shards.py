@@ -13,6 +13,9 @@ from geotrain.net.storage.recovery import left_out
 from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
+from geotrain.outer.server.shard_server import PayloadLost, ShardServer
+from geotrain.outer.shards.protocol import Apply, NewIncarnation
+from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.parameter_map import ParameterMapError
 from geotrain.staging.interface import to_bytes
 from tests.support.outer_world import (
@@ -150,6 +153,37 @@ def test_a_fault_in_one_chunk_refuses_the_whole_update_in_all_shards() -> None:
     for part in worker.parts(random_deltas(world, 1)):
         applied = region.handle(part).reply
     assert applied
+
+
+def test_a_shard_applies_what_its_coordinator_has_judged() -> None:
+    """And nothing else that it may hold under the same number."""
+    world = make(config(), cut_a=halves, **CHUNKS)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    machine = ShardServer(region.shards.all[0], 0, 1, tuple(region.members), "worker")
+    given: list[Any] = []
+    far = RemoteShards(world.parameter_map, 1, region.shards.all[0].up_codec, changes=False)
+    far.emit = given.append
+    for message in (NewIncarnation("life"), *worker.joins(world.identity)):
+        machine.handle(message)
+    for part in worker.parts(random_deltas(world, 1)):
+        (told,) = machine.handle(part).sends
+        far.receive_part(far.unwrap(told.message))
+        assert not machine.handle(
+            replace(part, deltas=tuple(replace(d, payload=bytes(len(d.payload))) for d in part.deltas))
+        ).sends  # what came first stays
+        with pytest.raises(Refused, match=f"a: update a/1 of part {part.part} came with other chunks before"):
+            machine.handle(replace(part, deltas=part.deltas[: len(region.parameter_map.chunks_of[0])]))
+    far.execute(Apply("a", 1, 1, 1, region.rule.on_delta(region.fragments[1], "a", 1)[0]))
+    payloads, before = machine.shard.members["a"].updates[1], [x.clone() for x in weights_of(region)]
+    chunk = world.parameter_map.chunks_of[1][0].index
+    right = payloads[1, chunk]
+    payloads[1, chunk] = bytes(len(right))
+    with pytest.raises(PayloadLost, match=r"update a/1, .*: not what its coordinator has judged"):
+        machine.handle(given[-1])
+    assert all(map(torch.equal, weights_of(region), before))
+    payloads[1, chunk] = right
+    machine.handle(given[-1])
+    assert not torch.equal(weights_of(region)[1], before[1])
 
 
 def test_a_fault_in_one_chunk_of_global_weights_changes_no_mirror() -> None:

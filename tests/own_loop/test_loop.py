@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ import geotrain
 from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, RunConfig, load_run
 from geotrain.net.server.server_process import initial_weights
+from geotrain.outer.codec import NonFiniteError
 from geotrain.own_loop.loop import OwnStep
 from geotrain.own_loop.masters import Masters, box_runs
 from geotrain.own_loop.rank import TorchRank
-from geotrain.own_loop.state import StateFiles
 from geotrain.parameters.parameter_file import read_shapes
 from geotrain.parameters.parameter_map import ParameterMap, any_parameters, parameter_map_of
 from geotrain.worker.loop import RunMember, WorkerLoop
@@ -113,6 +114,20 @@ def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:
     assert torch.equal(weights["0.weight"], torch.full((5, 3), float(STEPS))) and not weights["2.bias"].any()
 
 
+@pytest.mark.parametrize("adopt_last", [True, False])
+def test_the_model_ends_as_the_servers_weights(tmp_path: Path, adopt_last: bool) -> None:
+    """Where a worker keeps some of its own at each exchange, as here a half, it ends elsewhere without."""
+    model = network()
+    mixes = {"overlap": {"adopt": "mix", "mix": 0.5}, "rule": {"name": "sync", "lr": 0.5, "momentum": 0.0}}
+    loop, servers = joined(write_run(tmp_path, **mixes), model, adopt_last=adopt_last)
+    while not loop.finished:
+        with torch.no_grad():
+            model[0].weight += 1.0
+        step(loop)
+    ours = torch.cat([model.get_parameter(p.name).flatten() for p in servers.parameter_map.parameters])
+    assert torch.equal(ours, servers.top.weights(0)) == adopt_last
+
+
 class Numbers:
     """A data set of five samples."""
 
@@ -131,11 +146,13 @@ def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> geotrain.OuterLoop
     client: Any = LocalClient(LocalServers(run, ("eu-0",)), "eu-0")
     client.close, client.retries = lambda: None, 0
     monkeypatch.setattr("geotrain.worker.connection.WorkerClient", lambda *_, **__: client)
-    return geotrain.OuterLoop(tmp_path / "run.json", "eu", network().named_parameters())
+    return geotrain.OuterLoop(tmp_path / "run.json", "eu", network())
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_batches_visit_each_sample_once_in_an_epoch(outer: geotrain.OuterLoop, parts: int) -> None:
+def test_batches_visit_each_sample_once_in_an_epoch(
+    outer: geotrain.OuterLoop, parts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[float] = []
     with outer:
         for number, batch in enumerate(outer.batches(Numbers(), parts)):
@@ -145,11 +162,18 @@ def test_batches_visit_each_sample_once_in_an_epoch(outer: geotrain.OuterLoop, p
                 assert outer.step == number // parts
                 outer.after_step(torch.tensor(0.5))
     assert outer.finished and len(seen) == STEP * STEPS
+    assert capsys.readouterr().out.startswith("job 1, from sample 0: loss 0.5000, ")
     epochs = [seen[at : at + 5] for at in range(0, 45, 5)]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs) and len({tuple(e) for e in epochs}) > 1
     (log,) = (outer.run.run_folder / "events").glob("*.jsonl")
     jobs = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "JobTrained"]
     assert [(job["job"], job["loss"], job["tokens"]) for job in jobs] == [(j, 0.5, 12) for j in (1, 2, 3, 4)]
+
+
+def test_a_loop_that_ends_early_says_so(outer: geotrain.OuterLoop, capsys: pytest.CaptureFixture[str]) -> None:
+    with outer:
+        next(outer.samples())
+    assert "in eu: the loop ends before the run's data: 1 steps were given, 0 trained" in capsys.readouterr().err
 
 
 def test_a_forgotten_after_step_is_an_error(outer: geotrain.OuterLoop) -> None:
@@ -159,13 +183,79 @@ def test_a_forgotten_after_step_is_an_error(outer: geotrain.OuterLoop) -> None:
         next(outer.batches(Numbers(), 3))
 
 
-def test_a_parameter_that_was_moved_is_an_error(tmp_path: Path) -> None:
-    model = network()
-    loop, _ = joined(write_run(tmp_path), model)
-    model[2].weight.data = model[2].weight.data.clone()
+def a_step(outer: geotrain.OuterLoop) -> None:
+    next(outer.samples())
+    outer.after_step()
+
+
+def first_micro_batch(outer: geotrain.OuterLoop) -> None:
+    next(outer.batches(Numbers(), 2))
+    outer.after_step()
+
+
+def a_step_with_prefetch(outer: geotrain.OuterLoop) -> None:
+    next(outer.batches(Numbers(), num_workers=1))
+    outer.after_step(), outer.after_step()
+
+
+def leave_and_begin_again(outer: geotrain.OuterLoop) -> None:
+    for _ in outer.batches(Numbers(), num_workers=1):  # reads ahead
+        outer.after_step()
+        break
+    next(outer.batches(Numbers()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda outer: outer.after_step(), "for step 1, but batches.* have given the data of 0"),
+        (lambda outer: (a_step(outer), outer.after_step()), "for step 2, but .* have given the data of 1"),
+        (first_micro_batch, "for step 1, but .* have given the data of 0"),
+        (a_step_with_prefetch, "for step 2, but .* have given the data of 1"),
+        (lambda outer: [outer.after_step() for i, _ in enumerate(outer.batches(Numbers())) if i < 11], "begins anew"),
+        (leave_and_begin_again, r"begins anew, but of [2-9] steps that were read only 1 are trained"),
+        (lambda outer: (next(outer.samples()), next(outer.samples())), "of 1 steps that were read only 0 are"),
+        (lambda outer: next(outer.batches(iter([1]))), "a list_iterator has no __len__ .* give a map-style data set"),
+        (lambda outer: next(outer.batches(Stream())), "a Stream has no __len__ .* or read the numbers from samples"),
+    ],
+)  # fmt: skip
+def test_samples_that_nobody_saw_do_not_count_as_trained(outer: geotrain.OuterLoop, wrong: Any, words: str) -> None:
+    with pytest.raises((RuntimeError, ConfigError), match=words):
+        wrong(outer)
+    outer.close()
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A data set without a length."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.zeros(3)])
+
+
+def test_steps_may_be_read_in_turns_when_all_that_was_read_is_trained(outer: geotrain.OuterLoop) -> None:
+    seen: list[int] = []
+    with outer:
+        while not outer.finished:
+            seen.extend(next(outer.samples()))
+            outer.after_step()
+    assert seen == list(range(STEP * STEPS))
+
+
+def test_a_model_that_was_moved_is_found_at_the_first_step_and_at_each_exchange(
+    outer: geotrain.OuterLoop, tmp_path: Path
+) -> None:
+    def move(model: Any) -> None:
+        model[2].weight.data = model[2].weight.data.clone()
+
+    loop, _ = joined(outer.run, model := network())
+    move(model)
     step(loop), step(loop)
-    with pytest.raises(RuntimeError, match=r"2\.weight was moved after the OuterLoop was made"):
+    with pytest.raises(RuntimeError, match=r"2\.weight was moved"):
         step(loop)
+    move(outer._masters.module)
+    with outer, pytest.raises(RuntimeError, match=r"2\.weight was moved"):
+        next(outer.samples())
+        outer.after_step()
 
 
 def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
@@ -175,15 +265,18 @@ def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
         (nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 2)), r"3\.weight is not one of"),
         (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), r"0\.bias has shape \[4\], the run's \[5\]"),
         (network().to(torch.bfloat16), r"0\.bias is bfloat16: its fp32 masters cannot be reached"),
-        (iter(()), "there are none"),
+        (network().named_parameters(), "model: a generator; give the model itself"),
     ]
-    for parameters, message in cases:
+    for model, message in cases:
         with pytest.raises(ConfigError, match=message):
-            Masters(parameter_map, parameters, 0, 1)
-    frozen = nn.Sequential(*network(), nn.Linear(2, 2).requires_grad_(False))
-    assert Masters(parameter_map, frozen, 0, 1).shards
-    wrapped = [(f"module._orig_mod.{name}", parameter) for name, parameter in network().named_parameters()]
-    assert Masters(parameter_map, wrapped, 0, 1).shards  # as DDP and torch.compile name them
+            Masters(parameter_map, model, 0, 1)
+    wrapped = nn.ModuleDict({"module": torch.compile(network(), backend="eager")})  # as DDP names what is compiled
+    assert Masters(parameter_map, wrapped, 0, 1).shards
+    images = nn.Sequential(nn.Conv2d(3, 4, 2)).to(memory_format=torch.channels_last)
+    with pytest.raises(
+        ConfigError, match=r"0\.weight is float32, not contiguous \(channels_last\?\): .* parameters not"
+    ):
+        Masters(ParameterMap(any_parameters({"0.weight": (4, 3, 2, 2), "0.bias": (4,)})), images, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +313,10 @@ def chunks() -> Any:
     whole = torch.arange(30.0).view(5, 6)
     found = []
     for placements in PLACEMENTS:
-        parameter = nn.Parameter(distribute_tensor(whole, mesh, placements))
-        assert isinstance(parameter, DTensor)
+        model = nn.ParameterDict({"p": nn.Parameter(distribute_tensor(whole, mesh, placements))})
+        assert isinstance(model["p"], DTensor)
         parameter_map = ParameterMap(any_parameters({"p": (5, 6)}))
-        masters = Masters(parameter_map, [("p", parameter)], torch.distributed.get_rank(), 4)
+        masters = Masters(parameter_map, model, torch.distributed.get_rank(), 4)
         pushed, held = torch.zeros(30), True
         for shard in masters.shards:
             values = shard.master.split([run.numel for run in shard.runs])
@@ -242,32 +335,9 @@ def test_placements_say_what_lies_here_and_each_element_is_pushed_once() -> None
         assert torch.equal(sum(found[number][0] for found in ranks), torch.ones(30)), placements
 
 
-def test_states_outlive_a_death_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
-    model = network()
-    adam = torch.optim.AdamW(model.parameters())
-
-    def files(digest: str = "d", **state: Any) -> StateFiles:
-        return StateFiles(tmp_path, TorchRank(), state, digest, keep=2)
-
-    for job in (1, 2, 3):
-        model(torch.ones(1, 3)).sum().backward()
-        adam.step()
-        assert files(adam=adam).save(job) == ""
-    (folder,) = tmp_path.iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["job-00000002.pt", "job-00000003.pt"]
-    (folder / ".job-00000004.pt.17.partial").write_bytes(b"killed while it was written")
-    new = torch.optim.AdamW(model.parameters())
-    assert files(adam=new).load() == 3 and not list(folder.glob(".*"))
-    assert torch.equal(new.state_dict()["state"][0]["exp_avg"], adam.state_dict()["state"][0]["exp_avg"])
-    newest = folder / "job-00000003.pt"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    assert files(adam=torch.optim.AdamW(model.parameters())).load() == 2
-    assert files("another model", adam=new).load() == 0 and files(scheduler=new).load() == 0
-
-
 def test_a_file_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
-    model = nn.Sequential(network(), nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2))
+    model = nn.Sequential(network(), nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2).eval())
     geotrain.save_parameters(path, model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     assert read_shapes(path) == shapes and "2.running_mean" not in shapes and "1.weight" not in shapes
@@ -319,6 +389,19 @@ def test_what_a_run_file_must_say(tmp_path: Path) -> None:
             load_run(tmp_path / "run.json")
 
 
+def test_a_runs_folder_does_not_depend_on_where_a_loop_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    raw = json.loads((tmp_path / "run.json").read_text())
+    monkeypatch.chdir(tmp_path.parent)
+    for folder, expected in ((None, tmp_path / "runs/own"), ("../there", tmp_path.parent / "there")):
+        (tmp_path / "run.json").write_text(json.dumps({**raw, "folder": folder}))
+        assert load_run(f"{tmp_path.name}/run.json").run_folder == expected
+    changed = load_run(tmp_path / "run.json", ["folder=here"])
+    assert changed.run_folder == tmp_path.parent / "here"
+
+
 def test_an_own_loop_needs_neither_deepspeed_nor_megatron_nor_transformers() -> None:
     program = (
         "import sys, geotrain; geotrain.OuterLoop, geotrain.save_parameters; "
@@ -326,3 +409,28 @@ def test_an_own_loop_needs_neither_deepspeed_nor_megatron_nor_transformers() -> 
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert said.stdout == "[]\n"
+
+
+def test_a_batch_that_spoils_each_worker_is_set_aside_and_the_run_ends_without_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path, local_steps=5, rule={"name": "region_momentum"})
+    servers, spoilt, given = LocalServers(run), 23, list[int]()
+    for life in range(3):
+        model, rank = network(), TorchRank()
+        rank.masters = Masters(servers.parameter_map, model, 0, 1)
+        member = RunMember(run, "w", servers.identity, servers.parameter_map, LocalClient(servers))
+        loop = WorkerLoop(member, rank, rank.masters.shards, rank.masters.device)
+        loop.start()
+        assert loop.finished is False
+        try:
+            while loop.lease is not None:
+                samples = range(loop.lease.start, loop.lease.start + loop.lease.samples)
+                given += samples if loop.step == 0 else []
+                with torch.no_grad():
+                    model[0].weight += float("nan") if spoilt in samples else 1.0
+                step(loop)
+        except NonFiniteError:
+            assert life < 2
+        time.sleep(0.001)  # an incarnation is named by the time
+    assert loop.finished and servers.top.finished and set(given) == set(range(STEP * STEPS))
+    status = servers.top.status()
+    assert (status["committed_samples"], status["set_aside"], status["complete"]) == (28, [[20, 39]], True)

@@ -140,9 +140,9 @@ def test_whatever_is_killed_each_sample_is_trained(
     assert state["committed_samples"] == samples and state["complete"] and state["open_leases"] == 0
     restarts = {name: member["restarts"] for name, member in status(run.file, "eu")["members"].items()}
     assert restarts == {"eu-0": 1}
-    for rank in range(eu[2]):
-        saved = sorted((run.folder / f"out/checkpoints/eu-0/rank-{rank:05d}-of-{eu[2]:05d}").iterdir())
-        assert len(saved) == 2 and all(path.suffix == ".pt" for path in saved)
+    saved = sorted((run.folder / "out/checkpoints/eu-0").iterdir())
+    files = ["manifest.json", *(f"rank-{rank:05d}.pt" for rank in range(eu[2]))]
+    assert len(saved) == 2 and all(sorted(path.name for path in job.iterdir()) == files for job in saved)
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 import json
 import logging
 import os
+import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
-from tests.support import families
+from tests.support import families, real_models
 
 SMALL = {"vocab_size": 264, "num_hidden_layers": 2}
 LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN = (
@@ -42,6 +45,8 @@ MISTRAL = {**families.MISTRAL, **SMALL, "sliding_window": None}
 DEEPSEEK = {key: value for key, value in families.DEEPSEEK.items() if key != "num_key_value_heads"} | SMALL
 FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, QWEN3_MOE, MIXTRAL, LLAMA_3, YARN, QWEN2_MOE, DEEPSEEK]
 NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn", "qwen2_moe", "deepseek_v3"]
+
+TOKENS = torch.arange(96)[None] * 7 % 264
 
 
 def weights(config: dict[str, Any], seed: int = 1) -> dict[str, torch.Tensor]:
@@ -106,6 +111,69 @@ def test_transformers_loads_every_weight(
     logits = model(torch.arange(50)[None]).logits
     assert logits.shape == (1, 50, 264)
     assert bool(logits.isfinite().all())
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def export_beside_its_own(folder: Path, name: str) -> None:
+    """An export of a real model's config, and the same weights under the config as it was given."""
+    config = real_models.MODELS[name]
+    large = {name: t * 4 if t.dim() > 1 else t for name, t in weights(config).items()}
+    write_checkpoint(large.items(), config, folder / "export", None, "float32")
+    shutil.copytree(folder / "export", folder / "given")
+    (folder / "given/config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", real_models.MODELS)
+def test_an_export_of_a_real_config_is_the_model_that_transformers_makes_of_that_config(
+    tmp_path: Path, name: str
+) -> None:
+    export_beside_its_own(tmp_path, name)
+    assert torch.equal(logits(tmp_path / "export"), logits(tmp_path / "given"))
+    written = json.loads((tmp_path / "export/config.json").read_text())
+    a = architecture_from_hf(real_models.MODELS[name])
+    assert architecture_from_hf(written) == a
+    # What version 4 reads; the test below runs it.
+    assert written["rope_theta"] == a.rope_theta
+    assert (written["rope_scaling"] or {}) == dict(a.rope_scaling)
+    known = {*AutoConfig.for_model(a.model_type).to_dict(), "head_dim", "num_experts", "rope_theta", "rope_scaling"}
+    assert set(written) - known <= {"aux_loss_alpha", "router_bias_update_rate"}  # DeepSeek's, and our own
+
+
+OLDER = """
+import sys, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, __version__
+assert __version__.startswith("4.57."), __version__
+for folder in sys.argv[1:]:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    with torch.no_grad():
+        save_file({"logits": model.eval()(torch.tensor(TOKENS)).logits}, folder + "/logits.safetensors")
+"""
+
+
+@pytest.mark.long("geotrain/families")
+def test_transformers_4_computes_the_same_of_every_export(tmp_path: Path) -> None:
+    """The last version before 5, which reads other keys of the rotary embedding; pip fetches it."""
+    wanted = ["transformers==4.57.6", "tokenizers==0.22.1", "huggingface_hub==0.36.0"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "older")]
+    if (fetched := subprocess.run([*pip, *wanted], capture_output=True, text=True, timeout=300)).returncode:
+        pytest.skip(f"no package index here: {fetched.stderr[-200:]}")
+    for name in real_models.MODELS:
+        export_beside_its_own(tmp_path / name, name)
+    folders = [str(tmp_path / name / "export") for name in real_models.MODELS]
+    script = OLDER.replace("TOKENS", str(TOKENS.tolist()))
+    paths = {**os.environ, "PYTHONPATH": str(tmp_path / "older")}
+    subprocess.run([sys.executable, "-c", script, *folders], env=paths, check=True, timeout=600)
+    for folder in folders:
+        theirs = load_file(f"{folder}/logits.safetensors")["logits"]
+        torch.testing.assert_close(theirs, logits(Path(folder)), rtol=1e-4, atol=1e-4, msg=folder)
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=NAMES)

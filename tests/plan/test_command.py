@@ -80,6 +80,7 @@ def test_a_model_on_an_inventory(
     assert code == 2 and said.count("cannot be read") == 1, said  # all that a launch lacks here is a certificate
     assert "certs/world/operator-operator.key: cannot be read" in said
     assert "8,030,261,248 parameters" in said
+    assert "76.0 GB (h100)" in said and re.search(r"[\d.]+ h for 1e\+11", said)
 
 
 @pytest.mark.slow
@@ -112,6 +113,7 @@ def test_a_planned_run_is_launched_unchanged(
         (["configs/models/llama-8b.json", INVENTORY, "--pin-global", "mars"], "--pin-global mars: no such region"),
         (["configs/models/none.json", INVENTORY], "none.json: cannot be read"),
         (["configs/runs/1b.json", INVENTORY, "--objective", "cost", "--within-days", "0.001"], "cannot be had"),
+        (["configs/runs/1b.json", INVENTORY, "--within-days", "0.05"], "cannot be had: this plan needs 0.07"),
     ],
 )
 def test_errors_are_one_message_and_write_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
 from geotrain.launch.check import check_together
 from geotrain.parameters.parameter_map import parameter_count
+from geotrain.plan.explain import doubts
 from geotrain.plan.grouping import SLACK, best_division, fewest_workers, speed
 from geotrain.plan.inventory import Pins, PlanError, PlanTask
 from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layouts, micro_batches
@@ -202,7 +204,7 @@ def test_servers_have_as_many_shards_as_their_work_needs() -> None:
     often = {"rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 16}
     pins = Pins(outer=frozenset({*often, "rule.updates_per_send"}))
     regions = {"a": [(8, "d")] * 4, "b": [(8, "d")] * 4}
-    fast = {"tflops": 400.0, "memory_gb": 80.0}
+    fast = {"tflops": 170.0, "memory_gb": 80.0}
 
     def at(**keys: Any) -> Plan:
         plan = planned(small_run(outer=often, **keys), inventory(regions, 100.0, d=fast), pins)
@@ -229,6 +231,24 @@ def test_servers_have_as_many_shards_as_their_work_needs() -> None:
     assert planned(plan.task.run, given, pins).setting.shards == 3
     of_a_piece = {**MODEL, "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
     assert at(model={"config": of_a_piece}).setting.shards == 1
+
+
+@pytest.mark.parametrize(
+    ("regions", "exchanges", "told"),
+    [
+        ({"a": [(8, "d")], "b": [(8, "d")]}, {"a": 100.0, "b": 100.0}, ""),
+        ({"a": [(8, "d")], "b": [(8, "d")]}, {"a": 99.0, "b": 100.0}, r"fewer than 100 exchanges .* \(a 99\)"),
+        ({"a": [(8, "d")] * 4, "b": [(1, "s")]}, {"a": 100.0, "b": 100.0}, "region 'b' adds 0.[1-9]% to the tokens"),
+        ({"a": [(8, "d")]}, {"a": 100.0}, "only region 'a' trains: .* outer.levels = 1 leaves it out"),
+    ],
+)
+def test_what_is_seldom_wanted_is_doubted(
+    regions: dict[str, list[tuple[int, str]]], exchanges: dict[str, float], told: str
+) -> None:
+    plan = planned(small_run(), inventory(regions, s={"tflops": 20.0}))
+    assert plan.prediction.regions.keys() == regions.keys()
+    found = list(doubts(plan, exchanges))
+    assert len(found) == bool(told) and re.search(told, "".join(found)), found
 
 
 def test_dear_traffic_is_kept_small() -> None:

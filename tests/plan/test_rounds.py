@@ -109,8 +109,8 @@ def test_the_closed_form_is_what_the_simulator_plays(case: int) -> None:
 
 SLOW = replace(
     MEASURED,
-    of_parameter={stage: 12 * ns for stage, ns in MEASURED.of_parameter.items()},
-    of_byte={stage: 12 * ns for stage, ns in MEASURED.of_byte.items()},
+    of_parameter={stage: 5 * ns for stage, ns in MEASURED.of_parameter.items()},
+    of_byte={stage: 5 * ns for stage, ns in MEASURED.of_byte.items()},
 )  # a second and more for an update
 
 

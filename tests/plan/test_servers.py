@@ -126,8 +126,9 @@ def test_the_dry_run_tells_each_servers_needs() -> None:
     found = needs(run, cluster)
     assert list(found.servers) == ["global", *(region.name for region in cluster.serving)]
     lay = parameter_map_of(run)
+    assert cluster.security is not None
     assert found.servers["asia"] == server_needs(
-        place_of("region", run.outer, 1), run.outer, lay, run.checkpoint.keep
+        place_of("region", run.outer, 1), run.outer, lay, run.checkpoint.keep, MEASURED.over(True)
     )
     output = StringIO()
     show(found, Console(file=output, width=200))

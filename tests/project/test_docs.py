@@ -134,6 +134,9 @@ def check(words: list[str]) -> None:
             assert script.exists(), f"there is no {script}"
             for option in (word.partition("=")[0] for word in rest[1:] if word.startswith("--")):
                 assert f'"{option}"' in script.read_text(), f"{script.name} takes no {option}"
+        case "bash":
+            script = ROOT / rest[0]
+            assert f"\n{rest[1]}() {{" in script.read_text(), f"{script.name} has no command {rest[1]}"
         case ".":
             assert rest == [".venv/bin/activate"]  # where `make install` puts it
         case "pre-commit":

@@ -45,7 +45,7 @@ def test_what_if():
 
 
 def test_a_long_run_is_extrapolated(tmp_path, monkeypatch):
-    monkeypatch.setattr("geotrain.commands.simulate.MAX_JOBS", 100)
+    monkeypatch.setattr("geotrain.simulate.forecast.MAX_UPDATES", 100)
     short = simulate(RUN, CLUSTER, step_s=1.0)
     monkeypatch.undo()
     whole = simulate(RUN, CLUSTER, step_s=1.0)

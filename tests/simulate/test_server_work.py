@@ -24,17 +24,20 @@ OUTER = OuterConfig.model_validate(
 )  # fmt: skip
 RATES = ServerRates(
     "none", "made up", {"decode_and_norm": 1, "rule": 2, "answer": 3, "up_encode": 4, "merge": 5},
-    {"frames_in": 1, "journal_write": 2, "journal_flush": 3, "frames_out": 4}, 1.0,
+    {"frames_in": 1, "journal_write": 2, "journal_flush": 3, "frames_out": 4, "between": 5, "tls": 6}, 1.0,
 )  # fmt: skip
 SIZES = Sizes(OUTER, (NUMEL,))
 
 
-def simulated(workers: int, rates: ServerRates | None) -> dict[str, Any]:
-    """One region, over links that take no time."""
+def simulated(
+    workers: int, rates: ServerRates | None, shards: int = 1, encrypted: bool = False, **stops: Any
+) -> dict[str, Any]:
+    """One region, over links that take no time. stops: of each worker, as `WorkerSpec` has them."""
     fast = LinkSpec(gbps=1e9)
-    region = RegionSpec("eu", tuple(WorkerSpec(f"w{i}", STEP_S) for i in range(workers)), fast, fast)
+    members = tuple(WorkerSpec(f"w{i}", STEP_S, **stops) for i in range(workers))
+    region = RegionSpec("eu", members, fast, fast, shards)
     task = timing_task(OUTER, one_block(NUMEL), STEPS * workers, 1, rates)
-    return VirtualWorld(WorldSpec((region,)), task).run()
+    return VirtualWorld(WorldSpec((region,), shards=shards, encrypted=encrypted), task).run()
 
 
 def update_s(rates: ServerRates) -> float:
@@ -61,3 +64,30 @@ def test_workers_wait_for_each_other_at_a_slow_server_and_not_at_one_that_takes_
     slow = replace(RATES, of_parameter={stage: 20 * ns for stage, ns in RATES.of_parameter.items()})
     # Eight rounds of four updates, one after another, take longer than the workers' steps.
     assert simulated(4, slow)["seconds"] > 32 * update_s(slow) > STEPS * STEP_S
+
+
+def test_shards_work_side_by_side_and_encryption_costs_each_byte() -> None:
+    alone, shared, coded = (simulated(1, RATES, *more) for more in ((), (4,), (1, True)))
+    for name, busy_s in alone["servers"].items():
+        assert shared["servers"][name] == pytest.approx(busy_s / 4)
+    updates, sends = STEPS // H, STEPS // H // 2
+    size = SIZES.wide.up[0], SIZES.wide.down[0]
+    each = RATES.of_byte["tls"] / 1e9
+    more_s = each * (updates * (SIZES.local.up[0] + SIZES.local.down[0]) + sends * size[0] + (sends + 1) * size[1])
+    assert coded["servers"]["eu"] - alone["servers"]["eu"] == pytest.approx(more_s)
+    assert coded["servers"]["global"] - alone["servers"]["global"] == pytest.approx(each * sends * sum(size))
+
+
+@pytest.mark.parametrize(
+    ("stops", "each_s"),
+    [
+        ({"settle_s": 0.25}, 0.25),  # once: the delta leaves and its answer is adopted after the same step
+        ({"refresh_s": 0.5}, 0.5),
+        ({"settle_s": 0.25, "refresh_s": 0.5, "refreshes_all": True}, 0.75),
+    ],
+)
+def test_exchanges_stop_a_worker(stops: dict[str, Any], each_s: float) -> None:
+    jobs = STEPS // H
+    more_s = simulated(1, None, **stops)["seconds"] - simulated(1, None)["seconds"]
+    assert more_s == pytest.approx(jobs * each_s, rel=0.13)  # and when the first weights come
+    assert more_s >= jobs * each_s - 1e-9

@@ -23,6 +23,7 @@ from geotrain.outer.messages import (
     MemberSilent,
     Release,
     Send,
+    SkipSamples,
     Trained,
     UpdatePart,
     Welcome,
@@ -35,6 +36,8 @@ from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, numel,
 from geotrain.staging.interface import from_bytes
 from tests.support.recorded_world import check_shards
 from tests.support.specification import Specification, Vector, close
+
+STEP = 2  # samples of an inner step
 
 
 class Account:
@@ -56,9 +59,6 @@ class Account:
         self.codec = make_codec(config.local)
         self.deltas: dict[tuple[str, str, int], dict[int, Tensor]] = {}  # worker, incarnation, sequence → by chunk
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
-        self.late: set[int] = (
-            set()
-        )  # samples that came back when all other workers had been told that they are finished
         # region, fragment → all weights that it has had
         self.was: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
 
@@ -134,7 +134,12 @@ class Account:
             case Leave():
                 self._back(top, message.member)
             case Release() if not top.rule.in_rounds:
-                self._given_back(top, message.leases)
+                for number in message.leases:
+                    ledger.given_back(number)
+            case SkipSamples():
+                for first, last in zip(message.firsts, message.lasts, strict=True):
+                    for sample in range(first // STEP * STEP, -(-(last + 1) // STEP) * STEP):
+                        ledger.place[sample] = "aside"
             case LeaseRequest() if isinstance(reply, Lease):
                 ledger.granted(reply)
         if isinstance(message, UpdatePart | Trained):
@@ -150,15 +155,9 @@ class Account:
         ledger = self.spec.ledger
         if not top.rule.in_rounds:
             open_now = ledger.open - set(but)
-            self._given_back(top, [n for n in open_now if ledger.leases[n].worker in self.regions[member]])
-
-    def _given_back(self, top: Any, numbers: Iterable[int]) -> None:
-        workers = {worker for names in self.regions.values() for worker in names}
-        for number in numbers:
-            self.spec.ledger.given_back(number)
-            lease = self.spec.ledger.leases[number]
-            if workers - {lease.worker} <= top.lease_table.dismissed.keys():
-                self.late.update(range(lease.start, lease.start + lease.samples))
+            for number in open_now:
+                if ledger.leases[number].worker in self.regions[member]:
+                    ledger.given_back(number)
 
     def _region_took(self, region: Any, message: Any, reply: Any) -> None:
         if isinstance(message, Welcome):

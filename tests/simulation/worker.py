@@ -45,7 +45,11 @@ class SimulatedWorker(FakeWorker):
         self.sequence, self.job = welcome.sequence, welcome.job
         everything = tuple(range(len(self.parameter_map.fragments)))
         await self._pulled([c.pull(0, everything) for c in self.clients], everything)
-        while isinstance(lease := await self._leased(), Lease):
+        told = False
+        while isinstance(lease := await self._leased(), Lease) or not told:
+            if told := not isinstance(lease, Lease):
+                self.job += 1
+                continue
             self.world.note(self.name, lease)
             for f in everything:
                 await asyncio.sleep(STEP_S * self.world.random.uniform(0.5, 2.0))

@@ -50,6 +50,7 @@ from tests.support.net_worlds import TINY, outer
 
 SHARDS = 2  # of a server that has some in processes of their own
 LEAVE_S = 300.0  # after the global server's end, those who were never disturbed have ended within this time
+SKIPPED = 5, 6  # samples that the run file skips, in steps of two
 MODEL = {**TINY, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 
 
@@ -57,11 +58,12 @@ MODEL = {**TINY, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "nu
 def _configs(
     rule: str, train_samples: int, shards: tuple[str, ...] = (), keep: int = 2, **settings: Any
 ) -> tuple[RunConfig, ClusterConfig]:
+    skip = [] if rule == "sync" else [SKIPPED]
     raw = {
         "name": "tiny",
         "seed": 1,
         "model": {"config": MODEL},
-        "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples},
+        "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples, "skip": skip},
         "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
         "outer": outer(rule, **settings).model_dump(by_alias=True, mode="json"),
         "checkpoint": {"every_minutes": 0.2, "keep": keep},

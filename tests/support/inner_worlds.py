@@ -78,7 +78,7 @@ def run_world(
             except queue.Empty:
                 raise TimeoutError(f"ranks {sorted(set(range(ranks)) - set(results) - set(lost))} are late") from None
             if error:
-                raise AssertionError("\n".join([f"rank {rank}:\n{error}", *_others(answers)]))
+                raise AssertionError("\n".join([f"rank {rank}:\n{error}", *_others(answers, workers)]))
             results[rank] = pickle.loads(value)
         for rank in results:
             workers[rank].join(timeout=max(0.1, until - time.monotonic()))
@@ -92,14 +92,14 @@ def run_world(
                 worker.join()
 
 
-def _others(answers: Any) -> list[str]:
-    """What other ranks fail with soon after the first: a rank that lost another often says so before that one."""
+def _others(answers: Any, workers: list[Any]) -> list[str]:
+    """What other ranks fail with soon after the first, or were killed by: who lost a rank often says so first."""
     found = []
     with suppress(queue.Empty):
         while True:
             rank, error, _ = answers.get(timeout=5.0)
             found += [f"rank {rank}:\n{error}"] if error else []
-    return found
+    return found + [f"rank {n} ended with {w.exitcode}" for n, w in enumerate(workers) if w.exitcode]
 
 
 def _rank(answers: Any, rank: int, ranks: int, port: int, task: Callable[..., Any], args: tuple[Any, ...]) -> None:

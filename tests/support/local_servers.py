@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from geotrain.config import RunConfig
-from geotrain.outer.messages import Answer, Join, LeaseRequest, Leave, UpdatePart, Validated, Welcome
+from geotrain.outer.messages import Answer, Join, LeaseRequest, Leave, UpdatePart, UpdateRejected, Validated, Welcome
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
@@ -82,6 +82,13 @@ class LocalClient:
 
     def validated(self, result: Validated) -> None:
         self.servers.say(result)
+
+    def gave_nothing(self, lease: int) -> None:
+        self.servers.say(
+            UpdateRejected(
+                self.name, self.incarnation, "not finite", job=self.servers.region.holds(self.name)[lease].job
+            )
+        )
 
     def leave(self) -> None:
         self.servers.say(Leave(self.name))

@@ -186,7 +186,7 @@ class Running:
         client = self.region_client
         if client is None:
             return {}
-        return {"connected": client.connected, "queued": len(client._updates) + len(client._leases)}
+        return {"connected": client.connected, "queued": len(client._updates) + sum(map(len, client._said.values()))}
 
     def kill(self) -> None:
         self.loop.do(self._kill())
@@ -369,8 +369,12 @@ class FakeWorker:
 
     def run(self) -> None:
         self.join()
-        while (lease := self.lease()) is not None:
-            self.train(lease)
+        told = False  # that there is no data; asked again, it waits for what others hold
+        while (lease := self.lease()) is not None or not told:
+            if told := lease is None:
+                self.job += 1
+            else:
+                self.train(lease)
         self.leave()
 
     def leave(self) -> None:

@@ -19,7 +19,7 @@ from geotrain.config import ClusterConfig, load_cluster, load_run, parse, shard_
 from geotrain.inner.runtime import platform
 from geotrain.launch.check import free_ports
 from geotrain.launch.pretrain import train
-from geotrain.net.transport.certs import make_certificates
+from geotrain.net.transport.authority import make_certificates
 from geotrain.net.transport.operator_client import ask_status
 from tests.support.forks import FORKS, preload
 from tests.support.process_trees import until

@@ -25,7 +25,7 @@ from geotrain.commands.prepare import prepare_files
 from geotrain.config import ClusterConfig, parse
 from geotrain.kernels.devices import processor_has_bf16
 from geotrain.net.storage.snapshots import checked_meta
-from geotrain.net.transport.certs import make_certificates
+from geotrain.net.transport.authority import make_certificates
 from tests.chaos.faults.runner import FaultyRun
 from tests.chaos.faults.scenario import PACKETS, Event, Fault
 from tests.support.command_line import Done, say

@@ -25,6 +25,7 @@ import torch
 from geotrain.common.names import GLOBAL
 from geotrain.config import LimitsConfig, codec_config
 from geotrain.outer.messages import (
+    Finished,
     Lease,
     LeaseRequest,
     Leave,
@@ -32,6 +33,8 @@ from geotrain.outer.messages import (
     MemberSilent,
     OperatorCommand,
     Refused,
+    RunComplete,
+    SkipSamples,
     UpdatePart,
     UpdateRejected,
     Welcome,
@@ -106,7 +109,8 @@ class Scenario:
         self.joins(worker, life, part, **changes)
 
     def do_lease(self, worker: str, job: int = 0) -> None:
-        """Ask for a lease. job: for which of the worker's jobs; 0: its next."""
+        """Ask for a lease. job: for which of the worker's jobs; 0: its next, which
+        is the one after a job without data."""
         fake = self.world.workers[worker][1]
         request = LeaseRequest(worker, job or fake.job + 1)
         try:
@@ -116,6 +120,8 @@ class Scenario:
             return None
         if isinstance(reply, Lease):
             self.leases[worker][reply.job] = reply.lease
+        elif isinstance(reply, Finished) and not job:
+            fake.job = reply.job
         return self.say(f"{worker}: {message_text(request)}", reply_text(reply))
 
     def do_push(
@@ -258,12 +264,29 @@ class Scenario:
     def do_operator(self, what: str, region: str = "", at: str = GLOBAL) -> None:
         self.call(at, OperatorCommand(what, region))
 
+    def do_set(self, key: str, value: str) -> None:
+        self.call(GLOBAL, OperatorCommand(f"set {key}={value}"))
+
+    def do_complete(self) -> None:
+        """Have the global server's process end the run, as it does at its very end."""
+        self.call(GLOBAL, RunComplete())
+
+    def do_skip(self, first: str, last: str) -> None:
+        """Have the run file say that these samples are not to be trained."""
+        self.call(GLOBAL, SkipSamples((int(first),), (int(last),)))
+
     def do_unban(self, worker: str, at: str = "") -> None:
         self.call(at or self.world.workers[worker][0], LiftQuarantine(worker))
 
     def do_show(self, *servers: str) -> None:
         for server in servers or self.servers:
             self.lines += state_text(server, self.world.status(server))
+
+    def do_waits(self, *servers: str) -> None:
+        """Show what servers wait for, while everybody who joined is heard of."""
+        for server in servers or self.servers:
+            for wait in sorted(self.world.waits(server), key=lambda wait: wait["whom"]):
+                self.lines.append(f"{server} waits for {wait['whom'] + ': ' if wait['whom'] else ''}{wait['text']}")
 
     # -- inside
 

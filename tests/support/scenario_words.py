@@ -15,11 +15,13 @@ from geotrain.outer.messages import (
     Leave,
     LiftQuarantine,
     MemberSilent,
+    NotJoined,
     OperatorCommand,
     Recall,
     Refused,
     Release,
     RunComplete,
+    SkipSamples,
     Trained,
     UpdatePart,
     UpdateRejected,
@@ -58,6 +60,7 @@ def message_text(message: Any) -> str:
             return f"{message.member} wants the answer to update {message.sequence}"
         case Release() | Trained():
             what = "gives back" if isinstance(message, Release) else "has trained, without an update,"
+            what += ", failed," if isinstance(message, Release) and message.failed else ""
             return f"{what} leases {sorted(message.leases)}"
         case Leave():
             return f"{message.member} leaves"
@@ -72,7 +75,9 @@ def message_text(message: Any) -> str:
         case Recall():
             return "the run is paused, or the region is to leave"
         case RunComplete():
-            return "all data of the run is trained"
+            return "the run is complete"
+        case SkipSamples():
+            return f"samples {[*zip(message.firsts, message.lasts, strict=True)]} are to be skipped"
         case Validated():
             return f"{message.worker} has validated {message.number}: loss {message.loss:g}"
     return type(message).__name__
@@ -80,7 +85,7 @@ def message_text(message: Any) -> str:
 
 def refusal_text(refused: Refused) -> str:
     again = "for good" if refused.retry_s is None else f"for {refused.retry_s:g} s"
-    kind = type(refused).__name__ if type(refused) is not Refused else "refused"
+    kind = "NotJoined" if isinstance(refused, NotJoined) else "refused"
     return f"{kind} {again}: {refused.reason}"
 
 
@@ -108,6 +113,8 @@ def event_text(kind: str, event: dict[str, Any]) -> str | None:
             return f"started over from the global weights: {event['reason']}"
         case "UpdateRefused":
             return f"refused {member} an update, strike {event['strikes']}: {event['reason']}"
+        case "SetAside":
+            return f"set aside samples {event['first']} to {event['last']}"
         case "Quarantined":
             return f"quarantined {member}: {event['reason']}"
         case "Steered":
@@ -125,7 +132,8 @@ def state_text(name: str, status: dict[str, Any]) -> Iterator[str]:
         draining = f", draining {status['draining']}" if status["draining"] else ""
         yield f"{name}: {status['phase']}{draining}, versions {status['versions']}"
         counts = "{committed_samples} of {train_samples} samples committed, {repeated_samples} repeated"
-        yield f"  {counts.format(**status)}, {status['open_leases']} leases open"
+        aside = f", set aside {status['set_aside']}" if status["set_aside"] else ""
+        yield f"  {counts.format(**status)}, {status['open_leases']} leases open{aside}"
     else:
         sent = "{in_flight} in flight, {pending} pending, {lost_updates} lost".format(**status)
         yield f"{name}: versions {status['versions']}, global {status['global_versions']}, updates: {sent}"

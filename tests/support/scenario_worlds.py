@@ -24,6 +24,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.outer.messages import (
+    BadDelta,
     Finished,
     Identity,
     Join,
@@ -41,7 +42,9 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
+from geotrain.outer.server.liveness import liveness
 from geotrain.outer.server.server import Handled, identity_of
+from geotrain.outer.server.waits import WaitTable, waits
 from tests.support.net_worlds import BUSY_S, Cluster, Loop, first_weights, tiny_layout, wait_for
 from tests.support.outer_world import FakeWorker, halves, whole
 from tests.support.recorded_world import JournaledWorld
@@ -111,6 +114,11 @@ class World(ABC):
     @abstractmethod
     def status(self, server: str) -> dict[str, Any]: ...
 
+    def waits(self, server: str) -> list[dict[str, Any]]:
+        """Return what the server waits for, as its status says."""
+        waits: list[dict[str, Any]] = self.status(server)["waits"]
+        return waits
+
     @abstractmethod
     def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
         """Return kind and fields of each event of the server since this was asked last."""
@@ -165,7 +173,8 @@ class InMemory(World):
             member = getattr(message, "worker", getattr(message, "member", ""))
             if refused.retry_s is None and isinstance(message, UpdatePart | LeaseRequest):  # as the service does it
                 life = self.servers(server).members[member].incarnation
-                self.world.tell(server, UpdateRejected(member, life, refused.reason))
+                job = message.job if isinstance(refused, BadDelta) else 0
+                self.world.tell(server, UpdateRejected(member, life, refused.reason, job=job))
             raise
         if isinstance(message, UpdatePart):  # as a sender is told
             return self.servers(server).members[message.member].sequence >= message.sequence
@@ -253,6 +262,12 @@ class InMemory(World):
 
     def status(self, server: str) -> dict[str, Any]:
         return json.loads(json.dumps(self.servers(server).status(), allow_nan=False))
+
+    def waits(self, server: str) -> list[dict[str, Any]]:
+        status = {"silent_limit_s": 60.0, "connected": server not in self.held, **self.status(server)}
+        paused = status.get("phase") == "paused"
+        judged = {name: {**m, "state": liveness(m, 0.0, 1.0, paused)} for name, m in status["members"].items()}
+        return WaitTable().told(waits({**status, "members": judged}), 0.0)
 
     def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
         return self.events.pop(server, [])

@@ -105,13 +105,15 @@ class Site:
         certs: Path | None = None,
         snapshots: str | None = None,
         environment: dict[str, str] | None = None,
+        host: str = "127.0.0.1",
+        behind_nat: bool = False,
         **outer_settings: Any,
     ) -> None:
         self.folder, self.environment = folder, environment or {}
         block = outer(rule, **outer_settings) if isinstance(rule, str) else rule
         regions = regions or {"eu": ("a", "b")}
         servers = 1 + len(regions)
-        ports = iter(free_ports(servers * (1 + shards)))
+        ports = iter(free_ports(2 * servers * (1 + shards)))
         run = {
             "name": "tiny",
             "model": {"config": TINY},
@@ -124,17 +126,21 @@ class Site:
             run["data"] = {**run["data"], "validation": "none", "validation_samples": 1}  # type: ignore[dict-item]
             run["monitor"] = {"validate_every_samples": 1000}
 
+        def address() -> dict[str, Any]:
+            inside = {"bind": "127.0.0.1", "bind_port": next(ports)} if behind_nat else {}
+            return {"host": host, "port": next(ports), **inside}
+
         def listeners(name: str) -> dict[str, Any]:
-            return {name: [{"port": next(ports)} for _ in range(shards)]} if shards else {}
+            return {name: [address() for _ in range(shards)]} if shards else {}
 
         cluster = {
             "name": "here",
-            "global_server": {"port": next(ports)},
+            "global_server": address(),
             **listeners("global_shards"),
             "regions": [
                 {
                     "name": region,
-                    "server": {"port": next(ports)},
+                    "server": address(),
                     **listeners("shards"),
                     "workers": [{"name": n, "hosts": [{"host": "localhost", "slots": 1}]} for n in workers],
                 }

@@ -6,6 +6,7 @@ It is told what happened (an update was acknowledged, an answer merged, a lease 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,8 @@ class Specification:
         self.sent: dict[tuple[str, int], Tensor] = {}  # region, chunk → what it sent last, decoded
         self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a chunk
         self.ledger = Ledger(samples)
+        self.void: list[tuple[bytes, ...]] = []  # payloads of refused updates
+        self.rounds: Counter[tuple[str, int]] = Counter()  # region, chunk → updates that the global server took
 
     # -- weights
 
@@ -124,7 +127,9 @@ class Specification:
 
     def global_update(self, region: str, update: UpdatePart) -> None:
         """The global server has acknowledged a region's update as applied."""
+        assert tuple(sent.payload for sent in update.deltas) not in self.void, "a refused update is taken"
         for sent in update.deltas:
+            self.rounds[region, sent.chunk] += 1
             v, delta = self.top[sent.chunk], self.sent[region, sent.chunk]
             if not is_elsewhere(sent.payload):
                 assert torch.equal(delta, decode(self.config.up, sent.payload, len(v.x))), "not what was sent"
@@ -164,6 +169,16 @@ class Specification:
             close(got, truth, COARSE[codec.name] * float(truth.abs().max()))
         self.mirror[key] = got
         return got
+
+    def refused(self, region: str, update: UpdatePart) -> None:
+        """The global server will never take this update: nobody may say it again, and the region begins anew."""
+        self.void.append(tuple(sent.payload for sent in update.deltas))
+
+    @staticmethod
+    def allowed_s(step_s: float, held: list[int]) -> float:
+        """How long a worker may hold leases of so many steps and send nothing: ten times what the longest takes, and
+        at least half an hour."""
+        return max(1800.0, 10 * step_s * max(held, default=0))
 
     def region_merges(self, region: str, weights: ChunkWeights) -> None:
         """The answer to a region's update: with the ledger, what came meanwhile stays part of the next one."""
@@ -207,6 +222,7 @@ class Ledger:
         self.leases: dict[int, Lease] = {}  # every lease that was ever granted
         self.done: set[int] = set()  # those that an update brought
         self.repeated = 0  # samples that two have trained, counted
+        self.failed: set[int] = set()  # samples whose training gave nothing of use once
 
     def granted(self, lease: Lease) -> None:
         if lease.lease in self.leases:
@@ -223,6 +239,18 @@ class Ledger:
             if self.place[sample] == number:
                 self.place[sample] = "free"
 
+    def gave_nothing(self, number: int, most: float) -> None:
+        """Its training was of no use: what has failed before is set aside, as far as that is `most` samples."""
+        lease = self.leases[number]
+        mine = {s for s in range(lease.start, lease.start + lease.samples) if self.place[s] == number}
+        self.given_back(number)
+        twice = mine & self.failed
+        self.failed |= mine
+        if twice and self.place.count("aside") + len(twice) <= most:
+            self.failed -= twice
+            for sample in twice:
+                self.place[sample] = "aside"
+
     def trained(self, number: int) -> None:
         """It is part of the global weights now. Its samples count, unless they have gone to others meanwhile."""
         lease = self.leases[number]
@@ -230,7 +258,7 @@ class Ledger:
             return
         self.done.add(number)
         for sample in range(lease.start, lease.start + lease.samples):
-            if self.place[sample] in (number, "free"):
+            if self.place[sample] in (number, "free", "aside"):
                 self.place[sample] = "trained"
             else:
                 self.repeated += 1

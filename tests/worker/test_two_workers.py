@@ -206,7 +206,7 @@ class ThreadRank(TorchRank):
 
     def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
         self.rank, self.world_size, self.alone, self.is_metrics_rank = rank, len(values), False, rank == 0
-        self.barrier, self.values = barrier, values
+        self.barrier, self.values, self._folders = barrier, values, {}
 
     def gather(self, value: Any) -> list[Any]:
         self.values[self.rank] = value
@@ -383,9 +383,7 @@ def test_bytes_on_both_links(played: Played) -> None:
 def test_every_rank_saves_its_own_state_after_every_fourth_job_and_the_last(played: Played) -> None:
     folder = played.servers.run.checkpoint_folder
     saved = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.pt"))
-    assert saved == [
-        f"{n}/rank-0000{rank}-of-00002/job-0000000{j}.pt" for n in "ab" for rank in (0, 1) for j in (4, 6)
-    ]
+    assert saved == [f"{n}/job-0000000{j}/rank-0000{rank}.pt" for n in "ab" for j in (4, 6) for rank in (0, 1)]
 
 
 def test_ranks_hold_the_same_copies(played: Played) -> None:

@@ -23,7 +23,7 @@ def markdown(report: dict[str, Any], titles: dict[str, str]) -> str:
     parts = [_setting(report, titles), _goals(report), _gaps(report, titles), _methods(report, titles)]
     if "harsh" in report:
         parts.append(_harsh(report))
-    return "\n\n".join([*parts, _goodput(report), _settings(report, titles)]) + "\n"
+    return "\n\n".join([*parts, _goodput(report)]) + "\n"
 
 
 def _setting(report: dict[str, Any], titles: dict[str, str]) -> str:
@@ -142,11 +142,6 @@ def _goodput(report: dict[str, Any]) -> str:
         ("elastic data parallel, model", f"{g['elastic_data_parallel']:.3f}", f"a pause of {g['pause_s']:.1f} s"),
     ]
     return table(rows, ("goodput, 2.4 million devices", "found", ""))
-
-
-def _settings(report: dict[str, Any], titles: dict[str, str]) -> str:
-    rows = [(title, f"`{report['setting']['settings'][m]}`") for m, title in titles.items()]
-    return table(rows, ("method", "settings found (the rest: its run file)"))
 
 
 def _speedup(found: dict[str, Any]) -> str:

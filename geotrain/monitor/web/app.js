@@ -2,7 +2,7 @@
 import { followPointer, lossChart, smoothed } from "./chart.js";
 import { PARTS, PART_COLOURS, PART_WORDS, bytes, clock, count, day, described, dot } from "./format.js";
 import { hideTip, markup, percent, showTip, span } from "./format.js";
-import { mapHeight, worldMap } from "./map.js";
+import { isFew, isGone, mapHeight, worldMap } from "./map.js";
 import { isSlow, memberRows, paces } from "./members.js";
 import { markList, timeline } from "./timeline.js";
 
@@ -58,12 +58,15 @@ function show() {
   const sizes = [plural(names.length, levels), plural(state.facts.fragments.length, "fragment")];
   put("facts", markup`${[`${count(state.facts.parameters)} parameters`, ...sizes].join(" · ")}`);
   health(state, 0);
+  put("waits", state.waits.slice(0, 8).map((w) => markup`<li>waits for ${w.whom ? markup`<b>${w.whom}</b>: ` : ""}${w.text} <i>${span(state.now_s - w.since_s)}</i></li>`).join(""));
   put("figures", figures(state).join(""));
+  const few = isFew(state.members);
+  document.querySelector("main").classList.toggle("few", few);
   const width = Math.max(280, $("map").parentElement.clientWidth - 36);
   const height = mapHeight(state.members, width);
   $("map").setAttribute("viewBox", `0 0 ${width} ${height}`); // it stays: its animations go on
   put("map", worldMap(state, width));
-  drawn = lossChart(known, names, view, Math.max(260, $("loss").clientWidth), window.innerWidth > 860 ? height : 300);
+  drawn = lossChart(known, names, view, Math.max(260, $("loss").clientWidth), window.innerWidth > 860 && !few ? height : 300);
   put("loss", drawn.markup);
   put("members", memberRows(state, ticks).join(""));
   put("timeline", timeline(state, marks, ticks, Math.max(260, $("timeline").clientWidth), view.period_s));
@@ -81,19 +84,22 @@ function pill(kind, text) {
 }
 
 function health(state, late_ms) {
-  const [lost, away, left] = ["lost", "away", "left"].map((s) => state.members.filter((m) => m.state === s));
+  const [away, left] = ["away", "left"].map((s) => state.members.filter((m) => m.state === s));
+  const lost = state.members.filter(isGone);
   const pace = paces(state);
   const slow = state.members.filter((m) => isSlow(pace.get(m.name)));
   const refused = state.members.filter((m) => m.refused);
   if (late_ms > 4000) return pill("bad", `the global server has not answered for ${span(late_ms / 1000)}; this is what was known`);
   if (left.length === state.members.length) return pill("good", state.tokens >= state.facts.target_tokens ? "finished: all tokens are trained" : "ended: all have left");
-  if (lost.length) return pill("bad", `${list(lost)} lost for ${span(state.now_s - Math.min(...lost.map((m) => m.since_s)))}; ${up(state)} go on`);
+  if (lost.length) return pill("bad", `${list(lost)} ${lost[0].state} for ${span(state.now_s - Math.min(...lost.map((m) => m.since_s)))}; ${up(state)} go on`);
   if (state.server && state.server.disk_total_bytes && state.server.disk_free_bytes < 0.05 * state.server.disk_total_bytes) {
     return pill("bad", `the global server's disk is nearly full: ${bytes(state.server.disk_free_bytes)} left`);
   }
   const down = state.shards.filter((v) => !v.up).map((v) => `the global server's shard ${v.shard}`);
   down.push(...state.members.filter((m) => m.metrics.shards_down).map((m) => `${m.metrics.shards_down} of the shards of ${m.name}`));
   if (down.length) return pill("bad", `${down.join(", ")} down; updates wait for it`);
+  const idle = state.members.filter((m) => m.state === "stalled" || m.state === "quarantined");
+  if (idle.length) return pill("bad", `${list(idle)} ${idle[0].state}; see below`);
   if (refused.length) return pill("warn", `messages of ${list(refused)} were refused; see below`);
   if (slow.length) return pill("warn", `${list(slow)} ${slow.length > 1 ? "are" : "is"} slow: ${percent(pace.get(slow[0].name))} of the median`);
   if (state.phase === "paused") return pill("warn", "paused: no more data is handed out; “geotrain resume” lets it go on");
@@ -117,9 +123,10 @@ function figures(state) {
   const [upRate, downRate] = [0, 1].map((k) => rates.reduce((sum, r) => sum + r[k], 0));
   const training = state.members.filter((m) => m.state === "up" && m.shares.compute !== undefined);
   const busy = training.reduce((sum, m) => sum + m.shares.compute, 0) / Math.max(1, training.length);
-  const checked = known.validations.length ? `${known.validations[known.validations.length - 1][3].toFixed(3)} validated` : "";
+  const loss = (v) => (v < 1000 ? v.toFixed(3) : count(v));
+  const checked = known.validations.length ? `${loss(known.validations[known.validations.length - 1][3])} validated` : "";
   return [
-    figure("loss", "Loss", smooth.length ? smooth[smooth.length - 1].toFixed(3) : "–", checked, trend(smooth)),
+    figure("loss", "Loss", smooth.length ? loss(smooth[smooth.length - 1]) : "–", checked, trend(smooth)),
     figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share),
     figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min"),
     figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : ""),

@@ -1,7 +1,8 @@
 // One row a region: what its time goes to, its speed, how stale its updates are, what its link carries.
 import { PARTS, PART_COLOURS, PART_WORDS, bytes, clock, colour, count, described, dot, line, markup, percent, span } from "./format.js";
-import { WORDS } from "./map.js";
+import { isGone, words } from "./map.js";
 
+const BADGES = { away: "warn", paused: "warn", left: "calm" };
 const SLOW = 0.6; // a region is called slow below this share of the median speed
 
 // name → speed of its workers as a share of the median over all regions that train
@@ -24,8 +25,7 @@ export function memberRows(state, ticks) {
 }
 
 function row({ now_s, facts }, m, own, pace, ticks) {
-  const [kind, text, why] = m.state === "lost" ? ["bad", `lost ${span(now_s - m.since_s)} ago`]
-    : m.state !== "up" ? [m.state === "away" ? "warn" : "calm", WORDS[m.state]]
+  const [kind, text, why] = m.state !== "up" ? [BADGES[m.state] ?? "bad", words(m, now_s)]
     : isSlow(pace) ? ["warn", `slow: ${percent(pace)}`, `${percent(pace)} of the median speed of a worker`]
     : m.refused ? ["warn", `${m.refused} refused`] : ["", ""];
   const known = m.shares.compute !== undefined;

@@ -1,5 +1,6 @@
 // A lane for each region: merges are ticks, joins and losses are marks, and the time for which it was lost is a band.
 import { clock, colour, dot, markup, timeTicks } from "./format.js";
+import { isGone } from "./map.js";
 
 const COLOURS = { joined: "good", found: "good", unbanned: "good", lost: "bad", quarantined: "bad", trouble: "bad", refused: "warn",
   left: "faint", snapshot: "accent" };
@@ -47,13 +48,13 @@ function lostSpans(member, marks, end) {
   let from = null;
   for (const [, t, kind, name] of marks) {
     if (name !== member.name) continue;
-    if (kind === "lost") from = t;
+    if (kind === "lost") from ??= t;
     else if (from !== null && ["joined", "found", "left"].includes(kind)) {
       spans.push([from, t]);
       from = null;
     }
   }
-  return from !== null && member.state === "lost" ? [...spans, [from, end]] : spans;
+  return from !== null && isGone(member) ? [...spans, [from, end]] : spans;
 }
 
 export const markList = (marks) => marks.filter((m) => m[2] !== "snapshot").slice(-SHOWN).reverse().map(([, t, kind, member, text]) => markup`

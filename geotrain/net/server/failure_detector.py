@@ -1,7 +1,8 @@
 """Detects members that are dead or hang, by this machine's clock: the server's state machine has none.
 
-A member that makes no call for too long is taken for dead. A worker that beats, but has held its leases for far
-longer than its job takes and has sent nothing, hangs. The server gets a MemberSilent message for either.
+A member that makes no call for too long is taken for dead. One that beats, but has held its leases for far longer
+than there usually is between two updates and has sent nothing, hangs, whatever it says of its speed. The server gets
+a MemberSilent message for either.
 """
 
 from __future__ import annotations
@@ -9,17 +10,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from contextlib import suppress
+from math import inf
+from statistics import median, median_low
+from typing import Any
 
 from geotrain.monitor.events import Trouble
 from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.transport import rpc
 from geotrain.outer.messages import LiftQuarantine, MemberSilent, Refused
+from geotrain.outer.server.leases import LEAST_PATIENCE_S, PATIENCE
+from geotrain.outer.server.liveness import liveness
 from geotrain.outer.server.member import Member
 
 log = logging.getLogger(__name__)
 
 WORKER_SILENT_S = 60.0
 REGION_SILENT_S = 600.0  # longer, because a region that is cut off trains on, and its data should stay with it
+MISSED_BEATS = 3  # a member that was silent for the time of so many heartbeats counts as cut off
+FAR = 10.0  # times what is usual among the others: what is believed of a member's slowness
+GAPS = 16  # times between its last updates, by which a member is judged
 NOBODY = -1  # in place of a rank's part, for a member of which no rank has joined yet
 
 
@@ -34,11 +46,15 @@ class FailureDetector:
 
     def __init__(self, server_thread: ServerThread, silent_s: float) -> None:
         self.server_thread, self.silent_s = server_thread, silent_s
+        beat_s = rpc.REGION_BEAT_S if server_thread.server.member_role == "region" else rpc.BEAT_S
+        self.missed_s = min(MISSED_BEATS * beat_s, silent_s)
         self.silent: set[str] = set()
         self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
-        # Worker → its incarnation, its last update, whether it holds leases; and since when that is so.
-        self._progress: dict[str, tuple[tuple[str, int, bool], float]] = {}
+        # Member → its incarnation, its last update, whether it holds leases, whether the run is over; since when.
+        self._progress: dict[str, tuple[tuple[str, int, bool, bool], float]] = {}
+        # Member → seconds that passed before each of its last updates, while it held leases.
+        self._seen_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=GAPS))
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -52,10 +68,15 @@ class FailureDetector:
         """Note that one rank made a call."""
         self._heard_s[member, part] = self.clock()
 
-    def silent_for(self, member: str, now_s: float) -> float:
-        """Seconds since the member's most silent rank was heard of; 0 if none ever was. now_s: time.monotonic()."""
-        heard = [at_s for (name, _), at_s in list(self._heard_s.items()) if name == member]
-        return max(0.0, now_s - min(heard)) if heard else 0.0
+    def judge(self, status: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Judge all members now. status: the server's. Returns by member its part of the status, with `state`, as
+        `Liveness` has it, and `silent_s`, the seconds since its most silent rank was heard of."""
+        now_s, paused, found = self.clock(), status.get("phase") == "paused", {}
+        for name, member in status.get("members", {}).items():
+            silent_s = max(0.0, now_s - self._last_s(name, self.server_thread.server.members[name], now_s))
+            state = liveness(member, silent_s, self.missed_s, paused)
+            found[name] = {**member, "state": state.value, "silent_s": round(silent_s, 2)}
+        return found
 
     async def _watch(self) -> None:
         woke_s = self.clock()
@@ -75,7 +96,10 @@ class FailureDetector:
             # A quarantine's time is measured by this process, so it begins anew when the server is restarted.
             if not member.quarantined:
                 self._quarantined_s.pop(name, None)
-            elif now_s - self._quarantined_s.setdefault(name, now_s) >= self.server_thread.server.limits.quarantine_s:
+            elif (
+                now_s - self._quarantined_s.setdefault(name, now_s) >= self.server_thread.server.limits.quarantine_s
+                and not member.expelled
+            ):
                 with suppress(Refused):
                     await self.server_thread.say(LiftQuarantine(name))
             # A member that was there before this server was restarted is expected to join again; it counts as heard
@@ -96,13 +120,17 @@ class FailureDetector:
         return now_s
 
     async def _look_at_work(self, name: str, member: Member, now_s: float) -> None:
-        """Take the leases of a worker that beats, but trains no more. A region's workers are judged there."""
+        """Take the leases of a member that beats, but sends nothing any more. Nor is it waited for at the end."""
         server = self.server_thread.server
-        if server.member_role != "worker":
-            return
-        patience_s, held = await self.server_thread.read(lambda: (server.patience_s(name), bool(server.holds(name))))
-        seen = member.incarnation, member.sequence, held
+        said_s, held = await self.server_thread.read(lambda: (server.patience_s(name), server.holds(name)))
+        patience_s = inf
+        if server.over or said_s < inf:
+            expected_s = said_s if any(lease.validate for lease in held.values()) else 0.0
+            patience_s = max(LEAST_PATIENCE_S, self.usual_s(name, said_s / PATIENCE) * PATIENCE, expected_s)
+        seen = member.incarnation, member.sequence, bool(held), server.over
         before, since_s = self._progress.get(name, (None, now_s))
+        if before is not None and before[0] == seen[0] and before[1] < seen[1] and before[2]:
+            self._seen_s[name].append(now_s - since_s)
         # Without room on the disk nothing is taken from anybody: what is trained waits with the workers.
         if seen != before or self.server_thread.full is not None:
             since_s = now_s
@@ -113,6 +141,18 @@ class FailureDetector:
                 trouble = f"{name}: lives, but has sent nothing for {now_s - since_s:.0f} s; its leases go to others"
                 log.warning("%s", trouble)
                 self.server_thread.write_event(Trouble(trouble))
+
+    def usual_s(self, name: str, said_s: float) -> float:
+        """Seconds between two updates of this member while it holds leases, by this process's clock.
+
+        Of its own times no more is believed than FAR times the others'. Before it has sent anything it counts as the
+        slowest other does. said_s: what is to be expected by what members say, before anybody has; inf: nothing.
+        """
+        usual = {who: median(seen_s) for who, seen_s in self._seen_s.items()}
+        others = [usual_s for who, usual_s in usual.items() if who != name]
+        if not usual:
+            return said_s if said_s < inf else 0.0
+        return min(usual.get(name, max(usual.values())), FAR * median_low(others) if others else inf)
 
     def _last_s(self, name: str, member: Member, now_s: float) -> float:
         """Time when the member's most silent rank was last heard of. One that never was counts as heard of now."""

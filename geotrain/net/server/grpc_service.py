@@ -12,17 +12,20 @@ import ipaddress
 import json
 import logging
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from math import isfinite
+from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote
 
 import grpc
 from grpc import aio
 
-from geotrain.config import Address
+from geotrain.common.ports import why_not_bound
+from geotrain.config import Address, host_port
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
@@ -36,6 +39,7 @@ from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
+    BadDelta,
     Finished,
     Join,
     Lease,
@@ -44,12 +48,13 @@ from geotrain.outer.messages import (
     NotJoined,
     OperatorCommand,
     Refused,
-    Release,
     Send,
     Trained,
     UpdatePart,
     UpdateRejected,
 )
+from geotrain.outer.metrics import credible
+from geotrain.outer.server.waits import WaitTable, waits
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +70,7 @@ SERVER_OPTIONS = (
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 )
 HEADER_S = 20.0  # a stream that was opened must begin within this time
+NOT_FINITE = "it says that its delta is not finite"
 OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -93,6 +99,7 @@ class GrpcService:
         self.server, self.credentials, self.shards = server_thread.server, credentials, shards
         self.payloads_only = payloads_only
         self.failure_detector = FailureDetector(server_thread, silent_s)
+        self._waits = WaitTable()
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
         self.beats: dict[str, dict[str, float]] = {}  # member → the metrics of its last heartbeat
@@ -130,7 +137,7 @@ class GrpcService:
         try:
             port = add_port(self._grpc, address, self.credentials)
         except RuntimeError as error:
-            raise ListenError(f"cannot listen on {address}: {error}") from None
+            raise ListenError(f"cannot listen on {host_port(*address.listening)}: {error}") from None
         await self._grpc.start()
         self.failure_detector.start()
         return port
@@ -147,8 +154,12 @@ class GrpcService:
             self._granted[send.to] = send.message
 
     def status(self) -> dict[str, Any]:
-        silent = sorted(self.failure_detector.silent)
-        return {**self.server_thread.status, "silent": silent, **self._extra_status()}
+        """Say how the server goes, for people: its state, its members, and what it waits for."""
+        said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s, **self._extra_status()}
+        if not self.payloads_only:
+            said["members"] = self.failure_detector.judge(said)
+            said["waits"] = self._waits.told(waits(said), time.time())
+        return said
 
     # -- the calls
 
@@ -313,7 +324,12 @@ class GrpcService:
         member = await self._check_incarnation(context, release.member, release.incarnation)
         held = await self.server_thread.read(lambda: self.server.holds(release.member))
         # Others may have gone to another worker meanwhile, because this one was silent for too long.
-        await self.server_thread.say(Release(tuple(n for n in release.release.leases if n in held)))
+        mine = {n: held[n] for n in release.release.leases if n in held}
+        if not release.release.failed or self.server.member_role == "region":
+            await self.server_thread.say(replace(release.release, leases=tuple(mine)))
+        elif mine:  # each of the worker's ranks may say so; it is refused once
+            about, job = (release.member, release.incarnation), max(lease.job for lease in mine.values())
+            await self.server_thread.say(UpdateRejected(*about, NOT_FINITE, job=job))
         return wire.pack(rpc.Ack(member.sequence))
 
     async def _trained(self, request: bytes, context: Any) -> bytes:
@@ -364,8 +380,8 @@ class GrpcService:
         member = self.server.current(beat.member, beat.incarnation, beat.part)
         self.failure_detector.heard(beat.member, beat.part)
         if beat.metrics:
-            finite = [(name[:40], float(value)) for name, value in beat.metrics.items() if isfinite(value)]
-            self.beats[beat.member] = dict(finite[: rpc.MAX_METRICS])  # bounded, because another machine sent them
+            said = {name[:40]: value for name, value in islice(beat.metrics.items(), rpc.MAX_METRICS)}
+            self.beats[beat.member] = credible(said)  # bounded, because another machine sent them
         return wire.pack(rpc.Ack(member.sequence, self.server.over, self.server.recalls(beat.member)))
 
     async def _status(self, request: bytes, context: Any) -> bytes:
@@ -409,14 +425,15 @@ class GrpcService:
         return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
 
     async def _judged(self, said: UpdatePart | rpc.FromMember, call: Awaitable[Any]) -> Any:
-        """Await a call about what a member said; a final refusal is reported to the server, which may quarantine the
-        sender."""
+        """Await a call about what a member said; the server hears of a final refusal and judges the sender."""
         try:
             return await call
         except Refused as refused:
             if refused.retry_s is None and said.member in self.server.members and not self.payloads_only:
                 with suppress(Refused):  # refused in turn when the disk is full
-                    await self.server_thread.say(UpdateRejected(said.member, said.incarnation, refused.reason))
+                    job = said.job if isinstance(said, UpdatePart) and isinstance(refused, BadDelta) else 0
+                    rejected = UpdateRejected(said.member, said.incarnation, refused.reason, job=job)
+                    await self.server_thread.say(rejected)
             raise
 
     async def _only_one(self, member: str, part: int) -> None:
@@ -478,15 +495,5 @@ def is_this_machine(peer: str) -> bool:
 
 def _check_free(address: Address) -> None:
     """Raise ListenError if nobody can listen on the address. gRPC would not say why it cannot."""
-    try:
-        family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As gRPC does: a port that was closed a moment ago counts as free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address.host, address.port))
-            probe.listen()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ListenError(
-            f"cannot listen on {address}: {reason}; stop what uses the port, or choose another in the cluster file"
-        ) from None
+    if why := why_not_bound(*address.listening):
+        raise ListenError(f"cannot listen on {host_port(*address.listening)}: {why}")

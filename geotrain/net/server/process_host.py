@@ -16,16 +16,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
 
 from geotrain.common.files import write_whole
-from geotrain.config import is_loopback
+from geotrain.config import host_port, is_loopback
 from geotrain.monitor.events import EventLog, SnapshotWritten
 from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_limit
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.server_setup import LISTENING, ServerSetup
 from geotrain.net.server.server_thread import ServerThread
+from geotrain.net.server.shard_sessions import Lineage
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import JournalFull
 from geotrain.net.storage.recovery import Machine, Recovered, begin_snapshot, finish_snapshot
@@ -47,6 +49,7 @@ class ProcessHost(ABC, Generic[Machine]):
         self.report = events.report
         self.server: Machine = recovered.server
         self.store, self.journal = recovered.store, recovered.journal
+        self.lineage = Lineage(self.folder)
         self.credentials = setup.credentials()
         self.stop = asyncio.Event()  # set by SIGTERM and SIGINT, among others
         self._writing: list[Future[int]] = []  # the last snapshot
@@ -65,9 +68,12 @@ class ProcessHost(ABC, Generic[Machine]):
             if not self.store.numbers():
                 # Before anybody can be answered: without a snapshot nothing was acknowledged (see `Journal.replay`).
                 await self._snapshot()
+            await self._before_service()
             port = await self.service.start(address)
-            write_whole(listening, json.dumps({"address": f"{address.host}:{port}", "pid": os.getpid()}))
-            if self.credentials is None and not is_loopback(address.host):
+            own = host_port(address.listening[0], port)
+            write_whole(listening, json.dumps({"address": own, "pid": os.getpid()}))
+            log.info("%s: listening on %s", self.setup.name, own)
+            if self.credentials is None and not is_loopback(address.listening[0]):
                 log.warning("listening on %s without TLS: set `security` in the cluster file", address)
             guard = ConnectionGuard(port, self.service.peers, raise_file_limit(), self.report)
             guard.start()
@@ -99,6 +105,9 @@ class ProcessHost(ABC, Generic[Machine]):
     @abstractmethod
     def _deliver(self, send: Send) -> None:
         """Take what the machine sends; in the event loop."""
+
+    async def _before_service(self) -> None:
+        """Do what must be done before anybody is answered."""
 
     async def _end(self) -> None:
         """Do what is left to do after an end in good order; members are still answered meanwhile."""
@@ -149,7 +158,9 @@ class ProcessHost(ABC, Generic[Machine]):
         # One snapshot at a time: the one before may still be written, if its caller was cancelled.
         if wait(self._writing, timeout=LAST_WRITE_S).not_done:
             raise StoreError(f"{self.folder}: the snapshot before is still being written")
-        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended, checkpoint_id, self.setup.launch)
+        owner = replace(self.setup.owner, origin=self.lineage.timeline.origin)
+        how = ended, checkpoint_id, self.setup.launch, owner
+        frozen, meta = begin_snapshot(self.server, self.store, self.journal, *how)
         self._writing = [self._disk.submit(self._finish_snapshot, frozen, meta)]
         return self._writing[0]
 

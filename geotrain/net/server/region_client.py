@@ -81,7 +81,10 @@ class RegionClient:
             self.link = ShardedLink(address, *incarnation, trust, above)
         self.connected = False
         self._updates: deque[UpdatePart | Trained | Leave] = deque()
-        self._leases: deque[Join | LeaseRequest | Release | Validated] = deque()  # Join: the data is known now
+        # "" → what is said to have been done, in order; worker → its requests, which may wait for long.
+        self._said: dict[str, deque[Join | LeaseRequest | Release | Validated]] = {
+            name: deque() for name in ("", *server.members)
+        }
         self._work = asyncio.Event()
         self._limit_bytes = 8 * self.server.parameter_map.numel + 65536
 
@@ -90,8 +93,11 @@ class RegionClient:
         message = send.message
         if isinstance(message, UpdatePart | Trained | Leave):
             self._updates.append(message)
-        elif not isinstance(message, LeaseRequest) or self._is_new(message):
-            self._leases.append(message)  # type: ignore[arg-type]
+        else:
+            lane = self._said[message.worker if isinstance(message, LeaseRequest) else ""]
+            known = [waiting.job for waiting in lane if isinstance(waiting, LeaseRequest)]
+            if not isinstance(message, LeaseRequest) or message.job not in known:
+                lane.append(message)  # type: ignore[arg-type]
         self._work.set()
 
     async def run(self) -> None:
@@ -131,6 +137,7 @@ class RegionClient:
         if self.server.gone:
             self._updates.append(Leave(self.server.name))
         self.connected = True
+        log.info("%s: joined the global server at %s", self.server.name, self.link.address)
         try:
             async with asyncio.TaskGroup() as lanes:
                 pushed: list[asyncio.Queue[UpdatePart]] = [
@@ -139,7 +146,8 @@ class RegionClient:
                 for queue in pushed:
                     lanes.create_task(self._run_answers(queue))
                 lanes.create_task(self._run_updates(pushed))
-                lanes.create_task(self._run_leases())
+                for lane in self._said.values():
+                    lanes.create_task(self._run_leases(lane))
                 lanes.create_task(self._run_beats())
         except* (NotJoined, _SessionOver):
             pass
@@ -182,13 +190,16 @@ class RegionClient:
         self.link.live_as(await self.server_thread.read(new_incarnation))
         raise _SessionOver
 
-    async def _run_leases(self) -> None:
-        link = self.link
+    async def _run_leases(self, lane: deque[Join | LeaseRequest | Release | Validated]) -> None:
+        link, first = self.link, self._said[""]
         calls: dict[type, Callable[[Any], Awaitable[Any]]] = {
             Join: link.join, LeaseRequest: link.lease, Release: link.release, Validated: link.validated
         }  # fmt: skip
         while True:
-            message = await self._next(self._leases)
+            message = await self._next(lane)
+            # A lease that is on its way back would be given again; and a join may name the data.
+            while lane is not first and first:
+                await self._changed()
             try:
                 reply = await self._persist(partial(calls[type(message)], message))
                 if isinstance(message, LeaseRequest):
@@ -197,11 +208,8 @@ class RegionClient:
                 if isinstance(refused, NotJoined) or isinstance(message, Join):
                     raise
                 log.error("the global server refuses %s: %s", message, refused.reason)
-            self._leases.popleft()
-
-    def _is_new(self, request: LeaseRequest) -> bool:
-        waiting = [(m.worker, m.job) for m in self._leases if isinstance(m, LeaseRequest)]
-        return (request.worker, request.job) not in waiting
+            lane.popleft()
+            self._work.set()
 
     async def _run_beats(self) -> None:
         leases = self.server.leases
@@ -228,9 +236,12 @@ class RegionClient:
         """Wait for the first message of the lane. It stays there until it was delivered, in case this session ends
         before."""
         while not lane:
-            await self._work.wait()
-            self._work.clear()
+            await self._changed()
         return lane[0]
+
+    async def _changed(self) -> None:
+        await self._work.wait()
+        self._work.clear()
 
     async def _persist(self, attempt: Callable[[], Awaitable[T | None]]) -> T:
         return await self.link.persist(attempt, FOREVER_S)

@@ -1,35 +1,43 @@
-"""Looks at a running server now and then, and writes events about its links, queues and memory, and lost members."""
+"""Looks at a running server now and then, and writes events about its links, queues, memory, members and waits."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from geotrain.monitor.events import EventLog, Found, Lost, MemberSampled, ServerSampled, ShardSampled
+from geotrain.monitor.events import (
+    EventLog,
+    LivenessChanged,
+    MemberSampled,
+    ServerSampled,
+    ShardSampled,
+    WaitsChanged,
+)
 from geotrain.monitor.registry import LIVE
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.transport.tcp_counters import Traffic
+from geotrain.outer.server.liveness import Liveness
 from geotrain.outer.server.region_server import mean_metrics
 
-LOOK_S = 1.0  # time between two looks for lost members
+LOOK_S = 1.0  # time between two looks at members and waits
+TOLD_AFTER_S = 10.0  # shorter waits are usual, and no event tells of them
 IN_HEARTBEATS = "queue", "in_flight", "pending", "retries", "rss_bytes", "disk_free_bytes"  # fields of ServerSampled
-LOST_BEATS = 3  # a member that was silent for the time of so many heartbeats counts as lost
 
 
 class Sampler:
     """Samples one server into events.
 
     traffic: gives the bytes with each member until now. wide_area: bytes of the links between regions that end here.
-    sample_s: time between two samples. beat_s: time between heartbeats of a member.
+    sample_s: time between two samples.
     """
 
     def __init__(
@@ -41,13 +49,14 @@ class Sampler:
         traffic: Callable[[], dict[str, Traffic]],
         wide_area: Traffic,
         sample_s: float,
-        beat_s: float,
     ) -> None:
         self.server_thread, self.service, self.events, self.folder = server_thread, service, events, folder
         self.traffic, self.wide_area = traffic, wide_area
-        self.sample_s, self.lost_s = sample_s, LOST_BEATS * beat_s
+        self.sample_s = sample_s
         self.region_client: RegionClient | None = None
-        self._lost: dict[str, float] = {}  # member → when it was last heard of
+        self._states: dict[str, Liveness] = {}  # member → as the last event told
+        self._cut_s: dict[str, float] = {}  # member that is not heard of → when it was; Unix time
+        self._waits: list[tuple[str, str]] = []  # what and whom of the waits that the last event told
         # member → bytes sent and received at the last sample; at first, those of earlier incarnations of this server
         self._before = {name: (t.sent_bytes, t.received_bytes) for name, t in traffic().items()}
         self._sampled_s = time.monotonic()
@@ -55,34 +64,41 @@ class Sampler:
         self._process = psutil.Process()
 
     async def run(self) -> None:
-        while True:
-            woke_s = time.monotonic()
-            await asyncio.sleep(LOOK_S)
-            if time.monotonic() - woke_s > LOOK_S + self.lost_s / 2:
-                continue  # this process itself was stopped meanwhile and could not hear the members
-            self.look_for_lost()
-            if time.monotonic() - self._sampled_s >= self.sample_s:
-                self.sample()
+        try:
+            while True:
+                woke_s = time.monotonic()
+                await asyncio.sleep(LOOK_S)
+                if time.monotonic() - woke_s > LOOK_S + self.service.failure_detector.missed_s / 2:
+                    continue  # this process itself was stopped meanwhile and could not hear the members
+                self.look()
+                if time.monotonic() - self._sampled_s >= self.sample_s:
+                    self.sample()
+        finally:
+            self.look()  # so that the last goodbyes are told
 
-    def look_for_lost(self) -> None:
-        now_s = time.monotonic()
-        for name, member in self.server_thread.server.members.items():
-            silent_s = self.service.failure_detector.silent_for(name, now_s)
-            if member.left:
-                self._lost.pop(name, None)
-            elif name in self._lost and silent_s < self.lost_s:
-                self.events.write(Found(name, round(now_s - silent_s - self._lost.pop(name), 1)))
-            elif name not in self._lost and member.joined and silent_s >= self.lost_s:
-                self._lost[name] = now_s - silent_s
-                self.events.write(Lost(name, round(silent_s, 1)))
+    def look(self) -> None:
+        """Write an event for each member that is otherwise than before, and one if what is waited for has changed."""
+        status, now_s = self.service.status(), time.time()
+        for name, member in status["members"].items():
+            before, state = self._states.get(name, Liveness.AWAY), Liveness(member["state"])
+            if state is not before:
+                self._states[name] = state
+                cut_s = self._cut_s.setdefault(name, now_s - member["silent_s"])
+                self.events.write(LivenessChanged(name, state.value, round(now_s - cut_s, 1)))
+                if not state.missing:
+                    del self._cut_s[name]
+        waits = [wait for wait in status["waits"] if now_s - wait["since_s"] >= TOLD_AFTER_S]
+        if (told := [(wait["what"], wait["whom"]) for wait in waits]) != self._waits:
+            self._waits = told
+            self.events.write(WaitsChanged(waits))
 
     def sample(self) -> None:
-        now_s = time.monotonic()
+        members, now_s = self.service.status()["members"], time.monotonic()
         elapsed_s, self._sampled_s = now_s - self._sampled_s, now_s
         traffic = self.traffic()
         for name, member in self.server_thread.server.members.items():
             if member.joined:
-                self._sample_member(name, traffic.get(name, Traffic()), now_s, elapsed_s)
+                self._sample_member(name, members[name], traffic.get(name, Traffic()), elapsed_s)
         self.events.write(self._measured())
         self._flushes = self.server_thread.flushes, self.server_thread.flush_s
         for each in self._shards():
@@ -107,7 +123,7 @@ class Sampler:
             versions=list(status["versions"]),
             wide_area_sent_bytes=self.wide_area.sent_bytes,
             wide_area_received_bytes=self.wide_area.received_bytes,
-            **{name: status.get(name, 0) for name in ("in_flight", "pending", "open_leases")},
+            **{name: status.get(name, 0) for name in ("in_flight", "pending", "open_leases", "set_aside_samples")},
             retries=link.link.retries if link else 0,
             connected=link is None or link.connected,
         )
@@ -125,23 +141,23 @@ class Sampler:
             "workers": float(len(here)),
             "region_version": float(max(status["versions"], default=0)),
             "refused_workers": float(sum(m["refused"] for m in status["members"].values())),
-            "lost_workers": float(len(self._lost)),
+            "lost_workers": float(sum(state.missing for state in self._states.values())),
             "shards_down": float(sum(not each["up"] for each in self._shards())),
         }
 
-    def _sample_member(self, name: str, traffic: Traffic, now_s: float, elapsed_s: float) -> None:
+    def _sample_member(self, name: str, member: Mapping[str, Any], traffic: Traffic, elapsed_s: float) -> None:
         sent, received = traffic.sent_bytes, traffic.received_bytes
         sent_before, received_before = self._before.get(name, (0, 0))
         self._before[name] = sent, received
         self.events.write(
             MemberSampled(
                 name,
-                round(self.service.failure_detector.silent_for(name, now_s), 2),
+                member["silent_s"],
                 sent,
                 received,
                 round(max(0, sent - sent_before) / elapsed_s, 1),
                 round(max(0, received - received_before) / elapsed_s, 1),
-                self.server_thread.status["members"][name]["refused"],
+                member["refused"],
                 self.service.beats.get(name, {}),
             )
         )

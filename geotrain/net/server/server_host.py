@@ -31,17 +31,19 @@ from geotrain.net.server.process_host import LAST_WRITE_S, ProcessHost
 from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.sampler import Sampler
 from geotrain.net.server.server_setup import ServerSetup
-from geotrain.net.server.shard_sessions import FAREWELL_S, Lineage, ShardLost, ShardSessions
+from geotrain.net.server.shard_sessions import FAREWELL_S, ShardLost, ShardSessions
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFull
+from geotrain.net.storage.owner import Owner
 from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped
 from geotrain.net.storage.remote_snapshots import Copies, Uploader
 from geotrain.net.storage.snapshots import StoreError
+from geotrain.net.storage.timeline import new_timeline
 from geotrain.net.transport import rpc
 from geotrain.net.transport.deadlines import first_of, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
-from geotrain.outer.messages import Send, Validated
+from geotrain.outer.messages import Refused, RunComplete, Send, SkipSamples, Validated
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.remote import RemoteShards
@@ -68,7 +70,10 @@ class ServerHost(ProcessHost[Server]):
         copies: Copies | None,
     ) -> None:
         super().__init__(setup, recovered, events)
-        self.monitor, self.copies = monitor, copies
+        self.monitor, self.copies, self.lineage.copies = monitor, copies, copies
+        if not isinstance(self.server.shards, RemoteShards) and not self.lineage.timeline.name:
+            owner = Owner.of(recovered.snapshot or {})  # of a copy, where the disk was lost
+            self.lineage.note(replace(new_timeline(owner.origin if owner else ""), begun=True))
         self.ended_before, self.dismissed = recovered.ended, recovered.dismissed
         self.uploader = Uploader(self.store, copies, events.write) if copies else None
         self.region_client: RegionClient | None = None
@@ -78,6 +83,7 @@ class ServerHost(ProcessHost[Server]):
         self.alone = "" in self.store.checkpoint_ids().values()
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.saving = asyncio.Lock()
+        self.doing = ""  # what the server still does at its end, for its status
         self.tcp_counters = TcpCounters(self._is_wide_area, self._traffic_before())
 
     def _make_service(self) -> GrpcService:
@@ -87,7 +93,7 @@ class ServerHost(ProcessHost[Server]):
                 self.server_thread,
                 far,
                 *names,
-                Lineage(self.folder, self.copies),
+                self.lineage,
                 lambda shard: self._note(Dismissed(shard)),
                 self.dismissed,
             )
@@ -119,7 +125,6 @@ class ServerHost(ProcessHost[Server]):
             self._traffic,
             self.tcp_counters.total,
             self.setup.run.monitor.sample_s,
-            rpc.REGION_BEAT_S if self.server.member_role == "region" else rpc.BEAT_S,
         )
         if self.uploader is not None:  # goes on beyond these, for the copy of the last snapshot
             self.uploading = asyncio.ensure_future(self.uploader.run())
@@ -128,12 +133,17 @@ class ServerHost(ProcessHost[Server]):
             works.append(self.shards.until_lost())
         return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
 
+    async def _before_service(self) -> None:
+        skip = SkipSamples(*(tuple(each[end] for each in self.setup.run.data.skip) for end in (0, 1)))
+        if self.server.name == GLOBAL and (skip.firsts or self.server.status()["skip"]):
+            await self.server_thread.persist(skip)
+
     async def _until_over(self) -> None:
         try:
             await super()._until_over()
         finally:
             try:
-                status = {**self.service.status(), "page": None, "metrics": None}
+                status = {**self.service.status(), "page": None, "metrics": None, "waits": []}
                 write_whole(self.folder / STATUS, json.dumps(status))  # before links close, and their bytes are gone
             except OutputError as error:  # it must not hide why the server ends
                 self.report(str(error))
@@ -143,6 +153,7 @@ class ServerHost(ProcessHost[Server]):
     async def _end(self) -> None:
         # Else some shards may be gone for good, and the journals hold all.
         whole = self.shards is None or (self.shards.ready and not self.stop.is_set())
+        self.doing = "its last snapshot"
         if whole:
             await self._last_snapshot()
         # Behind the joins with which the last snapshot's journal begins: these incarnations end with this one.
@@ -150,6 +161,7 @@ class ServerHost(ProcessHost[Server]):
         if whole:
             await self._last_upload()
         if self.shards is not None:
+            self.doing = "its shards, to hear that it has ended"
             await self._farewell(self.shards)
 
     def _linger_s(self) -> float:
@@ -197,6 +209,7 @@ class ServerHost(ProcessHost[Server]):
         """Wait for the last snapshot's copy. Without it the snapshot is still on this machine's disk, so it is no
         reason to fail."""
         if self.uploader is not None:
+            self.doing = f"the copy of its last snapshot, {LAST_UPLOAD_S:g} s at most"
             try:
                 await self.uploader.finish(LAST_UPLOAD_S)
             except StoreError as error:
@@ -209,7 +222,8 @@ class ServerHost(ProcessHost[Server]):
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
             await self._validate_final_weights()
             await asyncio.sleep(LINGER_S)
-            if self.server.finished:  # else somebody has joined meanwhile, and waits to be told that all is done
+            with suppress(Refused):  # somebody has joined meanwhile, and waits to be told that all is done
+                await self.server_thread.persist(RunComplete())
                 return
 
     async def _validate_final_weights(self) -> None:
@@ -222,6 +236,7 @@ class ServerHost(ProcessHost[Server]):
             self.report("the final weights are in other processes: `geotrain eval` validates them, with an export")
             return
         given_up = threading.Event()
+        self.doing = f"the validation of the final weights, {FINAL_VALIDATION_S:g} s at most"
 
         def go_on() -> bool:
             return not given_up.is_set() and time.monotonic() - began_s < FINAL_VALIDATION_S
@@ -235,6 +250,7 @@ class ServerHost(ProcessHost[Server]):
         except Exception as error:  # whatever it is, the run is trained, and its weights are to be written
             self.report(f"the final weights are not validated: {error}; `geotrain eval` does it with an export")
         finally:
+            self.doing = ""
             given_up.set()
 
     async def _snapshots(self) -> None:
@@ -359,6 +375,7 @@ class ServerHost(ProcessHost[Server]):
             "connected": self.region_client is None or self.region_client.connected,
             "snapshot_updates": self.saved_updates,
             "full": self.server_thread.full,
+            "doing": self.doing,
             "shards": self.shards.status() if self.shards else [],
             "page": self.monitor.page_url,
             "metrics": self.monitor.metrics_url,

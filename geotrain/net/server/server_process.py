@@ -44,8 +44,9 @@ from geotrain.net.server.shard_host import JOURNALED, ShardHost
 from geotrain.net.server.shard_sessions import ShardLost, TimelineLost
 from geotrain.net.storage.disk_mirror_store import mirror_store_of
 from geotrain.net.storage.journal import JournalDamaged
+from geotrain.net.storage.owner import OtherOwnerError, Owner, new_origin
 from geotrain.net.storage.recovery import JOURNAL, KINDS, Machine, Recovered, recover
-from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, condemned, number_of
 from geotrain.net.storage.snapshots import (
     SNAPSHOTS,
     DamagedSnapshot,
@@ -68,7 +69,7 @@ from geotrain.outer.server.server import Server, identity_of
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
 from geotrain.outer.shards.local import LocalShards
 from geotrain.outer.shards.remote import RemoteShards
-from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint
+from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_start
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_file import read_values
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, parameter_map_of
@@ -82,6 +83,7 @@ STORE_RETRY_S = 5.0  # where the object storage does not give a shard what it is
 FOR_GOOD = (
     JournalDamaged,
     OtherFormatError,
+    OtherOwnerError,
     CertificateError,
     ParameterMapError,
     ConfigError,
@@ -147,6 +149,8 @@ def _run_incarnations(setup: ServerSetup, new: bool) -> None:
     """Run one incarnation after the other, until one ends in good order. new: the folder must hold no state yet."""
     folder, copies = setup.folder, setup.copies()
     setup.credentials()  # what is wrong with them is said before a large state is read
+    if here := Owner.of(SnapshotStore(folder / SNAPSHOTS).newest_meta()):
+        setup.owner.check(here, folder)
     clear_void(folder)
     if new:
         _check_is_new(folder, copies.own if copies else None)
@@ -238,7 +242,8 @@ def _follow(setup: ServerSetup, timeline: Timeline, copies: Copies | None) -> st
     try:
         take(setup.folder, mirror, timeline, number_of(checkpoint_id))
     except DamagedSnapshot as error:
-        mirror.condemn(checkpoint_id, str(error))
+        if unwritten := condemned(mirror, checkpoint_id, error):  # then its coordinator would choose it again
+            raise StoreError(f"{mirror.url}/{checkpoint_id}: damaged: {error}; {unwritten[0]}") from error
         return f"{mirror.url}/{checkpoint_id}: damaged: {error}"
     except StoreError as error:
         if out_of_room(error):
@@ -252,6 +257,7 @@ def begin_server(server: Server, run: RunConfig) -> None:
     """Give a server what it has when a run begins: the global one's first weights. A region gets its from there.
     Raises ConfigError."""
     if server.name == GLOBAL:
+        server.origin = new_origin()
         if isinstance(server.shards, RemoteShards):  # they begin with the weights themselves
             server.begin()
         else:
@@ -311,15 +317,10 @@ def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]
             places[parameter.name].copy_(initial_tensor(parameter, run.seed))
         return vectors
     try:
-        _, tensors = read_checkpoint(Path(run.model.init_from))
-        for name, tensor in tensors:
-            if name not in places or places[name].shape != tensor.shape:
-                raise ConfigError(f"model.init_from: {run.model.init_from}: tensor {name} is not the run's model's")
-            places.pop(name).copy_(tensor)
-    except (HFCheckpointError, UnsupportedModelError) as error:
+        for name, tensor in read_start(run):
+            places[name].copy_(tensor)
+    except HFCheckpointError as error:
         raise ConfigError(f"model.init_from: {error}") from None
-    if places:
-        raise ConfigError(f"model.init_from: {run.model.init_from}: has no tensor {next(iter(places))}")
     return vectors
 
 

@@ -13,6 +13,7 @@ from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, shar
 from geotrain.monitor.events import EventLog
 from geotrain.monitor.history import facts
 from geotrain.monitor.monitor import Monitor
+from geotrain.net.storage.owner import Owner
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots
 from geotrain.net.transport.certs import Credentials, Role, load_credentials
 from geotrain.net.transport.sharded_link import ShardsAbove, shards_above
@@ -52,6 +53,11 @@ class ServerSetup:
     def name(self) -> str:
         """Name of the process, in events, object storage and messages."""
         return self.server if self.shard is None else shard_name(self.server, self.shard)
+
+    @property
+    def owner(self) -> Owner:
+        """Whose state its folder holds, but for the origin."""
+        return Owner(self.run.name, self.name)
 
     @property
     def server_role(self) -> Role:

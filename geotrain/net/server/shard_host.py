@@ -32,9 +32,9 @@ from geotrain.net.server.shard_sessions import FAREWELL_S
 from geotrain.net.storage.recovery import Recovered
 from geotrain.net.storage.remote_snapshots import RemoteSnapshots, beside
 from geotrain.net.storage.snapshots import StoreError
-from geotrain.net.storage.timeline import Timeline, read_timeline, write_timeline
+from geotrain.net.storage.timeline import Timeline
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.certs import open_channel
+from geotrain.net.transport.certs import expiry, open_channel
 from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
 from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
@@ -72,7 +72,6 @@ class ShardHost(ProcessHost[ShardServer]):
         newest = recovered.snapshot
         self.saved = newest["state"]["commands"] if newest else -1  # after how many commands the newest snapshot is
         self.checkpoint_id: str = newest["checkpoint_id"] if newest else ""  # of that snapshot
-        self.timeline = read_timeline(setup.folder)
         self.goes_back: Timeline | None = None  # what it takes before its next incarnation
         self._dismissed = False  # its coordinator has said farewell
         self._out: asyncio.Queue[Any] = asyncio.Queue()  # what the coordinator is to be told
@@ -109,7 +108,7 @@ class ShardHost(ProcessHost[ShardServer]):
                 refused = rpc.refusal_of(error)
                 if refused is not None and refused.retry_s is None:
                     raise StoreError(refused.reason) from None
-                if trouble != (trouble := str(refused or error.code().name.lower())):
+                if trouble != (trouble := str(refused or error.code().name.lower() + expiry(error, trust))):
                     log.warning("%s: its coordinator at %s: %s; it is called again", server, address, trouble)
             except (wire.DamagedError, asyncio.InvalidStateError):
                 pass  # the stream ended
@@ -128,7 +127,9 @@ class ShardHost(ProcessHost[ShardServer]):
     async def _session(self, call: Any) -> None:
         self._out = asyncio.Queue()
         machine = self.server
-        hello = rpc.ShardHello(self.setup.server, machine.index, machine.number, machine.commands, self.timeline.name)
+        hello = rpc.ShardHello(
+            self.setup.server, machine.index, machine.number, machine.commands, self.lineage.timeline.name
+        )
         await call.write(wire.pack(hello))
         received: asyncio.Queue[Any] = asyncio.Queue(GROUP)
         try:
@@ -159,7 +160,7 @@ class ShardHost(ProcessHost[ShardServer]):
             for frame in wire.unbundle(await rpc.next_frame(call.read())):
                 message = wire.unpack(frame, *RECEIVED)
                 if isinstance(message, rpc.GoBack):
-                    if self.timeline.name == message.timeline:
+                    if self.lineage.timeline.name == message.timeline:
                         raise StoreError(f"{message.checkpoint_id}, as it was copied, does not fit its coordinator's")
                     self.goes_back = Timeline(message.timeline, message.checkpoint_id, begun=True)
                     return
@@ -187,8 +188,7 @@ class ShardHost(ProcessHost[ShardServer]):
             case rpc.Fetch():
                 self._go(("down", *request.fragments), request, self._fetch)
             case rpc.Belong(timeline):
-                self.timeline = Timeline(timeline, begun=True)
-                write_timeline(self.folder, self.timeline)
+                self.lineage.note(Timeline(timeline, begun=True))
                 self._out.put_nowait(request)
             case rpc.Upload():
                 self._go("copy", request, self._upload)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
@@ -24,7 +23,7 @@ from grpc import aio
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.remote_snapshots import Copies, beside
 from geotrain.net.storage.snapshots import StoreError
-from geotrain.net.storage.timeline import Timeline, read_timeline, who_goes_back, write_timeline
+from geotrain.net.storage.timeline import Timeline, new_timeline, read_timeline, who_goes_back, write_timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.deadlines import first_of, within
 from geotrain.outer.messages import Answer, Refused, UpdatePart
@@ -50,18 +49,18 @@ class TimelineLost(ShardLost):
 
 @dataclass
 class Lineage:
-    """Keeps the coordinator's timeline. folder: of its state. copies: of its and its shards' snapshots; None: there
-    are none."""
+    """Keeps the timeline of a process. folder: of its state. copies: of a coordinator's and its shards' snapshots;
+    None: there are none."""
 
     folder: Path
-    copies: Copies | None
+    copies: Copies | None = None
     timeline: Timeline = field(init=False)
 
     def __post_init__(self) -> None:
         self.timeline = read_timeline(self.folder)
 
     def note(self, timeline: Timeline) -> None:
-        """Move the coordinator's state to that timeline. Raises OutputError."""
+        """Move the state to that timeline. Raises OutputError."""
         write_timeline(self.folder, timeline)
         self.timeline = timeline
 
@@ -212,6 +211,13 @@ class ShardSessions:
                 f"this is the coordinator of {self.server!r}, which has {self.far.shards}"
                 ": both need the same cluster file"
             )
+        origin = Timeline(hello.timeline).origin
+        if origin and origin != self.lineage.timeline.origin:
+            raise Refused(
+                f"shard {hello.shard} of {self.server!r}: its state is of another run than its coordinator's. "
+                "Nothing was changed: give each process the folder of its own run; where the coordinator's disk was "
+                "lost, docs/servers.md says what to do"
+            )
         if hello.shard in self._here or (self.lost.done() and not self._ending):
             raise Refused(f"shard {hello.shard} of {self.server!r} is here already", RETRY_S)
         self._here.add(hello.shard)
@@ -291,7 +297,7 @@ class ShardSessions:
         self._begun = True
         timeline = self.lineage.timeline
         if not timeline.name:
-            timeline = replace(timeline, name=uuid.uuid4().hex)
+            timeline = new_timeline()
             await self.server_thread.read(lambda: self.send_all(rpc.Belong(timeline.name)))
         if await self._until(lambda: set(self._timelines.values()) == {timeline.name} or None, BELONG_S) is None:
             self._lose(ShardLost(f"{self.server}: not all shards have noted which timeline they belong to"))

@@ -15,6 +15,7 @@ import torch
 
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import Journal
+from geotrain.net.storage.owner import Owner
 from geotrain.net.storage.remote_snapshots import RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import MemberSilent, Message, Refused
@@ -162,13 +163,14 @@ def begin_snapshot(
     ended: bool,
     checkpoint_id: str | None = None,
     launch: str = "",
+    owner: Owner | None = None,
 ) -> tuple[FrozenState, dict[str, Any]]:
     """Freeze the state, and let the journal go on in a new segment from there; returns what `finish_snapshot` takes,
     which must be called: until then the server copies what it changes.
 
     It must be called on the server's thread, between two messages. ended: the run has ended in good order, everyone
-    having left; launch: in which. checkpoint_id: None: a new one, of this process alone. Raises JournalFull, and
-    StoreError where the snapshot cannot fit.
+    having left; launch: in which. checkpoint_id: None: a new one, of this process alone. owner: whose state it is.
+    Raises JournalFull, and StoreError where the snapshot cannot fit.
     """
     tensors, state = server.state()
     # Without room nothing is begun: a snapshot that fails halfway would take the room that updates still find, and
@@ -192,6 +194,7 @@ def begin_snapshot(
         "ended": ended,
         "checkpoint_id": checkpoint_id,
         "launch": launch,
+        "owner": owner and owner.plain(),
     }
 
 

@@ -30,6 +30,7 @@ import fsspec
 from geotrain.common.backoff import RetryBackoff
 from geotrain.config import ConfigError
 from geotrain.monitor.events import SnapshotUploaded, Trouble
+from geotrain.net.storage.owner import OtherOwnerError, Owner
 from geotrain.net.storage.snapshots import (
     META,
     DamagedSnapshot,
@@ -62,6 +63,7 @@ class RemoteSnapshots:
         # Who gave up waiting for a copy, as an incarnation of the server that has ended, cannot end it: the next one
         # waits.
         self._one = threading.Lock()
+        self._condemned: set[str] = set()  # checkpoint ids of copies found damaged, be it that none can be marked
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError, TypeError) as error:
@@ -91,6 +93,7 @@ class RemoteSnapshots:
             self._files.makedirs(self._path(checkpoint_id), exist_ok=True)
             for path in (*files, folder / META):
                 self._files.put_file(str(path), self._path(checkpoint_id, path.name))
+            self._condemned.discard(checkpoint_id)
         return size
 
     def drop(self, checkpoint_id: str) -> None:
@@ -101,9 +104,26 @@ class RemoteSnapshots:
                 self._files.rm(self._path(checkpoint_id), recursive=True)
 
     def condemn(self, checkpoint_id: str, why: str) -> None:
-        """Note that this copy is damaged: it is whole no more."""
+        """Note that this copy is damaged: it is whole no more, for this process also where the store may only be
+        read."""
+        self._condemned.add(checkpoint_id)
         with self._faults("cannot be written"):
             self._files.pipe_file(self._path(checkpoint_id, DAMAGED), why.encode())
+
+    def owner(self, checkpoint_id: str) -> Owner | None:
+        """Read whose state a copy is; None: it does not say. Raises also DamagedSnapshot."""
+        with self._faults("cannot be read"):
+            content: bytes = self._files.cat_file(self._path(checkpoint_id, META))
+            return Owner.of(checked_meta(content, f"{self.url}/{checkpoint_id}")["meta"])
+
+    def check_owner(self, own: Owner) -> str:
+        """Raise OtherOwnerError if the newest whole copy is somebody else's. Returns its checkpoint id; "": there is
+        none."""
+        for checkpoint_id in reversed(self.whole()):
+            with suppress(DamagedSnapshot):
+                own.check(self.owner(checkpoint_id), self.url)
+                return checkpoint_id
+        return ""
 
     def fetch(self, checkpoint_id: str, folder: Path) -> None:
         """Copy a snapshot into a folder of this machine, which is made anew, and bring it to the disk.
@@ -127,7 +147,8 @@ class RemoteSnapshots:
 
     def _is_whole(self, checkpoint_id: str) -> bool:
         exists = self._files.exists
-        return bool(exists(self._path(checkpoint_id, META)) and not exists(self._path(checkpoint_id, DAMAGED)))
+        there = bool(exists(self._path(checkpoint_id, META)) and not exists(self._path(checkpoint_id, DAMAGED)))
+        return there and checkpoint_id not in self._condemned
 
     def _remove(self, checkpoint_id: str, *names: str) -> None:
         for name in names:
@@ -174,6 +195,17 @@ class Copies:
         """List the checkpoint ids of which there is something."""
         return {checkpoint_id for mirror in self.all for checkpoint_id in mirror.checkpoint_ids()}
 
+    def check_place(self, folder: Path, checkpoint_id: str) -> None:
+        """Raise StoreError where the copies are not of the state whose snapshot this is: copied there, it would push
+        them out."""
+        own = Owner.of(checked_meta((folder / META).read_bytes(), folder)["meta"])
+        newest = self.own.check_owner(own) if own else ""
+        if newest not in ("", checkpoint_id) and number_of(newest) >= number_of(checkpoint_id):
+            raise StoreError(
+                f"{self.url}: holds {newest}, which another process wrote beside this one: is {folder} a copy of its "
+                "folder? Stop one of the two, or give one of them another checkpoint.snapshots"
+            )
+
     def upload(self, folder: Path, checkpoint_id: str) -> int:
         """Copy this process's snapshot of a checkpoint that all shards have copied already; then remove what is not
         wanted any more. Returns the snapshot's size in bytes."""
@@ -210,21 +242,27 @@ def superfluous(
 def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tuple[Snapshot | None, list[str]]:
     """Load the newest whole snapshot of a server that is one process; returns also what is wrong with newer ones.
 
-    It comes from this machine's disk or, if the copies have a newer one, from there.
-    Raises StoreError if the disk has none and the copies cannot be read.
+    It comes from this machine's disk or, if that has none or its newest is damaged, from the copies. Where they go
+    further than all that the disk ever had, the folder is a copy of another that went on, or an old backup, and what
+    comes next is for a person to say: raises OtherOwnerError. Raises StoreError if the disk has none and the copies
+    cannot be read.
     """
     newest, faults = store.load_newest()
     if mirror is None:
         return newest, faults
     try:
         checkpoint_ids = mirror.checkpoint_ids()
+        if newest is not None and (own := Owner.of(newest.meta)):
+            mirror.check_owner(own)
     except StoreError as error:
-        if newest is None:
+        if newest is None or isinstance(error, OtherOwnerError):
             raise
         return newest, [*faults, str(error)]
     for checkpoint_id in reversed([m for m, is_whole in checkpoint_ids.items() if is_whole]):
         if newest is not None and number_of(checkpoint_id) <= newest.number:
             break
+        if newest is not None:
+            check_is_known(store, mirror, checkpoint_id)
         temporary = store.folder / ".fetched"
         try:
             mirror.fetch(checkpoint_id, temporary)
@@ -233,7 +271,7 @@ def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tup
         except (DamagedSnapshot, StoreError) as error:
             faults.append(f"{mirror.url}/{checkpoint_id}: passed over: {error}")
             if isinstance(error, DamagedSnapshot):
-                mirror.condemn(checkpoint_id, str(error))
+                faults += condemned(mirror, checkpoint_id, error)
         else:
             number = number_of(max(checkpoint_ids))  # what follows is then newer than all that is there
             store.adopt(temporary, number)
@@ -242,6 +280,26 @@ def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tup
             )
             return store.load(number), faults
     return newest, faults
+
+
+def check_is_known(store: SnapshotStore, mirror: RemoteSnapshots, checkpoint_id: str) -> None:
+    """Raise OtherOwnerError if that copy is newer than all that this disk ever had."""
+    last = max(store.numbers(), default=0)
+    if number_of(checkpoint_id) > last:
+        raise OtherOwnerError(
+            f"{mirror.url}: holds {checkpoint_id}, newer than the last snapshot in {store.folder}, {last}: this "
+            "folder is an old copy of the run's. Nothing was changed: to go on from the store, move the folder away; "
+            "to go on from the folder, choose another checkpoint.snapshots"
+        )
+
+
+def condemned(mirror: RemoteSnapshots, checkpoint_id: str, error: DamagedSnapshot) -> list[str]:
+    """Condemn a damaged copy. Returns a sentence where that cannot be written: it is passed over all the same."""
+    try:
+        mirror.condemn(checkpoint_id, str(error))
+    except StoreError as unwritten:
+        return [str(unwritten)]
+    return []
 
 
 def number_of(checkpoint_id: str) -> int:
@@ -312,6 +370,7 @@ class Uploader:
             return
         began_s = time.monotonic()
         with self.store.kept(number) as folder:
+            await beside(lambda: self.copies.check_place(folder, checkpoint_id))
             if self.shards is not None:
                 await self.shards(checkpoint_id)
             size = await beside(lambda: self.copies.upload(folder, checkpoint_id))

@@ -41,7 +41,7 @@ from geotrain.outer.shards.shard import MIRRORS
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
-FORMAT = 2  # number of the format; a snapshot with another one is refused
+FORMAT = 3  # number of the format; a snapshot with another one is refused
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.
@@ -170,6 +170,13 @@ class SnapshotStore:
                 found[number] = _load(self.path(number), number, ()).meta["checkpoint_id"]
         return found
 
+    def newest_meta(self) -> dict[str, Any]:
+        """Read the JSON part of the newest snapshot that has a whole one; empty: there is none. Raises StoreError."""
+        for number in reversed(self.numbers()):
+            with suppress(DamagedSnapshot):
+                return _load(self.path(number), number, ()).meta
+        return {}
+
     def load(self, number: int) -> Snapshot:
         """Read a snapshot whole. Raises DamagedSnapshot, OtherFormatError."""
         return _load(self.path(number), number, mirror_store=self.mirror_store)
@@ -292,9 +299,13 @@ def checked_meta(content: bytes, place: Path | str = META) -> dict[str, Any]:
     checksum, _, body = content.partition(b"\n")
     if checksum != b"%08x" % crc32(body):
         raise DamagedSnapshot(f"{META} differs from what was written (its checksum is wrong)")
-    saved: dict[str, Any] = json.loads(body)  # written by us, as the checksum says
+    saved: dict[str, Any] = json.loads(body)
     if saved.get("format") != FORMAT:
         raise OtherFormatError(place, saved.get("format", "unknown"), FORMAT)
+    # A checksum says that nothing was damaged, not who wrote it: whoever may write to a store can make one.
+    for name in saved["files"]:
+        if "/" in name or "\0" in name:
+            raise DamagedSnapshot(f"{META} names a file outside its folder: {name!r}")
     return saved
 
 

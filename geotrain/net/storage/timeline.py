@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from geotrain.common.files import make_folder, sync, write_whole
+from geotrain.net.storage.owner import Owner, new_origin
 from geotrain.net.storage.recovery import JOURNAL
-from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, check_is_known, condemned, number_of
 from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError
 
 TIMELINE, VOID = "timeline.json", "void"
@@ -32,13 +33,23 @@ FETCHED = ".fetched"
 class Timeline:
     """Tells apart the histories that a server's state may have.
 
-    name: "" for first weights, before coordinator and shards have met. checkpoint_id: where the timeline began; "":
-    with the first weights. begun: all shards have been on it with their coordinator (kept by coordinators).
+    name: "" for first weights, before coordinator and shards have met; it begins with the origin of the server's
+    state (`geotrain.net.storage.owner`). checkpoint_id: where the timeline began; "": with the first weights.
+    begun: all shards have been on it with their coordinator (kept by coordinators).
     """
 
     name: str = ""
     checkpoint_id: str = ""
     begun: bool = False
+
+    @property
+    def origin(self) -> str:
+        return self.name.partition("-")[0]
+
+
+def new_timeline(origin: str = "", checkpoint_id: str = "") -> Timeline:
+    """Begin another timeline. origin: of the server's state; "": that begins now."""
+    return Timeline(f"{origin or new_origin()}-{uuid.uuid4().hex[:16]}", checkpoint_id)
 
 
 def read_timeline(folder: Path) -> Timeline:
@@ -99,13 +110,17 @@ def go_back(folder: Path, copies: Copies) -> list[str]:
     its shards follow. Returns sentences on that. Raises StoreError, when there is none; OSError."""
     faults: list[str] = []
     while checkpoint_ids := copies.whole():
-        timeline = Timeline(uuid.uuid4().hex, checkpoint_ids[-1])
         try:
+            owner = copies.own.owner(checkpoint_ids[-1]) or Owner("", "")
+            if origin := read_timeline(folder).origin:  # the disk is not lost
+                replace(owner, origin=origin).check(owner, copies.url)
+                check_is_known(SnapshotStore(folder / SNAPSHOTS), copies.own, checkpoint_ids[-1])
+            timeline = new_timeline(origin or owner.origin, checkpoint_ids[-1])
             # What follows is then newer than all that is there, also than what only some have.
             take(folder, copies.own, timeline, number_of(max(copies.every())))
         except DamagedSnapshot as error:
-            copies.own.condemn(timeline.checkpoint_id, str(error))
-            faults.append(f"{copies.url}/{timeline.checkpoint_id}: passed over: {error}")
+            faults += condemned(copies.own, checkpoint_ids[-1], error)
+            faults.append(f"{copies.url}/{checkpoint_ids[-1]}: passed over: {error}")
         else:
             faults.append(f"{folder}: goes back to {timeline.checkpoint_id}, which came from {copies.url}")
             return faults

@@ -18,18 +18,14 @@ from typing import Any, Literal
 
 import grpc
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
 
-from geotrain.common.files import whole_file
-from geotrain.common.names import GLOBAL
-from geotrain.config import Address, ClusterConfig, shards_of
+from geotrain.config import Address, ClusterConfig, host_port
 
 Role = Literal["global", "region", "worker", "operator", "shard"]
 OPERATOR = "operator"
-AUTHORITY = "ca"
-DEFAULT_DAYS = 730
+RENEW = "renew it with `geotrain certs` where ca.key lies, copy the .pem files, and start the process again"
 
 
 class CertificateError(OSError):
@@ -73,11 +69,11 @@ def add_port(server: Any, address: Address, own: Credentials | None) -> int:
     """Let a server of `grpc` or `grpc.aio` listen; returns the port. With credentials only members of the run can
     call it; without them everyone can, in plaintext. Raises RuntimeError."""
     if own is None:
-        return int(server.add_insecure_port(str(address)))
+        return int(server.add_insecure_port(host_port(*address.listening)))
     credentials = grpc.ssl_server_credentials(
         [(own.key, own.certificate)], root_certificates=own.authority, require_client_auth=True
     )
-    return int(server.add_secure_port(str(address), credentials))
+    return int(server.add_secure_port(host_port(*address.listening), credentials))
 
 
 def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
@@ -90,7 +86,7 @@ def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
         certificate = x509.load_pem_x509_certificate(credentials.certificate)
         key = serialization.load_pem_private_key(credentials.key, None)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        x509.load_pem_x509_certificate(credentials.authority)
+        authority = x509.load_pem_x509_certificate(credentials.authority)
     except (ValueError, TypeError, x509.ExtensionNotFound) as error:
         raise CertificateError(
             f"{folder}: {stem}.pem, {stem}.key or ca.pem is damaged ({error}); make it anew"
@@ -101,16 +97,39 @@ def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
         )
     if credentials.identity not in names.get_values_for_type(x509.DNSName):
         raise CertificateError(f"{folder / stem}.pem: is not the certificate of {role} {name!r}")
-    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     now = datetime.datetime.now(datetime.UTC)
-    if now < begin:
+    for file, checked in ((f"{stem}.pem", certificate), ("ca.pem", authority)):
+        begin, end = checked.not_valid_before_utc, checked.not_valid_after_utc
+        if now < begin:
+            raise CertificateError(
+                f"{folder / file}: is valid from {begin:%Y-%m-%d %H:%M} UTC on, this machine's clock is at "
+                f"{now:%Y-%m-%d %H:%M}; set the clock"
+            )
+        if end < now:
+            whose = "the authority's own, without which no other counts, " if checked is authority else ""
+            raise CertificateError(f"{folder / file}: {whose}expired on {end:%Y-%m-%d}; {RENEW}")
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
         raise CertificateError(
-            f"{folder / stem}.pem: is valid from {begin:%Y-%m-%d %H:%M} UTC on, this machine's clock is at "
-            f"{now:%Y-%m-%d %H:%M}; set the clock"
-        )
-    if end < now:
-        raise CertificateError(f"{folder / stem}.pem: expired on {end:%Y-%m-%d}; make it anew with `geotrain certs`")
+            f"{folder / stem}.pem: is not signed by the authority of ca.pem; copy both anew"
+        ) from None
     return credentials
+
+
+def expiry(error: Any, trust: Trust | None) -> str:
+    """Say which certificate has expired where a call failed of that, to follow the failure's own words; else "".
+    error: a grpc.RpcError."""
+    if trust is None:
+        return ""
+    own, now = trust.credentials, datetime.datetime.now(datetime.UTC)
+    for what, text in ((f"this process's certificate, {own.identity},", own.certificate), ("ca.pem", own.authority)):
+        end = x509.load_pem_x509_certificate(text).not_valid_after_utc
+        if now > end:
+            return f"; {what} expired on {end:%Y-%m-%d}: {RENEW}"
+    if "certificate has expired" in str(error.details()):
+        return f"; the certificate of {trust.server}, or its ca.pem, has expired: {RENEW}"
+    return ""
 
 
 def trust_between(cluster: ClusterConfig, role: Role, name: str, server_role: Role, server: str) -> Trust | None:
@@ -121,74 +140,6 @@ def trust_between(cluster: ClusterConfig, role: Role, name: str, server_role: Ro
     if cluster.security is None:
         return None
     return Trust(load_credentials(Path(cluster.security.folder), role, name), identity(server_role, server))
-
-
-def make_certificates(cluster: ClusterConfig, folder: Path, days: int = DEFAULT_DAYS) -> list[Path]:
-    """Make the authority and every certificate of the cluster that is not there yet; returns the new files.
-
-    Raises CertificateError.
-    """
-    wanted: list[tuple[Role, str]] = [("global", GLOBAL), ("operator", OPERATOR)]
-    for region in cluster.regions:
-        wanted += [("region", region.name), *(("worker", worker.name) for worker in region.workers)]
-    wanted += [
-        ("shard", server) for server in (GLOBAL, *(r.name for r in cluster.regions)) if shards_of(cluster, server)
-    ]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        made: list[Path] = []
-        if not (folder / "ca.pem").exists():
-            common_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"GeoTrain {cluster.name}")])
-            key = ec.generate_private_key(ec.SECP256R1())
-            builder = _builder(common_name, common_name, key, days)
-            builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            made += _save(folder, AUTHORITY, builder.sign(key, hashes.SHA256()), key)
-        issuer = x509.load_pem_x509_certificate(_read(folder, "ca.pem")).subject
-        uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        for role, name in wanted:
-            if (folder / f"{role}-{name}.pem").exists():
-                continue
-            # Read only now, because where nothing is left to sign the authority's key need not be present.
-            signer = serialization.load_pem_private_key(_read(folder, "ca.key"), None)
-            assert isinstance(signer, ec.EllipticCurvePrivateKey)
-            own, key = identity(role, name), ec.generate_private_key(ec.SECP256R1())
-            builder = _builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, own)]), issuer, key, days)
-            builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(own)]), critical=False)
-            builder = builder.add_extension(uses, critical=False)
-            made += _save(folder, f"{role}-{name}", builder.sign(signer, hashes.SHA256()), key)
-        return made
-    except CertificateError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CertificateError(f"{folder}: certificates cannot be made: {error}") from None
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
-) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks of other hosts may be behind
-        .not_valid_after(now + datetime.timedelta(days=days))
-    )
-
-
-def _save(folder: Path, stem: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> list[Path]:
-    """Write a pair. The key is written first, so that every certificate in the folder has its key, even when this
-    process is killed in between."""
-    encoding = serialization.Encoding.PEM
-    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    files = {folder / f"{stem}.key": private, folder / f"{stem}.pem": certificate.public_bytes(encoding)}
-    for path, content in files.items():
-        with whole_file(path, permissions=0o600) as file:
-            file.write(content.decode())
-    return list(files)
 
 
 def _read(folder: Path, name: str) -> bytes:

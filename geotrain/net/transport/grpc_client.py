@@ -13,7 +13,7 @@ from grpc import aio
 
 from geotrain.common.backoff import RetryBackoff
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.certs import Trust, open_channel
+from geotrain.net.transport.certs import Trust, expiry, open_channel
 from geotrain.net.transport.deadlines import FrameDeadline, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.outer.messages import (
@@ -83,7 +83,7 @@ class GrpcClient:
         self._broken: dict[int, int] = {}
         # Of answers whose stream broke: (part, sequence, fragments) → what arrived of it.
         self._arriving: dict[tuple[int, int, tuple[int, ...]], wire.FrameReader] = {}
-        self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
+        self._trust, self._channel = trust, open_channel(aio, address, trust, CHANNEL_OPTIONS)
 
     def live_as(self, incarnation: str) -> None:
         """Call as a new incarnation of the member from here on."""
@@ -319,4 +319,4 @@ class GrpcClient:
             return refused
         if error.code() in HOPELESS:
             return wire.WireError(f"{self.address}: {error.details()}")
-        return ConnectionLost(f"{error.code().name.lower()}: {error.details()}")
+        return ConnectionLost(f"{error.code().name.lower()}: {error.details()}{expiry(error, self._trust)}")

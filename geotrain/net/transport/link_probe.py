@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from geotrain.config import Address
+from geotrain.config import Address, host_port
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Credentials, Trust, add_port, open_channel
 from geotrain.net.transport.rpc import ListenError
@@ -120,8 +120,8 @@ class ProbeServer:
             self.port = add_port(self._grpc, address, credentials)
         except RuntimeError:
             raise ListenError(
-                f"cannot listen on {address}; is a server of a run there? Stop it while probing, or set another "
-                "host or port in the cluster file"
+                f"cannot listen on {host_port(*address.listening)}; is a server of a run there? Stop it while "
+                "probing, or set another port or `bind` in the cluster file"
             ) from None
         self._grpc.start()
 

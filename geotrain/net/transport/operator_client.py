@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.certs import Trust, open_channel
+from geotrain.net.transport.certs import Trust, expiry, open_channel
 from geotrain.net.transport.grpc_client import Unreachable
 
 
@@ -35,8 +35,8 @@ def command(address: str, control: rpc.Control, within_s: float, trust: Trust | 
         if refused is not None:
             raise refused from None
         raise Unreachable(
-            f"the server at {address} does not answer ({error.code().name.lower()}); check that the run is on, and "
-            "that this machine reaches it"
+            f"the server at {address} does not answer ({error.code().name.lower()}{expiry(error, trust)}); check "
+            "that the run is on, and that this machine reaches it"
         ) from None
     reply: rpc.ControlReply = wire.unpack(answer, rpc.ControlReply)
     return reply.text

@@ -171,7 +171,7 @@ class Beat(FromMember):
 class Control:
     """Carries a command of the operator.
 
-    what: "snapshot", for any server; "unban", for the server whose member `name` is quarantined; for the global
+    what: "snapshot", for any server; "unban" and "expel", for the server whose member `name` is; for the global
     server also any command of `OperatorCommand`, with `name` the region to drain.
     """
 

@@ -24,6 +24,7 @@ from geotrain.outer.messages import (
     LeaseRequest,
     NotJoined,
     Refused,
+    Release,
     UpdatePart,
     Validated,
     Welcome,
@@ -32,6 +33,7 @@ from geotrain.parameters.parameter_map import numel
 
 T = TypeVar("T")
 
+LAST_WORDS_S = 10.0
 MAX_WAITING_PARTS = 64  # so many updates may wait to be sent
 NOT_YET = -1  # in place of the last update that a server has applied
 
@@ -130,6 +132,13 @@ class WorkerClient:
         """Tell the server a validation's result, in the background. If it cannot be delivered it is lost, which does
         no harm: there will be others."""
         self._start(self._persist(lambda link: link.validated(result)))
+
+    def gave_nothing(self, lease: int) -> None:
+        """Tell the server that this lease's training gave a delta that is not finite; returns when it knows, or soon:
+        this worker is about to end."""
+        with suppress(Exception):
+            told = self._start(self._persist(lambda link: link.release(Release((lease,), failed=True))))
+            told.result(LAST_WORDS_S)
 
     @property
     def retries(self) -> int:

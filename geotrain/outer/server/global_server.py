@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Steered, ValidationDone
+from geotrain.outer.events import SetAside, Steered, ValidationDone
 from geotrain.outer.messages import (
     Finished,
     Identity,
@@ -20,17 +21,23 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Refused,
     Release,
+    RunComplete,
+    SkipSamples,
     Trained,
     UpdatePart,
     Validated,
     Welcome,
 )
 from geotrain.outer.rules import global_rule
-from geotrain.outer.server.leases import LeaseTable, Validations, check_numbers
-from geotrain.outer.server.member import MOST_WEIGHT
+from geotrain.outer.server.leases import LeaseTable, Range, Validations, check_numbers
+from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
+
+MOST_CHANGE = 4  # of H at once: norm limits let so much through
+MOST_SHOWN = 64  # ranges that are set aside, in the status
+STEERED = "paused", "stopping", "closed"  # attributes that a snapshot keeps as they are
 
 
 class GlobalServer(Server):
@@ -65,20 +72,27 @@ class GlobalServer(Server):
             train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds
         )
         self.validations = Validations(validate_every_samples)
-        self.paused = self.stopping = False
+        self.paused = self.stopping = self.closed = False  # closed: its process ends, and nobody new may join
         self.draining: set[str] = set()  # members that shall leave, or have left because they were drained
 
     def _route(self, message: Message) -> Any:
         match message:
             case LeaseRequest():
                 return self._on_lease_request(message)
-            case Release():
-                return self.lease_table.release(message.leases)
+            case Release(leases, failed):
+                return self._note_aside(self.lease_table.fail(leases)) if failed else self.lease_table.release(leases)
+            case SkipSamples(firsts, lasts):
+                return self.lease_table.skip_samples([*zip(firsts, lasts, strict=True)])
             case Trained():
                 self._commit(message.member, message.leases)
                 return None
-            case OperatorCommand():
+            case OperatorCommand() if message.what != "expel":
                 return self._on_operator_command(message)
+            case RunComplete():
+                if not self.finished:
+                    raise Refused("members are at work: the run has not ended")
+                self.closed = True
+                return None
             case Validated():
                 self.copy_weights(None)
                 if self.validations.on_validated(message, self.lease_table):
@@ -100,10 +114,27 @@ class GlobalServer(Server):
                 if self.lease_table.rounds is not None:
                     raise Refused("each round of a synchronous run needs every worker: stop the run instead")
                 self.draining.update(self.members_of[command.region])
+            case setting if setting.startswith("set "):
+                self._set(*setting.removeprefix("set ").partition("=")[::2])
             case _:
-                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: pause, resume, drain, stop")
+                known = "pause, resume, drain, expel, stop, set"
+                raise Refused(f"{command.what[:40]!r} means nothing to a run; known: {known}")
         self._events.append(Steered(command.what, command.region))
         return self.phase
+
+    def _set(self, key: str, value: str) -> None:
+        """Change H for the leases to come; each lease says its own length. Raises Refused."""
+        now = self.lease_table.local_steps
+        if key != "outer.local_steps":
+            raise Refused(f"{key!r} cannot be set while a run is on, only outer.local_steps: all agreed on the rest")
+        if self.lease_table.rounds is not None:
+            raise Refused("outer.local_steps cannot be set: all rounds of a synchronous run are of one length")
+        if not value.isdecimal() or not now <= int(value) * MOST_CHANGE <= now * MOST_CHANGE**2:
+            raise Refused(
+                f"outer.local_steps = {value}: must be from {-(-now // MOST_CHANGE)} to {now * MOST_CHANGE}: it is "
+                f"{now} now, and the norms of updates (outer.limits) may change by {MOST_CHANGE} times at once"
+            )
+        self.lease_table.local_steps = int(value)
 
     def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
         """Grant a lease; None while the run is paused. Raises Refused when the worker is not one of this run's."""
@@ -134,11 +165,19 @@ class GlobalServer(Server):
         """Whether the worker gets no new lease and leaves after those it holds: the run stops, or it is drained."""
         return self.stopping or any(worker in self._workers_of[name] for name in self.draining)
 
+    @property
+    def ending(self) -> bool:
+        return self.closed
+
+    def said_step_s(self) -> Iterable[float]:
+        return self.lease_table.step_s.values()
+
     def recalls(self, member: str) -> bool:
         return self.paused or self.stopping or member in self.draining
 
     def lease_is_due(self, worker: str) -> bool:
-        return not self.paused or self.leaves(worker)
+        table = self.lease_table
+        return self.leaves(worker) or (not self.paused and (table.left or table.finished))
 
     def most_weight(self, member: str) -> int:
         if self.member_role == "worker":
@@ -169,6 +208,12 @@ class GlobalServer(Server):
     def _release_leases(self, name: str) -> None:
         self.lease_table.release(self.holds(name))
 
+    def _give_up(self, name: str, leases: Collection[int]) -> None:
+        self._note_aside(self.lease_table.fail(leases))
+
+    def _note_aside(self, ranges: Iterable[Range]) -> None:
+        self._events += [SetAside(start, start + samples - 1) for start, samples in ranges]
+
     def _begin_incarnation(self, join: Join) -> None:
         # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
         # that contain it, and still answers for the leases that it names.
@@ -191,7 +236,7 @@ class GlobalServer(Server):
         # The resumed run may have more data for those for whom there was none; earlier commands have ended.
         self.lease_table.dismissed.clear()
         self.lease_table.shorten()
-        self.paused = self.stopping = False
+        self.paused = self.stopping = self.closed = False
         self.draining.clear()
 
     @property
@@ -212,25 +257,31 @@ class GlobalServer(Server):
         return "stopping" if self.stopping else "paused" if self.paused else "running"
 
     def status(self) -> dict[str, Any]:
-        """Return plain data for people and tests. complete: no data is left, and none is out."""
+        """Return plain data for people and tests. complete: no data is left, and none is out. returned_samples: of
+        those dispatched, what came back and is to be handed out again."""
         return {
             **super().status(),
             "phase": self.phase,
+            "local_steps": self.lease_table.local_steps,
             "draining": sorted(region for region, names in self.members_of.items() if self.draining & set(names)),
             "complete": self.lease_table.finished,
             "validation": self.validations.latest,
             "train_samples": self.lease_table.train_samples,
             "committed_samples": self.lease_table.committed_samples,
             "dispatched_samples": self.lease_table.next_start,
+            "returned_samples": sum(samples for _, samples in self.lease_table.pool),
             "repeated_samples": self.lease_table.repeated_samples,
             "open_leases": len(self.lease_table.open),
+            "skip": self.lease_table.skip,
+            "set_aside_samples": self.lease_table.set_aside_samples,
+            "set_aside": [[start, start + samples - 1] for start, samples in self.lease_table.aside[:MOST_SHOWN]],
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
         meta["leases"] = self.lease_table.state()
         meta["validations"] = self.validations.state()
-        meta["steered"] = {"paused": self.paused, "stopping": self.stopping, "draining": sorted(self.draining)}
+        meta["steered"] = {**attributes(self, STEERED), "draining": sorted(self.draining)}
         return tensors, meta
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -238,4 +289,5 @@ class GlobalServer(Server):
         self.lease_table.load(meta["leases"])
         self.validations.load(meta["validations"])
         steered = meta["steered"]
-        self.paused, self.stopping, self.draining = steered["paused"], steered["stopping"], set(steered["draining"])
+        set_attributes(self, STEERED, steered)
+        self.draining = set(steered["draining"])

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, astuple
 from heapq import nsmallest
-from math import ceil, inf, isfinite
+from math import ceil, inf
 from typing import Any
 
 from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused, Validated
+from geotrain.outer.metrics import MOST
 from geotrain.outer.server.member import MOST_JOBS, attributes, set_attributes
 
 RETURNED_KEPT = 4096  # leases that came back, which a late update may still name as trained
@@ -24,8 +25,12 @@ MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
 MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
 PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
 LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint, a slow disk, a first compilation
+MOST_ASIDE = 0.05  # of the run's samples: beyond that it is not the data that is to blame
+LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
-SAVED = "next_lease", "next_start", "committed_samples", "repeated_samples", "dismissed", "step_s"
+SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "repeated_samples", "dismissed", "step_s"
+RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
+Range = tuple[int, int]  # start, samples
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
 
@@ -58,12 +63,15 @@ class LeaseTable:
         self.rounds = tuple(sorted(rounds)) if rounds else None
         self.next_lease = 1
         self.next_start = 0  # samples from here on were never handed out
-        self.pool: list[tuple[int, int]] = []  # (start, samples) that came back, sorted
+        self.pool: list[Range] = []  # what came back, sorted
+        self.failed: list[Range] = []  # whose training gave nothing of use once
+        self.aside: list[Range] = []  # what nobody shall train: it failed twice, or the run file says so
+        self.skip: list[Range] = []  # of these, what the run file says, in whole steps
         self.open: dict[int, Lease] = {}  # lease number → lease that is handed out and not committed
         self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
         self.committed_samples = 0
         self.repeated_samples = 0  # trained by two, since the first was taken for dead and came back too late
-        self.dismissed: dict[str, int] = {}  # worker → first job for which it got Finished
+        self.dismissed: dict[str, int] = {}  # worker → last job for which it got Finished
         self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
         # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
@@ -73,7 +81,12 @@ class LeaseTable:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to hand out, and nothing is out."""
-        return not self.open and not self._left()
+        return not self.open and not self.left
+
+    @property
+    def left(self) -> bool:
+        """Whether something is left to hand out now."""
+        return bool(self.pool) or self.next_start < self.train_samples
 
     def grant(self, request: LeaseRequest, new: bool = True, validate: int = 0) -> Lease | Finished | None:
         """Return the lease for this worker's job, the same one every time; Finished when no data is left.
@@ -83,29 +96,29 @@ class LeaseTable:
         who have begun wait for them without end. validate: number of the validation that goes with a new lease.
 
         Finished is said as soon as nothing is left to hand out, although leases that are out with others may still
-        come back: waiting for their commits could deadlock, since a region sends its last updates only when its
-        workers have left. What comes back is trained by the next incarnation of the worker that held it.
+        come back: a worker sends its last progress only when it hears so. Asked for the job after that, the table
+        returns None until leases have come back or all are committed. In rounds Finished is final.
         Raises Refused for a worker or a round that is not of this synchronous run.
         """
         held = self._held.get(request.worker, {}).get(request.job)
         if held:
             return held
-        # All ranks of a worker must get the same reply, even if a lease has come back between their requests. Nor
-        # does it get a later job, which a region may ask for in reserve: it leaves without coming to it.
-        if request.job >= self.dismissed.get(request.worker, inf):
+        # All ranks of a worker must get the same reply, even if a lease has come back between their requests.
+        told = self.dismissed.get(request.worker, inf)
+        if request.job == told or (self.rounds is not None and request.job > told):
             return Finished(request.worker, request.job)
         if request.step_s:
             self.note_speed(request.worker, request.step_s)
         if self.rounds is not None:
             return self._grant_round(request, new, validate)
-        if not self._left():
-            return self.dismiss(request)
+        if not self.left:
+            return None if self.open and request.job == told + 1 else self.dismiss(request)
         if not new:
             return None
         return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step), validate)
 
     def dismiss(self, request: LeaseRequest) -> Finished:
-        """Tell this worker that it gets no more data, and remember from which job on."""
+        """Tell this worker that there is no data for it, and remember for which job."""
         self.dismissed[request.worker] = request.job
         return Finished(request.worker, request.job)
 
@@ -122,6 +135,8 @@ class LeaseTable:
                 samples += lease.samples
             elif lease := self.returned.pop(number, None):
                 taken = self._withdraw(lease.start, lease.samples)
+                self.aside, late = take_out(self.aside, lease.start, lease.samples)
+                taken += sum(size for _, size in late)
                 samples += taken
                 self.repeated_samples += lease.samples - taken
         self.committed_samples += samples
@@ -137,13 +152,50 @@ class LeaseTable:
             lease = self._close(number)
             if lease is None:
                 continue
-            # Its worker may have got Finished; now there is data again for its next incarnation.
-            self.dismissed.pop(lease.worker, None)
             self.pool.append((lease.start, lease.samples))
             self.returned[number] = lease
             if len(self.returned) > RETURNED_KEPT:
                 del self.returned[next(iter(self.returned))]  # the oldest
         self.pool.sort()
+
+    @property
+    def set_aside_samples(self) -> int:
+        return sum(samples for _, samples in self.aside)
+
+    def fail(self, leases: Collection[int]) -> list[Range]:
+        """Return leases to the pool whose training gave nothing of use, and set aside what has failed before.
+
+        Returns what was set aside. Of a run's samples that may be MOST_ASIDE: weights that have diverged spoil every
+        update, and no data is to blame for it.
+        """
+        aside: list[Range] = []
+        most = max(MOST_ASIDE * self.train_samples, LEAST_ASIDE * self.local_steps * self.samples_per_step)
+        for lease in [self.open[number] for number in sorted(leases) if number in self.open]:
+            self.release((lease.lease,))
+            once, twice = take_out(self.failed, lease.start, lease.samples)
+            fresh = [(lease.start, lease.samples)]
+            if self.set_aside_samples + sum(size for _, size in twice) <= most:
+                for start, size in twice:
+                    self._withdraw(start, size)
+                    fresh, _ = take_out(fresh, start, size)
+                self.aside += twice
+                aside += twice
+            self.failed = [*once, *fresh][-RETURNED_KEPT:]
+        return aside
+
+    def skip_samples(self, skip: list[tuple[int, int]]) -> None:
+        """Set aside what is not handed out of these samples, given as (first, last), in place of those before. A step
+        that contains one of them is left out whole."""
+        for start, samples in self.skip:
+            self.aside, back = take_out(self.aside, start, samples)
+            self.pool = sorted([*self.pool, *back])
+        self.skip, step = [], self.samples_per_step
+        for first, last in skip:
+            start = first // step * step
+            self.skip.append((start, (last // step + 1) * step - start))
+            self.pool, back = take_out(self.pool, *self.skip[-1])
+            self.aside += back
+        self._pass_over()
 
     def shorten(self) -> None:
         """Drop samples that came back, where a resumed run has fewer than were handed out before."""
@@ -153,6 +205,7 @@ class LeaseTable:
             if samples > surplus:
                 self.pool.append((start, samples - surplus))
             surplus -= samples
+        self._pass_over()  # there may be more than before
 
     def held_by(self, workers: tuple[str, ...]) -> dict[int, Lease]:
         """Return the open leases of these workers, by their numbers."""
@@ -171,7 +224,7 @@ class LeaseTable:
         """Return plain JSON data, from which `load` restores the table."""
         return {
             **attributes(self, SAVED),
-            "pool": [list(r) for r in self.pool],
+            **{name: [list(r) for r in getattr(self, name)] for name in RANGES},
             "open": [list(astuple(lease)) for lease in self.open.values()],
             "returned": [list(astuple(lease)) for lease in self.returned.values()],
             "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
@@ -180,7 +233,8 @@ class LeaseTable:
     def load(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
         set_attributes(self, SAVED, state)
-        self.pool = [(start, samples) for start, samples in state["pool"]]
+        for name in RANGES:
+            setattr(self, name, [(start, samples) for start, samples in state[name]])
         self.open = {lease.lease: lease for lease in (Lease(*saved) for saved in state["open"])}
         self.returned = {lease.lease: lease for lease in (Lease(*saved) for saved in state["returned"])}
         self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}
@@ -207,9 +261,6 @@ class LeaseTable:
         self.step_s[worker] = step_s
         self._fastest = _two_lowest(self.step_s if search else {**self._fastest, worker: step_s})
 
-    def _left(self) -> bool:
-        return bool(self.pool) or self.next_start < self.train_samples
-
     def _take(self, samples: int) -> tuple[int, int]:
         """Take at most so many samples: (start, samples). What came back goes first: it is the oldest, and the run
         cannot end without it."""
@@ -219,21 +270,25 @@ class LeaseTable:
                 self.pool.insert(0, (start + samples, size - samples))
             return start, min(size, samples)
         start = self.next_start
-        self.next_start = min(start + samples, self.train_samples)
-        return start, self.next_start - start
+        ends = [skipped for skipped, _ in self.skip if skipped > start]
+        self.next_start = end = min(start + samples, self.train_samples, *ends)
+        self._pass_over()
+        return start, end - start
+
+    def _pass_over(self) -> None:
+        """Set aside what is to be skipped next of the samples that were never handed out."""
+        while self.next_start < self.train_samples:
+            ends = [start + samples for start, samples in self.skip if start <= self.next_start < start + samples]
+            if not ends:
+                return
+            end = min(max(ends), self.train_samples)
+            self.aside.append((self.next_start, end - self.next_start))
+            self.next_start = end
 
     def _withdraw(self, start: int, samples: int) -> int:
         """Take these samples out of the pool, as far as they are in it. Returns how many were."""
-        end, taken, left = start + samples, 0, list[tuple[int, int]]()
-        for at, size in self.pool:
-            first, last = max(at, start), min(at + size, end)
-            if first >= last:
-                left.append((at, size))
-                continue
-            taken += last - first
-            left += [(a, b - a) for a, b in ((at, first), (last, at + size)) if a < b]
-        self.pool = left
-        return taken
+        self.pool, taken = take_out(self.pool, start, samples)
+        return sum(size for _, size in taken)
 
     def _grant_round(self, request: LeaseRequest, new: bool, validate: int) -> Lease | Finished | None:
         assert self.rounds is not None
@@ -285,6 +340,19 @@ class LeaseTable:
         self._held.setdefault(request.worker, {})[request.job] = lease
         self.next_lease += 1
         return lease
+
+
+def take_out(ranges: list[Range], start: int, samples: int) -> tuple[list[Range], list[Range]]:
+    """Cut disjoint ranges into what lies outside of that range, and what lies within it."""
+    end, outside, inside = start + samples, list[Range](), list[Range]()
+    for at, size in ranges:
+        first, last = max(at, start), min(at + size, end)
+        if first >= last:
+            outside.append((at, size))
+            continue
+        inside.append((first, last - first))
+        outside += [(a, b - a) for a, b in ((at, first), (last, at + size)) if a < b]
+    return outside, inside
 
 
 def check_numbers(request: LeaseRequest) -> None:
@@ -371,10 +439,10 @@ class Validations:
     def on_validated(self, result: Validated, lease_table: LeaseTable) -> bool:
         """Take a worker's result, or the global server's own. Returns whether it is a new one: it is sent again when
         the reply was lost. Raises Refused for a validation that was not asked for, or a loss that is not finite."""
-        numbers = result.loss, result.seconds
+        numbers = abs(result.loss) <= MOST and 0 <= result.seconds <= MOST  # which NaN is not
         if result.worker == GLOBAL:
             self.number = max(self.number, self.final_task(lease_table))
-        if not 0 < result.number <= self.number or not all(map(isfinite, numbers)) or result.version < 0:
+        if not 0 < result.number <= self.number or not numbers or result.version < 0:
             raise Refused(f"{result.worker}: validation {result.number} with loss {result.loss} was not asked for")
         if self.latest is not None and result.number <= self.latest["number"]:
             return False

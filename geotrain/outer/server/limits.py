@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from geotrain.config import LimitsConfig
-from geotrain.outer.messages import Refused
+from geotrain.outer.messages import BadDelta
 
 MEMORY = 64  # norms remembered for each fragment, times the number of members
 FAR = 4.0  # beyond so many times what would be usual by the others' updates, no history of a member's own helps it
@@ -70,7 +70,7 @@ class NormLimits:
         self._noted: list[deque[Noted]] = [deque(maxlen=self._memory) for _ in range(fragments)]
 
     def check(self, member: str, fragment: int, size: float, weight: int, others: Container[str] = ()) -> None:
-        """Raise Refused if an update is out of the ordinary. size: its norm. others: members that are at work, by
+        """Raise BadDelta if an update is out of the ordinary. size: its norm. others: members that are at work, by
         whose updates it is measured. Remembers nothing (see `note`)."""
         if self.deviations is None:
             return
@@ -107,8 +107,8 @@ class NormLimits:
             noted.extend(zip(*columns, strict=True))
 
 
-def _unusual(member: str, fragment: int, size: float, usually: str) -> Refused:
-    return Refused(
+def _unusual(member: str, fragment: int, size: float, usually: str) -> BadDelta:
+    return BadDelta(
         f"{member}: fragment {fragment}: the update's norm of {size:.3g} is far out of the ordinary{usually}. "
         "Look for a diverged loss; to allow it, raise outer.limits.norm_deviations or set it to null"
     )

@@ -27,10 +27,24 @@ MOST_NAME = 64  # characters of a metric's name
 MOST_LEASES = 4096  # that an update completes; what is more goes with the next
 MOST_JOBS = 1 << 40  # of a worker in a run
 MOST_WEIGHT = 1 << 20  # worker updates in one of a region
+MOST_PARTS = 1 << 14  # ranks of a worker; a region has one
+MOST_SLICES = 1 << 20  # of all ranks of a member, some 150 MB; those of 70 B parameters on 1,024 have some 20,000
+MOST_INCARNATION = 256  # characters of an incarnation's name
 MOST_INCARNATIONS = 65536  # of a member in a run: all of them are remembered, in every snapshot
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
 SAVED = (
-    *("incarnation", "former", "restarts", "quarantined", "banned", "sequence", "job", "updates", "refused"),
+    *(
+        "incarnation",
+        "former",
+        "restarts",
+        "quarantined",
+        "expelled",
+        "banned",
+        "sequence",
+        "job",
+        "updates",
+        "refused",
+    ),
     *("strikes", "fault", "step_s", "metrics"),
 )
 
@@ -46,9 +60,11 @@ class Member:
     # A quarantine is no phase: it bars the name whatever its process does meanwhile. It may fall silent, leave or be
     # started anew, and only time or the operator ends the quarantine.
     quarantined: bool = False
+    expelled: bool = False  # by the operator: then time does not end the quarantine
     banned: str = ""  # the incarnation that was quarantined last: it may not come back either
     parts: int = 0  # its ranks
     joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this incarnation of member and server
+    slices: dict[int, int] = field(default_factory=dict)  # part → how many its join names
     sequence: int = 0  # of the last update applied
     job: int = 0  # of the last update applied
     came: dict[int, int] = field(default_factory=dict)  # fragment → job of its last delta (of regions: 0)
@@ -149,8 +165,9 @@ class Member:
     def status(self) -> dict[str, Any]:
         """Return plain data for people and tests."""
         shown = ("left", "restarts", "updates", "sequence", "job", "refused", "quarantined", "fault")
+        known = {"joined": self.complete, "phase": self.phase.value, "owed": sorted(self.owed)}
         # What the member says of itself stands first: it cannot overwrite what this server knows of it.
-        return {**self.metrics, "joined": self.complete, **{name: getattr(self, name) for name in shown}}
+        return {**self.metrics, **known, **{name: getattr(self, name) for name in shown}}
 
 
 def attributes(owner: object, names: Sequence[str]) -> dict[str, Any]:
@@ -164,11 +181,17 @@ def set_attributes(owner: object, names: Sequence[str], state: Mapping[str, Any]
         setattr(owner, name, copy(state[name]))
 
 
-def check_identity(join: Join, ours: Identity, data: str) -> None:
+def check_identity(join: Join, ours: Identity, data: str, origin: str) -> None:
     """Raise Refused unless the member trains the same run, model and data as this server.
 
-    data: sha256 of the run's training data; "" while it is not known. Either end may not know it yet.
+    data: sha256 of the run's training data; "" while it is not known. Either end may not know it yet. origin: of the
+    run, since another may have its name.
     """
+    if join.origin not in ("", origin):
+        raise Refused(
+            f"{join.member}: its state is of another run of the name {ours.run!r}: give it its own run's folder, "
+            "or move that away to begin with the weights of this one"
+        )
     for what, their, our in (
         ("run", join.run, ours.run),
         ("config digest", join.config_digest, ours.config_digest),
@@ -189,6 +212,8 @@ def check_identity(join: Join, ours: Identity, data: str) -> None:
 def check_quarantine(name: str, member: Member, incarnation: str, limits: LimitsConfig) -> None:
     """Raise Refused while the member is quarantined, and afterwards for the very incarnation that was: it has to be
     started anew."""
+    if member.expelled:
+        raise Refused(f"{name}: the operator expelled it; started anew it may join once `geotrain unban` lets it")
     if member.quarantined:
         raise Refused(
             f"{name} is quarantined after {len(member.strikes)} refused updates; the last one: {member.fault}. "
@@ -207,6 +232,8 @@ def check_incarnation(name: str, member: Member, incarnation: str) -> None:
     """Raise Refused for a former incarnation of the member, and for a new one when no more can be remembered."""
     if not incarnation:
         raise Refused(f"{name}: joins without naming its incarnation")
+    if len(incarnation) > MOST_INCARNATION or not incarnation.isprintable():
+        raise Refused(f"{name}: its incarnation's name is no text of at most {MOST_INCARNATION} characters")
     if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
     if incarnation != member.incarnation and len(member.former) >= MOST_INCARNATIONS:
@@ -214,6 +241,21 @@ def check_incarnation(name: str, member: Member, incarnation: str) -> None:
             f"{name}: it has had more than {MOST_INCARNATIONS:,} incarnations; find out why, and "
             "resume in a new folder"
         )
+
+
+def check_parts(join: Join, parts: int, role: str, slices: Mapping[int, int]) -> None:
+    """Raise Refused unless this rank is one of so many, and their joins, which are kept, are of an honest size.
+
+    parts: of its member. role: what that is. slices: part → how many its join names, with this one's.
+    """
+    most = MOST_PARTS if role == "worker" else 1
+    if join.parts != parts or not 0 <= join.part < parts <= most:
+        raise Refused(
+            f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts; "
+            f"a {role} has at most {most}"
+        )
+    if (named := sum(slices.values())) > MOST_SLICES:
+        raise Refused(f"{join.member}: its ranks name {named:,} slices; at most {MOST_SLICES:,}")
 
 
 def check_slices(join: Join, parameter_map: ParameterMap, down: CodecConfig) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from math import inf
+from statistics import median_low
+from typing import Literal
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
@@ -29,6 +31,7 @@ from geotrain.outer.server.member import (
     check_coverage,
     check_identity,
     check_incarnation,
+    check_parts,
     check_quarantine,
     check_slices,
 )
@@ -46,6 +49,7 @@ class Membership(ABC):
     """
 
     shards: Shards
+    member_role: Literal["region", "worker"]
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
@@ -55,6 +59,8 @@ class Membership(ABC):
         self.identity, self.parameter_map, self.rule, self.down = identity, parameter_map, rule, down
         self.limits = limits
         self.incarnation = ""  # names the server's present one; its process sets it, since drawing it is not pure
+        # Of the run: its global server's process draws it where the run begins, regions are told it when they join.
+        self.origin = ""
         self.members = {name: Member() for name in members}
         self.fragments: list[Counts] = []  # empty until the first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
@@ -92,32 +98,45 @@ class Membership(ABC):
                 raise Refused(f"{name}: its other ranks have not joined yet", JOIN_RETRY_S)
         raise NotJoined(f"{name}: join first, with every part", JOIN_RETRY_S)
 
+    @property
+    @abstractmethod
+    def ending(self) -> bool:
+        """Whether this server is about to end, and would answer nobody who joins now."""
+
     @abstractmethod
     def holds(self, name: str) -> dict[int, Lease]:
         """Return the leases that this member's workers hold, by their numbers."""
 
     def patience_s(self, name: str) -> float:
-        """Seconds for which this worker may hold its leases and send nothing; inf: without bound.
+        """Seconds for which this member may hold its leases and send nothing, by what members say of their speed.
 
-        A multiple of what its job takes by its own measure; before it has one, by that of the slowest other. Without
-        bound in synchronous rounds, where nobody else may train its data.
+        A multiple of what its job takes by the usual measure, since its own may be a lie. inf: without bound, as in
+        synchronous rounds, where nobody else may train its data.
         """
-        step_s = self.members[name].step_s or max(member.step_s for member in self.members.values())
+        step_s = median_low([*filter(None, self.said_step_s())] or [0.0])
         return inf if self.rule.in_rounds else patience_s(self.holds(name).values(), step_s, self.validation_steps)
+
+    def said_step_s(self) -> Iterable[float]:
+        """Return the seconds of an inner step that each worker has last said; 0: none."""
+        return [member.step_s for member in self.members.values()]
 
     # -- messages
 
     def _on_join(self, join: Join) -> Welcome:
         """Let a rank join. Raises Refused when its member, or its model, does not belong here; then nothing has
         changed."""
-        check_identity(join, self.identity, self.data)
+        check_identity(join, self.identity, self.data, self.origin)
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
         check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
+        if new and self.ending:
+            raise Refused(
+                f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on with it"
+            )
         parts = join.parts if new or not member.joined else member.parts
-        if join.parts != parts or not 0 <= join.part < parts:
-            raise Refused(f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts")
+        slices = {**({} if new else member.slices), join.part: sum(map(len, (*join.pushes, *join.holds)))}
+        check_parts(join, parts, self.member_role, slices)
         check_slices(join, self.parameter_map, self.down)
         joined = {**({} if new else member.joined), join.part: join}
         if len(joined) == parts:
@@ -135,10 +154,12 @@ class Membership(ABC):
             member.meet(MemberEvent.HEARD)
         self.shards.receive(join)
         member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
-        member.parts, member.joined = parts, joined
+        member.parts, member.joined, member.slices = parts, joined, slices
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
-        return Welcome(member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions))
+        return Welcome(
+            member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions), self.origin
+        )
 
     def next_job(self, name: str) -> int:
         """Return the job that a new incarnation of this worker begins with.
@@ -171,19 +192,35 @@ class Membership(ABC):
         """Count the strike. Returns whether the member is quarantined for it now; then others get its leases."""
         member = self._member(strike.member)
         ours = not member.quarantined and member.incarnation == strike.incarnation
+        if ours and strike.job:
+            begun = [number for number, lease in self.holds(strike.member).items() if lease.job <= strike.job]
+            self._give_up(strike.member, begun)
         quarantined = ours and member.strike(strike.reason, self.limits.strike_window) >= self.limits.strikes
         self._events.append(UpdateRefused(strike.member, strike.reason, len(member.strikes)))
         if quarantined:
-            member.quarantined, member.banned = True, strike.incarnation
-            self._forget(strike.member)
-            self._release_leases(strike.member)
-            self._events.append(Quarantined(strike.member, strike.reason))
+            self._quarantine(strike.member, strike.incarnation, strike.reason)
         return quarantined
+
+    def _on_expel(self, name: str) -> str:
+        """Quarantine the member until the operator unbans it. Returns what was done, in words."""
+        member = self._member(name)
+        if self.rule.in_rounds:
+            raise Refused("each round of a synchronous run needs every worker: stop the run instead")
+        member.expelled, member.fault = True, "the operator expelled it"
+        self._quarantine(name, member.incarnation, member.fault)
+        return f"{name}: expelled; its leases go to others"
+
+    def _quarantine(self, name: str, incarnation: str, reason: str) -> None:
+        member = self.members[name]
+        member.quarantined, member.banned = True, incarnation
+        self._forget(name)
+        self._release_leases(name)
+        self._events.append(Quarantined(name, reason))
 
     def _on_lift_quarantine(self, unban: LiftQuarantine) -> None:
         """Let a new incarnation of the member join; the one that was quarantined stays banned."""
         member = self._member(unban.member)
-        member.quarantined = False
+        member.quarantined = member.expelled = False
         member.strikes.clear()
         self._events.append(Unbanned(unban.member))
 
@@ -229,7 +266,7 @@ class Membership(ABC):
         answers = tuple(member.answers) if sent else ()
         self.shards.execute(Forget(name, joins, sent, answers, (member.sequence,)))
         if joins:
-            for table in (member.joined, member.arriving, member.admitted):
+            for table in (member.joined, member.slices, member.arriving, member.admitted):
                 table.clear()
         if sent:
             member.awaiting.clear()
@@ -249,6 +286,10 @@ class Membership(ABC):
     def _release_leases(self, name: str) -> None:
         """Return to the pool the leases that this member holds and has not trained. Those of synchronous rounds stay
         with their worker, whichever of its incarnations: a round has a place for each."""
+
+    @abstractmethod
+    def _give_up(self, name: str, leases: Collection[int]) -> None:
+        """Return leases of this member whose training gave nothing of use. Those of synchronous rounds stay."""
 
     @abstractmethod
     def _begin_incarnation(self, join: Join) -> None:

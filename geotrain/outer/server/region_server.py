@@ -49,7 +49,7 @@ from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 # Attributes that a snapshot keeps as they are.
-SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions"
+SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent"
 
 
 class RegionServer(Server):
@@ -82,6 +82,7 @@ class RegionServer(Server):
         self.newest: set[int] | None = set() if validates else None
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
         self.first_versions = [0] * len(parameter_map.fragments)
+        self.spent: list[str] = []  # workers for which there was no data when they asked last
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self._due = False  # `go_on` is to look for what must be sent up
@@ -89,6 +90,10 @@ class RegionServer(Server):
     @property
     def finished(self) -> bool:
         return self.done
+
+    @property
+    def ending(self) -> bool:
+        return self.gone
 
     def workers_of(self, member: str) -> tuple[str, ...]:
         return (member,)
@@ -124,12 +129,12 @@ class RegionServer(Server):
                 return None
             case UpdateRejected() if message.member == self.name:
                 return self._on_own_update_rejected(message)
-            case OperatorCommand():
-                raise Refused(f"a region's server can snapshot and unban, not {message.what}")
+            case OperatorCommand() if message.what != "expel":
+                raise Refused(f"a region's server can snapshot, unban and expel, not {message.what}")
         reply = super()._route(message)
-        # The K-th update makes a send due. So may the leaving or silence of the last worker at work: what is pending
-        # then leaves without waiting for more.
-        self._due = reply is True or isinstance(message, Leave | MemberSilent)
+        # The K-th update makes a send due. So may the leaving or silence of the last worker at work, or that there
+        # is no data for it: what is pending then leaves without waiting for more.
+        self._due = reply is True or isinstance(message, Leave | MemberSilent | OperatorCommand)
         return reply
 
     def go_on(self) -> Handled:
@@ -148,7 +153,7 @@ class RegionServer(Server):
         i, known = self.identity, self.shards.own_fingerprints()
         mirrors = tuple(known.get(chunk.index, 0) for chunk in self.parameter_map.chunks) if known else ()
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation
-        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors)
+        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors, self.origin)
 
     def _answered_for(self) -> tuple[int, ...]:
         """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
@@ -166,7 +171,7 @@ class RegionServer(Server):
         that state holds as pending went up later, so sending it would count it twice: the region begins again from
         the global weights.
         """
-        known = welcome.sequence - 1
+        known, self.origin = welcome.sequence - 1, welcome.origin
         if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.parameter_map.fragments)):
             wrong = f"sequence {welcome.sequence}, versions {welcome.versions}"
             raise Refused(f"{self.name}: a welcome with {wrong} is none")
@@ -315,6 +320,10 @@ class RegionServer(Server):
         counts as dead, has done this job, or would not come to it."""
         worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
         done = lease.job < next_job
+        self.spent = [name for name in self.spent if name != lease.worker]
+        if isinstance(lease, Finished) and not done:
+            self.spent.append(lease.worker)
+            self._due = True
         sent = (number for update in self.in_flight.values() for number in update.leases)
         if isinstance(lease, Lease) and lease.lease not in {*self.leases.of(lease.worker), *self.trained, *sent}:
             if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
@@ -369,6 +378,8 @@ class RegionServer(Server):
         return {
             **super().status(),
             "region": self.name,
+            "wanted": [name for name, jobs in self.wanted.items() if jobs],
+            "gone": self.gone,
             "sent": self.sequence,
             "in_flight": len(self.in_flight) + self._due,
             "pending": sum(state.counts.get("pending", 0) for state in self.fragments),
@@ -413,7 +424,7 @@ class RegionServer(Server):
     def _last_words(self) -> list[Send]:
         """Return, at the end, the leases that are trained and will be in no update: without the ledger, those whose
         training came while one travelled."""
-        if not self.idle or self.in_flight:
+        if not self._at_rest or self.in_flight:
             return []
         pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
         trained = tuple(lease for lease, fragments in self.trained.items() if not fragments & pending)
@@ -430,14 +441,24 @@ class RegionServer(Server):
     def _give_back(self, name: str, leases: Collection[int]) -> None:
         self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
 
-    def _release(self, untrained: tuple[int, ...]) -> None:
+    @property
+    def _at_rest(self) -> bool:
+        """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
+        for some, and nobody holds a lease."""
+        return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
+
+    def _give_up(self, name: str, leases: Collection[int]) -> None:
+        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases), failed=True)
+
+    def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
         if untrained:
-            self._sends.append(Send(GLOBAL, Release(untrained)))
+            self._sends.append(Send(GLOBAL, Release(untrained, failed)))
 
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
+        at_rest = self._at_rest
         for fragment, state in enumerate(self.fragments):
-            if not self.rule.may_send(state, flush=self.idle):
+            if not self.rule.may_send(state, flush=at_rest):
                 continue
             inputs, weight = self.rule.on_send(state)
             self.sequence += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any, Literal
 
 from torch import Tensor
@@ -25,18 +25,21 @@ from geotrain.outer.events import Event, UpdateApplied, UpdateStage
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
+    BadDelta,
     Identity,
     Join,
     Leave,
     LiftQuarantine,
     MemberSilent,
     Message,
+    OperatorCommand,
     Refused,
     Send,
     UpdatePart,
     UpdateRejected,
     update_id,
 )
+from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, check_part, check_round, outline
@@ -64,8 +67,8 @@ class Handled:
 
     reply: for the sender. Its type follows from the message: a Join gets a Welcome; an UpdatePart whether the update
     was applied now; a LeaseRequest a Lease, a Finished or None ("not yet"); a Welcome how many updates were lost; an
-    OperatorCommand the run's phase; an UpdateRejected whether the member is quarantined now; all others None.
-    sends: messages that leave now, for others. events: what happened, for the event log.
+    OperatorCommand what is now; an UpdateRejected whether the member is quarantined; all others None. sends: messages
+    for others. events: for the event log.
     """
 
     reply: Any
@@ -114,8 +117,7 @@ class Server(Membership):
 
     def take(self, message: Message | FromShards) -> Handled:
         """Do the part of `handle` for which the sender waits. `go_on` must be called before the next message."""
-        inner = self.shards.unwrap(message)
-        return self._handled(None if inner is None else self._route(inner))
+        return self._handled(None if (inner := self.shards.unwrap(message)) is None else self._route(inner))
 
     def go_on(self) -> Handled:
         """Do what the message makes due for others, such as a region's update for the global server."""
@@ -145,6 +147,8 @@ class Server(Membership):
                 return self._on_update_rejected(message)
             case LiftQuarantine():
                 return self._on_lift_quarantine(message)
+            case OperatorCommand(what="expel"):
+                return self._on_expel(message.region)
         raise Refused(f"a {type(message).__name__} means nothing to this server")
 
     @property
@@ -327,6 +331,7 @@ class Server(Membership):
             **of_shards,
             "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
+            "origin": self.origin,
             "fragments": [counts.state() for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
             "sent": {name: self._sent(name) for name in self.members if self.shards.was_sent(name)},
@@ -346,7 +351,7 @@ class Server(Membership):
         """Load what `state` returned. Raises ParameterMapError when it is another model's, or is cut otherwise."""
         self.parameter_map.check_digest(meta["parameter_map_digest"])
         self.fragments = [Counts(**saved) for saved in meta["fragments"]]
-        self.data = meta["data"] or self.data
+        self.data, self.origin = meta["data"] or self.data, meta["origin"]
         if self.norms and meta["norms"]:
             self.norms.load(meta["norms"])
         for name, saved in meta["members"].items():
@@ -370,7 +375,9 @@ class Server(Membership):
         """Return plain data for people and tests."""
         return {
             "versions": self.versions,
-            "members": {name: member.status() for name, member in self.members.items()},
+            "members": {name: {**m.status(), "leases": len(self.holds(name))} for name, m in self.members.items()},
+            "over": self.over,
+            "finished": self.finished,
             "refused": {name: member.refused for name, member in self.members.items() if member.refused},
         }
 
@@ -445,7 +452,7 @@ class Server(Membership):
             self.answer_members(names, fragment)
         self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)
-        metrics = {k: value for k, value in first.metrics.items() if k != "staleness" and isfinite(value)}
+        metrics = {name: value for name, value in credible(first.metrics).items() if name != "staleness"}
         member.metrics = {**metrics, "staleness": float(staleness)}
         samples, tokens = self._count_trained(first)
         if self.reports_updates:
@@ -474,12 +481,12 @@ class Server(Membership):
         squares: dict[int, list[float]] = {}
         for each in decoded:
             if each.fault:
-                raise Refused(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
+                raise BadDelta(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
             squares.setdefault(self.parameter_map.chunks[each.chunk].fragment, []).append(each.squares)
         for fragment, sums in squares.items():
             member.norms[fragment] = norm(sums)
             if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
-                raise Refused(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
+                raise BadDelta(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
 
     def _freeze(self, name: str, sequence: int, fragment: int) -> None:
         """Encode the fragment's weights for all parts at once and put them into the member's answer."""

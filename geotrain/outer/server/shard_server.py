@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from geotrain.outer.downlink import fingerprint, sends_changes
-from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Refused, Send, UpdatePart
+from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Refused, Send, UpdatePart, update_id
 from geotrain.outer.server.member import Member
 from geotrain.outer.server.server import Handled
 from geotrain.outer.shards.local import LocalShards
@@ -35,6 +35,8 @@ from geotrain.outer.shards.protocol import (
     StartOver,
     bare,
     counts,
+    digest,
+    digest_of_all,
 )
 from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.parameter_map import ParameterMapError, numel
@@ -93,6 +95,8 @@ class ShardServer:
                 return self._say(*[self._froze(name) for name in self.members if self.shard.fingerprints_of(name)])
             case Apply() | Freeze() | Forget() | SendUp() | Merge() | StartOver() | Copy():
                 try:
+                    if isinstance(message, Apply):
+                        self._check_judged(message)
                     self.shard.execute(message)
                 except KeyError as error:
                     raise PayloadLost(
@@ -109,6 +113,20 @@ class ShardServer:
             case _:
                 raise Refused(f"a {type(message).__name__} means nothing to a shard")
         return Handled(None)
+
+    def _check_judged(self, command: Apply) -> None:
+        """Raise PayloadLost where the payloads are not those that the coordinator has judged."""
+        chunks = [chunk.index for chunk in self.parameter_map.chunks_of[command.fragment]]
+        for chunk, judged in zip(chunks, command.judged, strict=True):
+            if chunk not in self.chunks:
+                continue
+            known = self.shard.members[command.member]
+            payloads = known.updates[command.sequence]
+            if judged != digest_of_all(digest(payloads[part, chunk]) for part in sorted(known.joins)):
+                raise PayloadLost(
+                    f"shard {self.index} of {self.name!r}: update {update_id(command.member, command.sequence)}, "
+                    f"{self.parameter_map.called(chunk)}: not what its coordinator has judged: nothing is applied"
+                )
 
     take = handle  # nobody waits for half of a command
 
@@ -147,7 +165,8 @@ class ShardServer:
     def _held(self, part: UpdatePart) -> HeldPart:
         squares = {each.chunk: each for each in self.shard.measure(part.member, part.sequence, part.part)}
         measured = [
-            Measured(d.chunk, len(d.payload), squares[d.chunk].squares, squares[d.chunk].fault) for d in part.deltas
+            Measured(d.chunk, len(d.payload), squares[d.chunk].squares, squares[d.chunk].fault, digest(d.payload))
+            for d in part.deltas
         ]
         return HeldPart(bare(part), tuple(measured))
 
@@ -201,10 +220,18 @@ class ShardServer:
                 where = f"{part.member}, part {part.part}: {self.parameter_map.called(delta.chunk)}"
                 raise Refused(f"{where} has {len(delta.payload)} bytes, its slices need {wanted}")
         known = self.shard.members[part.member].updates
-        held = {sequence for sequence, payloads in known.items() if any(p == part.part for p, _ in payloads)}
-        if len(held - {part.sequence}) >= MOST_HELD:
+        held = {n: own for n, payloads in known.items() if (own := sorted(i for p, i in payloads if p == part.part))}
+        if part.sequence in held:  # it may be judged already: what came first stays
+            if held[part.sequence] != sorted(chunks):
+                update = update_id(part.member, part.sequence)
+                raise Refused(
+                    f"{part.member}: update {update} of part {part.part} came with other chunks before; its sender "
+                    "must join anew to change it"
+                )
+            return False
+        if len(held) >= MOST_HELD:
             raise Refused(f"{part.member}: updates {sorted(held)} of this rank wait to be taken", RETRY_S)
-        return not all((part.part, i) in known.get(part.sequence, {}) for i in chunks)
+        return True
 
     def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> bool:
         """Always False: members ask the coordinator to freeze answers, never a shard."""

@@ -8,8 +8,9 @@ chunk, so the number of shards changes no bit. Slices and payloads reach a shard
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,7 +26,8 @@ from geotrain.parameters.parameter_map import ParameterMap
 class Apply:
     """Let the rule apply this fragment of the member's update, which is decoded now if it was not yet.
 
-    version: of the fragment's weights, with this update. inputs: of the rule, see `Rule.apply`.
+    version: of the fragment's weights, with this update. inputs: of the rule, see `Rule.apply`. judged: digest of the
+    payloads of each of its chunks that were judged (`digest_of_all`); empty where the shards are not remote.
     """
 
     member: str
@@ -33,6 +35,7 @@ class Apply:
     fragment: int
     version: int
     inputs: Inputs
+    judged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,12 +143,13 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Measured:
-    """Size, sum of squares and fault of the payload of one chunk, as a remote shard found them."""
+    """Size, sum of squares, fault and digest of the payload of one chunk, as a remote shard found them."""
 
     chunk: int
     size_bytes: int
     squares: float
     fault: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -263,6 +267,16 @@ class Shards(Protocol):
 
         Raises ParameterMapError when the state is of other chunks, or of another number of remote shards.
         """
+
+
+def digest(payload: bytes) -> str:
+    """Digest by which coordinator and shard know that they mean the same payload."""
+    return sha256(payload).hexdigest()[:32]
+
+
+def digest_of_all(digests: Iterable[str]) -> str:
+    """Digest of the payloads of all ranks, in their order, of which these are the digests."""
+    return digest("".join(digests).encode())
 
 
 def bare(part: UpdatePart) -> UpdatePart:

@@ -12,6 +12,7 @@ from torch import Tensor
 from geotrain.outer.codec import Codec
 from geotrain.outer.messages import Answer, ChunkWeights, Elsewhere, Join, Message, Refused, UpdatePart
 from geotrain.outer.shards.protocol import (
+    Apply,
     Checked,
     Command,
     Decoded,
@@ -29,6 +30,7 @@ from geotrain.outer.shards.protocol import (
     StartOver,
     bare,
     counts,
+    digest_of_all,
     with_payloads,
 )
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
@@ -62,6 +64,8 @@ class RemoteShards(Shards):
 
     def execute(self, command: Command) -> None:
         match command:
+            case Apply():
+                command = replace(command, judged=self._judged(command))
             case Forget():
                 for at in [at for at in self._measured if at[0] == command.member]:
                     if command.joins or at[1] in command.updates:
@@ -78,6 +82,12 @@ class RemoteShards(Shards):
         if isinstance(command, Forget) and command.mirrors:
             self._fingerprints.pop(command.member, None)
             self._forgotten[command.member] = self.commands
+
+    def _judged(self, command: Apply) -> tuple[str, ...]:
+        of = command.member, command.sequence
+        parts = [{m.chunk: m.digest for m in each} for at, each in sorted(self._measured.items()) if at[:2] == of]
+        chunks = self.parameter_map.chunks_of[command.fragment]
+        return tuple(digest_of_all(part[chunk.index] for part in parts) for chunk in chunks)
 
     def _give(self, command: ShardCommand | Join) -> None:
         if counts(command, self.changes):

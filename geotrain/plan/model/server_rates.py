@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class ServerRates:
     """Measured rates of a server's work. of_parameter: ns of a parameter, by stage. of_byte: ns of a byte of a
-    payload, by stage. recovery_s_per_gb: of its snapshot, until it listens. All of one thread; note: how they were
-    measured."""
+    payload, by stage; `between` is what an update takes from end to end beyond its stages (fresh memory, gRPC, waits
+    of one thread for another), `tls` what encryption adds to that, both for a byte in or out. recovery_s_per_gb: of
+    its snapshot, until it listens. note: how they were measured."""
 
     hardware: str
     note: str
     of_parameter: dict[str, float]
     of_byte: dict[str, float]
     recovery_s_per_gb: float
+
+    def over(self, encrypted: bool) -> ServerRates:
+        """Return the rates over links that are encrypted, or not."""
+        between = self.of_byte["between"] + (self.of_byte["tls"] if encrypted else 0.0)
+        return replace(self, of_byte={**self.of_byte, "between": between})
 
 
 # fmt: off
@@ -27,5 +33,10 @@ MEASURED = ServerRates(hardware='AMD EPYC, 2 cores, 24 GiB, no GPU',
                           'up_encode': 2.34,
                           'merge': 0.508,
                           'mirror': 9.9},
-            of_byte={'frames_in': 0.432, 'journal_write': 0.269, 'journal_flush': 0.292, 'frames_out': 0.373},
+            of_byte={'frames_in': 0.432,
+                     'journal_write': 0.269,
+                     'journal_flush': 0.292,
+                     'frames_out': 0.373,
+                     'between': 1.7,
+                     'tls': 0.75},
             recovery_s_per_gb=1.76)

@@ -1,7 +1,8 @@
 """Needs of one server: memory, disk, time of an update and of a recovery. The dry run prints it, the simulator
 counts it, docs/operations.md has tables of it; `tests/plan/test_servers.py` holds the bytes against live tensors.
 
-All are for the whole server; its shards divide what grows with parameters. Times are of one thread of arithmetic.
+All are for the whole server; its shards divide what grows with parameters. Times are those of updates that come one
+after another, from end to end.
 """
 
 from __future__ import annotations
@@ -135,18 +136,18 @@ def server_needs(
 
 def update_s(place: Place, in_bytes: float, numel: float, out_bytes: float, rates: ServerRates = MEASURED) -> float:
     """Compute the seconds of a member's update of so many parameters."""
-    byte, parameter = rates.of_byte, rates.of_parameter
+    parameter = rates.of_parameter
     changes = sends_changes(place.down)
     # A change is coded as a region's progress is, and decoded into the mirror.
     answer = parameter["up_encode"] + parameter["decode_and_norm"] if changes else parameter["answer"]
     mirror = parameter["mirror"] if place.on_disk and changes else 0.0
-    ns = _taken_in_ns(in_bytes, rates) + byte["frames_out"] * out_bytes
+    ns = _taken_in_ns(in_bytes, rates) + _sent_ns(out_bytes, rates)
     return (ns + (parameter["decode_and_norm"] + parameter["rule"] + answer + mirror) * numel) / 1e9
 
 
 def send_s(numel: float, up_bytes: float, rates: ServerRates = MEASURED) -> float:
     """Compute the seconds of a region's update of so many parameters to the global server."""
-    return (rates.of_parameter["up_encode"] * numel + rates.of_byte["frames_out"] * up_bytes) / 1e9
+    return (rates.of_parameter["up_encode"] * numel + _sent_ns(up_bytes, rates)) / 1e9
 
 
 def merge_s(place: Place, numel: float, down_bytes: float, rates: ServerRates = MEASURED) -> float:
@@ -158,12 +159,17 @@ def merge_s(place: Place, numel: float, down_bytes: float, rates: ServerRates = 
 
 def _taken_in_ns(count_bytes: float, rates: ServerRates) -> float:
     """Compute the nanoseconds until a payload has arrived and is on the disk."""
-    return sum(rates.of_byte[stage] for stage in ("frames_in", "journal_write", "journal_flush")) * count_bytes
+    return sum(rates.of_byte[s] for s in ("frames_in", "journal_write", "journal_flush", "between")) * count_bytes
+
+
+def _sent_ns(count_bytes: float, rates: ServerRates) -> float:
+    """Compute the nanoseconds until a payload has been sent."""
+    return (rates.of_byte["frames_out"] + rates.of_byte["between"]) * count_bytes
 
 
 @dataclass(frozen=True)
 class ServerSeconds:
-    """Holds the seconds of one thread of a server for each fragment. update: for a member's update, from its first
+    """Holds the seconds of a server for each fragment. update: for a member's update, from its first
     byte to its answer's last. send, merge: of a region, for its update to the global server, and for the answer."""
 
     update: tuple[float, ...] = ()

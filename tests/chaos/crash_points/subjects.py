@@ -19,7 +19,6 @@ from unittest.mock import patch
 import tokenizers
 import torch
 
-from geotrain.checkpoint import folders
 from geotrain.checkpoint.folders import CheckpointError
 from geotrain.checkpoint.saving import Checkpoints
 from geotrain.common.files import out_of_room, whole_folder
@@ -213,17 +212,10 @@ class Engine:
         return zlib.crc32(b"".join(state[name].numpy().tobytes() for name in ("exp_avg", "exp_avg_sq")))
 
 
-def _gather(outcomes: list[Any], mine: Any, group: None) -> None:
-    outcomes[0] = mine
-
-
 class CheckpointSubject:
     """A worker of one rank that saves after each job, trains the next one meanwhile, and keeps two checkpoints."""
 
     def __init__(self) -> None:
-        folders.dist = SimpleNamespace(  # type: ignore[attr-defined]
-            new_group=lambda **how: None, get_rank=lambda: 0, get_world_size=lambda: 1, all_gather_object=_gather
-        )
         engine = Engine()
         self.states = [0]
         for job in range(1, SAVES + 1):

@@ -33,7 +33,14 @@ def replayed(run: FaultyRun, site: str) -> ServerReplay:
         """Make the server that `geotrain serve` makes, without state."""
         return any_server(config, cluster, site, remote_shards(config, cluster, site))
 
-    coordinator = Written(build, partial(begin_server, run=config), segments(run, site, KINDS), snapshots(run, site))
+    kept = snapshots(run, site)
+
+    def begin(server: Server) -> None:
+        begin_server(server, config)
+        if site == GLOBAL:  # it was drawn at random
+            server.origin = kept[min(kept)]().meta["state"]["origin"]
+
+    coordinator = Written(build, begin, segments(run, site, KINDS), kept)
     shards = [
         Written(
             partial(shard_server, config, cluster, site, index),
@@ -110,7 +117,7 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
         twice += max(sum(numbers.values()) - len(numbers), sum(contents.values()) - len(contents))
     leases = cast(GlobalServer, top.now).lease_table
     out = [(lease.start, lease.samples) for lease in leases.open.values()]
-    once, overlapping = coverage([*top.committed, *leases.pool, *out])
+    once, overlapping = coverage([*top.committed, *leases.pool, *leases.aside, *out])
     wrong = [
         f"{site if shard is None else shard_name(site, shard)}: {text}"
         for site, server in servers.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.small_runs import cluster_file, run_file, write_files
 from geotrain.config import ClusterConfig
-from geotrain.net.transport.certs import make_certificates
+from geotrain.net.transport.authority import make_certificates
 from tests.chaos.faults.clocks import Clocks
 
 CHUNK_ELEMENTS = 4096  # a tenth of the model

@@ -1,0 +1,45 @@
+"""Prints what a command found: as text or, with --json, as JSON on standard output and nothing else there."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON; what else is told goes to standard error.")]
+
+
+@dataclass(frozen=True)
+class Told:
+    """The result of a command. data: for JSON; what it has no type for becomes text. text: for people; empty: they
+    were told on the way. code: exit code."""
+
+    data: Any
+    text: str = ""
+    code: int = 0
+
+
+def with_json(function: Callable[..., Told]) -> Callable[..., None]:
+    """Make a command of a function that returns its result; the command has the option --json."""
+
+    @wraps(function)
+    def command(*, as_json: bool = False, **arguments: Any) -> None:
+        with redirect_stdout(sys.stderr if as_json else sys.stdout):
+            told = function(**arguments)
+        if as_json or told.text:
+            print(json.dumps(told.data, indent=2, ensure_ascii=False, default=str) if as_json else told.text)
+        if told.code:
+            raise typer.Exit(told.code)
+
+    signature = inspect.signature(function, eval_str=True)
+    option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    command.__annotations__ = {**function.__annotations__, "as_json": Json, "return": None}
+    return command

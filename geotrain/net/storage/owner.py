@@ -1,0 +1,56 @@
+"""Says whose state a folder or an object store holds, so that what belongs to another run is refused, untouched.
+
+Every snapshot names its owner: run, process and *origin*, which is drawn once, where the state of a server began. Its
+shards have the same one, in the names of their timelines, and a copy in object storage keeps it. Two runs of one name
+differ in it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from geotrain.net.storage.snapshots import StoreError
+
+
+class OtherOwnerError(StoreError):
+    """Raised for a state that is another run's or another process's; all stays as it is."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose state it is. run, process: their names. origin: "" while it is not known."""
+
+    run: str
+    process: str
+    origin: str = ""
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> Owner | None:
+        """Read the owner in a snapshot's JSON part; None: it names none."""
+        return cls(**meta["owner"]) if meta.get("owner") else None
+
+    def plain(self) -> dict[str, str]:
+        return asdict(self)
+
+    def check(self, found: Owner | None, place: Path | str) -> None:
+        """Raise OtherOwnerError if what was found at that place is somebody else's."""
+        if found is None:
+            return
+        if (found.run, found.process) != (self.run, self.process):
+            raise OtherOwnerError(
+                f"{place}: holds the state of {found.process!r} of run {found.run!r}, and this is {self.process!r} "
+                f"of {self.run!r}. Nothing was changed: give this process its own folder and store"
+            )
+        if self.origin and found.origin and self.origin != found.origin:
+            raise OtherOwnerError(
+                f"{place}: holds the state of another run of the name {self.run!r}. Nothing was changed: give each "
+                "run a folder, and a name or checkpoint.snapshots, of its own"
+            )
+
+
+def new_origin() -> str:
+    return uuid.uuid4().hex[:16]

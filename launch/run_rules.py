@@ -1,0 +1,81 @@
+"""Decides from run and cluster file alone what a run cannot begin with, and what is seldom meant: `geotrain launch`
+and `dry-run` both ask here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerConfig
+from geotrain.launch.launchers.registry import launcher_of
+from geotrain.launch.terminal import size
+
+FEW = 10  # exchanges of a region: momentum and merging then do next to nothing
+
+
+def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
+    """Find what keeps this cluster from training this run. The files must go together (`check_together`)."""
+    from geotrain.plan.model.memory import rank_memory
+
+    for _, worker in cluster.workers:
+        if limit := least_memory(cluster, worker):
+            parts = rank_memory(run, run.architecture, worker)
+            if (needed := sum(parts.values())) > limit[0]:
+                most = max(parts, key=lambda part: parts[part])
+                yield ConfigError(
+                    f"worker {worker.name!r}: its fullest rank needs {size(needed)} ({most} {size(parts[most])}), "
+                    f"devices.{limit[1]}.memory_gb = {limit[0] / 1e9:g}; take more ranks, more of `parallel`, "
+                    "model.recompute 'full' or a smaller train_micro_batch_size_per_gpu (`geotrain plan` finds a "
+                    "parallel layout that fits)"
+                )
+    yield from _shared_devices(cluster)
+    steps, local_steps, count = run.total_steps, run.outer.local_steps, len(cluster.workers)
+    first = local_steps + count - 1 if run.outer.scale_local_steps else local_steps * count
+    if first > steps:
+        yield ConfigError(
+            f"outer.local_steps = {local_steps}: the first jobs of {count} workers take {first} inner steps, the run "
+            f"has {steps} (data.train_samples / train_batch_size); use at most {max(1, steps // count)}, or more "
+            "samples"
+        )
+
+
+def least_memory(cluster: ClusterConfig, worker: WorkerConfig) -> tuple[int, str] | None:
+    """Find the least memory of the worker's accelerators: bytes that a rank may use, and the kind; None: unknown."""
+    kinds = {host.device for host in worker.hosts if host.device is not None}
+    return min(((round(1e9 * cluster.devices[kind].memory_gb), kind) for kind in kinds), default=None)
+
+
+def _shared_devices(cluster: ClusterConfig) -> Iterator[ConfigError]:
+    """Find hosts on which two launcher commands would take the same devices: each numbers them from 0."""
+    users: dict[str, list[str]] = {}  # machine → who takes its devices
+    for region, worker in cluster.workers:
+        launcher = launcher_of(worker)
+        if worker.env.get("DS_ACCELERATOR") == "cpu" or launcher.queue_s:  # a queue hands out devices itself
+            continue
+        for host in worker.hosts:
+            machine, user = host.host, f"worker {worker.name!r}"
+            if launcher.on_this_machine:  # a site deals its machine's devices out to all its workers
+                site = host.region or region
+                machine, user = (cluster.sites[site].ssh or "").rpartition("@")[2], f"region {site!r}"
+                if not machine or user in users.get(machine, ()):
+                    continue
+            users.setdefault(machine, []).append(user)
+    for machine, names in users.items():
+        if len(names) > 1:
+            yield ConfigError(
+                f"host {machine!r} is given to {' and '.join(names)}: both would take its accelerators from number 0 "
+                "on; make them one worker, or name another host (DS_ACCELERATOR=cpu in a worker's env: it takes none)"
+            )
+
+
+def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
+    """Find what does not keep a run from starting: rehearsals are short on purpose."""
+    outer, regions, count = run.outer, len(cluster.serving), len(cluster.workers)
+    updates = 1 if outer.flat else outer.rule.updates_per_send or 1
+    members = count if outer.flat or outer.rule.synchronous else regions
+    period = outer.local_steps * updates * members
+    if (exchanges := run.total_steps / period) < FEW:
+        yield (
+            f"a region exchanges about {exchanges:.2g} times with the global server in the whole run "
+            f"({run.total_steps} inner steps, {period} between two exchanges of all): regions train almost by "
+            "themselves; lower outer.local_steps or outer.rule.updates_per_send, or train more samples"
+        )

@@ -1,0 +1,82 @@
+"""What launch and dry run find wrong with a run on a cluster from the two files alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.launch.run_rules import doubts, misfits
+from tests.support.plan_cases import small_run
+
+
+def worker(name: str, host: str = "", **keys: Any) -> dict[str, Any]:
+    return {"name": name, "launcher": "ssh", "hosts": [{"host": host or f"{name}-host", "slots": 4}], **keys}
+
+
+def region(name: str, *workers: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return {"name": name, "server": {"host": f"{name}-0", "port": 7077}, "workers": list(workers), **keys}
+
+
+TWO = (region("eu", worker("a"), worker("b")), region("us", worker("c")))
+CPU = {"env": {"DS_ACCELERATOR": "cpu"}}
+KINDS = {"large": {"memory_gb": 80.0, "tflops": 100.0}, "small": {"memory_gb": 8.0, "tflops": 100.0}}
+
+
+def on(*kinds: str) -> tuple[dict[str, Any], ...]:
+    hosts = [{"host": f"h{i}", "slots": 4, "device": kind} for i, kind in enumerate(kinds)]
+    return (region("eu", {"name": "a", "launcher": "ssh", "hosts": hosts}),)
+
+
+def pair(regions: tuple[dict[str, Any], ...], **outer: Any) -> tuple[RunConfig, ClusterConfig]:
+    """A run of 1,000 steps, and a cluster of these regions."""
+    cluster = {"name": "c", "regions": list(regions), "devices": KINDS}
+    return small_run(outer=outer), parse(ClusterConfig, cluster, "c")
+
+
+@pytest.mark.parametrize(
+    ("regions", "outer", "told"),
+    [
+        (TWO, {}, ""),
+        (on("large", "large"), {}, ""),
+        (on("large", "small"), {}, "worker 'a': its fullest rank needs .* GB .*, devices.small.memory_gb = 8; "),
+        ((region("eu", worker("a", "h"), worker("b", "h")),), {},
+         "host 'h' is given to worker 'a' and worker 'b': both would take its accelerators"),
+        ((region("eu", worker("a", "h")), region("us", worker("b", "h"))), {}, "given to worker 'a' and worker 'b'"),
+        ((region("eu", worker("a", "h")), region("us", worker("b", "h", **CPU))), {}, ""),
+        ((region("eu", worker("a", "h", launcher="slurm"), worker("b", "h", launcher="slurm")),), {}, ""),
+        # `local`: each region's machine deals its own devices out.
+        ((region("eu", worker("a", launcher="local"), worker("b", launcher="local"), ssh="h"),), {}, ""),
+        ((region("eu", worker("a", launcher="local"), ssh="me@h"), region("us", worker("b", launcher="local"),
+          ssh="h")), {}, "host 'h' is given to region 'eu' and region 'us'"),
+        ((region("eu", worker("a", launcher="local")), region("us", worker("b", launcher="local"))), {}, ""),
+        (TWO, {"local_steps": 333}, ""),
+        (TWO, {"local_steps": 334}, "the first jobs of 3 workers take 1002 inner steps, the run has 1000 .*; use at "
+         "most 333, or more samples"),
+        (TWO, {"local_steps": 998, "scale_local_steps": True}, ""),
+        (TWO, {"local_steps": 999, "scale_local_steps": True}, "the first jobs of 3 workers take 1001 inner steps"),
+    ],
+)  # fmt: skip
+def test_what_no_run_can_begin_with(regions: tuple[dict[str, Any], ...], outer: dict[str, Any], told: str) -> None:
+    found = "\n".join(map(str, misfits(*pair(regions, **outer))))
+    assert re.search(told, found) if told else not found, found
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ({"local_steps": 12}, ""),  # two regions that send after four jobs of twelve steps
+        ({"local_steps": 13}, "about 9.6 times .* (1000 inner steps, 104 between"),
+        ({"local_steps": 33, "levels": 1}, ""),  # each of three workers sends by itself
+        ({"local_steps": 34, "levels": 1}, "about 9.8 times"),
+        ({"local_steps": 34, "rule": {"name": "sync"}}, "about 9.8 times"),
+        ({"local_steps": 1, "rule": {"name": "region_momentum", "updates_per_send": 64}}, "about 7.8 times"),
+    ],
+)
+def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:
+    files = pair(TWO, **outer)
+    assert not list(misfits(*files))
+    found = "\n".join(doubts(*files))
+    assert re.search(told.replace("(", r"\("), found) if told else not found, found

@@ -1,0 +1,118 @@
+"""Plan, dry run and simulator tell the same of a run, from one cost model."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks import ROOT
+from geotrain.commands import dry_run
+from geotrain.commands import plan as plan_command
+from geotrain.commands.simulate import question, simulate
+from geotrain.config import load_cluster, load_run
+from geotrain.plan.model.server_rates import MEASURED
+from geotrain.simulate import forecast as forecast_module
+from geotrain.simulate.forecast import forecast_run
+
+WORLD = ROOT / "configs/clusters/world-inventory.json"
+PRESETS = sorted(path.stem for path in (ROOT / "configs/runs").glob("*.json") if "quick" not in path.stem)
+WITHIN = 0.02
+
+
+def figures(forecast: dict[str, Any]) -> dict[str, float]:
+    """Hours, utilizations, bytes."""
+    found = {"hours": forecast["hours"], "utilization": forecast["utilization"]}
+    found |= {f"{name} busy": worker["utilization"] for name, worker in forecast["workers"].items()}
+    found |= {f"{name} GB": link["gigabytes"] for name, link in forecast["links"].items()}
+    return found | {f"server {name}": server["busy"] for name, server in forecast["servers"].items()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_all_tell_the_same_of_a_preset(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast_module, "MAX_UPDATES", 3_000)
+    told: list[tuple[Any, dict[str, Any], Console]] = []
+    tell = plan_command.tell
+    monkeypatch.setattr(plan_command, "tell", lambda *all_of_it: (told.append(all_of_it), tell(*all_of_it)))
+    wide = Console(file=io.StringIO(), width=400)
+    monkeypatch.setattr(plan_command, "new_console", lambda: wide)
+    out = tmp_path / "planned"
+    plan_command.plan(ROOT / f"configs/runs/{name}.json", WORLD, out)
+    [(found, planned, _)] = told
+    run, cluster = load_run(out / "run.json"), load_cluster(out / "cluster.json")
+    words = io.StringIO()
+    dried = dry_run.show_forecast(run, cluster, Console(file=words, width=400))
+    simulated = simulate(out / "run.json", out / "cluster.json")
+    assert dried is not None
+    for other in (dried, simulated):
+        assert figures(other) == pytest.approx(figures(planned), rel=WITHIN)
+    assert f"{dried['hours']:.2f} h for" in words.getvalue()
+    dry_run.show_roofline(run, cluster, Console(file=words, width=400))
+    for worker, of_worker in simulated["workers"].items():
+        assert f"{worker}: geotrain plan and simulate count {of_worker['step_s']:.3g} s a step" in words.getvalue()
+    number, unit = re.findall(r"tokens: ([\d.e+]+) (\w+)", wide.file.getvalue())[-1]  # type: ignore[attr-defined]
+    hours = float(number) * {"days": 24.0, "hours": 1.0, "minutes": 1 / 60}[unit]
+    assert hours == pytest.approx(simulated["hours"], rel=WITHIN)
+    # What the planner compares its choices by: where no server is full, and but for the run's ends, at which the
+    # slowest worker trains alone.
+    predicted = found.prediction
+    if max(predicted.server_busy.values()) < 0.9:
+        of_ends = 3 * max(worker.job_s for worker in predicted.workers.values()) / 3600
+        seconds = predicted.seconds(planned["tokens"])
+        assert seconds / 3600 == pytest.approx(planned["hours"], rel=WITHIN, abs=of_ends)
+
+
+def test_a_servers_shards_divide_its_work_in_the_simulator_too(tmp_path: Path) -> None:
+    """Else a plan's own files say another time than the plan: 25 hours and 30."""
+    run = load_run(ROOT / "configs/runs/moe-30b-a3b.json", ["data.train_samples=2048000"])
+    plan_path = tmp_path / "run.json"
+    plan_path.write_text(run.model_dump_json(by_alias=True, exclude_defaults=True))
+    plan_command.plan(plan_path, WORLD, tmp_path / "planned")
+    files = tmp_path / "planned/run.json", tmp_path / "planned/cluster.json"
+    cluster = json.loads(files[1].read_text())
+    assert len(cluster["global_shards"]) == 16
+    _, _, spec = question(*files)
+    assert spec.encrypted and spec.shards == 16
+    for region in spec.regions:  # as the cluster file has them
+        assert region.shards == 16 and region.local.gbps == {"us-west": 200.0}.get(region.name, 400.0)
+        assert all(worker.refresh_s > 0 for worker in region.workers)
+    shared = simulate(*files)
+    cluster["global_shards"] = []
+    for region in cluster["regions"]:
+        region["shards"] = []
+    files[1].write_text(json.dumps(cluster))
+    alone = simulate(*files)
+    assert shared["utilization"] > 1.5 * alone["utilization"]
+    assert all(server["busy"] > 0.9 for name, server in alone["servers"].items() if name != "global")
+
+
+def test_encrypted_links_cost_servers_time() -> None:
+    """An update in bf16 of a region, ns a parameter: as measured from end to end."""
+    update = (
+        MEASURED.of_parameter["decode_and_norm"] + MEASURED.of_parameter["rule"] + MEASURED.of_parameter["answer"]
+    )
+    for encrypted, least, most in ((False, 11.0, 13.0), (True, 14.0, 16.0)):
+        of_byte = MEASURED.over(encrypted).of_byte
+        ways = sum(of_byte[s] for s in ("frames_in", "journal_write", "journal_flush", "frames_out"))
+        assert least < update + 2 * (ways + 2 * of_byte["between"]) < most
+
+
+def test_a_long_run_goes_on_as_its_middle_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_command.plan(ROOT / "configs/runs/8b.json", WORLD, tmp_path / "planned")
+    files = load_run(tmp_path / "planned/run.json"), load_cluster(tmp_path / "planned/cluster.json")
+    predicted = dry_run.predict(*files)
+    monkeypatch.setattr(forecast_module, "MAX_UPDATES", 1_000)
+    short = forecast_run(*files, predicted)
+    monkeypatch.setattr(forecast_module, "MAX_UPDATES", 5_000)
+    longer = forecast_run(*files, predicted)
+    assert short["simulated_share"] < 0.1 < longer["simulated_share"] < 0.3
+    for forecast in (short, longer):
+        # The first weights, in fp32, are sent once, however much of the run is played.
+        beyond = forecast["links"]["europe down"]["gigabytes"] - forecast["links"]["europe up"]["gigabytes"]
+        assert beyond == pytest.approx(32.1, rel=0.25)
+    assert short["hours"] == pytest.approx(longer["hours"], rel=0.01)

@@ -1,0 +1,115 @@
+"""config.json of real models, with the keys that stand in them and small sizes of the same ratios."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What bookkeeping a file has, by the version of transformers that wrote it.
+OLD = {"_name_or_path": "some/model", "torch_dtype": "float16", "transformers_version": "4.31.0", "use_cache": True}
+NEW = {"torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "attention_dropout": 0.0}
+SIZES = {"vocab_size": 264, "num_hidden_layers": 3, "hidden_act": "silu", "initializer_range": 0.02}
+LLAMA_3 = {
+    **SIZES, **NEW, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 224, "num_attention_heads": 8, "num_key_value_heads": 2, "bos_token_id": 200,
+    "eos_token_id": [201, 208, 209], "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 16, "rope_type": "llama3"},
+}  # fmt: skip
+MISTRAL = {
+    **SIZES, **OLD, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 64,
+    "intermediate_size": 224, "num_attention_heads": 8, "num_key_value_heads": 2, "bos_token_id": 1,
+    "eos_token_id": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "sliding_window": 9, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN2 = {
+    **SIZES, **NEW, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 56,
+    "intermediate_size": 304, "num_attention_heads": 7, "num_key_value_heads": 1, "bos_token_id": 243,
+    "eos_token_id": 243, "max_position_embeddings": 128, "max_window_layers": 24, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0, "sliding_window": 128, "tie_word_embeddings": True, "use_sliding_window": False,
+}  # fmt: skip
+QWEN3 = {
+    **SIZES, **NEW, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,
+    "intermediate_size": 192, "head_dim": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "attention_bias": False, "bos_token_id": 243, "eos_token_id": 245, "max_position_embeddings": 128,
+    "max_window_layers": 28, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+}  # fmt: skip
+QWEN3_MOE = {
+    **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "max_window_layers": 48, "mlp_only_layers": [],
+    "moe_intermediate_size": 24, "norm_topk_prob": True, "num_experts": 16, "num_experts_per_tok": 4,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN2_MOE = {
+    **QWEN2, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "max_window_layers": 21, "decoder_sparse_step": 1,
+    "moe_intermediate_size": 44, "shared_expert_intermediate_size": 176, "norm_topk_prob": False,
+    "num_experts": 15, "num_experts_per_tok": 4, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTRAL = {
+    **SIZES, **OLD, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64,
+    "intermediate_size": 112, "num_attention_heads": 8, "num_key_value_heads": 2, "bos_token_id": 1,
+    "eos_token_id": 2, "max_position_embeddings": 128, "num_experts_per_tok": 2, "num_local_experts": 8,
+    "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+    "sliding_window": None, "tie_word_embeddings": False, "attention_dropout": 0.0,
+}  # fmt: skip
+DEEPSEEK = {
+    **SIZES, **NEW, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 56,
+    "intermediate_size": 144, "moe_intermediate_size": 16, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 1,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "kv_lora_rank": 16, "q_lora_rank": 48,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "max_position_embeddings": 128,
+    "moe_layer_freq": 1, "n_group": 4, "topk_group": 2, "n_routed_experts": 32, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_experts_per_tok": 4, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "seq_aux": True, "aux_loss_alpha": 0.0001, "topk_method": "noaux_tc", "tie_word_embeddings": False,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 8, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 16, "type": "yarn"},
+}  # fmt: skip
+FULL = ["full_attention"] * 3
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def with_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model as transformers 5 writes it."""
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    rope = {**scaling, "rope_theta": config["rope_theta"]}
+    renamed = {"rope_parameters": rope, "dtype": config["torch_dtype"], "transformers_version": "5.0.0"}
+    return {**without(config, "rope_scaling", "rope_theta", "torch_dtype"), **renamed}
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "type": "yarn"}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-2": {**without(LLAMA_3, "rope_theta", "mlp_bias", "attention_bias"), **OLD, "rope_scaling": None,
+                "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2, "intermediate_size": 172},
+    "llama-3.1": LLAMA_3,
+    "llama-3.2": {**LLAMA_3, "head_dim": 8, "tie_word_embeddings": True,
+                  "rope_scaling": {**LLAMA_3["rope_scaling"], "factor": 32.0}},
+    "llama-linear": {**LLAMA_3, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "mistral-0.1": MISTRAL,
+    "mistral-0.3": {**MISTRAL, "sliding_window": None, "rope_theta": 1000000.0},
+    "mistral-nemo": {**MISTRAL, "hidden_size": 80, "head_dim": 8, "sliding_window": None},
+    "qwen2-0.5b": QWEN2,
+    "qwen2.5-7b": {**QWEN2, "use_mrope": False, "tie_word_embeddings": False},
+    "qwen2.5-yarn": {**QWEN2, "rope_scaling": YARN},
+    "qwen3-0.6b": QWEN3,
+    "qwen3-types": {**QWEN3, "layer_types": FULL},
+    "qwen3-yarn": {**QWEN3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "qwen3-30b-a3b": QWEN3_MOE,
+    "qwen1.5-moe": QWEN2_MOE,
+    "mixtral-8x7b": MIXTRAL,
+    "mixtral-bare": without(MIXTRAL, "rope_theta", "rms_norm_eps", "router_aux_loss_coef"),
+    "mixtral-8x22b": {**MIXTRAL, "num_attention_heads": 12, "hidden_size": 96, "router_jitter_noise": 0.0},
+    "deepseek-v3": DEEPSEEK,
+    "moonlight": {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6,
+                  "n_shared_experts": 2, "routed_scaling_factor": 2.446, "rope_theta": 50000.0, "rope_scaling": None},
+}  # fmt: skip
+MODELS |= {
+    f"{name}-parameters": with_parameters(MODELS[name])
+    for name in ("llama-3.1", "mistral-0.1", "qwen2.5-yarn", "qwen3-30b-a3b", "deepseek-v3")
+}
