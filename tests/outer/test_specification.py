@@ -42,7 +42,6 @@ from geotrain.outer.server.member import Member
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.region_server import RegionServer
 from tests.support.outer_configs import outer_config
-from tests.support.remote_shards_world import FarWorld
 from tests.support.specified_world import REGIONS, SpecifiedWorld, frozen
 
 LIVES = int(os.environ.get("GEOTRAIN_SPECIFICATION", "0"))
@@ -345,21 +344,3 @@ def test_no_state_depends_on_the_order_of_a_set() -> None:
     ]
     one, other = (incarnation.communicate(timeout=600)[0] for incarnation in lives)
     assert one and one == other
-
-
-# ---------------------------------------------------------------------------------------- in several processes
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=() if seed < 6 else pytest.mark.long("geotrain/outer")) for seed in range(LIVES or 24)],
-)
-def test_shards_in_processes_of_their_own_change_no_bit(seed: int) -> None:
-    """Roles die at any time, and what they say comes late or is lost (`tests.support.remote_shards_world`)."""
-    every = ["fp32", "bf16", "int8", "int4"]
-    world: Any = None
-    for world in a_life(seed, FarWorld, STEPS_PLAYED, {"up": every, "down": every}):
-        world.check()
-    for name in (GLOBAL, *REGIONS):
-        world.restart(name)
-    world.check_doubles()

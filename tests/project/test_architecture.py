@@ -44,10 +44,10 @@ ONLY_IN = {  # who may import these
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
     "worker.loop": 5_700,
-    "net.transport.worker_client": 3_600,
+    "net.transport.worker_client": 3_680,
     "outer.server.server": 6_900,
     "worker.trainer": 8_900,
-    "net.server.server_process": 13_500,
+    "net.server.server_process": 14_150,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
 SIZES = {PRODUCT: 30_763, ("benchmarks",): 10_420}

@@ -38,7 +38,6 @@ from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Handled, Server
-from geotrain.outer.shards.remote import RemoteShards
 from tests.support.outer_world import FakeWorker, by_chunk, halves, parameter_map, whole
 from tests.support.recorded_world import check_shards, frozen, same_state, thawed
 from tests.support.specification import Specification, Vector, close
@@ -90,8 +89,8 @@ class SpecifiedWorld:
         self.identity = Identity("test", "config", self.shape.digest, "toy")
         self.generator = torch.Generator().manual_seed(7)
         self.start = [torch.randn(f.numel, generator=self.generator) for f in self.shape.fragments]
-        start = by_chunk(self.shape, dict(enumerate(self.start)))
-        self.spec = Specification(config, REGIONS, list(start.values()), samples, DECAY)
+        start = [*by_chunk(self.shape, dict(enumerate(self.start))).values()]
+        self.spec = Specification(config, REGIONS, start, samples, DECAY)
         self.servers: dict[str, Server] = {}
         self.lives: defaultdict[str, int] = defaultdict(int)
         self.snapshots: dict[str, Any] = {}
@@ -122,9 +121,7 @@ class SpecifiedWorld:
         return self.servers[name]  # type: ignore[return-value]
 
     def build(self, name: str) -> Server:
-        return self.build_with(name, next(self.shards))
-
-    def build_with(self, name: str, shards: int | RemoteShards) -> Server:
+        shards = next(self.shards)
         if name == GLOBAL:
             return GlobalServer(self.identity, self.shape, self.config, REGIONS, self.samples, 1, shards=shards)
         rule = region_rule(self.config.rule, REGIONS[name], 1.0, DECAY)
@@ -253,21 +250,25 @@ class SpecifiedWorld:
         if not uplink.updates:
             return
         message = uplink.updates[0]
-        try:
-            if isinstance(message, UpdatePart | Trained):
-                self.top.current(name, self.region(name).incarnation)
-            self.tell(GLOBAL, message)
-        except NotJoined:
-            return self.connect(name)
-        except Refused as refused:
-            assert refused.retry_s is not None or self.top.members[name].quarantined, refused.reason
-            return None
+        if self.delivered(name, message) is None:
+            return
         uplink.updates.popleft()
         if isinstance(message, UpdatePart):
             uplink.acknowledged.append(message)
         elif isinstance(message, Leave):
             self.returned_by(name)
             self.tell(name, message)
+
+    def delivered(self, name: str, message: Message) -> tuple[Any] | None:
+        """The global server's reply to what a region says, in a tuple; None: it did not take it."""
+        try:
+            if not isinstance(message, Leave):
+                self.top.current(name, self.region(name).incarnation)
+            return (self.tell(GLOBAL, message),)
+        except NotJoined:
+            self.connect(name)
+        except Refused as refused:
+            assert refused.retry_s is not None or self.top.members[name].quarantined, refused.reason
         return None
 
     def returned_by(self, name: str) -> None:
@@ -277,7 +278,6 @@ class SpecifiedWorld:
                 self.spec.ledger.given_back(number)
 
     def deliver_leases(self, name: str) -> None:
-        """Deliver what the region has to say; a worker's later requests wait for the reply to its first."""
         for _ in range(1 + len(self.uplinks[name].leases)):
             self.deliver_lease(name)
 
@@ -286,14 +286,9 @@ class SpecifiedWorld:
         if not uplink.leases:
             return
         message = uplink.leases[0]
-        try:
-            self.top.current(name, self.region(name).incarnation)
-            reply = self.tell(GLOBAL, message)
-        except NotJoined:
-            return self.connect(name)
-        except Refused as refused:
-            assert refused.retry_s is not None or self.top.members[name].quarantined, refused.reason
-            return None
+        if (delivered := self.delivered(name, message)) is None:
+            return
+        (reply,) = delivered
         if isinstance(message, Release) and not self.top.rule.in_rounds:
             for number in message.leases:
                 if number in self.spec.ledger.leases and message.failed:
@@ -302,10 +297,9 @@ class SpecifiedWorld:
                     self.spec.ledger.given_back(number)
         if isinstance(message, LeaseRequest):
             if reply is None:
-                return None  # paused: it is asked again, before any other
+                return  # paused: it is asked again, before any other
             self.tell(name, reply)
         uplink.leases.remove(message)
-        return None
 
     def pull(self, name: str) -> None:
         """The answers that are there reach the region."""
@@ -330,10 +324,8 @@ class SpecifiedWorld:
         """The region's next update is refused for good: it starts over, as a new incarnation."""
         region, uplink = self.region(name), self.uplinks[name]
         update = next((m for m in uplink.updates if isinstance(m, UpdatePart)), None)
-        if update is None or not region.in_flight:
-            return
-        if update.sequence <= self.top.members[name].sequence:
-            return  # it was taken
+        if update is None or not region.in_flight or update.sequence <= self.top.members[name].sequence:
+            return  # nothing is to be taken
         self.tell(name, UpdateRejected(name, region.incarnation, "as the test says", update.sequence))
         self.spec.refused(name, update)
         self.spec.forget_link(name)
@@ -357,8 +349,7 @@ class SpecifiedWorld:
 
     def hang(self, name: str, worth: float) -> None:
         """A worker beats and trains no more, for so many times what the specification allows."""
-        worker = self.workers[name]
-        region = self.region(worker.region)
+        worker, region = self.workers[name], self.region(self.workers[name].region)
         held = [lease.steps for lease in region.holds(name).values()]
         allowed_s = self.spec.allowed_s(worker.step_s, held)
         if not worker.alive or not held or self.top.rule.in_rounds or region.members[name].away:
@@ -391,18 +382,16 @@ class SpecifiedWorld:
             for join in worker.fake.joins(self.identity, worker.incarnation):
                 welcome = self.tell(worker.region, join)
         except Refused:
-            return None  # quarantined
+            return  # quarantined
         forgotten = welcome.sequence <= worker.fake.sequence
         worker.fake.sequence = welcome.sequence - 1
         if not anew and forgotten and worker.alive:  # what was acknowledged is not known any more: its process ends
             assert self.top.rule.in_rounds, "an acknowledged update is forgotten"
-            return self.join(name, anew=True)
-        if anew:
+            self.join(name, anew=True)
+        elif anew:
             worker.alive, worker.left, worker.lease = True, False, None
             worker.waits_for, worker.spoke_of = (0 if self.top.rule.in_rounds else None), self.every_fragment
-            worker.sent, worker.told = set(), False
-            worker.job = welcome.job
-        return None
+            worker.sent, worker.told, worker.job = set(), False, welcome.job
 
     def present(self, name: str) -> bool:
         """Whether this incarnation of the worker may speak to its region's server; it joins again where that has
@@ -444,7 +433,9 @@ class SpecifiedWorld:
         version = min(state.version for state in region.fragments)
         parts = worker.fake.parts(deltas, leases, worker.incarnation, version)[:ranks]
         for part in parts:
-            if self.would_apply(region, part):
+            member = region.members[name]
+            # Noted before it is told: what the region sends because of it contains it.
+            if len({*member.arriving.get(part.sequence, {}), part.part}) == member.parts:
                 new = {f: delta for f, delta in deltas.items() if not self.again(region, name, f, job)}
                 self.spec.worker_update(worker.region, name, by_chunk(self.shape, new))
             self.tell(worker.region, part)
@@ -457,12 +448,6 @@ class SpecifiedWorld:
         else:
             worker.fake.sequence = sequence
         return None
-
-    def would_apply(self, region: RegionServer, part: UpdatePart) -> bool:
-        """Whether the update is whole with this part. It is noted before it is told: what the region sends because of
-        it contains it."""
-        member = region.members[part.member]
-        return len({*member.arriving.get(part.sequence, {}), part.part}) == member.parts
 
     def again(self, region: RegionServer, name: str, fragment: int, job: int) -> bool:
         """In rounds, what a former incarnation sent of this job is not taken again."""
@@ -478,15 +463,16 @@ class SpecifiedWorld:
 
     def leave(self, name: str) -> None:
         worker = self.workers[name]
-        if worker.alive and isinstance(worker.lease, Finished) and self.present(name):
-            if worker.waits_for is not None:
-                return self.adopt(name)
-            if not worker.told and not self.top.rule.in_rounds:
-                worker.told, worker.job, worker.lease = True, worker.job + 1, None
-                return self.ask(name)
+        if not worker.alive or not isinstance(worker.lease, Finished) or not self.present(name):
+            return
+        if worker.waits_for is not None:
+            self.adopt(name)
+        elif not worker.told and not self.top.rule.in_rounds:
+            worker.told, worker.job, worker.lease = True, worker.job + 1, None
+            self.ask(name)
+        else:
             self.tell(worker.region, Leave(name))
             worker.alive, worker.left = False, True
-        return None
 
     # -- what must hold
 
@@ -509,6 +495,6 @@ class SpecifiedWorld:
 
     def check_weights(self, server: Server, wanted: list[Vector]) -> None:
         for chunk, v in zip(self.shape.chunks if server.fragments else (), wanted, strict=False):
-            region = server is not self.top
-            assert server.versions[chunk.fragment] == v.version or (region and self.top.rule.in_rounds)
+            in_a_round = server is not self.top and self.top.rule.in_rounds
+            assert in_a_round or server.versions[chunk.fragment] == v.version
             close(server.shards.of[chunk.index].vectors[chunk.index].x, v.x)

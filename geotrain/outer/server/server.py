@@ -80,8 +80,7 @@ class Server(Membership):
     """State of a region server or a global server, and what it does with each message.
 
     Beside `handle` there are reads, which leave the durable state as it is; both kinds of server have all of them, so
-    that callers need not ask which kind it is: `admit`, `answer`, `current`, `weights_to_validate`, `holds`,
-    `workers_of`, `lease_is_due`, `over`, `finished`, `lost_updates`, `status`, and `state` for snapshots.
+    that callers need not ask which kind it is.
 
     name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
     the links to them. shards: how many to create in this process, or remote ones; it changes nothing else.
@@ -91,10 +90,9 @@ class Server(Membership):
 
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
-        rule: Rule,
-        members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
-        shards: int | Shards,
-        above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, bf16_state: bool = False,
+        rule: Rule, members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
+        shards: int | Shards, above: tuple[CodecConfig, CodecConfig] | None = None,
+        validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(identity, parameter_map, rule, members, down, limits)
         self.name, self.member_role = name, member_role
@@ -466,10 +464,8 @@ class Server(Membership):
         """Raise Refused when the update is not finite, or its norm not to be believed."""
         self._measure(name, member, self.shards.decode(name, first.sequence, fragments))
         if self.norms is not None:
-            sizes, weight = (
-                [member.norms[fragment] for fragment in fragments],
-                min(first.weight, self.max_credible_weight(name)),
-            )
+            sizes = [member.norms[fragment] for fragment in fragments]
+            weight = min(first.weight, self.max_credible_weight(name))
             at_work = {other for other, each in self.members.items() if not each.away}
             for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
                 self.norms.check(name, fragment, size, weight, at_work)
