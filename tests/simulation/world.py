@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import torch
 
@@ -37,6 +38,7 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.shard_host import JOURNALED, ShardHost
 from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.recovery import restarted
+from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.events import Event
@@ -217,6 +219,8 @@ class World:
                 process.folder = self.disk.after(process.folder, power_lost)
             if process.host is not None and isinstance(process.host.server, Server):
                 process.expected = durable(restarted_copy(self, process.host.server))
+                if not SnapshotStore(process.folder / SNAPSHOTS).numbers():
+                    process.expected["state"]["origin"] = ANY  # nobody has heard of it: it is drawn anew
         if process.events is not None:
             process.events.alive = False
         process.task.cancel()

@@ -63,12 +63,12 @@ class RegionLeases:
         return jobs
 
     def follows(self, worker: str, job: int, next_job: int) -> bool:
-        """Whether the worker can come to this job: it has asked for it, or the data of all jobs before it is here.
-        With a gap it would get no data for one job at the run's end, and leave that of a later one untrained.
-        next_job: the job with which its next incarnation begins.
+        """Whether the worker can come to this job: the data of all jobs before it is here, from the one that it has
+        asked for or the next that it has not done. With a gap it would wait for one job at the run's end, or get no
+        data for it, and leave that of a later one untrained. next_job: the first that it has not done.
         """
-        asked = self.asked.get(worker, next_job - 1)
-        return self.in_rounds or all(between in self.held[worker] for between in range(asked + 1, job))
+        first = max(self.asked.get(worker, 0), next_job)
+        return self.in_rounds or all(between in self.held[worker] for between in range(first, job))
 
     def spare(self, worker: str) -> tuple[int, ...]:
         """Return the numbers of the leases for which the worker has not asked. None of one that has asked for nothing
