@@ -147,7 +147,7 @@ def test_only_the_operator_controls(make, folder):
     cluster = make(outer(), PLAN, certs=folder)
     trust = cluster.trust("operator", "operator", "global", GLOBAL)
     command(cluster.top.address, rpc.Control("snapshot"), 10, trust)
-    with pytest.raises(Refused, match="'explode' means nothing to a run; known: pause, resume, drain, stop"):
+    with pytest.raises(Refused, match="'explode' means nothing to a run; known: pause, resume, drain, expel"):
         command(cluster.top.address, rpc.Control("explode"), 10, trust)
 
 

@@ -168,15 +168,6 @@ def test_the_rival_of_the_benchmark_finds_the_optimum_of_a_tiny_matrix():
     assert found == pytest.approx(optimum(problem), rel=1e-9)
 
 
-def test_the_page_of_the_benchmark_has_a_row_for_each_kind():
-    of_kind = {"worst_over_annealing": 1.0123, "median_over_annealing": 0.98, "median_gap": 0.042, "worst_gap": 0.5}
-    kinds = {kind: {**of_kind, "cpu_seconds": 1.5} for kind in random_matrices.KINDS}
-    of_all = {"matrices": 100, "annealing_over_search_time": 10.0, "median_gap_of_all": 0.1}
-    page = random_matrices.page({**of_kind, **of_all, "kinds": kinds})
-    assert [line.endswith("| 1.012 | 0.980 | 0.5 | 0.042 |") for line in page.split("\n")[2:12]] == [True] * 10
-    assert "annealed for 10 times the search's time (at most 1.5 s): worst 1.012, median 0.980" in page
-
-
 def test_quick_bound_counts_stages_of_poorly_connected_devices():
     """Four devices with good links and four without any: the latter fill two stages, which two edges touch."""
     good = np.arange(8) < 4

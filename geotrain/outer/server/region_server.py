@@ -82,7 +82,7 @@ class RegionServer(Server):
         self.newest: set[int] | None = set() if validates else None
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
         self.first_versions = [0] * len(parameter_map.fragments)
-        self.spent: list[str] = []  # workers for which there was no data when they asked last
+        self.spent: dict[str, int] = {}  # worker → its last job, if there was no data for that
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self._due = False  # `go_on` is to look for what must be sent up
@@ -299,7 +299,7 @@ class RegionServer(Server):
 
     # -- leases: forwarded, and remembered until the update that contains their training is committed
 
-    def _on_lease_request(self, request: LeaseRequest) -> Lease | None:
+    def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
         """Return the lease if it is here already; otherwise None, and the request goes up to the global server.
 
         Leases of the following jobs are asked for too, as far as the reserve reaches, so that a region that is cut
@@ -308,21 +308,30 @@ class RegionServer(Server):
         worker, job = request.worker, request.job
         last = self._check_request(request, self.wanted.get(worker, ()))
         lease = self.leases.held[worker].get(job)
+        if self.spent.get(worker) == job:
+            # Known already, as a reserve was asked for. Above, this request might wait behind one for a later job,
+            # and that one for what the worker sends only when it hears that there is no data.
+            self.leases.asked[worker] = max(job, self.leases.asked.get(worker, 0))
+            return Finished(worker, job)
         if lease is None:
             self.wanted[worker].add(job)
             self._sends.append(Send(GLOBAL, request))
-        for ahead in self.leases.ask(worker, job, last, self.members[worker].step_s):
-            self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
+        self.leases.ask(worker, job, last, self.members[worker].step_s)
+        self._ask_ahead(worker)
         return lease
+
+    def _ask_ahead(self, worker: str) -> None:
+        for job in self.leases.ahead(worker):
+            self._sends.append(Send(GLOBAL, LeaseRequest(worker, job, self.members[worker].step_s)))
 
     def _on_lease(self, lease: Lease | Finished) -> None:
         """Take the reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
         counts as dead, has done this job, or would not come to it."""
         worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
         done = lease.job < next_job
-        self.spent = [name for name in self.spent if name != lease.worker]
+        self.spent.pop(lease.worker, None)
         if isinstance(lease, Finished) and not done:
-            self.spent.append(lease.worker)
+            self.spent[lease.worker] = lease.job
             self._due = True
         sent = (number for update in self.in_flight.values() for number in update.leases)
         if isinstance(lease, Lease) and lease.lease not in {*self.leases.of(lease.worker), *self.trained, *sent}:
@@ -330,6 +339,7 @@ class RegionServer(Server):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return
             self.leases.held[lease.worker][lease.job] = lease
+            self._ask_ahead(lease.worker)
         if lease.job in self.wanted[lease.worker] and not done:
             self.wanted[lease.worker].discard(lease.job)
             self._sends.append(Send(lease.worker, lease))
@@ -359,6 +369,7 @@ class RegionServer(Server):
     def begin_again(self) -> None:
         super().begin_again()
         self.over = self.gone = self.done = False
+        self.spent.clear()  # there may be more data now
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
         """Move the leases of a worker's update from "held" to "trained". Those that went back while it counted as

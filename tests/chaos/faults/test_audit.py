@@ -195,9 +195,10 @@ def lose_an_update(server: Server) -> None:
 
 def lack_the_last_commands(server: Server) -> None:
     """Cut the record of a shard that was down at the end; no damage."""
-    journal = server.shards[0][-1][1]
-    while not isinstance(journal[-1], UpdatePart | Answer):
+    journal, before = server.shards[0][-1][1], len(server.shards[0][-1][1])
+    while journal and not isinstance(journal[-1], UpdatePart | Answer):
         journal.pop()
+    assert len(journal) < before, "it had commands"
 
 
 DAMAGE = {
