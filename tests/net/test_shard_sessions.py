@@ -149,7 +149,7 @@ async def test_orders_of_one_message_go_to_a_shard_together() -> None:
 
 @on_a_loop
 async def test_no_shard_gets_an_order_before_all_have_noted_the_past_that_they_belong_to() -> None:
-    """Who then comes without it has lost its disk, also if its coordinator was killed in between."""
+    """Who comes without it after that has lost its disk. A coordinator that is killed before knows it all the same."""
     lineage = FakeLineage(Timeline())
     coordinator, quick, slow = sessions(lineage), FakeShard(0, timeline=""), FakeShard(1, timeline="")
     served = [asyncio.ensure_future(coordinator.serve(shard)) for shard in (quick, slow)]
@@ -160,10 +160,15 @@ async def test_no_shard_gets_an_order_before_all_have_noted_the_past_that_they_b
         await asyncio.sleep(0)
     for _ in range(100):  # turns of the loop, in which all that follows from it happens
         await asyncio.sleep(0)
-    assert not coordinator.ready and lineage.timeline == Timeline()
-    slow.say(told[1])
-    await coordinator.wait_ready()
-    assert lineage.timeline == Timeline(told[0].timeline, begun=True)
+    name = told[0].timeline
+    assert not coordinator.ready and lineage.timeline == Timeline(name)
+    back, known, untold = sessions(lineage), FakeShard(0, timeline=name), FakeShard(1, timeline="")
+    served += [asyncio.ensure_future(back.serve(shard)) for shard in (known, untold)]
+    assert [(await shard.heard.get()).timeline for shard in (known, untold)] == [name, name]
+    assert not back.ready and not lineage.timeline.begun
+    untold.say(told[1])
+    await back.wait_ready()
+    assert lineage.timeline == Timeline(name, begun=True)
     for task in served:
         task.cancel()
 

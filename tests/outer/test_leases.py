@@ -166,3 +166,19 @@ def test_skipped_samples_are_left_out_in_whole_steps_and_come_back_when_they_are
     rest = [table.grant(LeaseRequest("a", job)) for job in (3, 4, 5)]
     assert [(lease.start, lease.samples) for lease in rest[:2]] == [(4, 4), (18, 6)] and isinstance(rest[2], Finished)
     assert table.commit(tuple(table.open)) == 22 and table.finished and table.set_aside_samples == 2
+
+
+def test_a_reserve_asked_for_beyond_a_job_without_data_does_not_dismiss_its_worker():
+    table = LeaseTable(16, 4, 2)
+    mine, other = (table.grant(LeaseRequest(worker, 1)) for worker in "ab")
+    assert isinstance(table.grant(LeaseRequest("a", 2)), Finished)
+    assert [table.grant(LeaseRequest("a", job)) for job in (3, 4, 5)] == [None] * 3  # its region's reserve
+    assert isinstance(table.grant(LeaseRequest("a", 2)), Finished)
+    assert table.commit((mine.lease,)) and table.grant(LeaseRequest("a", 3)) is None
+    table.release((other.lease,))
+    again = table.grant(LeaseRequest("a", 3))
+    assert isinstance(again, Lease)
+    assert isinstance(table.grant(LeaseRequest("a", 4)), Finished)  # so that it sends what it has of job 3
+    assert table.grant(LeaseRequest("a", 5)) is None
+    table.commit((again.lease,))
+    assert isinstance(table.grant(LeaseRequest("a", 5)), Finished)

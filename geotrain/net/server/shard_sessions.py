@@ -271,8 +271,9 @@ class ShardSessions:
     def _catch_up(self, queue: asyncio.Queue[bytes], hello: rpc.ShardHello) -> str | None:
         """Give the shard the commands that it lacks, and all that follow. Returns why its state does not fit the
         coordinator's, if so; then it is given nothing."""
-        timeline = self.lineage.timeline.name
-        if timeline and hello.timeline != timeline:
+        timeline = self.lineage.timeline
+        untold = not hello.timeline and not timeline.begun and not timeline.checkpoint_id  # `_begin` tells it
+        if timeline.name and hello.timeline != timeline.name and not untold:
             return (
                 "its state is of another timeline of the server than its coordinator's"
                 if hello.timeline
@@ -295,9 +296,10 @@ class ShardSessions:
         if len(self._queues) < self.far.shards or self._begun or self._ending:
             return
         self._begun = True
+        if not self.lineage.timeline.name:
+            self.lineage.note(new_timeline())  # before any shard has it: one that has another is of another run
         timeline = self.lineage.timeline
-        if not timeline.name:
-            timeline = new_timeline()
+        if set(self._timelines.values()) != {timeline.name}:
             await self.server_thread.read(lambda: self.send_all(rpc.Belong(timeline.name)))
         if await self._until(lambda: set(self._timelines.values()) == {timeline.name} or None, BELONG_S) is None:
             self._lose(ShardLost(f"{self.server}: not all shards have noted which timeline they belong to"))

@@ -96,8 +96,9 @@ class LeaseTable:
         who have begun wait for them without end. validate: number of the validation that goes with a new lease.
 
         Finished is said as soon as nothing is left to hand out, although leases that are out with others may still
-        come back: a worker sends its last progress only when it hears so. Asked for the job after that, the table
-        returns None until leases have come back or all are committed. In rounds Finished is final.
+        come back: a worker sends its last progress only when it hears so. Asked for a later job, be it as a region's
+        reserve, the table returns None until leases have come back or all are committed, unless the worker has got a
+        lease since: then it must hear it again. In rounds Finished is final.
         Raises Refused for a worker or a round that is not of this synchronous run.
         """
         held = self._held.get(request.worker, {}).get(request.job)
@@ -112,7 +113,8 @@ class LeaseTable:
         if self.rounds is not None:
             return self._grant_round(request, new, validate)
         if not self.left:
-            return None if self.open and request.job == told + 1 else self.dismiss(request)
+            since = max(self._held.get(request.worker, ()), default=0) > told
+            return None if self.open and request.job > told and not since else self.dismiss(request)
         if not new:
             return None
         return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step), validate)

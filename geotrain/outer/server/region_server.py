@@ -316,13 +316,9 @@ class RegionServer(Server):
         if lease is None:
             self.wanted[worker].add(job)
             self._sends.append(Send(GLOBAL, request))
-        self.leases.ask(worker, job, last, self.members[worker].step_s)
-        self._ask_ahead(worker)
+        for ahead in self.leases.ask(worker, job, last, self.members[worker].step_s):
+            self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
         return lease
-
-    def _ask_ahead(self, worker: str) -> None:
-        for job in self.leases.ahead(worker):
-            self._sends.append(Send(GLOBAL, LeaseRequest(worker, job, self.members[worker].step_s)))
 
     def _on_lease(self, lease: Lease | Finished) -> None:
         """Take the reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
@@ -339,7 +335,6 @@ class RegionServer(Server):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return
             self.leases.held[lease.worker][lease.job] = lease
-            self._ask_ahead(lease.worker)
         if lease.job in self.wanted[lease.worker] and not done:
             self.wanted[lease.worker].discard(lease.job)
             self._sends.append(Send(lease.worker, lease))
