@@ -149,7 +149,7 @@ async def test_orders_of_one_message_go_to_a_shard_together() -> None:
 
 @on_a_loop
 async def test_no_shard_gets_an_order_before_all_have_noted_the_past_that_they_belong_to() -> None:
-    """Who comes without it after that has lost its disk. A coordinator that is killed before knows it all the same."""
+    """Who comes without it after that has lost its disk. A coordinator killed before knows it all the same."""
     lineage = FakeLineage(Timeline())
     coordinator, quick, slow = sessions(lineage), FakeShard(0, timeline=""), FakeShard(1, timeline="")
     served = [asyncio.ensure_future(coordinator.serve(shard)) for shard in (quick, slow)]
