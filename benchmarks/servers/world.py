@@ -21,7 +21,8 @@ from benchmarks.small_runs import deepspeed_block, llama
 from geotrain.config import load_cluster, load_run
 from geotrain.launch.check import free_ports
 from geotrain.net.server.server_setup import LISTENING
-from geotrain.net.transport.certs import OPERATOR, Role, make_certificates, trust_between
+from geotrain.net.transport.authority import make_certificates
+from geotrain.net.transport.certs import OPERATOR, Role, trust_between
 
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
 WIDTH = 1024
