@@ -11,9 +11,8 @@
     workers           train H steps, send a delta fragment by fragment, train on while the answer travels
 
 Everything is here but what a cluster needs: real sockets, disks, GPUs, many ranks a worker, lost messages. A server
-is a state machine, `handle(sender, message) -> [(receiver, message), …]`, as in the product; here threads and queues
-carry the messages. `tests/examples/test_mini.py` gives what these servers handled to the product's servers, and
-compares all weights bit for bit. Read from top to bottom; the product's names are the same, and longer.
+is a state machine, `handle(sender, message) -> [(receiver, message), …]`, as in the product; threads and queues carry
+the messages. `tests/examples/test_mini.py` holds these servers to the product's, bit for bit. Read from top to bottom.
 """
 
 from __future__ import annotations
@@ -161,8 +160,7 @@ class Ledger:
         self.samples, self.size, self.next = samples, lease_samples, 0
         self.pool: list[tuple[int, int]] = []  # (start, samples) that came back
         self.open: dict[int, Lease] = {}
-        self.numbers = 0
-        self.committed = 0
+        self.numbers = self.committed = 0
 
     def grant(self, worker: str) -> Any:
         if self.pool:
@@ -196,8 +194,7 @@ class GlobalServer:
             case ("join",):
                 return [(sender, self.answer(sender, 0, fragment)) for fragment in range(len(self.x))]
             case Update(sequence, fragment, payload, leases):
-                x = self.x[fragment]
-                x -= self.share * decode(payload, x.numel())
+                self.x[fragment] -= self.share * decode(payload, self.x[fragment].numel())
                 self.ledger.commit(leases)
                 return [(sender, self.answer(sender, sequence, fragment))]
             case ("lease", worker):
@@ -251,6 +248,7 @@ class RegionServer:
         self.here = set(workers)
         self.held: dict[str, dict[int, Lease]] = {worker: {} for worker in workers}  # not trained yet
         self.trained: dict[int, set[int]] = {}  # lease → fragments whose part of its training has not gone up
+        self.spent: set[str] = set()  # workers for which there was no data when they asked last
 
     def handle(self, sender: str, message: Any) -> Sends:
         sends: Sends = []
@@ -268,16 +266,17 @@ class RegionServer:
             case ("lease", _):
                 sends.append((GLOBAL, message))
             case Lease(number, worker) if worker in self.here:
+                self.spent.discard(worker)
                 self.held[worker][number] = message
                 sends.append((worker, message))
             case Lease(number):  # its worker died meanwhile
                 sends.append((GLOBAL, ("release", (number,))))
             case ("finished", worker):
+                self.spent.add(worker)
                 sends.append((worker, message))
             case ("leave",):
                 self.here.discard(sender)
-                sends.append((GLOBAL, ("release", tuple(self.held[sender]))))
-                self.held[sender].clear()
+                sends.append((GLOBAL, ("release", tuple(self.held.pop(sender)))))
         if len(self.fragments) == self.number:
             first = [Answer(0, i, f.x.clone()) for i, f in sorted(self.fragments.items())]
             sends += [(worker, answer) for worker in self.waiting for answer in first]
@@ -290,11 +289,12 @@ class RegionServer:
         f.pending += 1
 
     def progress(self) -> Sends:
-        """An update for each fragment that has K deltas, or any where nobody is left who could add to them. One is in
+        """An update for each fragment that has K deltas, or any where nobody has data left to add to them. One is in
         flight at most: its answer decides the base from which the next one counts."""
         sends: Sends = []
+        at_rest = not self.here or (self.spent and not any(self.held.values()))
         for number, f in sorted(self.fragments.items()):
-            if f.in_flight or f.pending < (self.every if self.here else 1):
+            if f.in_flight or f.pending < (1 if at_rest else self.every):
                 continue
             v = f.base - f.x + f.residual
             f.base.copy_(f.x)

@@ -67,6 +67,8 @@ class RanksOfWorker:
         self.rank = 0 if self.alone else dist.get_rank()
         self.world_size = 1 if self.alone else dist.get_world_size()
         self._group = None if self.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        if self._group is not None:
+            dist.barrier(group=self._group)  # who closed it at once would be lost to a rank that connects still
         self._folders: dict[Path, SharedFolder] = {}  # whether hosts share one never changes while they run
 
     def close(self) -> None:

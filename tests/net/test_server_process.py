@@ -65,8 +65,12 @@ def test_a_run_from_start_to_end_with_a_pause(site):
         each = 4 * fragment.numel + 4  # a payload and its checksum
         assert moved["up_bytes"] >= each and moved["up_bytes"] % each == 0
         assert moved["down_bytes"] >= 2 * each and moved["down_bytes"] % each == 0
-        later = above["links"]["fragments"][fragment.name]  # answers may have come between the two questions
-        assert all(later[way] >= moved[way] and (later[way] - moved[way]) % each == 0 for way in moved)
+        wait_for(  # answers come between the two questions, and one may be on its way
+            lambda name=fragment.name, each=each, moved=moved: all(
+                later >= moved[way] and (later - moved[way]) % each == 0
+                for way, later in site.status("global")["links"]["fragments"][name].items()
+            )
+        )
     assert sum(f["up_bytes"] for f in links["fragments"].values()) < links["up_bytes"]
     assert abs(above["links"]["up_bytes"] - links["up_bytes"]) < 20_000
     assert above["peers"]["eu"]["received_bytes"] > 0.9 * links["up_bytes"]  # the rest: the one who asks

@@ -50,7 +50,7 @@ DOORS = {
     "net.server.server_process": 14_150,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 32_516, ("benchmarks",): 10_478}
+SIZES = {PRODUCT: 32_518, ("benchmarks",): 10_481}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself
