@@ -12,7 +12,7 @@
 
 Everything is here but what a cluster needs: real sockets, disks, GPUs, many ranks a worker, lost messages. A server
 is a state machine, `handle(sender, message) -> [(receiver, message), …]`, as in the product; threads and queues carry
-the messages. `tests/examples/test_mini.py` holds these servers to the product's, bit for bit. Read from top to bottom.
+the messages. `tests/examples/test_mini.py` holds these servers to the product's, bit for bit. Read it from above.
 """
 
 from __future__ import annotations
