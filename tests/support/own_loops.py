@@ -126,7 +126,7 @@ class OwnRun:
 
     def status(self, site: str) -> dict[str, Any]:
         with suppress(Exception):
-            return ask_status(f"127.0.0.1:{self.ports[site]}", 5) or {}
+            return ask_status(f"127.0.0.1:{self.ports[site]}", 2) or {}
         return {}
 
     def until(self, what: Any, timeout_s: float = 120.0) -> None:

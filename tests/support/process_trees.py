@@ -66,13 +66,14 @@ def names(mark: dict[str, str]) -> list[str]:
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
-    """Whether the condition holds before the deadline. Pauses are as long as a look takes, times four: looks that are
-    dear, at a whole run or all processes, leave the processor to what is looked at."""
+    """Whether the condition holds before the deadline. Pauses are as long as a look takes, times four, at most half a
+    second: looks that are dear, at a whole run or all processes, leave the processor to what is looked at, and one
+    that waited for a server that was starting does not miss what comes next."""
     begin = now = time.monotonic()
     while now - begin < timeout_s:
         if condition():
             return True
-        time.sleep(max(0.02, 4 * (time.monotonic() - now)))
+        time.sleep(min(0.5, max(0.02, 4 * (time.monotonic() - now))))
         now = time.monotonic()
     return bool(condition())
 
