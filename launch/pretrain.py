@@ -73,6 +73,9 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
     setup, server = topology.workers[worker.name], topology.servers[topology.server_of(worker.name)]
     os.environ.update(rank_environment(os.environ, launcher_of(worker)))
+    capability, traces = capability_here(os.environ), run.run_folder.absolute() / "profiles" / worker.name
+    if capability is not None:
+        traces.mkdir(parents=True, exist_ok=True)  # torch writes to no folder that is not there
     os.environ.update(
         library_settings(
             os.environ,
@@ -80,8 +83,9 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             ranks_here=max(host.slots for host in worker.hosts),
             tensor_parallel=setup.parallel.tensor,
             overlaps_steps=run.acco is not None,
-            capability=capability_here(os.environ),
+            capability=capability,
             deterministic=setup.precision.deterministic_mode,
+            traces=traces,
         )
     )
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be

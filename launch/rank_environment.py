@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
@@ -44,13 +45,15 @@ def library_settings(
     overlaps_steps: bool,
     capability: tuple[int, int] | None = None,
     deterministic: bool = False,
+    traces: Path | None = None,
 ) -> dict[str, str]:
     """Choose settings of CUDA, torch and gloo that are not in `env`.
 
     cores: that this process may use. ranks_here: the worker's on this machine, which share them. overlaps_steps:
     whether the run uses ACCO. capability: of the devices here (`capability_here`). deterministic:
-    `precision.deterministic_mode`. MASTER_ADDR in `env` decides which network interface the ranks meet over. Raises
-    ConfigError if `env` contradicts what is asked for.
+    `precision.deterministic_mode`. traces: a folder in which torch leaves the last collectives of a rank that hangs
+    (its flight recorder, of NCCL); None: where torch has it. MASTER_ADDR in `env` decides which network interface the
+    ranks meet over. Raises ConfigError if `env` contradicts what is asked for.
     """
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks_here)),  # torch's default is all cores, for every rank
@@ -67,6 +70,8 @@ def library_settings(
     # gloo takes the address that this machine's name resolves to, which on many systems nobody else can reach.
     if (master := env.get("MASTER_ADDR")) and (interface := interface_to(master)) is not None:
         wanted["GLOO_SOCKET_IFNAME"] = interface
+    if capability is not None and traces is not None:
+        wanted["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "collectives-rank-")
     if deterministic:
         wanted |= DETERMINISTIC
         _check_deterministic(env)

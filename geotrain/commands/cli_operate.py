@@ -167,6 +167,24 @@ def expel(
     return Told({"answer": answer}, answer)
 
 
+@command(epilog="Example: geotrain profile runs/mine --worker eu-0 --steps 5")
+@with_json
+def profile(
+    folder: RunFolder,
+    worker: Annotated[str, typer.Option(metavar="WORKER", help="Whose ranks record.")],
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps; at most 50.")] = 5,
+) -> Told:
+    """Have a worker's ranks record their next inner steps with torch's profiler, while they train.
+
+    Traces come into the run's folder `profiles` on each rank's machine, for Perfetto (ui.perfetto.dev) or
+    chrome://tracing; their marks geotrain.lease, .step, .encode, .send, .adopt are NVTX ranges too on a GPU.
+    """
+    run = live_run(folder)
+    answer = run.profile(worker, steps)
+    traces = str(run.config.run_folder / "profiles")
+    return Told({"answer": answer, "traces": traces}, f"{answer}; traces: {traces}")
+
+
 @command(epilog="Example: geotrain snapshot runs/mine")
 @with_json
 def snapshot(folder: RunFolder) -> Told:

@@ -133,6 +133,12 @@ class LiveRun:
         what: "expel" or "unban"."""
         return self._tell(Topology(self.config, self.cluster).server_of(member), rpc.Control(what, member), COMMAND_S)
 
+    def profile(self, worker: str, steps: int) -> str:
+        """Have a worker's ranks record their next inner steps; returns the answer. Raises Refused, Unreachable,
+        CertificateError, ConfigError."""
+        site = Topology(self.config, self.cluster).server_of(worker)
+        return self._tell(site, rpc.Control("profile", worker, steps), COMMAND_S)
+
     def snapshot(self) -> dict[str, str]:
         """Have every server that is reached write a snapshot: site → where it lies, or what went wrong. The global
         one must succeed.

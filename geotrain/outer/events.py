@@ -172,3 +172,12 @@ class UpdateStage(Event):
 
     update: Annotated[str, "its id, member/sequence"]
     stage: Annotated[str, "sent, arrived, answered or adopted"]
+
+
+class Profiled(Event):
+    """A rank has recorded inner steps, as `geotrain profile` asked."""
+
+    worker: MemberName
+    rank: Annotated[int, "of the worker"]
+    steps: Annotated[int, "recorded"]
+    path: Annotated[str, "of the trace, on the rank's machine"]

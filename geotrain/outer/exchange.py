@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from geotrain.config import OuterConfig
+from geotrain.kernels.spans import span
 from geotrain.outer.codec import rounding_seed
 from geotrain.outer.events import Event, LeaseBegun, UpdateEncoded, UpdateStage
 from geotrain.outer.messages import (
@@ -213,7 +214,8 @@ class Exchange:
         self.rank.settle()  # the delta must contain every step
         stream = self.name, self.rank.rank, self.sequence
         chunks = [chunk for fragment in due for chunk in self.chunks[fragment]]
-        deltas = tuple(self.weights.make_delta(chunk, rounding_seed(*stream, chunk)) for chunk in chunks)
+        with span("encode"):
+            deltas = tuple(self.weights.make_delta(chunk, rounding_seed(*stream, chunk)) for chunk in chunks)
         for fragments in self.unsent.values():
             fragments.difference_update(due)
         # A lease counts as trained only when the deltas of all fragments contain all its steps.
@@ -228,7 +230,8 @@ class Exchange:
             part = UpdatePart(*header, made, job=job, leases=leases, metrics=metrics, adopted=adopted)
             size = sum(len(delta.payload) for delta in made)
             self.tell(UpdateEncoded(update_id(self.name, part.sequence), job, list(leases), list(due), size))
-            return self.client.push(part)
+            with span("send"):
+                return self.client.push(part)
 
         # On a GPU the deltas are still being copied to the host: `push` runs when they are there, training goes on.
         pushed = self.weights.when_made(push)
@@ -269,6 +272,7 @@ class Exchange:
             self.server_incarnation = answer.incarnation
             answer = yield self.client.pull(answer.sequence, fragments)
         self.rank.settle()
-        for weights in answer.weights:
-            self.weights.on_weights(weights, start)
-        self.rank.refresh(self.weights.parameters(fragments))
+        with span("adopt"):
+            for weights in answer.weights:
+                self.weights.on_weights(weights, start)
+            self.rank.refresh(self.weights.parameters(fragments))

@@ -19,6 +19,7 @@ import torch
 
 from geotrain.config import RunConfig
 from geotrain.inner.runtime.shards import OwnedShard
+from geotrain.kernels.spans import span
 from geotrain.monitor.utilization import PhaseTimer, StepNumbers, job_metrics
 from geotrain.outer import exchange
 from geotrain.outer.codec import NonFiniteError
@@ -28,6 +29,7 @@ from geotrain.outer.messages import Answer, Finished, Identity, Lease, LeaseRequ
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import ParameterMap, fragments_due
 from geotrain.staging.cuda import staging_for
+from geotrain.worker.profile import StepProfiler
 from geotrain.worker.schedule import schedule_step
 
 
@@ -38,6 +40,7 @@ class LoopClient(exchange.Client, Protocol):
     mirrors: Callable[[], tuple[int, ...]]  # gives the fingerprints of what the rank was last sent, for a join
     on_sent: Callable[[int], None]  # called with the sequence of an update that begins to be sent
     on_acknowledged: Callable[[int], None]  # called with the sequence of each update that the server has applied
+    on_profile: Callable[[int], None]  # called with inner steps that are to be recorded
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
@@ -126,6 +129,10 @@ class WorkerLoop:
         staging = staging_for(run.outer.state_device, device, [chunk.master for chunk in chunks])
         self.weights = WorkerRank(parameter_map, run.outer, chunks, staging)
         client.mirrors = self.weights.mirrors
+        self._profiler = StepProfiler(
+            run.run_folder / "profiles", member.name, rank.rank, member.write_event, member.trouble
+        )
+        client.on_profile = self._profiler.ask
         self.exchange = Exchange(
             member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
         )
@@ -164,20 +171,24 @@ class WorkerLoop:
         begins; after the last of all, everything is sent and the worker leaves."""
         if self.lease is None:
             raise RuntimeError("no lease is in training: its steps are over, or the loop was not started")
+        self._after_step(self.lease, result)
+        self._profiler.after_step(None if self.lease is None else (self.lease.job, self.step))
+
+    def _after_step(self, lease: Lease, result: StepNumbers) -> None:
         self.laps.lap("compute")
         self._results.append(result)
         self.step += 1
-        due = fragments_due(len(self.member.parameter_map.fragments), self.lease.steps, self.step)
+        due = fragments_due(len(self.member.parameter_map.fragments), lease.steps, self.step)
         self._wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
         self.laps.lap("communication")
-        if self.step < self.lease.steps:
+        if self.step < lease.steps:
             return
         metrics = self._metrics()
         if self.rank.is_metrics_rank:
-            self.report({"job": self.lease.job, "start": self.lease.start, **metrics})
+            self.report({"job": lease.job, "start": lease.start, **metrics})
         self.laps.restart()
-        if self.lease.job % self.run.checkpoint.every_jobs == 0:
-            self.save(self.lease.job)
+        if lease.job % self.run.checkpoint.every_jobs == 0:
+            self.save(lease.job)
             self.laps.lap("checkpoint")
         self._begin_or_finish()
 
@@ -197,7 +208,8 @@ class WorkerLoop:
         """
         if self._following is None:
             return False
-        lease = self._following.result()
+        with span("lease"):
+            lease = self._following.result()
         if isinstance(lease, Finished):
             self._following = None
             return False

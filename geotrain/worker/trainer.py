@@ -12,6 +12,7 @@ from geotrain.checkpoint.folders import CheckpointError
 from geotrain.checkpoint.saving import Checkpoints
 from geotrain.data.loader import LeasedLoader
 from geotrain.inner.engine.engine import GeoEngine
+from geotrain.kernels.spans import span
 from geotrain.outer.messages import Lease
 from geotrain.worker.loop import RunMember, WorkerLoop
 
@@ -67,7 +68,8 @@ class Trainer:
         for batch in self.loader.steps(lease.start, lease.samples):
             ends_s = time.perf_counter() + self.min_step_s
             self.loop.laps.lap("waiting")  # for the loader, at the first step also for the lease
-            result = self.engine.train_step(batch, self.loop.schedule_step)
+            with span("step"):
+                result = self.engine.train_step(batch, self.loop.schedule_step)
             time.sleep(max(0.0, ends_s - time.perf_counter()))
             self.loop.after_step(result)
 

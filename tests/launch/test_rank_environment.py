@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from socket import AF_INET
 from typing import Any
 
@@ -59,6 +60,13 @@ SMI = {  # of nvidia-smi, a GPU a line
     (10, 0): "NVIDIA B200, 580.95.05, 183359, 4, Default, 10.0",
     None: "NVIDIA X, 580.95.05, 81559, 4, Default, [N/A]",
 }
+
+
+def test_a_rank_that_hangs_leaves_its_collectives_with_the_run() -> None:
+    told = settings({}, capability=(9, 0), traces=Path("/run/profiles/a"))
+    assert told["TORCH_FR_DUMP_TEMP_FILE"] == "/run/profiles/a/collectives-rank-"
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in settings({}, traces=Path("/run/profiles/a"))  # gloo has none
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in settings(told, capability=(9, 0), traces=Path("/other"))
 
 
 @pytest.mark.parametrize("capability", SMI)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -93,6 +94,16 @@ def test_all_samples_in_order_however_far_the_data_is_read_ahead(tmp_path: Path,
     assert saved == [3] and servers.top.finished  # at the end; none of the jobs was the eighth
     with pytest.raises(RuntimeError, match="its steps are over"):
         step(loop)
+
+
+def test_what_it_is_asked_for_is_recorded(tmp_path: Path) -> None:
+    loop, _ = joined(write_run(tmp_path), network())
+    loop.client.on_profile(LOCAL_STEPS)
+    while not loop.finished:
+        step(loop)
+    (trace,) = (tmp_path / "out/profiles").iterdir()
+    marks = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert {"geotrain.lease", "geotrain.encode", "geotrain.send", "geotrain.adopt"} <= marks
 
 
 def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from geotrain.commands.quickstart import PROMPTS
 from tests.chaos.faults.audit import accounts
 from tests.chaos.faults.goodput import goodput
 from tests.chaos.faults.scenario import PACKETS
-from tests.support.recorded_life import BATCH, CONFIGS, ENOUGH, STEPS, Life, in_wheel, played
+from tests.support.recorded_life import BATCH, CONFIGS, ENOUGH, RECORDED, STEPS, Life, in_wheel, played
 from tests.support.small_runs import losses
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -128,6 +130,17 @@ def test_only_members_are_unbanned(life: Life) -> None:
     nobody = life.said["unban x"]
     assert nobody.returncode == 2
     assert "'x' is no worker or region of this run; there are eu, eu-0" in nobody.stderr
+
+
+def test_each_rank_of_a_worker_records_its_steps(life: Life) -> None:
+    assert life.said["profile us-0"].returncode == 0, life.said["profile us-0"].stderr
+    assert "'us' is no worker" in life.said["profile us"].stderr
+    recorded = [e for e in life.run.events("us-0") if e["event"] == "Profiled"]
+    assert sorted(e["rank"] for e in recorded) == [0, 1] and {e["steps"] for e in recorded} == {RECORDED}
+    for event in recorded:
+        trace = json.loads(gzip.decompress(Path(event["path"]).read_bytes()))["traceEvents"]
+        marks = Counter(e["name"] for e in trace if "dur" in e)
+        assert marks["geotrain.step"] == RECORDED and marks["geotrain.encode"] >= 1 and marks["aten::mm"] > RECORDED
 
 
 def test_a_paused_run_rests_until_it_is_resumed(life: Life) -> None:

@@ -38,6 +38,7 @@ BUSY_S = 500.0  # until ranks have joined, on a busy machine
 ENOUGH = 1_000_000  # samples: no machine trains them before the run is stopped
 PACE_S = 0.2  # a step: workers that wait leave the processor to those who look at them
 STEPS, BATCH, LOCAL_STEPS = 48, 16, 4  # STEPS: after the run was resumed
+RECORDED = 2 * LOCAL_STEPS  # steps in a trace: an update leaves during them
 QUIET_S = 3.0  # several jobs
 LEARNING = {"total_num_steps": 2000, "warmup_num_steps": 8}
 RATES = {"corrupt": 0.1, "drop": 0.03, "delay": 0.1, "reorder": 0.1, "duplicate": 0.1}
@@ -216,6 +217,9 @@ def _operated(life: Life) -> None:
     life.say("resume", "resume", folder)
     assert until(lambda: min(now - then for now, then in zip(life.updates("eu", "us"), life.quiet, strict=True)) > 0)
 
+    for worker in ("us-0", "us"):
+        life.say(f"profile {worker}", "profile", folder, "--worker", worker, "--steps", str(RECORDED))
+    assert until(lambda: len(list((folder / "profiles").glob("us-0-*.gz"))) == 2, BUSY_S), run.log.read_text()
     life.say("snapshot", "snapshot", folder)
     life.say("drain", "drain", folder, "us", "--wait", "300")
     assert until(lambda: not (folder / "servers/us/listening.json").exists(), BUSY_S)  # its server has ended

@@ -27,6 +27,7 @@ from grpc import aio
 from geotrain.common.ports import why_not_bound
 from geotrain.config import Address, host_port
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
+from geotrain.net.server.profile_requests import ProfileRequests
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.server.server_thread import ServerThread
@@ -103,6 +104,7 @@ class GrpcService:
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
         self.beats: dict[str, dict[str, float]] = {}  # member → the metrics of its last heartbeat
+        self._profiles = ProfileRequests(self.server.members if self.server.member_role == "worker" else {})
         # of any update
         most_bytes = sum(self.server.up.encoded_bytes(p.numel) for p in self.server.parameter_map.chunks)
         self._update_bytes = most_bytes + 4096
@@ -382,7 +384,8 @@ class GrpcService:
         if beat.metrics:
             said = {name[:40]: value for name, value in islice(beat.metrics.items(), rpc.MAX_METRICS)}
             self.beats[beat.member] = credible(said)  # bounded, because another machine sent them
-        return wire.pack(rpc.Ack(member.sequence, self.server.over, self.server.recalls(beat.member)))
+        recalled, profile = self.server.recalls(beat.member), self._profiles.take(beat.member, beat.part)
+        return wire.pack(rpc.Ack(member.sequence, self.server.over, recalled, profile))
 
     async def _status(self, request: bytes, context: Any) -> bytes:
         return json.dumps(self.status()).encode()
@@ -402,6 +405,8 @@ class GrpcService:
         elif what == "unban":
             await self.server_thread.say(LiftQuarantine(name))
             text = f"{name}: unbanned"
+        elif what == "profile":
+            text = self._profiles.ask(name, control.steps)
         else:
             text = await self.server_thread.say(OperatorCommand(what, name))
         return wire.pack(rpc.ControlReply(text))

@@ -40,6 +40,7 @@ MAX_WAIT_S = 20.0  # a server that has no answer yet holds a call for at most so
 KEEPALIVE_S = 10.0
 BEAT_S = 5.0  # time between heartbeats of a worker's rank
 REGION_BEAT_S = 2.0  # time between heartbeats of a region
+MAX_PROFILED_STEPS = 50  # a trace holds every operation; one step of a large model takes megabytes
 MAX_METRICS = 32  # how many numbers a heartbeat may bring
 
 OPTIONS = (
@@ -66,11 +67,13 @@ class Ack:
 
     applied: the last update of this member that is part of the server's weights. over: all data of the run has been
     trained and is part of the global weights. recalled: the member, a region, is to give back its reserve of data.
+    profile: inner steps that the rank which beats is to record (`geotrain profile`).
     """
 
     applied: int
     over: bool = False
     recalled: bool = False
+    profile: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,12 +174,14 @@ class Beat(FromMember):
 class Control:
     """Carries a command of the operator.
 
-    what: "snapshot", for any server; "unban" and "expel", for the server whose member `name` is; for the global
-    server also any command of `OperatorCommand`, with `name` the region to drain.
+    what: "snapshot", for any server; "unban", "expel" and "profile", for the server whose member `name` is; for the
+    global server also any command of `OperatorCommand`, with `name` the region to drain. steps: that are to be
+    recorded.
     """
 
     what: str
     name: str = ""
+    steps: int = 0
 
 
 @dataclass(frozen=True)

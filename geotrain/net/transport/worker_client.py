@@ -82,6 +82,7 @@ class WorkerClient:
         # server has applied.
         self.on_sent: Callable[[int], None] = lambda sequence: None
         self.on_acknowledged: Callable[[int], None] = lambda sequence: None
+        self.on_profile: Callable[[int], None] = lambda steps: None  # called with inner steps that are to be recorded
         self.mirrors: Callable[[], tuple[int, ...]] = tuple  # fingerprints for a join in the same incarnation
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
@@ -266,7 +267,8 @@ class WorkerClient:
         while True:
             await asyncio.sleep(rpc.BEAT_S)
             try:
-                await self._link.beat(self._part)
+                if steps := (await self._link.beat(self._part)).profile:
+                    self.on_profile(steps)
             except NotJoined:
                 with suppress(Exception):
                     await self._rejoin()
