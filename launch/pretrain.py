@@ -109,7 +109,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     vocab_size = engine.architecture.vocab_size
     source = open_training(run.data, vocab_size, run.seed)
     micro_batch = setup.deepspeed["train_micro_batch_size_per_gpu"]
-    loader = LeasedLoader(source, run.samples_per_step, micro_batch, engine.dp_rank, engine.dp_size)
+    ranks, on_gpu = (engine.dp_rank, engine.dp_size), engine.device.type == "cuda"
+    loader = LeasedLoader(source, run.samples_per_step, micro_batch, *ranks, pinned=on_gpu)
     validation: Sequence[Tensor] = ()
     if run.monitor.validate_every_samples is not None and run.data.validation is not None:
         held_out = open_source(run.data.validation, run.data.sequence_length, vocab_size, None, cache_of(run.data))

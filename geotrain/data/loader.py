@@ -183,11 +183,18 @@ class LeasedLoader:
 
     A lease is a range of the run's samples. In its s-th inner step the worker trains the s-th `samples_per_step` of
     them, whatever its layout is; data-parallel rank r of dp_size takes the r-th equal part of those, cut into
-    micro-batches of `micro_batch` samples. Raises DataError: the sizes do not divide.
+    micro-batches of `micro_batch` samples. pinned: batches lie in page-locked memory, so that a GPU copies them while
+    the host goes on. Raises DataError: the sizes do not divide.
     """
 
     def __init__(
-        self, source: SampleSource | MixedSource, samples_per_step: int, micro_batch: int, dp_rank: int, dp_size: int
+        self,
+        source: SampleSource | MixedSource,
+        samples_per_step: int,
+        micro_batch: int,
+        dp_rank: int,
+        dp_size: int,
+        pinned: bool = False,
     ) -> None:
         if samples_per_step % (micro_batch * dp_size):
             raise DataError(
@@ -197,7 +204,7 @@ class LeasedLoader:
             )
         self._source, self._samples_per_step, self._micro_batch = source, samples_per_step, micro_batch
         self._own = samples_per_step // dp_size
-        self._offset = dp_rank * self._own
+        self._offset, self._pinned = dp_rank * self._own, pinned
 
     def steps(self, lease_start: int, lease_samples: int) -> Iterator[StepBatch]:
         """Yield the batch of each inner step of a lease. The next one is read while the caller trains.
@@ -248,7 +255,8 @@ class LeasedLoader:
 
     def _read(self, start: int) -> StepBatch:
         def samples(first: int, count: int) -> torch.Tensor:
-            return self._source.batch(np.arange(start + first, start + first + count))
+            batch = self._source.batch(np.arange(start + first, start + first + count))
+            return batch.pin_memory() if self._pinned else batch
 
         own = list(samples(self._offset, self._own).split(self._micro_batch))
         return StepBatch(own, lambda i: samples(i * self._micro_batch, self._micro_batch))

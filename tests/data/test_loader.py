@@ -55,6 +55,14 @@ def test_any_micro_batch_of_the_worker_can_be_read(micro: int) -> None:
         loader.steps(0, 7)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_batches_for_a_gpu_are_pinned() -> None:
+    for pinned in (False, True):
+        (step,) = LeasedLoader(source(), 6, 3, 1, 2, pinned=pinned).steps(0, 6)
+        assert [batch.is_pinned() for batch in (*step.own, step.micro_batch(0))] == [pinned] * 2
+
+
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 12), (2, 3), (4, 1), (12, 1)])
 def test_what_a_step_trains_does_not_depend_on_the_layout(ranks: int, micro: int) -> None:
     def steps(ranks: int, micro: int) -> list[list[int]]:
