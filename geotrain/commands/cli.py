@@ -25,7 +25,7 @@ app = typer.Typer(
     help="Pretrain language models on GPU clusters in different regions, joined by slow links.",
     epilog="Each command has its own --help, with examples. Completion: geotrain --install-completion.",
 )
-serve = typer.Typer(no_args_is_help=True, help="Run one server by hand; `launch` does it for you.")
+serve = typer.Typer(help="Run a server: alone, for loops that join by its address, or one of a launch, by hand.")
 app.add_typer(serve, name="serve")
 app.add_typer(cli_operate.app)
 
@@ -44,6 +44,7 @@ Changes = Annotated[
 ]
 DType = Literal["float32", "bfloat16", "float16"]
 Objective = Literal["speed", "cost"]
+JoinedRule = Literal["async", "halos", "diloco", "local-sgd"]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
 LaunchId = Annotated[
     str,
@@ -199,10 +200,32 @@ def launch_site(
     raise typer.Exit(keep_site() if keep else launch_site())
 
 
-@serve.callback()
-def before_serving() -> None:
-    """Before torch is imported: idle threads of a server must not spin on the cores of ranks beside it."""
+@serve.callback(
+    invoke_without_command=True, epilog="Example: geotrain serve --folder runs/mine --steps 20000 --workers 2"
+)
+def serve_alone(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Option(help="Folder of the run, which has its name.")] = Path("runs/joined"),
+    rule: Annotated[JoinedRule, typer.Option(help="Rule of the outer loop.")] = "async",
+    steps: Annotated[int | None, typer.Option(min=1, help="Of the run, over all workers; default: no end.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="The run begins when so many have joined.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65534, help="Port to join at; the next one is used, too.")] = 7600,
+    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    changes: Changes = None,
+    resume: Resume = False,
+) -> None:
+    """Serve loops that join with an address and the token that this prints, without a run file.
+
+    The first to join gives the model and its first weights; others are compared with it. All links are TLS. Ends
+    when all steps are trained, or all workers have left. Started again with --resume added, it goes on. The folder is
+    a run's, for `status`, `export` and all other commands. With a command behind, options go behind that.
+    """
+    # Before torch is imported: idle threads of a server must not spin on the cores of ranks beside it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if context.invoked_subcommand is None:
+        with loading():
+            from geotrain.commands.serve import run_alone
+        raise typer.Exit(run_alone(folder, rule, port, bind, steps, workers, resume, tuple(changes or ())))
 
 
 @serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")

@@ -10,6 +10,7 @@ from geotrain.config.block import (
     EXIT_FOR_GOOD,
     Block,
     ConfigError,
+    Name,
     PositiveInt,
     json_schema,
     parse,
@@ -25,6 +26,7 @@ from geotrain.config.cluster import (
     LinkConfig,
     RegionConfig,
     RestartConfig,
+    SecurityConfig,
     WorkerConfig,
     load_cluster,
     shard_name,
@@ -58,6 +60,7 @@ from geotrain.config.run import (
     WandbConfig,
     config_changes,
     config_digest,
+    changed_run,
     load_run,
 )
 from geotrain.config.topology import Topology, WorkerSetup

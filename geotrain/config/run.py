@@ -328,7 +328,15 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     own_loop = isinstance(raw, dict) and isinstance(raw.get("data"), dict) and raw["data"].get("samples_per_step")
     if own_loop and not raw.get("folder"):  # found again from whichever working directory a loop is started
         raw = {**raw, "folder": str(path.parent.absolute() / f"runs/{raw.get('name')}")}
-    return parse(RunConfig, _resolved(raw, Path.cwd(), "--set"), str(path))
+    return changed_run(raw, (), str(path))
+
+
+def changed_run(raw: Any, changes: Sequence[str], where: str) -> RunConfig:
+    """Make the run of a run file's content, with absolute paths, and of changes, as for `load_run`. where: the file.
+    Raises ConfigError."""
+    for change in changes:
+        _put(raw, change)
+    return parse(RunConfig, _resolved(raw, Path.cwd(), "--set"), where)
 
 
 def _resolved(raw: Any, folder: Path, where: str) -> Any:
