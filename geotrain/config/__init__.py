@@ -26,7 +26,6 @@ from geotrain.config.cluster import (
     LinkConfig,
     RegionConfig,
     RestartConfig,
-    SecurityConfig,
     WorkerConfig,
     load_cluster,
     shard_name,
@@ -58,9 +57,9 @@ from geotrain.config.run import (
     PrecisionConfig,
     RunConfig,
     WandbConfig,
+    changed_run,
     config_changes,
     config_digest,
-    changed_run,
     load_run,
 )
 from geotrain.config.topology import Topology, WorkerSetup

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ def enroll(
     region: str,
     model: nn.Module,
     rank: TorchRank,
-    *,
     every: int,
     samples_per_step: int,
     token: str | None,
@@ -85,14 +85,16 @@ def _attempt(
     address: str, token: Token, region: str, said: Mapping[str, Any], trained: Mapping[str, Tensor], rank: TorchRank
 ) -> Welcomed | tuple[str, float | None]:
     """Ask once; returns, on all ranks, the reply or (why not, seconds for which to ask again, None: not at all)."""
-    client: EnrollmentClient | None = None
+    clients: list[EnrollmentClient] = []  # rank 0's
 
-    def asked(call: Any) -> Any:
+    def asked(call: Callable[[EnrollmentClient], Any]) -> Any:
         """Call on rank 0; what came of it, for all ranks."""
-        reply = None
+        reply: Any = None
         if rank.rank == 0:
             try:
-                reply = call()
+                if not clients:
+                    clients.append(EnrollmentClient(address, token))
+                reply = call(clients[0])
             except CertificateError as error:
                 reply = str(error), None
             except Refused as refused:
@@ -101,13 +103,8 @@ def _attempt(
                 reply = str(error), 0.0
         return rank.gather(reply)[0]
 
-    def ask() -> Welcomed | None:
-        nonlocal client
-        client = EnrollmentClient(address, token)
-        return client.ask(region, said)
-
     try:
-        reply = asked(ask)
+        reply = asked(lambda client: client.ask(region, said))
         if reply is not None:
             return reply
         for name, tensor in trained.items():
@@ -115,8 +112,9 @@ def _attempt(
             if not torch.isfinite(values).all():
                 raise ConfigError(f"parameter {name} holds infinities or NaN; a run cannot begin with it")
             if reply is None:
-                reply = asked(lambda values=values: client.send(memoryview(values.view(-1).view(torch.uint8).numpy())))
-        return asked(lambda: client.heard()) if reply is None else reply
+                block = memoryview(values.view(-1).view(torch.uint8).numpy())
+                reply = asked(partial(EnrollmentClient.send, values=block))
+        return asked(EnrollmentClient.heard) if reply is None else reply
     finally:
-        if client is not None:
+        for client in clients:
             client.close()

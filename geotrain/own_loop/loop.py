@@ -120,15 +120,14 @@ class OuterLoop:
         for_address = {"every": every, "samples_per_step": samples_per_step, "token": token, "folder": folder}
         without = {"cluster": cluster, "worker": worker} if joined else for_address
         if idle := [key for key, value in without.items() if value is not None]:
-            other = "an address: the server there says it" if joined else "a run that is not an address: its file says it"
+            other = "an address, whose server says it" if joined else "a run file, which says it"
             raise ConfigError(f"OuterLoop: {', '.join(idle)}: without effect with {other}; leave it out")
         linked: dict[str, Any] = {}
         if joined:
             if every is None:
                 raise ConfigError("OuterLoop: state every=, the steps between two deltas")
-            size = samples_per_step or 1
-            said = {"every": every, "samples_per_step": size, "token": token, "folder": folder}
-            given = enroll(str(run), region, model, rank, connect_s=connect_s, **said)
+            length = every, samples_per_step or 1
+            given = enroll(str(run), region, model, rank, *length, token, folder, connect_s)
             run, cluster = given.run, given.cluster
             linked = {"parameter_map": given.parameter_map, "trust": given.trust}
         elif not isinstance(run, RunConfig):

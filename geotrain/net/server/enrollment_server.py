@@ -30,8 +30,6 @@ from geotrain.config import (
     ConfigError,
     RegionConfig,
     RunConfig,
-    SecurityConfig,
-    WorkerConfig,
     load_cluster,
     load_run,
     parse,
@@ -184,21 +182,20 @@ class EnrollmentServer:
         ):
             if wanted != has:
                 raise ConfigError(f"{what} is {has} at {asked.region}, and {wanted} in the run, as its first worker")
-        regions = cluster.regions if cluster else ()
-        if all(region.name != asked.region for region in regions):
-            if run.outer.rule.synchronous and len(regions) >= self.workers:
-                known = ", ".join(region.name for region in regions)
+        known = [region.name for region in cluster.regions] if cluster else []
+        if asked.region not in known:
+            if run.outer.rule.synchronous and len(known) >= self.workers:
                 raise ConfigError(
-                    f"each round of this run needs every worker, and all are there: {known}; join as one of them, or "
-                    "serve with more --workers"
+                    f"each round of this run needs every worker, and all are there: {', '.join(known)}; join as one "
+                    "of them, or serve with more --workers"
                 )
-            region = RegionConfig(name=asked.region, workers=(WorkerConfig(name=f"{asked.region}-0"),))
-            grown = ClusterConfig(
-                name=run.name,
-                global_server=self.address,
-                regions=(*regions, region),
-                security=SecurityConfig(folder=str(self.certificates)),
-            )
+            raw = {
+                "name": run.name,
+                "global_server": self.address.model_dump(),
+                "regions": [{"name": name, "workers": [{"name": f"{name}-0"}]} for name in (*known, asked.region)],
+                "security": {"folder": str(self.certificates)},
+            }
+            grown = parse(ClusterConfig, raw, "the cluster")
             for name, config in (("run.json", run), ("cluster.json", grown)):
                 write_whole(self.folder / name, config.model_dump_json(by_alias=True, indent=2) + "\n")
             self.run, self.cluster = run, grown

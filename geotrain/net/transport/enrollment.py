@@ -1,4 +1,4 @@
-"""Enrolls a worker with `geotrain serve`: by a token alone it gets a certificate and the run, as one joins a cluster of k3s.
+"""Enrolls a worker with `geotrain serve`: by a token alone it gets a certificate and the run.
 
 Over TLS, where the server shows its authority's own certificate. The token holds the digest of the authority's key,
 by which the worker knows the server, and a secret, by which the server knows the worker. Then JSON texts, each behind
@@ -60,8 +60,8 @@ class Token:
         found = re.fullmatch(rf"geotrain{FORMAT}\.([0-9a-f]{{64}})\.([0-9a-f]{{32}})", text.strip())
         if found is None:
             raise CertificateError(
-                f"the token {text[:12]!r}… is not whole, or another version's: copy what `geotrain serve` prints into "
-                "token=, or into the environment as GEOTRAIN_TOKEN"
+                f"the token {text[:12]!r}… is not whole, or another version's: copy what `geotrain serve` prints "
+                f"into token=, or into the environment as {TOKEN}"
             )
         return cls(*found.groups())
 
@@ -141,7 +141,10 @@ class EnrollmentClient:
         reply = self._hear()
         if "send" in reply:
             return None
-        run, cluster = parse(RunConfig, reply["run"], "the run"), parse(ClusterConfig, reply["cluster"], "the cluster")
+        run, cluster = (
+            parse(RunConfig, reply["run"], "the run"),
+            parse(ClusterConfig, reply["cluster"], "the cluster"),
+        )
         there = Address(host=self.host, port=reply["port"])
         own = identity("worker", cluster.worker(self.region, None).name)
         credentials = Credentials(own, self._key, reply["certificate"].encode(), reply["authority"].encode())
