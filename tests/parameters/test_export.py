@@ -42,9 +42,12 @@ LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN = (
 QWEN3 = {key: value for key, value in families.QWEN.items() if key != "head_dim"} | SMALL | {"torch_dtype": "float16"}
 QWEN2 = {**families.QWEN2, **SMALL, "rope_theta": 1e6}
 MISTRAL = {**families.MISTRAL, **SMALL, "sliding_window": None}
+SMOLLM3, GRANITE = {**families.SMOLLM3, **SMALL}, {**families.GRANITE, **SMALL}
 DEEPSEEK = {key: value for key, value in families.DEEPSEEK.items() if key != "num_key_value_heads"} | SMALL
 FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, QWEN3_MOE, MIXTRAL, LLAMA_3, YARN, QWEN2_MOE, DEEPSEEK]
+FAMILIES += [SMOLLM3, GRANITE]
 NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn", "qwen2_moe", "deepseek_v3"]
+NAMES += ["smollm3", "granite"]
 
 TOKENS = torch.arange(96)[None] * 7 % 264
 
