@@ -120,6 +120,9 @@ def prepare(
     validation: Annotated[float, typer.Option(metavar="SHARE", help="Share of documents held out.")] = 0.01,
     text_key: Annotated[str, typer.Option(help="Key or column of the text.")] = "text",
     end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
+    begin_of_document: Annotated[
+        str | None, typer.Option(help="Token that begins a document; default: none.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="A broken line or row is an error.")] = False,
@@ -131,7 +134,7 @@ def prepare(
     """
     from geotrain.commands.prepare import prepare_files
 
-    settings = text_key, end_of_document, processes, overwrite, strict, shard
+    settings = text_key, end_of_document, processes, overwrite, strict, shard, begin_of_document
     manifests = prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
     return Told({split: manifest.model_dump(mode="json") for split, manifest in manifests.items()})
 
