@@ -114,7 +114,9 @@ def test_documents_begin_with_a_token_where_one_is_named(tmp_path: Path) -> None
     with pytest.raises(DataError, match="was made of other files, with another tokenizer"):
         merge(tmp_path / "parts")
     with pytest.raises(ConfigError, match="name tokens of a --tokenizer"):
-        command.prepare_files(["x.txt"], tmp_path / "no", None, None, True, 0.0, begin_of_document="<s>")
+        command.prepare_files(
+            [str(tmp_path / "a.jsonl")], tmp_path / "no", None, None, True, 0.0, begin_of_document="<s>"
+        )
 
 
 def test_the_number_of_processes_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
