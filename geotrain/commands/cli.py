@@ -221,10 +221,13 @@ def serve_alone(
 
     The first to join gives the model and its first weights; others are compared with it. All links are TLS. Ends
     when all steps are trained, or all workers have left. Started again with --resume added, it goes on. The folder is
-    a run's, for `status`, `export` and all other commands. With a command behind, options go behind that.
+    a run's, for `status`, `export` and all other commands.
     """
     # Before torch is imported: idle threads of a server must not spin on the cores of ranks beside it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    stated = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
+    if context.invoked_subcommand is not None and stated:
+        raise typer.BadParameter(f"write --{stated[0].replace('_', '-')} behind {context.invoked_subcommand!r}")
     if context.invoked_subcommand is None:
         with loading():
             from geotrain.commands.serve import run_alone

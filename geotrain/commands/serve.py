@@ -94,6 +94,8 @@ def run_alone(
     first = make_run(1, 1)  # what is wrong with the command line is said before anybody joins
     if first.outer.rule.synchronous and None in (steps, workers):
         raise ConfigError(f"--rule {rule}: its rounds need every worker, to the end: state --steps and --workers")
+    if not first.outer.flat:
+        raise ConfigError("--set outer.levels: whoever joins speaks to this server itself; regions need a run file")
     enrollments = EnrollmentServer(folder, make_run, port + 1, bind, workers or 1)
     if enrollments.run is not None:
         again = make_run(enrollments.run.outer.local_steps, enrollments.run.samples_per_step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from geotrain.outer.events import LossSpike
 from geotrain.outer.server.loss_watch import IN_A_ROW, LEAST, RECENT, LossWatch
+from tests.support.outer_world import config, make, random_deltas
 
 USUAL = [3.0 + 0.02 * (i % 5) for i in range(RECENT)]
 
@@ -42,3 +44,21 @@ def test_what_it_says_while_it_lasts() -> None:
     assert said[-1] == LossSpike(loss=7.0, usual=3.04, tokens=8) and watch.spike == vars(said[-1])
     watch.note(3.0, 9)
     assert watch.spike is None
+
+
+def test_the_global_server_hears_of_it_by_its_members_updates() -> None:
+    world, events = make(config(updates_per_send=1)), list[Any]()
+    real = world.top.handle
+
+    def listening(message: Any) -> Any:
+        handled = real(message)
+        events.extend(handled.events)
+        return handled
+
+    world.top.handle = listening  # type: ignore[method-assign]
+    for number, loss in enumerate([*USUAL[:LEAST], *[9.0] * 4, 3.0], 1):
+        [part] = world.workers["a"][1].parts(random_deltas(world, number))
+        world.tell("eu", dataclasses.replace(part, metrics={"loss": loss}))
+        world.settle("eu")
+        assert bool(world.top.status()["loss_spike"]) == (LEAST + IN_A_ROW <= number < LEAST + 5)
+    assert [event for event in events if isinstance(event, LossSpike)] == [LossSpike(9.0, 3.04, 0)]
