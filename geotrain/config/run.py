@@ -190,6 +190,11 @@ class MonitorConfig(Block):
     )
     tensorboard: str | None = Field(None, description="Folder for TensorBoard files that the global server writes.")
     wandb: WandbConfig | None = None
+    otlp: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector (http://host:4318), to which workers and servers send traces, "
+        "metrics and logs; needs geotrain[otlp].",
+    )
 
     @model_validator(mode="after")
     def _strangers_need_a_token(self) -> MonitorConfig:

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from geotrain.config import ClusterConfig, RunConfig, Topology, WorkerConfig
+from geotrain.monitor.dispatch import EventDispatcher
 from geotrain.monitor.events import EventLog, JobTrained, Trouble
 from geotrain.net.transport.certs import Trust, trust_between
 from geotrain.net.transport.sharded_link import shards_above
@@ -14,6 +15,24 @@ from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.worker.loop import RunMember
+
+
+@contextmanager
+def _exported(run: RunConfig, events: EventLog, source: str) -> Iterator[None]:
+    """Send the events to the run's OpenTelemetry collector, if it has one. Raises ConfigError."""
+    if run.monitor.otlp is None:
+        yield
+        return
+    from geotrain.monitor.otlp import Otlp  # here, because its packages need not be there
+
+    sink = Otlp(run.monitor.otlp, run.name, source)
+    dispatcher = EventDispatcher(events, live=[sink.on])
+    dispatcher.start()
+    try:
+        yield
+    finally:
+        dispatcher.stop()
+        sink.close()
 
 
 @contextmanager
@@ -42,7 +61,8 @@ def connected(
     shards = shards_above(cluster, parameter_map, "worker", worker.name, site)
     client = WorkerClient(str(topology.servers[site]), trust=trust, connect_s=connect_s, shards=shards)
     log = run.run_folder / "events" / f"{worker.name}.jsonl"
-    with closing(client), EventLog(log, source=worker.name, enabled=run.monitor.enabled) as events:
+    opened = EventLog(log, source=worker.name, enabled=run.monitor.enabled)
+    with closing(client), opened as events, _exported(run, events, worker.name):
 
         def on_job(numbers: dict[str, Any]) -> None:
             events.write(JobTrained(worker=worker.name, retries=float(client.retries), **numbers))

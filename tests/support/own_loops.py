@@ -108,9 +108,14 @@ class AloneRun(Processes):
         self.run = folder / "runs/out"  # as the workers would call it
 
     def serve(
-        self, rule: str = "async", steps: int | None = None, workers: int | None = None, resume: bool = False
+        self,
+        rule: str = "async",
+        steps: int | None = None,
+        workers: int | None = None,
+        resume: bool = False,
+        changes: tuple[str, ...] = (),
     ) -> Any:
-        process = self._start("serve", {}, "alone", self.run, rule, self.port, steps, workers, resume)
+        process = self._start("serve", {}, "alone", self.run, rule, self.port, steps, workers, resume, changes)
         self.until(lambda: self.token or process.exitcode is not None)
         return process
 
