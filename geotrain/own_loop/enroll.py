@@ -23,6 +23,7 @@ from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.save import fingerprint, named_tensors, whole
 from geotrain.parameters.parameter_map import ParameterMap, map_of_any
 
+SENT_BYTES = 64 << 20  # so much is sent between two collectives, which have a deadline
 OTHERS_S = 3600.0  # how long others are waited for, who are to join or send the first weights
 
 
@@ -111,9 +112,10 @@ def _attempt(
             values = whole(tensor).float()
             if not torch.isfinite(values).all():
                 raise ConfigError(f"parameter {name} holds infinities or NaN; a run cannot begin with it")
-            if reply is None:
-                block = memoryview(values.view(-1).view(torch.uint8).numpy())
-                reply = asked(partial(EnrollmentClient.send, values=block))
+            content = memoryview(values.view(-1).view(torch.uint8).numpy())
+            for start in range(0, len(content), SENT_BYTES):
+                part = content[start : start + SENT_BYTES]
+                reply = asked(partial(EnrollmentClient.send, values=part)) if reply is None else reply
         return asked(EnrollmentClient.heard) if reply is None else reply
     finally:
         for client in clients:
