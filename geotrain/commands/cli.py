@@ -276,14 +276,19 @@ def serve_shard(
 @with_json
 def export(
     folder: RunFolder,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder to write, or hf://OWNER/NAME.")],
     dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
 ) -> Told:
-    """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive."""
-    from geotrain.commands.export import export_run
+    """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive.
 
-    export_run(folder, output, dtype)
-    return Told({"folder": output}, str(output))
+    On a hub a new repository is private; HF_TOKEN must let one write.
+    """
+    from geotrain.commands.export import export_run, export_to_hub
+
+    if output.startswith("hf://"):
+        return Told({"commit": (commit := export_to_hub(folder, output, dtype))}, commit)
+    export_run(folder, Path(output), dtype)
+    return Told({"folder": output}, output)
 
 
 @app.command(epilog='Example: geotrain sample exported "Once upon a time"')

@@ -49,7 +49,9 @@ class ModelConfig(Block):
         description="In place of `config`, for a loop of your own with any model: a safetensors file of its "
         "parameters with initial values, as `geotrain.save_parameters` writes it.",
     )
-    init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
+    init_from: str | None = Field(
+        None, description="Hugging Face checkpoint whose weights start the run: a folder, or hf://OWNER/NAME."
+    )
     init_changes: tuple[str, ...] = Field(
         (), description="Keys of config in which the model differs from that checkpoint on purpose, as rope_theta."
     )
