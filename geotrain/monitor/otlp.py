@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from geotrain.config import ConfigError
@@ -32,7 +32,7 @@ try:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.trace import Link, SpanContext, TraceFlags
+    from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 except ImportError:
     raise ConfigError("monitor.otlp: its packages are not installed here: pip install 'geotrain[otlp]'") from None
 
@@ -72,7 +72,8 @@ class Otlp:
             case events.UpdateEncoded():
                 begun = self._begun.get(("job", str(event.job)), now)
                 self._begin("update", event.update, begun)
-                self._span("train", event.update, begun, now, job=event.job, payload_bytes=event.payload_bytes)
+                numbers = {"job": event.job, "payload_bytes": event.payload_bytes}
+                self._span("train", event.update, begun, now, numbers)
             case events.UpdateStage(update=update, stage="sent"):
                 self._begin("send", update, now)
             case events.Acknowledged():
@@ -82,9 +83,9 @@ class Otlp:
                 self._begin("apply", update, now)
             case events.UpdateApplied():
                 update = update_id(event.member, event.sequence)
-                loss = {} if event.loss is None else {"loss": event.loss}
-                numbers = {"staleness": event.staleness, "samples": event.samples, **loss}
-                self._span("apply", update, self._since("apply", update, now), now, **numbers)
+                said = {"staleness": event.staleness, "samples": event.samples, "loss": event.loss}
+                numbers = {name: value for name, value in said.items() if value is not None}
+                self._span("apply", update, self._since("apply", update, now), now, numbers)
                 self._merged = [*self._merged, update][-MOST_OPEN:]
             case events.UpdateStage(update=update, stage="answered"):
                 self._span("answer", update, now, now)
@@ -122,16 +123,22 @@ class Otlp:
         return SpanContext(int.from_bytes(trace[:16]), int.from_bytes(own[:8]), True, flags)
 
     def _span(
-        self, name: str, update: str, begin_s: float, end_s: float, root: bool = False, links: Iterable[str] = (),
-        **numbers: Any,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        update: str,
+        begin_s: float,
+        end_s: float,
+        numbers: Mapping[str, Any] | None = None,
+        root: bool = False,
+        links: Iterable[str] = (),
+    ) -> None:
         self._spans.on_end(
             ReadableSpan(
                 name,
                 self._context(update, "" if root else f"{name} {self.source}"),
                 None if root else self._context(update),
                 self._resource,
-                {"update": update, **numbers},
+                {"update": update, **(numbers or {})},
                 links=[Link(self._context(each)) for each in links],
                 start_time=int(begin_s * 1e9),
                 end_time=int(end_s * 1e9),
@@ -140,19 +147,18 @@ class Otlp:
 
     def _log(self, record: events.Record) -> None:
         fields = {name: getattr(record.event, name) for name in record.event.__dataclass_fields__}
-        plain = {k: v if isinstance(v, (str, int, float)) else json.dumps(v, default=str) for k, v in fields.items()}
+        plain: dict[str, Any] = {
+            k: v if isinstance(v, (str, int, float)) else json.dumps(v, default=str) for k, v in fields.items()
+        }
         update = fields.get("update") or (
             update_id(fields["member"], fields["sequence"]) if {"member", "sequence"} <= fields.keys() else ""
         )
-        at = self._context(update) if update else None
         mark = MARKS.get(type(record.event))
         worrying = mark is not None and mark[0] in WORRYING
         self._logger.emit(
             LogRecord(
                 timestamp=int(record.time_s * 1e9),
-                trace_id=at.trace_id if at else None,
-                span_id=at.span_id if at else None,
-                trace_flags=at.trace_flags if at else None,
+                context=set_span_in_context(NonRecordingSpan(self._context(update))) if update else None,
                 severity_number=SeverityNumber.WARN if worrying else SeverityNumber.INFO,
                 body=mark[2](record.event) if mark else type(record.event).__name__,
                 event_name=f"{NAMESPACE}.{type(record.event).__name__}",

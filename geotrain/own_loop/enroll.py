@@ -112,7 +112,8 @@ def _attempt(
             values = whole(tensor).float()
             if not torch.isfinite(values).all():
                 raise ConfigError(f"parameter {name} holds infinities or NaN; a run cannot begin with it")
-            content = memoryview(values.view(-1).view(torch.uint8).numpy())
+            flat: Any = values.view(-1).view(torch.uint8).numpy()
+            content = memoryview(flat)
             for start in range(0, len(content), SENT_BYTES):
                 part = content[start : start + SENT_BYTES]
                 reply = asked(partial(EnrollmentClient.send, values=part)) if reply is None else reply

@@ -21,6 +21,7 @@ from geotrain.commands.export import export_run
 from geotrain.config import ConfigError
 from geotrain.net.transport.certs import CertificateError
 from geotrain.outer.messages import Refused
+from tests.support.hub import hub_for_tests
 from tests.support.inner_worlds import run_world
 from tests.support.own_loops import AloneRun, own_runs
 from tests.support.small_runs import status
@@ -123,6 +124,13 @@ def test_who_leaves_an_endless_run_has_what_all_learned_and_the_last_to_leave_en
     bias = load_file(tmp_path / "exported/model.safetensors")["0.bias"]
     assert torch.allclose(bias, model[0].bias.detach(), atol=0.02)  # answers travel in bf16
     assert torch.allclose(bias, network()[0].bias.detach() + 8 * 0.5, atol=0.02)
+    with hub_for_tests() as hub:
+        words = "export", str(run.run), "hf://me/left", "--dtype", "float32"
+        done = hub.run(tmp_path, "-m", "geotrain", *words)
+        assert done.returncode == 0, done.stderr
+        exported = (tmp_path / "exported/model.safetensors").read_bytes()
+        assert hub.repositories == {"me/left": {"model.safetensors": exported}}
+    assert not list(run.run.glob("tmp*"))
 
 
 class Numbers:

@@ -19,7 +19,7 @@ TOKEN = "hf_test"
 
 
 class Hub:
-    """repositories: name → file → content. made: name → whether it was made private. Large files go as LFS objects."""
+    """repositories: name → file → content. made: name → whether it was made private. Weights go as LFS objects."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
