@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from geotrain.commands import cli_operate
+from geotrain.commands import cli_operate, cli_serve
 from geotrain.commands.cli_operate import RunFolder
+from geotrain.commands.cli_serve import Changes, LaunchId, Resume
 from geotrain.commands.telling import Told, with_json
 from geotrain.launch.loading import leave_quickly, loading
 
@@ -25,8 +25,7 @@ app = typer.Typer(
     help="Pretrain language models on GPU clusters in different regions, joined by slow links.",
     epilog="Each command has its own --help, with examples. Completion: geotrain --install-completion.",
 )
-serve = typer.Typer(help="Run a server: alone, for loops that join by its address, or one of a launch, by hand.")
-app.add_typer(serve, name="serve")
+app.add_typer(cli_serve.serve, name="serve")
 app.add_typer(cli_operate.app)
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -34,24 +33,8 @@ PICTURES = (".png", ".svg", ".pdf")
 # What more than one command takes.
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.json", help="The run: model, data, DeepSpeed, outer loop.")]
 ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="The cluster: regions, hosts, links.")]
-RunOption = Annotated[Path, typer.Option("--run", help="The run file.")]
-ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="Default: cluster.json beside the run file.")]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set a key of the run file: outer.local_steps=64. As often as wanted."
-    ),
-]
 DType = Literal["float32", "bfloat16", "float16"]
 Objective = Literal["speed", "cost"]
-JoinedRule = Literal["async", "halos", "diloco", "local-sgd"]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
-LaunchId = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Name of this launch. What had ended in it stays ended when it is started again."
-    ),
-]
 
 
 def _drawn(path: Path | None) -> Path | None:
@@ -201,75 +184,6 @@ def launch_site(
     with loading():
         from geotrain.launch.far_site import keep_site, launch_site
     raise typer.Exit(keep_site() if keep else launch_site())
-
-
-@serve.callback(
-    invoke_without_command=True, epilog="Example: geotrain serve --folder runs/mine --steps 20000 --workers 2"
-)
-def serve_alone(
-    context: typer.Context,
-    folder: Annotated[Path, typer.Option(help="Folder of the run, which has its name.")] = Path("runs/joined"),
-    rule: Annotated[JoinedRule, typer.Option(help="Rule of the outer loop.")] = "async",
-    steps: Annotated[int | None, typer.Option(min=1, help="Of the run, over all workers; default: no end.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="The run begins when so many have joined.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65534, help="Port to join at; the next one is used, too.")] = 7600,
-    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    changes: Changes = None,
-    resume: Resume = False,
-) -> None:
-    """Serve loops that join with an address and the token that this prints, without a run file.
-
-    The first to join gives the model and its first weights; others are compared with it. All links are TLS. Ends
-    when all steps are trained, or all workers have left. Started again with --resume added, it goes on. The folder is
-    a run's, for `status`, `export` and all other commands.
-    """
-    # Before torch is imported: idle threads of a server must not spin on the cores of ranks beside it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    stated = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
-    if context.invoked_subcommand is not None and stated:
-        raise typer.BadParameter(f"write --{stated[0].replace('_', '-')} behind {context.invoked_subcommand!r}")
-    if context.invoked_subcommand is None:
-        with loading():
-            from geotrain.commands.serve import run_alone
-        raise typer.Exit(run_alone(folder, rule, port, bind, steps, workers, resume, tuple(changes or ())))
-
-
-@serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")
-def serve_global(
-    run: RunOption, cluster: ClusterOption = None, resume: Resume = False, launch_id: LaunchId = ""
-) -> None:
-    """Run the global server until every region has left."""
-    with loading():
-        from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server("global", run, cluster, resume, launch=launch_id))
-
-
-@serve.command("region", epilog="Example: geotrain serve region eu --run runs/mine/run.json")
-def serve_region(
-    region: Annotated[str, typer.Argument(help="The region's name in the cluster file.")],
-    run: RunOption,
-    cluster: ClusterOption = None,
-    resume: Resume = False,
-    launch_id: LaunchId = "",
-) -> None:
-    """Run a region's server until its workers have left and all they did is sent."""
-    with loading():
-        from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(region, run, cluster, resume, launch=launch_id))
-
-
-@serve.command("shard", epilog="Example: geotrain serve shard eu 0 --run runs/mine/run.json")
-def serve_shard(
-    server: Annotated[str, typer.Argument(help="The server that it belongs to: `global` or a region's name.")],
-    number: Annotated[int, typer.Argument(min=0, help="Its place in that server's `shards`, from 0.")],
-    run: RunOption,
-    cluster: ClusterOption = None,
-    resume: Resume = False,
-) -> None:
-    """Run one shard of a server until that has ended."""
-    with loading():
-        from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(server, run, cluster, resume, number))
 
 
 @app.command(epilog="Example: geotrain export runs/mine exported")

@@ -72,8 +72,8 @@ class Otlp:
             case events.UpdateEncoded():
                 begun = self._begun.get(("job", str(event.job)), now)
                 self._begin("update", event.update, begun)
-                numbers = {"job": event.job, "payload_bytes": event.payload_bytes}
-                self._span("train", event.update, begun, now, numbers)
+                made = {"job": event.job, "payload_bytes": event.payload_bytes}
+                self._span("train", event.update, begun, now, made)
             case events.UpdateStage(update=update, stage="sent"):
                 self._begin("send", update, now)
             case events.Acknowledged():
@@ -92,8 +92,9 @@ class Otlp:
             case events.UpdateStage(update=update, stage="adopted"):
                 self._span("update", update, self._since("update", update, now), now, root=True)
             case events.SentUp():
-                self._begin("update", update_id(self.source, event.sequence), now)
-                self._span("sent up", update := update_id(self.source, event.sequence), now, now, links=self._merged)
+                update = update_id(self.source, event.sequence)
+                self._begin("update", update, now)
+                self._span("sent up", update, now, now, links=self._merged)
                 self._merged = []
             case events.Merged():
                 update = update_id(self.source, event.sequence)

@@ -28,7 +28,7 @@ OTHERS_S = 3600.0  # how long others are waited for, who are to join or send the
 
 
 @dataclass(frozen=True)
-class Joined(Welcomed):
+class Enrolled(Welcomed):
     """What a worker is given when it joins, and the parameter map of its model."""
 
     parameter_map: ParameterMap
@@ -48,7 +48,7 @@ def enroll(
     token: str | None,
     folder: str | Path | None,
     connect_s: float,
-) -> Joined:
+) -> Enrolled:
     """Enroll with the server at host:port, as the worker of a region. All ranks call it, which contains collectives.
 
     The first worker of the run sends the values of its parameters, which begin the run. folder: for this worker's
@@ -70,7 +70,7 @@ def enroll(
         reply = _attempt(address, known, region, said, trained, rank)
         if isinstance(reply, Welcomed):
             run = reply.run.model_copy(update={"folder": str(Path(folder or f"runs/{reply.run.name}").absolute())})
-            return Joined(run, reply.cluster, reply.trust, map_of_any(run, shapes, fixed))
+            return Enrolled(run, reply.cluster, reply.trust, map_of_any(run, shapes, fixed))
         why, patience_s = reply
         if patience_s is None:
             raise Refused(why)
