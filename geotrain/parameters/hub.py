@@ -46,8 +46,9 @@ def upload(folder: Path, url: str, message: str) -> str:
 
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
-        what = {"folder_path": folder, "ignore_patterns": [".*"]}
-        done = api.upload_folder(repo_id=name, revision=revision, commit_message=message, **what)
+        done = api.upload_folder(
+            repo_id=name, folder_path=folder, revision=revision, commit_message=message, ignore_patterns=".*"
+        )
         return str(done.commit_url)
 
 
