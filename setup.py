@@ -93,6 +93,7 @@ setup(
             "moto[server]>=5.1",
             "lm_eval[hf]>=0.4.9",
             "wandb>=0.20",
+            "opentelemetry-exporter-otlp-proto-http>=1.40",
             "nbclient>=0.10",
             "ipykernel>=6.29",
             "gguf>=0.17",
@@ -103,6 +104,7 @@ setup(
         ],
         "hf": ["accelerate>=1.1", "datasets>=3"],
         "s3": ["s3fs>=2025.1"],
+        "otlp": ["opentelemetry-exporter-otlp-proto-http>=1.40"],
     },
     entry_points={"console_scripts": ["geotrain = geotrain.commands.cli:main"]},
 )

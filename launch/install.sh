@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Makes a virtual environment and installs GeoTrain into it, versions pinned by constraints.txt.
-# usage: PYTHON=python3 PIP_ARGS="…" SYSTEM_SITE_PACKAGES=1 launch/install.sh .venv
-#   PIP_ARGS: passed to every pip call, for example an index of CPU builds of torch. Without it, a driver that does not
+# Makes a virtual environment and installs GeoTrain into it, versions pinned by constraints.txt: by uv where it is
+# there, else by pip.
+# usage: PYTHON=python3 PIP_ARGS="…" SYSTEM_SITE_PACKAGES=1 UV=uv launch/install.sh .venv
+#   UV: the uv to use; empty: pip.
+#   PIP_ARGS: passed to every call of pip or `uv pip`, for example an index of CPU builds of torch. Without it, a driver that does not
 #     bear the CUDA of PyPI's torch ends the installation before it begins.
 #   SYSTEM_SITE_PACKAGES: if not empty, the environment sees what $PYTHON has installed: a container's torch with
 #     Transformer Engine and apex. That torch is kept.
@@ -21,8 +23,11 @@ fi
 if [[ ! $kept && ! ${PIP_ARGS:-} && ${DS_ACCELERATOR:-} != cpu ]]; then
   "$python" launch/cuda_driver.py
 fi
+uv=${UV-$(command -v uv || true)}
+if [[ $uv ]]; then
+  "$uv" venv --quiet --seed --allow-existing --python "$python" "${options[@]}" "$venv"
 # Debian keeps ensurepip in a package of its own; virtualenv brings its own pip.
-if ! "$python" -m venv "${options[@]}" "$venv" 2>/dev/null; then
+elif ! "$python" -m venv "${options[@]}" "$venv" 2>/dev/null; then
   "$python" -m pip install --quiet --user --break-system-packages virtualenv || "$python" -m pip install --quiet virtualenv
   "$python" -m virtualenv --quiet "${options[@]}" "$venv"
 fi
@@ -33,7 +38,11 @@ if [[ $kept ]]; then
   { grep -vE '^(torch|triton)==' constraints.txt; echo "$kept"; } >"$pins"
   unset PIP_CONSTRAINT
 fi
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-})
+if [[ $uv ]]; then
+  pip=("$uv" pip install --quiet --python "$venv/bin/python" ${PIP_ARGS:-})
+else
+  pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-})
+fi
 # torch alone and first: another package's open range would bring the newest build instead.
 "${pip[@]}" -c "$pins" torch
 "${pip[@]}" -c "$pins" -e '.[dev]'

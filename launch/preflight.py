@@ -24,7 +24,7 @@ from geotrain.config import (
     host_port,
     is_loopback,
 )
-from geotrain.config.deepspeed import AUTO, COS_MIN_RATIO, DEEPSPEED_WARMUP_MAX_LR, completed
+from geotrain.config.deepspeed import COS_MIN_RATIO, DEEPSPEED_WARMUP_MAX_LR, WSD, completed
 from geotrain.data.dataset import end_of_document, read_manifest
 from geotrain.data.tokens import DataError
 from geotrain.emulate import wan
@@ -187,12 +187,17 @@ def schedule_cautions(block: dict[str, Any], total_steps: int) -> list[str]:
             f'{_DEEPSPEED_COS_MIN_RATIO:g} of itself, almost nothing; state it, or write "auto" for {COS_MIN_RATIO:g}'
         )
     warmup = params.get("warmup_num_steps", _DEEPSPEED_WARMUP_STEPS)
-    follows = stated.get("warmup_num_steps") == AUTO or kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    follows = params.get("warmup_num_steps") != stated.get("warmup_num_steps") or not str(kind).startswith("Warmup")
     if not follows and warmup >= total_steps:
         whose = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
         told.append(
             f"{where}.warmup_num_steps = {warmup}{whose}, but the run has {total_steps} steps: the rate is never "
             'reached; state fewer, or write "auto"'
+        )
+    if kind == WSD and warmup + params["decay_num_steps"] > total:
+        told.append(
+            f"{where}: {warmup} steps of warm-up and {params['decay_num_steps']} of decay are more than the "
+            f"schedule's {total}: the rate is never constant; state fewer"
         )
     rate = block.get("optimizer", {}).get("params", {}).get("lr")
     if kind in ("WarmupLR", "WarmupDecayLR") and "warmup_max_lr" not in stated and rate != DEEPSPEED_WARMUP_MAX_LR:

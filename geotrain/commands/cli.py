@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from geotrain.commands import cli_operate
+from geotrain.commands import cli_operate, cli_serve
 from geotrain.commands.cli_operate import RunFolder
+from geotrain.commands.cli_serve import Changes, LaunchId, Resume
 from geotrain.commands.telling import Told, with_json
 from geotrain.launch.loading import leave_quickly, loading
 
@@ -25,8 +25,7 @@ app = typer.Typer(
     help="Pretrain language models on GPU clusters in different regions, joined by slow links.",
     epilog="Each command has its own --help, with examples. Completion: geotrain --install-completion.",
 )
-serve = typer.Typer(no_args_is_help=True, help="Run one server by hand; `launch` does it for you.")
-app.add_typer(serve, name="serve")
+app.add_typer(cli_serve.serve, name="serve")
 app.add_typer(cli_operate.app)
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -34,23 +33,8 @@ PICTURES = (".png", ".svg", ".pdf")
 # What more than one command takes.
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.json", help="The run: model, data, DeepSpeed, outer loop.")]
 ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="The cluster: regions, hosts, links.")]
-RunOption = Annotated[Path, typer.Option("--run", help="The run file.")]
-ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="Default: cluster.json beside the run file.")]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set a key of the run file: outer.local_steps=64. As often as wanted."
-    ),
-]
 DType = Literal["float32", "bfloat16", "float16"]
 Objective = Literal["speed", "cost"]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
-LaunchId = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Name of this launch. What had ended in it stays ended when it is started again."
-    ),
-]
 
 
 def _drawn(path: Path | None) -> Path | None:
@@ -119,6 +103,9 @@ def prepare(
     validation: Annotated[float, typer.Option(metavar="SHARE", help="Share of documents held out.")] = 0.01,
     text_key: Annotated[str, typer.Option(help="Key or column of the text.")] = "text",
     end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
+    begin_of_document: Annotated[
+        str | None, typer.Option(help="Token that begins a document; default: none.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="A broken line or row is an error.")] = False,
@@ -130,7 +117,7 @@ def prepare(
     """
     from geotrain.commands.prepare import prepare_files
 
-    settings = text_key, end_of_document, processes, overwrite, strict, shard
+    settings = text_key, end_of_document, processes, overwrite, strict, shard, begin_of_document
     manifests = prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
     return Told({split: manifest.model_dump(mode="json") for split, manifest in manifests.items()})
 
@@ -199,62 +186,23 @@ def launch_site(
     raise typer.Exit(keep_site() if keep else launch_site())
 
 
-@serve.callback()
-def before_serving() -> None:
-    """Before torch is imported: idle threads of a server must not spin on the cores of ranks beside it."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-@serve.command("global", epilog="Example: geotrain serve global --run runs/mine/run.json")
-def serve_global(
-    run: RunOption, cluster: ClusterOption = None, resume: Resume = False, launch_id: LaunchId = ""
-) -> None:
-    """Run the global server until every region has left."""
-    with loading():
-        from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server("global", run, cluster, resume, launch=launch_id))
-
-
-@serve.command("region", epilog="Example: geotrain serve region eu --run runs/mine/run.json")
-def serve_region(
-    region: Annotated[str, typer.Argument(help="The region's name in the cluster file.")],
-    run: RunOption,
-    cluster: ClusterOption = None,
-    resume: Resume = False,
-    launch_id: LaunchId = "",
-) -> None:
-    """Run a region's server until its workers have left and all they did is sent."""
-    with loading():
-        from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(region, run, cluster, resume, launch=launch_id))
-
-
-@serve.command("shard", epilog="Example: geotrain serve shard eu 0 --run runs/mine/run.json")
-def serve_shard(
-    server: Annotated[str, typer.Argument(help="The server that it belongs to: `global` or a region's name.")],
-    number: Annotated[int, typer.Argument(min=0, help="Its place in that server's `shards`, from 0.")],
-    run: RunOption,
-    cluster: ClusterOption = None,
-    resume: Resume = False,
-) -> None:
-    """Run one shard of a server until that has ended."""
-    with loading():
-        from geotrain.commands.serve import run_server
-    raise typer.Exit(run_server(server, run, cluster, resume, number))
-
-
 @app.command(epilog="Example: geotrain export runs/mine exported")
 @with_json
 def export(
     folder: RunFolder,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder to write, or hf://OWNER/NAME.")],
     dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
 ) -> Told:
-    """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive."""
-    from geotrain.commands.export import export_run
+    """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive.
 
-    export_run(folder, output, dtype)
-    return Told({"folder": output}, str(output))
+    On a hub a new repository is private; HF_TOKEN must let one write.
+    """
+    from geotrain.commands.export import export_run, export_to_hub
+
+    if output.startswith("hf://"):
+        return Told({"commit": (commit := export_to_hub(folder, output, dtype))}, commit)
+    export_run(folder, Path(output), dtype)
+    return Told({"folder": output}, output)
 
 
 @app.command(epilog='Example: geotrain sample exported "Once upon a time"')

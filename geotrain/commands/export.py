@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from geotrain.config import load_run
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.parameters.hf_checkpoint import DType, write_checkpoint, write_parameters
+from geotrain.parameters.hub import repository, upload
 from geotrain.parameters.parameter_map import parameter_map_of
+
+
+def export_to_hub(run_folder: Path, url: str, dtype: DType = "bfloat16") -> str:
+    """Write a run's newest global weights, as `export_run`, into a repository of a hub; returns the commit's address.
+    Raises HubError besides."""
+    repository(url)
+    with TemporaryDirectory(dir=run_folder) as made:
+        export_run(run_folder, Path(made) / "export", dtype)
+        return upload(Path(made) / "export", url, f"Weights of {load_run(run_folder / 'run.json').name}, by GeoTrain")
 
 
 def export_run(run_folder: Path, output: Path, dtype: DType = "bfloat16") -> None:

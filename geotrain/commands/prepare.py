@@ -33,6 +33,7 @@ def prepare_files(
     overwrite: bool = False,
     strict: bool = False,
     shard: str | None = None,
+    begin_of_document: str | None = None,
 ) -> dict[str, Manifest]:
     """Make a Megatron data set of text files; returns its manifests, by split.
 
@@ -46,8 +47,10 @@ def prepare_files(
         raise ConfigError(f"{folder} holds a data set already; --overwrite replaces it, another --out keeps both")
     if sum((tokenizer_folder is not None, bpe_size is not None, use_bytes)) != 1:
         raise ConfigError("prepare: choose one of --tokenizer FOLDER, --train-bpe IDS and --bytes")
+    if tokenizer_folder is None and (end_of_document or begin_of_document):
+        raise ConfigError("prepare: --end-of-document and --begin-of-document name tokens of a --tokenizer; give one")
     if tokenizer_folder is not None:
-        tokenizer = load_tokenizer(tokenizer_folder, end_of_document)
+        tokenizer = load_tokenizer(tokenizer_folder, end_of_document, begin_of_document)
     elif bpe_size is not None:
         check_inputs(files, text_key)  # what can be wrong with them, and with the output, costs no training
         check_replaceable(folder, "dataset")

@@ -1,19 +1,33 @@
-"""Runs one server as a process, with its state in the run's folder: `geotrain serve`."""
+"""Runs servers as processes, with their state in the run's folder: `geotrain serve`."""
 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import RunConfig, load_cluster, load_run, shard_name
+from geotrain.config import (
+    ConfigError,
+    RunConfig,
+    changed_run,
+    config_changes,
+    host_port,
+    load_cluster,
+    load_run,
+    shard_name,
+)
 from geotrain.launch.site_processes import LaunchRequest
+from geotrain.net.server.enrollment_server import CERTIFICATES, WEIGHTS, EnrollmentServer
 from geotrain.net.server.server_process import serve
 from geotrain.net.server.server_setup import ServerSetup
+from geotrain.net.transport.enrollment import TOKEN
 
 # Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
 FinalValidation = Callable[[Iterable[tuple[str, Tensor]], Callable[[], bool]], float]
@@ -36,6 +50,76 @@ def run_server(
     folder = run.run_folder / "servers" / (site if shard is None else shard_name(site, shard))
     evaluate = final_validation(run) if site == GLOBAL else None
     return serve(ServerSetup(run, cluster, site, folder, shard, evaluate, launch), resume)
+
+
+# Names under which rules are asked for where one server is all: its workers speak to the global one.
+RULES: dict[str, dict[str, Any]] = {
+    "async": {"name": "region_momentum"},  # without regions: each delta is averaged in as it comes
+    "halos": {"name": "halos"},
+    "diloco": {"name": "sync"},
+    "local-sgd": {"name": "sync", "lr": 1.0, "momentum": 0.0},
+}
+ENDLESS_STEPS = 1 << 40
+
+
+def run_alone(
+    folder: Path, rule: str, port: int, bind: str, steps: int | None, workers: int | None, resume: bool,
+    changes: tuple[str, ...] = (),
+) -> int:  # fmt: skip
+    """Serve a run that no file describes, whose workers join by address and token. Returns the exit code.
+
+    rule: of RULES. port: for who joins; the server itself listens at the next one. steps: of the run, over all
+    workers; None: it goes on until all have left. workers: so many must join before it begins, 1 if not given.
+    resume: the folder holds such a run, or none. changes: keys to set, as `geotrain.config.load_run` takes them.
+    Raises ConfigError, CertificateError, OSError.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    folder, kind = folder.absolute(), RULES[rule]
+    if (folder / CERTIFICATES).exists() and not resume:
+        raise ConfigError(f"{folder}: holds a run already; give --resume to go on with it, or another --folder")
+
+    def make_run(every: int, samples_per_step: int) -> RunConfig:
+        raw: Any = {
+            "name": folder.name,
+            "folder": str(folder),
+            "model": {"weights": str(folder / WEIGHTS)},
+            "data": {
+                "train_samples": (steps or ENDLESS_STEPS) * samples_per_step,
+                "samples_per_step": samples_per_step,
+            },
+            "outer": {"levels": 1, "local_steps": every, "rule": kind},
+        }
+        return changed_run(raw, changes, "geotrain serve")
+
+    first = make_run(1, 1)  # what is wrong with the command line is said before anybody joins
+    if first.outer.rule.synchronous and None in (steps, workers):
+        raise ConfigError(f"--rule {rule}: its rounds need every worker, to the end: state --steps and --workers")
+    if not first.outer.flat:
+        raise ConfigError("--set outer.levels: whoever joins speaks to this server itself; regions need a run file")
+    enrollments = EnrollmentServer(folder, make_run, port + 1, bind, workers or 1)
+    if enrollments.run is not None:
+        again = make_run(enrollments.run.outer.local_steps, enrollments.run.samples_per_step)
+        if differ := config_changes(enrollments.run, again):
+            raise ConfigError(f"{folder}: began otherwise ({'; '.join(differ)}); resume with the same options")
+        enrollments.run = again
+    enrollments.listen(port)
+    print(
+        f"geotrain serve: {folder.name} listens at {host_port(own_address(), port)} and at port {port + 1}. In each "
+        f"worker:\n  export {TOKEN}={enrollments.token}\n"
+        f'  geotrain.OuterLoop("{host_port(own_address(), port)}", "NAME", model, every=64)',
+        flush=True,
+    )
+    run, cluster = enrollments.first_members()
+    setup = ServerSetup(run, cluster, GLOBAL, folder / "servers" / GLOBAL, newest=enrollments.newest)
+    return serve(setup, resume=True)
+
+
+def own_address() -> str:
+    """Find the address by which other machines reach this one; its name, where it has no way to others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # of a network for examples; nothing is sent
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
 
 
 def final_validation(run: RunConfig) -> FinalValidation | None:

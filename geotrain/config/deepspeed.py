@@ -24,6 +24,8 @@ def _keys(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+WSD = "WarmupStableDecayLR"
+RATIO_SCHEDULERS = None, "WarmupCosineLR", WSD  # each group of parameters keeps a rate of its own, by a common factor
 SCHEDULERS = {  # those whose step can be set → the keys of their `params`
     "LRRangeTest": _keys(
         "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
@@ -36,7 +38,10 @@ SCHEDULERS = {  # those whose step can be set → the keys of their `params`
     "WarmupLR": _keys("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"),
     "WarmupDecayLR": _keys("total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"),
     "WarmupCosineLR": _keys("total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"),
+    # GeoTrain's own (`geotrain.inner.engine.schedule`), which DeepSpeed lacks
+    WSD: _keys("total_num_steps warmup_min_ratio warmup_num_steps warmup_type decay_num_steps decay_type min_ratio"),
 }
+DECAYS = "linear", "cosine", "sqrt"
 BLOCKS = {  # key → the keys of its block, where these are looked into
     "bf16": _keys(
         "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
@@ -68,9 +73,9 @@ KEYS = frozenset(BLOCKS) | _keys(
     "wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
 )
 _MAY_BE_AUTO = _keys(
-    "gradient_accumulation_steps scheduler.params.cos_min_ratio scheduler.params.total_num_steps "
-    "scheduler.params.warmup_max_lr scheduler.params.warmup_min_lr scheduler.params.warmup_num_steps "
-    "zero_optimization.reduce_bucket_size"
+    "gradient_accumulation_steps scheduler.params.cos_min_ratio scheduler.params.decay_num_steps "
+    "scheduler.params.total_num_steps scheduler.params.warmup_max_lr scheduler.params.warmup_min_lr "
+    "scheduler.params.warmup_num_steps zero_optimization.reduce_bucket_size"
 )
 
 
@@ -103,15 +108,17 @@ _READ: dict[str, tuple[frozenset[str], Callable[[Any], bool]]] = {  # what its v
     ),
     "a whole number, 0 or more": (
         _keys(
-            "gradient_accumulation_steps scheduler.params.total_num_steps scheduler.params.warmup_num_steps "
+            "gradient_accumulation_steps scheduler.params.decay_num_steps scheduler.params.total_num_steps "
+            "scheduler.params.warmup_num_steps "
             "zero_optimization.reduce_bucket_size zero_optimization.stage"
         ),
         lambda value: _is_number(value) and value == int(value),  # DeepSpeed's own examples write 5e8
     ),
+    f"one of {', '.join(DECAYS)}": (_keys("scheduler.params.decay_type"), lambda value: value in DECAYS),
     "a number, 0 or more": (
         _keys(
-            "gradient_clipping optimizer.params.lr scheduler.params.cos_min_ratio scheduler.params.warmup_max_lr "
-            "scheduler.params.warmup_min_lr"
+            "gradient_clipping optimizer.params.lr scheduler.params.cos_min_ratio scheduler.params.min_ratio "
+            "scheduler.params.warmup_max_lr scheduler.params.warmup_min_lr"
         ),
         _is_number,
     ),
@@ -175,7 +182,8 @@ def _no_auto(block: dict[str, Any], place: str = "") -> Iterator[str]:
 def completed(block: dict[str, Any], total_steps: int) -> dict[str, Any]:
     """Replace each "auto" in the block. total_steps: inner steps of the whole run, over all workers.
 
-    total_num_steps: total_steps. warmup_num_steps: a tenth of the schedule, at most 2,000 steps. warmup_min_lr: 0.
+    total_num_steps: total_steps. warmup_num_steps: a tenth of the schedule, at most 2,000 steps. decay_num_steps: a
+    fifth of it; of WarmupStableDecayLR these three may be left out. warmup_min_lr: 0.
     warmup_max_lr: the optimizer's lr. cos_min_ratio: 0.1, a tenth of the rate at the end. What else may be "auto" is
     left out: DeepSpeed and the engine find it by themselves.
     """
@@ -186,12 +194,16 @@ def completed(block: dict[str, Any], total_steps: int) -> dict[str, Any]:
     ):
         if inner and inner.get(key) == AUTO:
             del inner[key]
+    if block.get("scheduler", {}).get("type") == WSD:
+        follows = dict.fromkeys(("total_num_steps", "warmup_num_steps", "decay_num_steps"), AUTO)
+        block["scheduler"]["params"] = {**follows, **block["scheduler"].get("params", {})}
     params = block.get("scheduler", {}).get("params", {})
     if params.get("total_num_steps") == AUTO:
         params["total_num_steps"] = total_steps
     schedule_steps = params.get("total_num_steps", total_steps)
     found = {
         "warmup_num_steps": max(1, min(WARMUP_STEPS, int(schedule_steps) // 10)),
+        "decay_num_steps": int(schedule_steps) // 5,
         "warmup_min_lr": 0.0,
         "warmup_max_lr": block.get("optimizer", {}).get("params", {}).get("lr", DEEPSPEED_WARMUP_MAX_LR),
         "cos_min_ratio": COS_MIN_RATIO,

@@ -49,7 +49,9 @@ class ModelConfig(Block):
         description="In place of `config`, for a loop of your own with any model: a safetensors file of its "
         "parameters with initial values, as `geotrain.save_parameters` writes it.",
     )
-    init_from: str | None = Field(None, description="Hugging Face checkpoint folder whose weights start the run.")
+    init_from: str | None = Field(
+        None, description="Hugging Face checkpoint whose weights start the run: a folder, or hf://OWNER/NAME."
+    )
     init_changes: tuple[str, ...] = Field(
         (), description="Keys of config in which the model differs from that checkpoint on purpose, as rope_theta."
     )
@@ -190,6 +192,11 @@ class MonitorConfig(Block):
     )
     tensorboard: str | None = Field(None, description="Folder for TensorBoard files that the global server writes.")
     wandb: WandbConfig | None = None
+    otlp: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector (http://host:4318), to which workers and servers send traces, "
+        "metrics and logs; needs geotrain[otlp].",
+    )
 
     @model_validator(mode="after")
     def _strangers_need_a_token(self) -> MonitorConfig:
@@ -328,7 +335,15 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     own_loop = isinstance(raw, dict) and isinstance(raw.get("data"), dict) and raw["data"].get("samples_per_step")
     if own_loop and not raw.get("folder"):  # found again from whichever working directory a loop is started
         raw = {**raw, "folder": str(path.parent.absolute() / f"runs/{raw.get('name')}")}
-    return parse(RunConfig, _resolved(raw, Path.cwd(), "--set"), str(path))
+    return changed_run(raw, (), str(path))
+
+
+def changed_run(raw: Any, changes: Sequence[str], where: str) -> RunConfig:
+    """Make the run of a run file's content, with absolute paths, and of changes, as for `load_run`. where: the file.
+    Raises ConfigError."""
+    for change in changes:
+        _put(raw, change)
+    return parse(RunConfig, _resolved(raw, Path.cwd(), "--set"), where)
 
 
 def _resolved(raw: Any, folder: Path, where: str) -> Any:

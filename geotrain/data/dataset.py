@@ -43,7 +43,8 @@ class Manifest(Block):
     """Describes a .bin/.idx pair; lies at `<prefix>.json`.
 
     text_bytes: UTF-8 size of the text from which the tokens were made. end_of_document: id after each document; None:
-    they do not all end with the same. dtype: of the ids, as NumPy names it. sha256: digest of the .bin file.
+    they do not all end with the same. begin_of_document: id before each; None: there is none. dtype: of the ids, as
+    NumPy names it. sha256: digest of the .bin file.
     tokenizer: the tokenizer's folder, relative to the manifest; None: not known. tokenizer_sha256: its fingerprint
     (`geotrain.data.tokenizer`); None: not known. checksums: whether `<prefix>.crc` has those of the .bin's blocks
     (`BlockChecksums`), with which they are compared when read. shards: the pairs whose tokens, one after another, are
@@ -59,6 +60,7 @@ class Manifest(Block):
     sha256: str
     tokenizer: str | None
     tokenizer_sha256: str | None = None
+    begin_of_document: int | None = None
     checksums: bool = False
     shards: tuple[Shard, ...] = ()
 

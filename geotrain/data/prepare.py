@@ -61,8 +61,8 @@ class Progress:
 class TokenizedDocument:
     """A document of a block, tokenized.
 
-    ids: its tokens and the end-of-document id, in the type of the .bin file. text_bytes: size of its text in UTF-8.
-    held_out: whether it belongs to the validation split.
+    ids: its tokens between the ids that begin and end documents, in the type of the .bin file. text_bytes: size of
+    its text in UTF-8. held_out: whether it belongs to the validation split.
     """
 
     ids: npt.NDArray[Any]
@@ -101,10 +101,11 @@ class Encoder:
     def encode(self, tokenizer: tokenizers.Tokenizer, block: TextBlock) -> EncodedBlock:
         """Parse and tokenize a block. tokenizer: from `load`. Raises DataError naming file and line of a fault."""
         dtype = token_dtype(self.tokenizer.vocab_size)
+        begin = [] if self.tokenizer.begin_of_document is None else [self.tokenizer.begin_of_document]
         found, broken = [], list[str]()
         for text in parse_block(block, self.text_key, broken if self.skip_broken else None):
             [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-            ids = np.array([*encoding.ids, self.tokenizer.end_of_document], dtype)
+            ids = np.array([*begin, *encoding.ids, self.tokenizer.end_of_document], dtype)
             found.append(TokenizedDocument(ids, len(text.encode()), is_validation(text, self.validation_fraction)))
         return EncodedBlock(found, broken)
 
@@ -143,7 +144,8 @@ def prepare(
     if not 0 <= validation_fraction < 1:
         raise DataError(f"the validation fraction must be at least 0 and less than 1, not {validation_fraction}")
     splits = SPLITS if validation_fraction > 0 else SPLITS[:1]
-    common = describe_inputs(files, tokenizer.json, validation_fraction)
+    around = tokenizer.begin_of_document, tokenizer.end_of_document
+    common = describe_inputs(files, tokenizer.json, around, validation_fraction)
     if shard[1] > 1:
         files, output = files_of_shard(files, *shard), shard_folder(output, *shard)
     check_inputs(files, text_key)
@@ -192,6 +194,7 @@ def prepare(
                 text_bytes=text_bytes[split],
                 vocab_size=tokenizer.vocab_size,
                 end_of_document=tokenizer.end_of_document,
+                begin_of_document=tokenizer.begin_of_document,
                 dtype=writer.dtype.name,
                 sha256=writer.digest.hexdigest(),
                 tokenizer="tokenizer",

@@ -53,12 +53,14 @@ def files_of_shard(files: Sequence[Path], number: int, shards: int) -> list[Path
     return mine
 
 
-def describe_inputs(files: Sequence[Path], tokenizer_json: str, validation_fraction: float) -> str:
-    """Describe, as text, what must be the same for all shards."""
+def describe_inputs(
+    files: Sequence[Path], tokenizer_json: str, around: tuple[int | None, int], validation_fraction: float
+) -> str:
+    """Describe, as text, what must be the same for all shards. around: ids before and after each document."""
     names = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
     return (
         f"{len(files)} input files: {hashlib.sha256(names.encode()).hexdigest()}\n"
-        f"tokenizer: {hashlib.sha256(tokenizer_json.encode()).hexdigest()}\n"
+        f"tokenizer: {hashlib.sha256(tokenizer_json.encode()).hexdigest()}, documents between {around}\n"
         f"validation share: {validation_fraction}\n"
     )
 

@@ -33,13 +33,14 @@ class Tokenizer:
     """A tokenizer as `prepare` needs it.
 
     json: content of tokenizer.json. vocab_size: largest id + 1. end_of_document: id that is put after each document.
-    files: name → content of the files in its folder.
+    files: name → content of the files in its folder. begin_of_document: id that is put before each; None: none is.
     """
 
     json: str
     vocab_size: int
     end_of_document: int
     files: dict[str, bytes]
+    begin_of_document: int | None = None
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into a folder."""
@@ -103,10 +104,13 @@ def fingerprint(tokenizer_json: bytes) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    folder: Path, end_of_document: str | None = None, begin_of_document: str | None = None
+) -> Tokenizer:
     """Read a Hugging Face tokenizer's folder. end_of_document: a token; default: the tokenizer's eos token.
+    begin_of_document: a token; default: none.
 
-    Raises DataError: no tokenizer there, not one with a fast implementation, or no end-of-document token.
+    Raises DataError: no tokenizer there, not one with a fast implementation, or it lacks one of the two tokens.
     """
     loaded = _load(folder)
     if not loaded.is_fast:
@@ -115,13 +119,15 @@ def load_tokenizer(folder: Path, end_of_document: str | None = None) -> Tokenize
     if token is None:
         raise DataError(f"{folder}: the tokenizer has no eos token; name the token that ends a document")
     vocabulary = loaded.get_vocab()
-    if token not in vocabulary:
-        raise DataError(f"{folder}: the tokenizer has no token {token!r} to end documents with")
+    for each, does in ((token, "end"), (begin_of_document, "begin")):
+        if each is not None and each not in vocabulary:
+            raise DataError(f"{folder}: the tokenizer has no token {each!r} to {does} documents with")
+    begin = None if begin_of_document is None else vocabulary[begin_of_document]
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     text = loaded.backend_tokenizer.to_str()
     files.setdefault("tokenizer.json", text.encode())
     # Not the number of tokens: ids may have gaps, and the embedding needs a row for the largest one.
-    return Tokenizer(text, max(vocabulary.values()) + 1, vocabulary[token], files)
+    return Tokenizer(text, max(vocabulary.values()) + 1, vocabulary[token], files, begin)
 
 
 def _load(folder: Path) -> Any:

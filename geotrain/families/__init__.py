@@ -13,6 +13,7 @@ from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
 from geotrain.families.deepseek_v3 import DeepseekV3
 from geotrain.families.family import Family
+from geotrain.families.granite import Granite
 from geotrain.families.llama import Llama
 from geotrain.families.mistral import Mistral
 from geotrain.families.mixtral import Mixtral
@@ -20,10 +21,14 @@ from geotrain.families.qwen2 import Qwen2
 from geotrain.families.qwen2_moe import Qwen2Moe
 from geotrain.families.qwen3 import Qwen3
 from geotrain.families.qwen3_moe import Qwen3Moe
+from geotrain.families.smollm3 import SmolLM3
 
 __all__ = ["Architecture", "Experts", "Family", "UnsupportedModelError", "architecture_from_hf", "family_of"]
 
-_BUILT_IN = (Llama(), Qwen2(), Qwen3(), Mistral(), Qwen3Moe(), Mixtral(), Qwen2Moe(), DeepseekV3())
+_BUILT_IN = (
+    *(Llama(), Qwen2(), Qwen3(), Mistral(), SmolLM3(), Granite()),
+    *(Qwen3Moe(), Mixtral(), Qwen2Moe(), DeepseekV3()),
+)
 FAMILIES = {family.model_type: family for family in _BUILT_IN}
 _GROUP = "geotrain.families"
 

@@ -50,6 +50,17 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Factors of embeddings, of the products of queries and keys, and of what layers add to the residual stream; and
+    by what logits are divided."""
+
+    embedding: float
+    attention: float
+    residual: float
+    logits_divisor: float
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The shape of a model with rotary embeddings, as its Hugging Face config states it.
 
@@ -58,7 +69,8 @@ class Architecture:
 
     rope_scaling: the rotary embedding as `rope_parameters` has it, without `rope_theta`, in (key, value) pairs; empty
     for the plain one. qkv_bias: whether the projections to q, k and v have a bias. sliding_window: so many tokens,
-    itself the last of them, are seen by a token; None: all before it.
+    itself the last of them, are seen by a token; None: all before it. unrotated: layers, by their numbers, that do
+    not rotate queries and keys. multipliers: None: 1, but for the usual one of attention.
     """
 
     model_type: str
@@ -80,6 +92,8 @@ class Architecture:
     init_std: float
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    unrotated: tuple[int, ...] = ()
+    multipliers: Multipliers | None = None
 
     @property
     def residual_std(self) -> float:
@@ -91,6 +105,11 @@ class Architecture:
     def query_dim(self) -> int:
         """Elements of a head's query, and of its key."""
         return self.head_dim + (self.latent.plain_dim if self.latent else 0)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the products of queries and keys, without that of a scaled rotary embedding."""
+        return self.multipliers.attention if self.multipliers else self.head_dim**-0.5
 
     @property
     def value_dim(self) -> int:

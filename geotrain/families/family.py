@@ -39,6 +39,7 @@ class Family:
     ffn_key: ClassVar[str] = "intermediate_size"  # of config.json: `Architecture.ffn_size`
     count_key: ClassVar[str] = "num_experts"  # of config.json: how many there are, if there are any
     loss_key: ClassVar[str] = "router_aux_loss_coef"
+    tied: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
 
@@ -83,7 +84,7 @@ class Family:
             rope_theta=theta,
             rope_scaling=scaling,
             max_positions=positions,
-            tied_embeddings=reading.flag(config, "tie_word_embeddings", False),
+            tied_embeddings=reading.flag(config, "tie_word_embeddings", self.tied),
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
             sliding_window=window,

@@ -35,11 +35,10 @@ class Metrics:
     """
 
     def __init__(self, run: str, site: str, target_tokens: int = 0, links: Mapping[str, float] | None = None) -> None:
-        self.registry = CollectorRegistry()
         self._always = run, site
         self._said: set[str] = set()  # names of numbers in heartbeats
         self._totals: dict[tuple[Metric, tuple[str, ...]], float] = defaultdict(float)
-        self._series = {metric: collector(metric, self.registry) for metric in METRICS}
+        self._open()
         if target_tokens:
             self._write(TARGET_TOKENS, target_tokens)
         for member, gbps in (links or {}).items():
@@ -54,7 +53,7 @@ class Metrics:
         for metric, read in READERS.get(type(event), ()):
             value = read(event, record.time_s)
             if isinstance(event, LivenessChanged) and metric is MEMBER_UP and value is None:
-                self._series[metric].remove(*self._always, event.member)
+                self._remove(metric, event.member)
             if isinstance(value, Mapping):
                 labels = [str(getattr(event, label)) for label in metric.labels[:-1]]
                 for last, each in value.items():
@@ -71,15 +70,28 @@ class Metrics:
         return what in self._said
 
     def _write(self, metric: Metric, value: float, *labels: str) -> None:
-        series = self._series[metric].labels(*self._always, *labels)
-        if isinstance(series, Gauge):
-            series.set(value)
-            return
         if metric.kind == "total":
             # A counter takes increments only. A total that fell has begun anew with its process: it adds nothing.
             before, self._totals[metric, labels] = self._totals[metric, labels], value
             value = max(0.0, value - before)
-        series.inc(value)
+        self._put(metric, value, labels)
+
+    # -- where they go
+
+    def _open(self) -> None:
+        self.registry = CollectorRegistry()
+        self._series = {metric: collector(metric, self.registry) for metric in METRICS}
+
+    def _put(self, metric: Metric, value: float, labels: tuple[str, ...]) -> None:
+        """Set a gauge, or add to a counter."""
+        series = self._series[metric].labels(*self._always, *labels)
+        if isinstance(series, Gauge):
+            series.set(value)
+        else:
+            series.inc(value)
+
+    def _remove(self, metric: Metric, *labels: str) -> None:
+        self._series[metric].remove(*self._always, *labels)
 
 
 def collector(metric: Metric, registry: CollectorRegistry | None = None) -> Gauge | Counter:

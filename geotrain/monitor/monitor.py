@@ -72,6 +72,12 @@ class Monitor:
                 boards.append(Wandb(config.wandb, run))
                 opened.callback(boards[-1].close)
             live += [board.on for board in boards]
+            if config.otlp is not None:
+                from geotrain.monitor.otlp import Otlp  # here, because its packages need not be there
+
+                sink = Otlp(config.otlp, run.name, site)
+                opened.callback(sink.close)
+                live.append(sink.on)
             if site != LAUNCHER:  # which has a display
                 live.append(Narrator().on)
             if with_past or live:

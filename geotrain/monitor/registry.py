@@ -117,6 +117,10 @@ DERIVED: dict[Metric, dict[type[Event], Reader]] = {
         events.MemberSampled: lambda event, _: {"to": event.sent_bytes_per_s, "from": event.received_bytes_per_s}
     },
     LINK_CAPACITY: {},
+    Metric("loss_spikes", "Times that the loss was far above the usual (global server)", kind="counter"): {
+        events.LossSpike: _one,
+        events.Joined: _zero,
+    },
     Metric("refusals", "Updates refused for good", MEMBER, kind="counter"): {events.UpdateRefused: _one},
     Metric("quarantined", "1 while the member is refused itself", MEMBER): {
         events.Quarantined: _one,

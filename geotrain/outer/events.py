@@ -134,6 +134,14 @@ class SetAside(Event):
     last: Annotated[int, "the last"]
 
 
+class LossSpike(Event):
+    """The training loss of several updates in a row is far above what is usual in the run."""
+
+    loss: Annotated[float, "of the last of them, nats a token"]
+    usual: Annotated[float, "median of those before"]
+    tokens: Annotated[int, "committed by then"]
+
+
 class LeaseBegun(Event):
     """A worker begins to train a lease."""
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
+from geotrain.own_loop.enroll import enroll, is_address
 from geotrain.own_loop.masters import Masters
 from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import LoopCheckpoints, Stateful
@@ -72,6 +73,10 @@ class OuterLoop:
 
     run, cluster: their files, or what was read from them; by default cluster.json beside the run file. region,
     worker: which of the cluster's workers this is; without a name, the region's only one.
+    Or run is the "host:port" that `geotrain serve` prints, for a run without files: then `region` is a new name, or
+    that of a worker which is started again. every: H, steps between deltas, the same for all. samples_per_step: if
+    data is leased by `batches` or the like; without, `after_step` alone counts steps. token: that it prints; None:
+    from the environment, GEOTRAIN_TOKEN. folder: for this worker's state; None: runs/ and the run's name.
     model: any torch module, as it is trained: plain, under DDP, compiled, or sharded by FSDP2; or a DeepSpeed engine,
     of ZeRO 0 to 3. Its parameters are in fp32, or have fp32 masters; what is not trained, buffers too, is the same in
     all regions, and stays so. When all data is trained it holds the newest weights of the server above.
@@ -98,6 +103,10 @@ class OuterLoop:
         region: str,
         model: torch.nn.Module,
         *,
+        every: int | None = None,
+        samples_per_step: int | None = None,
+        token: str | None = None,
+        folder: str | Path | None = None,
         cluster: str | Path | ClusterConfig | None = None,
         worker: str | None = None,
         state: Mapping[str, Stateful] | None = None,
@@ -106,14 +115,31 @@ class OuterLoop:
         report: Callable[[dict[str, Any]], None] = lambda numbers: None,
         connect_s: float = 60.0,
     ) -> None:
-        if not isinstance(run, RunConfig):
+        self.rank = rank = TorchRank()
+        self._joined = joined = is_address(run)
+        for_address = {"every": every, "samples_per_step": samples_per_step, "token": token, "folder": folder}
+        without = {"cluster": cluster, "worker": worker} if joined else for_address
+        if idle := [key for key, value in without.items() if value is not None]:
+            other = "an address, whose server says it" if joined else "a run file, which says it"
+            raise ConfigError(f"OuterLoop: {', '.join(idle)}: without effect with {other}; leave it out")
+        linked: dict[str, Any] = {}
+        if joined:
+            if every is None:
+                raise ConfigError("OuterLoop: state every=, the steps between two deltas")
+            length = every, samples_per_step or 1
+            given = enroll(str(run), region, model, rank, *length, token, folder, connect_s)
+            run, cluster = given.run, given.cluster
+            linked = {"parameter_map": given.parameter_map, "trust": given.trust}
+        elif not isinstance(run, RunConfig):
             cluster = Path(run).parent / "cluster.json" if cluster is None else cluster
             run = load_run(run)
         if cluster is None:
             raise ConfigError("OuterLoop: with a run that is not given as a file, give the cluster too")
         if not isinstance(cluster, ClusterConfig):
             cluster = load_cluster(cluster)
+        assert isinstance(run, RunConfig)
         self.run, self._validate = run, validate
+        self._counted: Iterator[range] | None = None  # steps, where the loop has data of its own
         # Steps: how often `after_step` was called; how many may have been trained; how many the data side has read.
         self._steps = self._given = self._read = 0
         line = JobLine(run.monitor.every_s)
@@ -128,9 +154,8 @@ class OuterLoop:
         with ExitStack() as opened:
             mine = cluster.worker(region, worker)
             member = opened.enter_context(
-                connected(run, cluster, mine, connect_s=connect_s, report=on_job, trouble=on_trouble)
+                connected(run, cluster, mine, connect_s=connect_s, report=on_job, trouble=on_trouble, **linked)
             )
-            self.rank = rank = TorchRank()
             masters = Masters(member.parameter_map, model, rank.rank, rank.world_size)
             self._masters = rank.masters = masters
             digest = member.parameter_map.digest
@@ -148,6 +173,8 @@ class OuterLoop:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._joined and not self.finished and not any(error) and not self.run.outer.rule.synchronous:
+            self.loop.leave()
         if not self.finished and not any(error) and self.rank.is_metrics_rank:
             self.loop.member.trouble(
                 f"the loop ends before the run's data: {self._given} steps were given, {self._steps} trained; others "
@@ -267,6 +294,8 @@ class OuterLoop:
         RuntimeError: no step's data was given for it by `batches`, `indices` or `samples`; the model is not what it
         was at the start.
         """
+        if self._joined and (self._counted is not None or not self._read):
+            self._count()
         reads = self.rank.rank == 0 or self._read  # Trainer's first process reads for all
         if self._steps >= self._given and reads and not self.finished:
             raise RuntimeError(
@@ -279,6 +308,14 @@ class OuterLoop:
         usual = self.run.samples_per_step * self.run.data.sequence_length
         self._steps += 1
         self.loop.after_step(OwnStep(given, lr, grad_norm, usual if tokens is None else tokens))
+
+    def _count(self) -> None:
+        """Take a step of a lease, which has no data here."""
+        while not self.finished:
+            self._counted = self._counted or self.samples()
+            if next(self._counted, None) is not None:
+                return
+            self._counted = None  # it may end before steps come back from who has died
 
     def _save(self, job: int) -> None:
         if trouble := self._files.save(job):

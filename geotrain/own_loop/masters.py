@@ -32,14 +32,8 @@ class Masters:
     """
 
     def __init__(self, parameter_map: ParameterMap, model: nn.Module, rank: int, world_size: int) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model: a {type(model).__name__}; give the model itself, or the DeepSpeed engine, since buffers and "
-                "frozen parameters are compared, too"
-            )
-        given: Any = model
-        self.engine: Any = given if hasattr(given, "module") and hasattr(given, "optimizer") else None
-        self.module: nn.Module = given if self.engine is None else self.engine.module
+        self.module = module_of(model)
+        self.engine: Any = None if self.module is model else model
         self._rank, self._world_size = rank, world_size
         found = dict(named_tensors(self.module))
         self.named = self._check_names(parameter_map, found)
@@ -111,7 +105,7 @@ class Masters:
     def _check_names(self, parameter_map: ParameterMap, found: dict[str, Tensor]) -> dict[str, nn.Parameter]:
         """Check names and shapes against the run's; returns the parameters in the parameter map's order."""
         known = {p.name: p.shape for p in parameter_map.parameters}
-        named = {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and 0 not in _shape(p)}
+        named = {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and 0 not in shape_of(p)}
         for name, parameter in named.items():
             if name not in known and parameter.requires_grad:
                 raise ConfigError(
@@ -123,7 +117,7 @@ class Masters:
                 raise ConfigError(
                     f"the model has no parameter {name}, which the run's has (model.weights or model.config)"
                 )
-            if (here := _shape(named[name])) != shape:
+            if (here := shape_of(named[name])) != shape:
                 raise ConfigError(f"the model's parameter {name} has shape {list(here)}, the run's {list(shape)}")
         return {name: named[name] for name in known}
 
@@ -252,5 +246,16 @@ def _changed(name: str, how: str) -> RuntimeError:
     )
 
 
-def _shape(parameter: Tensor) -> tuple[int, ...]:
+def module_of(model: nn.Module) -> nn.Module:
+    """Return the module itself, or a DeepSpeed engine's. Raises ConfigError: it is neither."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model: a {type(model).__name__}; give the model itself, or the DeepSpeed engine, since buffers and "
+            "frozen parameters are compared, too"
+        )
+    engine: Any = model
+    return engine.module if hasattr(engine, "module") and hasattr(engine, "optimizer") else model
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -63,13 +63,19 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def fingerprint(tensor: Tensor) -> int:
     """Compute a checksum of shape and values. Floating-point values count as bf16, so that one region may hold in
     fp32 what another holds in bf16. Collective for what is sharded (FSDP2, ZeRO 3)."""
-    partitioned: Any = tensor if hasattr(tensor, "ds_id") else None
-    if partitioned is not None:
-        partitioned.all_gather()
-    values = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
+    values = whole(tensor)
     if values.is_floating_point():
         values = values.bfloat16()
-    checksum = crc32(values.view(-1).view(torch.uint8).numpy(), crc32(repr(tuple(values.shape)).encode()))
-    if partitioned is not None:
-        partitioned.partition()
-    return checksum
+    return crc32(values.view(-1).view(torch.uint8).numpy(), crc32(repr(tuple(values.shape)).encode()))
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor on the host, contiguous; not to be written. Collective for what is sharded (FSDP2, ZeRO 3)."""
+    partitioned: Any = tensor if hasattr(tensor, "ds_id") else None
+    if partitioned is None:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
+    partitioned.all_gather()
+    values = tensor.detach().to("cpu", copy=True).contiguous()
+    partitioned.partition()
+    return values

@@ -12,6 +12,7 @@ from pydantic import Field
 from geotrain.common.entry_points import registered
 from geotrain.config import ConfigError
 from geotrain.config.block import Block, parse
+from geotrain.config.deepspeed import RATIO_SCHEDULERS
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -114,10 +115,10 @@ def optimizer_settings(deepspeed_block: Mapping[str, Any]) -> AdamWSettings | Pl
     except ConfigError as error:  # one line, as all of these checks say what they find
         raise ConfigError("; ".join(line.strip() for line in str(error).splitlines())) from None
     scheduler = deepspeed_block.get("scheduler", {}).get("type")
-    if settings.rate_of_the_rest != settings.lr and scheduler not in (None, "WarmupCosineLR"):
+    if settings.rate_of_the_rest != settings.lr and scheduler not in RATIO_SCHEDULERS:
         raise ConfigError(
             f"deepspeed.optimizer.params.adam_lr = {settings.rate_of_the_rest} differs from lr = {settings.lr}, but "
-            f"DeepSpeed's scheduler {scheduler!r} gives all parameters one rate; use WarmupCosineLR, or leave out "
-            "adam_lr"
+            f"DeepSpeed's scheduler {scheduler!r} gives all parameters one rate; use WarmupCosineLR or "
+            "WarmupStableDecayLR, or leave out adam_lr"
         )
     return settings

@@ -16,6 +16,7 @@ from geotrain.common.files import whole_folder
 from geotrain.config import ConfigError, RunConfig
 from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
 from geotrain.families.reading import SPECIAL_IDS, special_ids
+from geotrain.parameters.hub import SCHEME, HubError, download
 from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -200,13 +201,14 @@ def read_start(run: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """
     place = f"model.init_from = {run.model.init_from!r}"
     try:
-        config, tensors = read_checkpoint(Path(run.model.init_from or ""))
-    except (HFCheckpointError, UnsupportedModelError) as error:
+        stated = run.model.init_from or ""
+        config, tensors = read_checkpoint(download(stated) if stated.startswith(SCHEME) else Path(stated))
+    except (HFCheckpointError, HubError, UnsupportedModelError) as error:
         raise ConfigError(f"model.init_from: {error}") from None
     theirs, ours = architecture_from_hf(config), run.architecture
-    stated = [family_of(each.model_type).hf_config(each) for each in (theirs, ours)]
-    keys = [key for key in dict.fromkeys((*stated[1], *stated[0])) if key not in _FREE]
-    differing = {key: [each.get(key) for each in stated] for key in keys if stated[0].get(key) != stated[1].get(key)}
+    both = [family_of(each.model_type).hf_config(each) for each in (theirs, ours)]
+    keys = [key for key in dict.fromkeys((*both[1], *both[0])) if key not in _FREE]
+    differing = {key: [each.get(key) for each in both] for key in keys if both[0].get(key) != both[1].get(key)}
     told = [
         f"{key} = {a!r}, in the run's model {b!r}"
         for key, (a, b) in differing.items()

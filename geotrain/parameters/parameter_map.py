@@ -282,11 +282,17 @@ class ParameterMap:
 def parameter_map_of(run: RunConfig) -> ParameterMap:
     """Build the parameter map of a run's model. Raises UnsupportedModelError; ConfigError, where its weights' file is
     no good."""
+    if run.model.weights is not None:
+        path = Path(run.model.weights)
+        return map_of_any(run, read_shapes(path), read_fixed(path))
     cut = run.outer.fragments.layers_per_fragment, run.outer.fragments.chunk_elements
-    if run.model.weights is None:
-        return ParameterMap(canonical_parameters(run.architecture), *cut)
-    path = Path(run.model.weights)
-    return ParameterMap(any_parameters(read_shapes(path)), *cut, read_fixed(path))
+    return ParameterMap(canonical_parameters(run.architecture), *cut)
+
+
+def map_of_any(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], fixed: dict[str, int]) -> ParameterMap:
+    """Build the parameter map of any model from name → shape, and the fingerprints of what it does not train."""
+    cut = run.outer.fragments.layers_per_fragment, run.outer.fragments.chunk_elements
+    return ParameterMap(any_parameters(shapes), *cut, fixed)
 
 
 def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:

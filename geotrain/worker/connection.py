@@ -7,13 +7,32 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from geotrain.config import ClusterConfig, RunConfig, Topology, WorkerConfig
+from geotrain.monitor.dispatch import EventDispatcher
 from geotrain.monitor.events import EventLog, JobTrained, Trouble
-from geotrain.net.transport.certs import trust_between
+from geotrain.net.transport.certs import Trust, trust_between
 from geotrain.net.transport.sharded_link import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.server.server import identity_of
-from geotrain.parameters.parameter_map import parameter_map_of
+from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.worker.loop import RunMember
+
+
+@contextmanager
+def _exported(run: RunConfig, events: EventLog, source: str) -> Iterator[None]:
+    """Send the events to the run's OpenTelemetry collector, if it has one. Raises ConfigError."""
+    if run.monitor.otlp is None:
+        yield
+        return
+    from geotrain.monitor.otlp import Otlp  # here, because its packages need not be there
+
+    sink = Otlp(run.monitor.otlp, run.name, source)
+    dispatcher = EventDispatcher(events, live=[sink.on])
+    dispatcher.start()
+    try:
+        yield
+    finally:
+        dispatcher.stop()
+        sink.close()
 
 
 @contextmanager
@@ -23,23 +42,27 @@ def connected(
     worker: WorkerConfig,
     *,
     data_digest: str = "",
+    parameter_map: ParameterMap | None = None,
+    trust: Trust | None = None,
     connect_s: float = 60.0,
     report: Callable[[dict[str, Any]], None] = lambda numbers: None,
     trouble: Callable[[str], None] = lambda what: None,
 ) -> Iterator[RunMember]:
     """Open this rank's connection to the server above its worker, and the worker's event log; closes both.
 
-    data_digest: sha256 of the training data that is here; "": what the run file says. connect_s: how long a join
+    data_digest: sha256 of the training data that is here; "": what the run file says. parameter_map, trust: None:
+    those that the run and the cluster file say. connect_s: how long a join
     tries to reach the server. report, trouble: called after the log has got a job's numbers, or what a person should
     know. Raises CertificateError.
     """
-    topology, parameter_map = Topology(run, cluster), parameter_map_of(run)
+    topology, parameter_map = Topology(run, cluster), parameter_map or parameter_map_of(run)
     site = topology.server_of(worker.name)
-    trust = trust_between(cluster, "worker", worker.name, "global" if topology.flat else "region", site)
+    trust = trust or trust_between(cluster, "worker", worker.name, "global" if topology.flat else "region", site)
     shards = shards_above(cluster, parameter_map, "worker", worker.name, site)
     client = WorkerClient(str(topology.servers[site]), trust=trust, connect_s=connect_s, shards=shards)
     log = run.run_folder / "events" / f"{worker.name}.jsonl"
-    with closing(client), EventLog(log, source=worker.name, enabled=run.monitor.enabled) as events:
+    opened = EventLog(log, source=worker.name, enabled=run.monitor.enabled)
+    with closing(client), opened as events, _exported(run, events, worker.name):
 
         def on_job(numbers: dict[str, Any]) -> None:
             events.write(JobTrained(worker=worker.name, retries=float(client.retries), **numbers))

@@ -237,11 +237,7 @@ class WorkerLoop:
             self._wait_for(self.exchange.finish())
             self._ask(self._asked + 1)
             if not self._fetch():
-                if self._adopt_last:
-                    self._wait_for(self.exchange.adopt_newest())
-                self.save(self._last_job)
-                self.client.leave()
-                self.finished = True
+                self._leave()
                 return
         self.lease, self.step, self._results = self._untrained.popleft(), 0, []
         self._last_job, self._begun = self.lease.job, self.lease.lease
@@ -249,6 +245,19 @@ class WorkerLoop:
             self.validate(self.lease.validate)
         self._begin_s = time.perf_counter()
         self.exchange.begin(self.lease)
+
+    def leave(self) -> None:
+        """Leave a run that goes on, in good order: what is under way is sent, and others get what is not trained of
+        the lease. Every rank must call it."""
+        self._wait_for(self.exchange.finish())
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._adopt_last:
+            self._wait_for(self.exchange.adopt_newest())
+        self.save(self._last_job)
+        self.client.leave()
+        self.finished = True
 
     def _wait_for(self, waiting: exchange.Waiting[None]) -> None:
         """Run a part of the exchange. A delta that is not finite ends this worker, and is told to the server: the

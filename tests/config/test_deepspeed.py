@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run, parse
-from geotrain.config.deepspeed import BLOCKS, KEYS, SCHEDULERS
+from geotrain.config.deepspeed import BLOCKS, KEYS, SCHEDULERS, WSD
 from geotrain.launch.check import check_together
 from geotrain.launch.preflight import cautions, schedule_cautions
 from geotrain.parallelism.checks import offloads_masters
@@ -77,6 +77,7 @@ class Recording(dict[str, Any]):
 
 
 def test_the_known_keys_are_those_that_deepspeed_reads() -> None:
+    from geotrain.inner.engine.schedule import WarmupStableDecayLR
     from geotrain.inner.runtime import platform
 
     with platform.quiet_imports():
@@ -91,10 +92,11 @@ def test_the_known_keys_are_those_that_deepspeed_reads() -> None:
     assert asked - removed - {"bfloat16"} == KEYS  # an older name of "bf16", at which nothing else here looks
     for key, model in (("bf16", DeepSpeedBF16Config), ("zero_optimization", DeepSpeedZeroConfig)):
         assert BLOCKS[key] == {field.alias or name for name, field in model.model_fields.items()}
-    assert set(SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES)
+    assert set(SCHEDULERS) == {*lr_schedules.VALID_LR_SCHEDULES, WSD}
     for kind, known in SCHEDULERS.items():
-        takes = set(inspect.signature(getattr(lr_schedules, kind)).parameters)
-        assert known == takes - {"optimizer", "last_batch_iteration"}
+        takes = set(inspect.signature(getattr(lr_schedules, kind, WarmupStableDecayLR)).parameters)
+        takes |= {"warmup_min_ratio", "warmup_type"} if kind == WSD else set()  # handed on
+        assert known == takes - {"optimizer", "last_batch_iteration", "warmup"}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,7 @@ def test_a_key_that_deepspeed_would_pass_over_is_refused(change: dict[str, Any],
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled = 'yes': must be true or false"),
         ({"zero_optimization": {"stage": 1.5}}, "zero_optimization.stage = 1.5: must be a whole number, 0 or more"),
         ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu = 0: must be a positive integer"),
+        (with_schedule(WSD, decay_type="log"), "scheduler.params.decay_type = 'log': must be one of linear, cosine"),
         (with_schedule(warmup_max_lr=-1), "scheduler.params.warmup_max_lr = -1: must be a number, 0 or more"),
     ],
 )  # fmt: skip
@@ -172,6 +175,16 @@ def test_auto_follows_from_the_run() -> None:
         assert schedule_cautions(run.deepspeed, run.total_steps) == []
 
 
+def test_a_schedule_of_three_parts_follows_from_the_run() -> None:
+    run = run_with(with_schedule(WSD))
+    assert resolved(run)["scheduler"]["params"] == {
+        "total_num_steps": 100, "warmup_num_steps": 10, "decay_num_steps": 20
+    }  # fmt: skip
+    assert schedule_cautions(run.deepspeed, run.total_steps) == []
+    stated = resolved(run_with(with_schedule(WSD, decay_num_steps=3, total_num_steps=50)))["scheduler"]["params"]
+    assert stated == {"total_num_steps": 50, "warmup_num_steps": 5, "decay_num_steps": 3}
+
+
 def test_auto_warmup_follows_a_schedule_that_is_stated() -> None:
     run = run_with(with_schedule(total_num_steps=50, warmup_num_steps="auto"))
     assert resolved(run)["scheduler"]["params"]["warmup_num_steps"] == 5
@@ -215,6 +228,8 @@ def test_auto_is_refused_where_nothing_follows(change: dict[str, Any]) -> None:
          "cos_min_ratio is not stated: by DeepSpeed's default the rate falls to 0.0001 of itself"),
         (with_schedule(total_num_steps="auto", cos_min_ratio=0.1),
          "warmup_num_steps = 1000 (DeepSpeed's default), but the run has 100 steps: the rate is never reached"),
+        (with_schedule(WSD, warmup_num_steps=30, decay_num_steps=80),
+         "30 steps of warm-up and 80 of decay are more than the schedule's 100"),
         (with_schedule("WarmupLR", warmup_num_steps=4),
          "warmup_max_lr is not stated: DeepSpeed's default 0.001 replaces deepspeed.optimizer.params.lr = 0.0003"),
     ],

@@ -23,12 +23,15 @@ import pytest
 import tokenizers
 import zstandard
 from rich.console import Console
+from typer.testing import CliRunner
 
 from geotrain.commands import prepare as command
+from geotrain.commands.cli import app
 from geotrain.common.files import OutputError
+from geotrain.config import ConfigError
 from geotrain.data import corpus, readers
 from geotrain.data import prepare as prepare_module
-from geotrain.data.dataset import Manifest, manifest_path, open_dataset
+from geotrain.data.dataset import Manifest, manifest_path, open_dataset, read_manifest
 from geotrain.data.loader import open_source
 from geotrain.data.prepare import (
     BLOCKS_PER_PROCESS,
@@ -41,6 +44,7 @@ from geotrain.data.prepare import (
 )
 from geotrain.data.progress import progress_display
 from geotrain.data.readers import TextBlock, find_inputs
+from geotrain.data.shards import merge
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
 from geotrain.data.tokens import DataError, TokenWriter, open_tokens
 
@@ -92,6 +96,27 @@ def test_all_kinds_of_files_become_tokens(tmp_path: Path) -> None:
         assert load_tokenizer(tmp_path / "out" / manifest.tokenizer).end_of_document == 256
     assert [p.documents for p in shown] == [20, 30, 40, 59, 60]
     assert shown[-1].done_bytes == shown[-1].total_bytes == sum(f.stat().st_size for f in files)
+
+
+def test_documents_begin_with_a_token_where_one_is_named(tmp_path: Path) -> None:
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    for name, texts in (("a.jsonl", TEXTS[:30]), ("b.jsonl", TEXTS[30:])):
+        (tmp_path / name).write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    words = ["prepare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--processes", "1", "--validation", "0"]
+    mine = [*words, "--tokenizer", str(tmp_path / "tokenizer"), "--begin-of-document", "<|reserved_3|>"]
+    done = CliRunner().invoke(app, [*mine, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert read_documents(tmp_path / "out/train") == [[260, *text.encode(), 256] for text in TEXTS]
+    assert read_manifest(tmp_path / "out/train").begin_of_document == 260
+    for number, begins in ((1, mine), (2, mine[:-2])):
+        done = CliRunner().invoke(app, [*begins, "--out", str(tmp_path / "parts"), "--shard", f"{number}/2"])
+        assert done.exit_code == 0, done.output
+    with pytest.raises(DataError, match="was made of other files, with another tokenizer"):
+        merge(tmp_path / "parts")
+    with pytest.raises(ConfigError, match="name tokens of a --tokenizer"):
+        command.prepare_files(
+            [str(tmp_path / "a.jsonl")], tmp_path / "no", None, None, True, 0.0, begin_of_document="<s>"
+        )
 
 
 def test_the_number_of_processes_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,8 @@ def test_faults_of_a_tokenizer_folder_are_named(tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path / "bytes")
     with pytest.raises(DataError, match="no token '</s>'"):
         load_tokenizer(tmp_path / "bytes", "</s>")
+    with pytest.raises(DataError, match="no token '<s>' to begin documents with"):
+        load_tokenizer(tmp_path / "bytes", begin_of_document="<s>")
     assert load_tokenizer(tmp_path / "bytes", "<|reserved_0|>").end_of_document == 257
     settings = tmp_path / "bytes/tokenizer_config.json"
     settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

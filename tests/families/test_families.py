@@ -44,6 +44,8 @@ DIGESTS = {
     "qwen2": "1fbeb3c3ef5aac3f",
     "qwen3": "6d37c0e627b50cb3",
     "mistral": "99187fc9993c8f11",
+    "smollm3": "d33c4dac3934fd51",
+    "granite": "99187fc9993c8f11",
     "qwen3_moe": "b3986efd1bb62d41",
     "mixtral": "39d738d3bc1390ee",
     "qwen2_moe": "fac4502f6a7b986d",

@@ -25,16 +25,23 @@ esac
 """
 
 
-def install(folder: Path, driver: str | None, torch: str = "", **env: str) -> tuple[int, str, list[str]]:
+UV = """#!/bin/bash
+echo "$*" >>"$HERE/asked"
+[[ $1 != venv ]] || mkdir -p "${@: -1}"
+"""
+
+
+def install(folder: Path, driver: str | None, torch: str = "", **env: str | None) -> tuple[int, str, list[str]]:
     """Exit code, what it said, and what was asked of Python's modules."""
     program(folder / "python", PYTHON.format(real=sys.executable))
     if driver is not None:
         (folder / "version").write_text(DRIVER.format(driver))
     clean = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", "PIP_ARGS", "SYSTEM_SITE_PACKAGES")}
     settings = {"PYTHON": str(folder / "python"), "HERE": str(folder), "TORCH": torch, "PIP_CONSTRAINT": "/etc/pins"}
+    given = {**clean, **settings, "UV": "", **env}
     done = subprocess.run(
         ["bash", "launch/install.sh", str(folder / "venv")],
-        cwd=ROOT, env={**clean, **settings, **env}, capture_output=True, text=True,
+        cwd=ROOT, env={k: v for k, v in given.items() if v is not None}, capture_output=True, text=True,
     )  # fmt: skip
     asked = (folder / "asked").read_text().splitlines() if (folder / "asked").exists() else []
     return done.returncode, done.stderr, asked
@@ -62,6 +69,21 @@ def test_otherwise_torch_comes_first_and_pinned(tmp_path: Path, driver: str | No
     more = f" {env['PIP_ARGS']}" if "PIP_ARGS" in env else ""
     pip = f"-m pip install --quiet --disable-pip-version-check{more} -c constraints.txt"
     assert asked == [f"-m venv {tmp_path}/venv /etc/pins", f"{pip} torch /etc/pins", f"{pip} -e .[dev] /etc/pins"]
+
+
+@pytest.mark.parametrize(("torch", "seen"), [("", ""), ("2.12.0a0+nv", " --system-site-packages")])
+def test_uv_does_it_where_it_is_there(tmp_path: Path, torch: str, seen: str) -> None:
+    program(tmp_path / "bin/uv", UV)
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "UV": str(tmp_path / "bin/uv")}
+    for found in (path, {"PATH": path["PATH"], "UV": None}):  # named, or found
+        (tmp_path / "asked").unlink(missing_ok=True)
+        code, said, asked = install(
+            tmp_path, None, torch, **found, PIP_ARGS="--offline", SYSTEM_SITE_PACKAGES="1" if torch else ""
+        )
+        venv, pins = tmp_path / "venv", tmp_path / "venv/constraints.txt" if torch else "constraints.txt"
+        pip = f"pip install --quiet --python {venv}/bin/python --offline -c {pins}"
+        made = f"venv --quiet --seed --allow-existing --python {tmp_path}/python{seen} {venv}"
+        assert (code, said, asked) == (0, "", [made, f"{pip} torch", f"{pip} -e .[dev]"])
 
 
 def test_a_containers_torch_is_kept_and_seen(tmp_path: Path) -> None:

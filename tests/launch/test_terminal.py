@@ -129,6 +129,8 @@ def test_a_headline() -> None:
     assert headline(top, "running") == (
         "running; draining us; 25.0% committed; validation loss 3.2500 (at 1,000 samples)"
     )
+    spike = {**TOP, "loss_spike": {"loss": 5.5, "usual": 3.1, "tokens": 9}}
+    assert headline(spike, "running").endswith("committed; loss spike: 5.5000, where 3.1000 was usual")
     assert headline({}, "failed", "no disk") == "failed; no disk", "what is not known is not said"
     gone = {**TOP, "members": {"eu": member(state="lost"), "us": member(state="up")}}
     assert headline(gone, "running") == "running; eu lost; 25.0% committed"

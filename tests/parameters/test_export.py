@@ -42,9 +42,12 @@ LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN = (
 QWEN3 = {key: value for key, value in families.QWEN.items() if key != "head_dim"} | SMALL | {"torch_dtype": "float16"}
 QWEN2 = {**families.QWEN2, **SMALL, "rope_theta": 1e6}
 MISTRAL = {**families.MISTRAL, **SMALL, "sliding_window": None}
+SMOLLM3, GRANITE = {**families.SMOLLM3, **SMALL}, {**families.GRANITE, **SMALL}
 DEEPSEEK = {key: value for key, value in families.DEEPSEEK.items() if key != "num_key_value_heads"} | SMALL
 FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, QWEN3_MOE, MIXTRAL, LLAMA_3, YARN, QWEN2_MOE, DEEPSEEK]
+FAMILIES += [SMOLLM3, GRANITE]
 NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn", "qwen2_moe", "deepseek_v3"]
+NAMES += ["smollm3", "granite"]
 
 TOKENS = torch.arange(96)[None] * 7 % 264
 
@@ -186,7 +189,8 @@ def test_the_exported_config_states_what_was_trained(tmp_path: Path, tokenizer: 
     assert loaded.rope_parameters["rope_theta"] == a.rope_theta
     # As its `padding_idx` the eos token's embedding would not be trained any more.
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (None, 256, None)
-    assert loaded.architectures == [f"{a.model_type.title().replace('_', '')}ForCausalLM"]
+    name = {"smollm3": "SmolLM3"}.get(a.model_type, a.model_type.title().replace("_", ""))
+    assert loaded.architectures == [f"{name}ForCausalLM"]
     assert loaded.rope_parameters.items() >= dict(a.rope_scaling).items()
     assert architecture_from_hf(json.loads((tmp_path / "out/config.json").read_text())) == a
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())

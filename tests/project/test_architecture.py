@@ -58,7 +58,7 @@ CALLED_BY_LIBRARIES = [
     *("do_GET", "log_message", "service_actions", "handle_error"),
     # DeepSpeed: of its engine, of an optimizer, of an `mpu`
     *("_configure_zero_optimizer", "_configure_bf16_optimizer"),
-    "create_grad_acc_hooks",
+    *("create_grad_acc_hooks", "_scheduler_from_config"),
     *("get_model_parallel_rank", "get_model_parallel_world_size"),
     *("get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
     *("on_train_begin", "on_step_end", "on_train_end"),  # transformers: of a callback

@@ -25,6 +25,21 @@ YARN = {**QWEN, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_m
 LINEAR = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5, "head_dim": 12}
+SMOLLM3 = {
+    **LLAMA,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 2,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,  # transformers' default is beyond this vocabulary
+}
+GRANITE = {
+    **LLAMA,
+    "model_type": "granite",
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.5,
+}
 QWEN_MOE = {
     **QWEN,
     "model_type": "qwen3_moe",

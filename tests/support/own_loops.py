@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from geotrain.commands.serve import run_server
+from geotrain.commands.serve import run_alone, run_server
+from geotrain.common.ports import why_not_bound
 from geotrain.config import ClusterConfig, load_cluster, load_run, parse, shard_name
 from geotrain.inner.runtime import platform
 from geotrain.launch.check import free_ports
 from geotrain.launch.pretrain import train
 from geotrain.net.transport.authority import make_certificates
+from geotrain.net.transport.enrollment import TOKEN
 from geotrain.net.transport.operator_client import ask_status
 from tests.support.forks import FORKS, preload
 from tests.support.process_trees import until
@@ -39,11 +41,14 @@ def _process(said: Path, environment: dict[str, str], which: tuple[Any, ...]) ->
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.environ.update(environment)
+    os.chdir(said.parent)
     torch.set_num_threads(1)
     try:
         match which:
             case ("serve", site, run, resume, shard):
                 sys.exit(run_server(site, run, None, resume, shard))
+            case ("alone", folder, rule, port, *more):
+                sys.exit(run_alone(folder, rule, port, "127.0.0.1", *more))
             case (str(example), run, region, *more) if example != TRAINER:
                 platform.compile_no_ops()  # that DeepSpeed would otherwise compile for a CPU, which takes a minute
                 sys.argv = [example, str(run), region, *more]
@@ -57,7 +62,80 @@ def _process(said: Path, environment: dict[str, str], which: tuple[Any, ...]) ->
         sys.exit(1)
 
 
-class OwnRun:
+class Processes:
+    """Processes of one run, whose words go into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.processes: list[Any] = []
+
+    def _start(self, name: str, environment: dict[str, str], *which: Any) -> Any:
+        process = FORKS.Process(target=_process, args=(self.folder / f"{name}.log", environment, which), daemon=True)
+        process.start()
+        self.processes.append(process)
+        return process
+
+    def said(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def ended(self, *processes: Any, within_s: float = 120.0) -> None:
+        """Wait until they have ended well."""
+        for process in list(processes or self.processes):
+            process.join(within_s)
+            assert process.exitcode == 0, f"{process.exitcode}\n{self.said()}"
+            self.processes.remove(process)
+
+    def until(self, what: Any, timeout_s: float = 120.0) -> None:
+        assert until(what, timeout_s), self.said()
+
+    def kill(self, *processes: Any) -> None:
+        """Kill processes that live: all ranks of a worker, as its host's death would."""
+        for process in processes:
+            assert process.exitcode is None, self.said()
+            process.kill()
+        for process in processes:
+            process.join()
+            self.processes.remove(process)
+
+
+class AloneRun(Processes):
+    """A run without files: `geotrain serve` alone, and loops that join by its address."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.port = next(port for port in free_ports(50) if not why_not_bound("127.0.0.1", port + 1))
+        self.run = folder / "runs/out"  # as the workers would call it
+
+    def serve(
+        self,
+        rule: str = "async",
+        steps: int | None = None,
+        workers: int | None = None,
+        resume: bool = False,
+        changes: tuple[str, ...] = (),
+    ) -> Any:
+        process = self._start("serve", {}, "alone", self.run, rule, self.port, steps, workers, resume, changes)
+        self.until(lambda: self.token or process.exitcode is not None)
+        return process
+
+    @property
+    def token(self) -> str:
+        said = (self.folder / "serve.log").read_text() if (self.folder / "serve.log").exists() else ""
+        return said.rpartition(f"{TOKEN}=")[2].split()[0] if TOKEN in said else ""
+
+    def join(self, name: str, *more: Any, example: str = "one_line.py", token: str = "") -> Any:
+        environment = {TOKEN: token or self.token}
+        return self._start(name, environment, example, f"127.0.0.1:{self.port}", name, *map(str, more))
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Read the server's events of that kind."""
+        log = self.run / "servers/global/events.jsonl"
+        lines = log.read_text().splitlines() if log.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+class OwnRun(Processes):
     """A run in a folder of its own, in two regions of one worker each.
 
     run: its file's content. workers: region → further keys of its worker in the cluster file. shards: of each server,
@@ -67,8 +145,8 @@ class OwnRun:
     def __init__(
         self, folder: Path, run: dict[str, Any], workers: dict[str, Any] | None = None, shards: int = 0
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.file, self.shards = folder, folder / "run.json", shards
+        super().__init__(folder)
+        self.file, self.shards = folder / "run.json", shards
         ports = iter(free_ports(3 * (1 + shards)))
         of_server = {site: {"port": next(ports)} for site in SITES}
         of_shards = {site: [{"port": next(ports)} for _ in range(shards)] for site in SITES}
@@ -88,13 +166,6 @@ class OwnRun:
             cluster["security"] = {"folder": str(folder / "certificates")}
         (folder / "cluster.json").write_text(json.dumps(cluster))
         self.file.write_text(json.dumps({**run, "folder": str(folder / "out")}))
-        self.processes: list[Any] = []
-
-    def _start(self, name: str, environment: dict[str, str], *which: Any) -> Any:
-        process = FORKS.Process(target=_process, args=(self.folder / f"{name}.log", environment, which), daemon=True)
-        process.start()
-        self.processes.append(process)
-        return process
 
     def serve(self, site: str, resume: bool = False, shard: int | None = None) -> Any:
         name = site if shard is None else shard_name(site, shard)
@@ -114,41 +185,20 @@ class OwnRun:
             started.append(self._start(f"{region}-0.{rank}", environment, example, self.file, region, *more))
         return started
 
-    def said(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
-
-    def ended(self, *processes: Any, within_s: float = 120.0) -> None:
-        """Wait until they have ended well."""
-        for process in list(processes or self.processes):
-            process.join(within_s)
-            assert process.exitcode == 0, f"{process.exitcode}\n{self.said()}"
-            self.processes.remove(process)
-
     def status(self, site: str) -> dict[str, Any]:
         with suppress(Exception):
             return ask_status(f"127.0.0.1:{self.ports[site]}", 2) or {}
         return {}
 
-    def until(self, what: Any, timeout_s: float = 120.0) -> None:
-        assert until(what, timeout_s), self.said()
-
-    def kill(self, *processes: Any) -> None:
-        """Kill processes that live: all ranks of a worker, as its host's death would."""
-        for process in processes:
-            assert process.exitcode is None, self.said()
-            process.kill()
-        for process in processes:
-            process.join()
-            self.processes.remove(process)
-
 
 @contextmanager
-def own_runs(folder: Path) -> Iterator[Callable[..., OwnRun]]:
-    """Give what makes an `OwnRun` in a folder by its name; at the block's end all that they started is killed."""
-    runs: list[OwnRun] = []
+def own_runs(folder: Path, kind: type[Processes] | None = None) -> Iterator[Callable[..., Any]]:
+    """Give what makes an `OwnRun`, or a run of that kind, in a folder by its name; at the block's end all that they
+    started is killed."""
+    runs: list[Processes] = []
 
-    def made(name: str, *content: Any) -> OwnRun:
-        runs.append(OwnRun(folder / name, *content))
+    def made(name: str, *content: Any) -> Processes:
+        runs.append((kind or OwnRun)(folder / name, *content))
         return runs[-1]
 
     try:

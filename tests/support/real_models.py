@@ -28,6 +28,23 @@ QWEN2 = {
     "eos_token_id": 243, "max_position_embeddings": 128, "max_window_layers": 24, "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0, "sliding_window": 128, "tie_word_embeddings": True, "use_sliding_window": False,
 }  # fmt: skip
+SMOLLM3 = {
+    **SIZES, **NEW, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "hidden_size": 64,
+    "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 2, "attention_bias": False,
+    "bos_token_id": 200, "eos_token_id": 212, "pad_token_id": 204, "layer_types": ["full_attention"] * 3,
+    "max_position_embeddings": 128, "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 0, 1], "pretraining_tp": 2, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+}  # fmt: skip
+GRANITE = {
+    **SIZES, **NEW, "architectures": ["GraniteForCausalLM"], "model_type": "granite", "hidden_size": 64,
+    "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "attention_bias": False,
+    "attention_multiplier": 0.115625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+    "logits_scaling": 8.0, "max_position_embeddings": 128, "mlp_bias": False, "pad_token_id": 0,
+    "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 QWEN3 = {
     **SIZES, **NEW, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,
     "intermediate_size": 192, "head_dim": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -94,6 +111,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-0.1": MISTRAL,
     "mistral-0.3": {**MISTRAL, "sliding_window": None, "rope_theta": 1000000.0},
     "mistral-nemo": {**MISTRAL, "hidden_size": 80, "head_dim": 8, "sliding_window": None},
+    "smollm3-3b": SMOLLM3,
+    "smollm3-plain": {**SMOLLM3, "no_rope_layers": [1, 1, 1], "rope_scaling": YARN},
+    "granite-3.3-2b": GRANITE,
+    "granite-plain": without(GRANITE, "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+    "granite-yarn": {**GRANITE, "rope_scaling": YARN},
     "qwen2-0.5b": QWEN2,
     "qwen2.5-7b": {**QWEN2, "use_mrope": False, "tie_word_embeddings": False},
     "qwen2.5-yarn": {**QWEN2, "rope_scaling": YARN},

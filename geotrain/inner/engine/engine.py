@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.config import Architecture
+from geotrain.config.deepspeed import WSD
+from geotrain.inner.engine.schedule import WarmupStableDecayLR
 from geotrain.inner.model.context_parallel import Parts
 from geotrain.inner.model.documents import cu_seqlens
 from geotrain.inner.model.router_bias import update_biases
@@ -200,6 +202,12 @@ class GeoEngine(DeepSpeedEngine):
         """Reduce a bucket of gradients, as DeepSpeed does, but not among one rank."""
         if max(dist.get_world_size(dp_group), dp_world_size or 1) > 1:  # else it would copy; lone experts are scaled
             super().allreduce_and_copy(bucket, dp_group, dp_world_size)
+
+    def _scheduler_from_config(self, optimizer: Any) -> Any:
+        """Make the schedule that the block states; DeepSpeed calls this."""
+        if self.scheduler_name() == WSD:
+            return WarmupStableDecayLR(optimizer, **self.scheduler_params())
+        return super()._scheduler_from_config(optimizer)
 
     def _begin_step(self, schedule_step: int) -> float:
         """Set the learning rate of this step and return it."""

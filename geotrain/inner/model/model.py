@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
 from geotrain.families import family_of
+from geotrain.families.architecture import Multipliers
 from geotrain.inner.model import latent_attention
 from geotrain.inner.model.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.inner.model.documents import PackedAttention, inside_documents
@@ -112,7 +113,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build Megatron-core's configuration of the model."""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    window, scaled, tp = architecture.sliding_window, bool(architecture.rope_scaling), parallel.tensor
+    window, tp = architecture.sliding_window, parallel.tensor
+    factor = rotary_frequencies(architecture)[1] if architecture.rope_scaling else 1.0
+    usual = architecture.multipliers is None and not architecture.rope_scaling
     common = dict(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden_size,
@@ -129,7 +132,7 @@ def transformer_config(
         add_qkv_bias=architecture.qkv_bias,
         window_size=None if window is None else (window - 1, 0),  # tokens before and after a token's own
         # Queries and keys are both multiplied by YaRN's factor, so their products by its square.
-        softmax_scale=rotary_frequencies(architecture)[1] ** 2 / architecture.head_dim**0.5 if scaled else None,
+        softmax_scale=None if usual else factor**2 * architecture.attention_scale,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         rotary_interleaved=False,
@@ -267,6 +270,8 @@ def build_model(
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
                 module.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
+    if architecture.multipliers:
+        _multiply(model, architecture.multipliers)
     keep_counts_wide(model)
     for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()
@@ -275,6 +280,24 @@ def build_model(
         if place.expert:
             parameter.allreduce, parameter.group_name = False, EXPERTS
     return model
+
+
+def _multiply(model: GPTModel, by: Multipliers) -> None:
+    """Let the model's parts multiply what they give; of attention Megatron-core does so itself."""
+
+    def times(factor: float) -> Any:
+        def hook(module: nn.Module, given: Any, out: Any) -> Any:
+            return (out[0] * factor, *out[1:]) if isinstance(out, tuple) else out * factor
+
+        return hook
+
+    if model.pre_process:
+        model.embedding.register_forward_hook(times(by.embedding))
+    if model.post_process:
+        model.output_layer.register_forward_hook(times(1 / by.logits_divisor))
+    for layer in model.decoder.layers:
+        for part in (layer.self_attention, layer.mlp):
+            part.register_forward_hook(times(by.residual))
 
 
 @lru_cache(maxsize=16)

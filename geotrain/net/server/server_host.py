@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +18,7 @@ from typing import Any
 
 from geotrain.common.files import OutputError, out_of_room, write_whole
 from geotrain.common.names import GLOBAL
+from geotrain.config import ClusterConfig
 from geotrain.monitor.events import (
     Acknowledged,
     EventLog,
@@ -54,8 +55,17 @@ LAST_UPLOAD_S = 120.0  # how long the process waits at its end for the last snap
 FINAL_VALIDATION_S = 600.0  # at most, of the final weights; the launcher waits longer for its servers
 LINGER_S = 2.0  # the server goes on for so long after its end, since a member whose last answer was lost asks again
 SHARDS_LOOK_S = 0.05
+GROWN_LOOK_S = 0.1
 TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next incarnation
 STATUS = "status.json"  # in the server's folder once it has ended: its last status
+
+
+class Grown(Exception):
+    """Raised where a server is to begin a new incarnation, with a cluster of more members."""
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        super().__init__(f"serves {', '.join(region.name for region in cluster.regions)} from now on")
+        self.cluster = cluster
 
 
 class ServerHost(ProcessHost[Server]):
@@ -83,6 +93,7 @@ class ServerHost(ProcessHost[Server]):
         self.alone = "" in self.store.checkpoint_ids().values()
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.saving = asyncio.Lock()
+        self.grown = False  # whether it ends because others have joined the cluster
         self.doing = ""  # what the server still does at its end, for its status
         self.tcp_counters = TcpCounters(self._is_wide_area, self._traffic_before())
 
@@ -131,6 +142,8 @@ class ServerHost(ProcessHost[Server]):
         works = [self._snapshots(), self._write_traffic(), self._until_finished()]
         if self.shards is not None:
             works.append(self.shards.until_lost())
+        if self.setup.newest is not None:
+            works.append(self._until_grown(self.setup.newest))
         return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
 
     async def _before_service(self) -> None:
@@ -165,7 +178,7 @@ class ServerHost(ProcessHost[Server]):
             await self._farewell(self.shards)
 
     def _linger_s(self) -> float:
-        return 0.0 if self.shards is not None and self.shards.lost.done() else LINGER_S
+        return 0.0 if self.grown or (self.shards is not None and self.shards.lost.done()) else LINGER_S
 
     async def _last_snapshot(self) -> None:
         """Write the snapshot of the end, and wait for room on the disk for it. Who stops the server need not wait:
@@ -225,6 +238,13 @@ class ServerHost(ProcessHost[Server]):
             with suppress(Refused):  # somebody has joined meanwhile, and waits to be told that all is done
                 await self.server_thread.persist(RunComplete())
                 return
+
+    async def _until_grown(self, newest: Callable[[ClusterConfig], ClusterConfig]) -> None:
+        """Raise Grown when the cluster has other members than those that are served."""
+        while (cluster := newest(self.setup.cluster)) == self.setup.cluster:
+            await asyncio.sleep(GROWN_LOOK_S)
+        self.grown = True
+        raise Grown(cluster)
 
     async def _validate_final_weights(self) -> None:
         """Validate the final weights, once all data is trained. No worker is there any more, so this process does it,

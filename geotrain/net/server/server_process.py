@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -38,7 +39,7 @@ from geotrain.monitor.events import (
     Recovery,
     Trouble,
 )
-from geotrain.net.server.server_host import RegionServerHost, ServerHost
+from geotrain.net.server.server_host import Grown, RegionServerHost, ServerHost
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.shard_host import JOURNALED, ShardHost
 from geotrain.net.server.shard_sessions import ShardLost, TimelineLost
@@ -163,6 +164,9 @@ def _run_incarnations(setup: ServerSetup, new: bool) -> None:
             _say(f"{lost}; the server begins a new incarnation")
             if isinstance(lost, TimelineLost) and copies is not None:
                 _report(setup, go_back(folder, copies))
+        except Grown as grown:
+            _say(str(grown))
+            setup = replace(setup, cluster=grown.cluster)
         else:
             if timeline is None:
                 return
@@ -171,7 +175,7 @@ def _run_incarnations(setup: ServerSetup, new: bool) -> None:
 
 def _run_incarnation(setup: ServerSetup, copies: Copies | None) -> Timeline | None:
     """Run one incarnation, from its recovery to its end. Returns the timeline that a shard must follow before its
-    next one. Raises ShardLost: a server begins another."""
+    next one. Raises ShardLost, Grown: a server begins another."""
     run, cluster, name = setup.run, setup.cluster, setup.server
     with setup.events() as events:
         if setup.shard is not None:
@@ -197,7 +201,7 @@ def _run_incarnation(setup: ServerSetup, copies: Copies | None) -> Timeline | No
             host = kind(setup, recovered, events, monitor, copies)
             try:
                 asyncio.run(host.run())
-            except ShardLost:
+            except (ShardLost, Grown):
                 if not host.stop.is_set():  # else both are told to end, and no new incarnation is wanted
                     raise
     return None

@@ -32,7 +32,8 @@ class ServerSetup:
 
     server: `GLOBAL`, or the region's name. shard: number of the shard that this process is; None: it is the server.
     evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
-    raise whatever it meets. launch: as `geotrain.net.storage.recovery.recover` takes it.
+    raise whatever it meets. launch: as `geotrain.net.storage.recovery.recover` takes it. newest: told, now and then,
+    the cluster that is served; gives the cluster as it is now, whose members may have become more. None: it stays.
     """
 
     run: RunConfig
@@ -42,6 +43,7 @@ class ServerSetup:
     shard: int | None = None
     evaluate: Evaluate | None = None
     launch: str = ""
+    newest: Callable[[ClusterConfig], ClusterConfig] | None = None
 
     def __post_init__(self) -> None:
         """Check the names. Raises ConfigError: the cluster file has no such server or shard."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from geotrain.config import ClusterConfig, shards_of
 from geotrain.net.transport.certs import OPERATOR, CertificateError, Role, identity
 
 AUTHORITY = "ca"
+ALWAYS: tuple[tuple[Role, str], ...] = (("global", GLOBAL), ("operator", OPERATOR))  # processes of every run
 DEFAULT_DAYS = 730
 SOON = datetime.timedelta(days=30)  # before its end a certificate is renewed
 
@@ -26,35 +28,41 @@ def make_certificates(
     cluster: ClusterConfig, folder: Path, days: int = DEFAULT_DAYS, now: datetime.datetime | None = None
 ) -> list[Path]:
     """Make the authority and every certificate of the cluster that is not there yet, and renew those that have
-    expired or soon will; returns the files written.
-
-    What is renewed keeps its key: only its .pem is replaced, so that a kill leaves a whole pair, and old and new
-    certificates, the authority's too, go together. days: how long they are valid, from `now` on; None: from this
-    moment. Raises CertificateError.
-    """
-    wanted: list[tuple[Role, str]] = [("global", GLOBAL), ("operator", OPERATOR)]
+    expired or soon will, as `make_named`."""
+    wanted = [*ALWAYS]
     for region in cluster.regions:
         wanted += [("region", region.name), *(("worker", worker.name) for worker in region.workers)]
     wanted += [
         ("shard", server) for server in (GLOBAL, *(r.name for r in cluster.regions)) if shards_of(cluster, server)
     ]
-    now = now or datetime.datetime.now(datetime.UTC)
-    files = _CertificateFolder(folder, now, now + datetime.timedelta(days=days))
-    uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    return make_named(cluster.name, wanted, folder, days, now)
+
+
+def make_named(
+    of: str,
+    wanted: Sequence[tuple[Role, str]],
+    folder: Path,
+    days: int = DEFAULT_DAYS,
+    now: datetime.datetime | None = None,
+) -> list[Path]:
+    """Make the authority and these certificates, and renew those that have expired or soon will; returns the files
+    written.
+
+    What is renewed keeps its key: only its .pem is replaced, so that a kill leaves a whole pair, and old and new
+    certificates, the authority's too, go together. of: the authority's name. days: how long they are valid, from
+    `now` on; None: from this moment. Raises CertificateError.
+    """
+    files = _CertificateFolder.lasting_for(folder, days, now)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         authority = files.lasting(AUTHORITY)
         if authority is None:
-            common_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"GeoTrain {cluster.name}")])
-            authority = files.make(AUTHORITY, common_name, x509.BasicConstraints(ca=True, path_length=0))
+            authority = files.make(AUTHORITY, _named(f"GeoTrain {of}"), x509.BasicConstraints(ca=True, path_length=0))
         files.end = min(files.end, authority.not_valid_after_utc)
         for role, name in wanted:
             if files.lasting(f"{role}-{name}") is None:
                 own = identity(role, name)
-                common_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, own)])
-                basic = x509.BasicConstraints(ca=False, path_length=None)
-                alternative = x509.SubjectAlternativeName([x509.DNSName(own)])
-                files.make(f"{role}-{name}", common_name, basic, alternative, uses)
+                files.make(f"{role}-{name}", _named(own), *_of_process(own))
     except CertificateError:
         raise
     except (OSError, ValueError) as error:
@@ -62,11 +70,51 @@ def make_certificates(
     return files.made
 
 
+def sign_request(folder: Path, role: Role, name: str, request: bytes) -> bytes:
+    """Sign a process's certificate for the key of its request; returns it. request, certificate: PEM texts. Raises
+    CertificateError, and ValueError where the request is none."""
+    asked = x509.load_pem_x509_csr(request)
+    if not asked.is_signature_valid:
+        raise ValueError("the request is not signed by its own key")
+    files, own = _CertificateFolder.lasting_for(folder, DEFAULT_DAYS), identity(role, name)
+    authority = files.read(AUTHORITY)
+    assert authority is not None
+    files.end = min(files.end, authority.not_valid_after_utc)
+    return files.sign(_named(own), authority.subject, asked.public_key(), files.signer(own), *_of_process(own))
+
+
+def make_request() -> tuple[bytes, bytes]:
+    """Draw a key, and make the request by which `sign_request` knows it; returns both, as PEM texts."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(_named("")).sign(key, hashes.SHA256())
+    return _pem(key), request.public_bytes(serialization.Encoding.PEM)
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)] if name else [])
+
+
+def _of_process(own: str) -> tuple[x509.BasicConstraints, x509.SubjectAlternativeName, x509.ExtendedKeyUsage]:
+    """Make the extensions of a certificate of a process of that identity."""
+    uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    return x509.BasicConstraints(ca=False, path_length=None), x509.SubjectAlternativeName([x509.DNSName(own)]), uses
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    form, none = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return key.private_bytes(serialization.Encoding.PEM, form, none)
+
+
 class _CertificateFolder:
     """Makes and renews certificates in a folder, valid from `now` to `end`. made: the files written."""
 
     def __init__(self, folder: Path, now: datetime.datetime, end: datetime.datetime) -> None:
         self.folder, self.now, self.end, self.made = folder, now, end, list[Path]()
+
+    @classmethod
+    def lasting_for(cls, folder: Path, days: int, now: datetime.datetime | None = None) -> _CertificateFolder:
+        now = now or datetime.datetime.now(datetime.UTC)
+        return cls(folder, now, now + datetime.timedelta(days=days))
 
     def read(self, stem: str) -> x509.Certificate | None:
         """Read a certificate; None: there is none. Raises CertificateError."""
@@ -87,17 +135,25 @@ class _CertificateFolder:
         old, is_authority = self.read(stem), stem == AUTHORITY
         if old is None:  # the key is written first: every certificate has its key, wherever this is killed
             key: Any = ec.generate_private_key(ec.SECP256R1())
-            form, none = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            signer = key if is_authority else self._signer(f"{stem}.pem is missing")
-            self._write(f"{stem}.key", key.private_bytes(serialization.Encoding.PEM, form, none))
+            signer = key if is_authority else self.signer(f"{stem}.pem is missing")
+            self._write(f"{stem}.key", _pem(key))
         else:
-            signer = self._signer(f"{stem}.pem ends on {old.not_valid_after_utc:%Y-%m-%d}")
+            signer = self.signer(f"{stem}.pem ends on {old.not_valid_after_utc:%Y-%m-%d}")
         authority = self.read(AUTHORITY)
+        subject, public_key = (old.subject, old.public_key()) if old else (name, key.public_key())
+        made = self.sign(subject, authority.subject if authority else name, public_key, signer, basic, *more)
+        self._write(f"{stem}.pem", made)
+        return x509.load_pem_x509_certificate(made)
+
+    def sign(
+        self, subject: x509.Name, issuer: x509.Name, key: Any, signer: Any, basic: x509.BasicConstraints, *more: Any
+    ) -> bytes:
+        """Sign a certificate of a public key; returns it as PEM text. more: extensions."""
         builder = (
             x509.CertificateBuilder()
-            .subject_name(old.subject if old else name)
-            .issuer_name(authority.subject if authority else name)
-            .public_key(old.public_key() if old else key.public_key())
+            .subject_name(subject)
+            .issuer_name(issuer)
+            .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(self.now - datetime.timedelta(hours=1))  # clocks of other hosts may be behind
             .not_valid_after(self.end)
@@ -105,11 +161,9 @@ class _CertificateFolder:
         )
         for extension in more:
             builder = builder.add_extension(extension, critical=False)
-        made = builder.sign(signer, hashes.SHA256())
-        self._write(f"{stem}.pem", made.public_bytes(serialization.Encoding.PEM))
-        return made
+        return builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
-    def _signer(self, why: str) -> ec.EllipticCurvePrivateKey:
+    def signer(self, why: str) -> ec.EllipticCurvePrivateKey:
         """Read the authority's key, which need not be here where nothing is left to sign. Raises
         CertificateError."""
         path = self.folder / f"{AUTHORITY}.key"

@@ -28,8 +28,10 @@ from geotrain.outer.messages import (
     Validated,
     Welcome,
 )
+from geotrain.outer.metrics import credible
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server.leases import LeaseTable, Range, Validations, check_numbers
+from geotrain.outer.server.loss_watch import LossWatch
 from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.protocol import Shards
@@ -72,6 +74,7 @@ class GlobalServer(Server):
             train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds
         )
         self.validations = Validations(validate_every_samples)
+        self.losses = LossWatch()
         self.paused = self.stopping = self.closed = False  # closed: its process ends, and nobody new may join
         self.draining: set[str] = set()  # members that shall leave, or have left because they were drained
 
@@ -229,7 +232,12 @@ class GlobalServer(Server):
         )
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, int]:
-        return self._commit(part.member, part.leases), self.lease_table.committed_samples * self.sample_tokens
+        samples = self._commit(part.member, part.leases)
+        tokens = self.lease_table.committed_samples * self.sample_tokens
+        loss = credible(part.metrics).get("loss") if self.reports_updates else None
+        if loss is not None and (spike := self.losses.note(loss, tokens)):
+            self._events.append(spike)
+        return samples, tokens
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -266,6 +274,7 @@ class GlobalServer(Server):
             "draining": sorted(region for region, names in self.members_of.items() if self.draining & set(names)),
             "complete": self.lease_table.finished,
             "validation": self.validations.latest,
+            "loss_spike": self.losses.spike,
             "train_samples": self.lease_table.train_samples,
             "committed_samples": self.lease_table.committed_samples,
             "dispatched_samples": self.lease_table.next_start,

@@ -1,0 +1,43 @@
+"""Notices when the loss of a run's updates leaves its usual range, whoever they come from."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import Any
+
+from geotrain.outer.events import LossSpike
+
+RECENT, LEAST = 64, 16  # updates that say what is usual: at most, and at least
+DEVIATIONS, SHARE = 8.0, 0.05  # above the median: so many deviations, and at least that share of it
+IN_A_ROW = 3  # updates above that are a spike
+
+
+class LossWatch:
+    """Compares each loss with the median of those before, and their median absolute deviation.
+
+    What is far above is not counted among them, unless it stays so for RECENT updates: then it is the usual. spike:
+    the present one, as plain data; None: the loss is as usual. Nothing of this is durable: it is learned anew.
+    """
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=RECENT)
+        self._high: list[float] = []  # the last ones, if they are above what is usual
+        self.spike: dict[str, Any] | None = None
+
+    def note(self, loss: float, tokens: int) -> LossSpike | None:
+        """Take the next update's loss, in nats; returns a spike that begins with it. tokens: committed by then."""
+        if len(self._usual) >= LEAST:
+            middle = median(self._usual)
+            spread = 1.4826 * median(abs(each - middle) for each in self._usual)
+            if loss > middle + max(DEVIATIONS * spread, SHARE * abs(middle)):
+                self._high.append(loss)
+                if len(self._high) == RECENT:
+                    self._usual, self._high, self.spike = deque(self._high, RECENT), [], None
+                if len(self._high) != IN_A_ROW:
+                    return None
+                self.spike = {"loss": loss, "usual": middle, "tokens": tokens}
+                return LossSpike(**self.spike)
+        self._high, self.spike = [], None
+        self._usual.append(loss)
+        return None

@@ -1,0 +1,247 @@
+"""Runs without files: `geotrain serve` alone, and loops that join by an address and a token."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import geotrain
+from geotrain.commands.export import export_run
+from geotrain.config import ConfigError
+from geotrain.net.transport.certs import CertificateError
+from geotrain.outer.messages import Refused
+from tests.support.hub import hub_for_tests
+from tests.support.inner_worlds import run_world
+from tests.support.own_loops import AloneRun, own_runs
+from tests.support.small_runs import status
+
+LONG = pytest.mark.long("examples", "geotrain/own_loop", "geotrain/net", "geotrain/commands")
+Alone = Callable[[str], AloneRun]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    with own_runs(tmp_path_factory.mktemp("runs"), AloneRun) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def serving(alone: Alone) -> AloneRun:
+    """A run that goes on for as long as nobody leaves, with one worker that is at work."""
+    run = alone("serving")
+    run.serve()
+    run.join("eu", 1_000_000)
+    run.until(lambda: run.events("UpdateApplied"))
+    return run
+
+
+def network(*sizes: int) -> nn.Module:
+    """That of examples/one_line.py, by default."""
+    first, hidden, last = sizes or (8, 32, 1)
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(first, hidden), nn.Tanh(), nn.Linear(hidden, last))
+
+
+def loss_of(weights: dict[str, torch.Tensor]) -> float:
+    model = network()
+    model.load_state_dict(weights)
+    x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        return float((model(x) - x.sin().sum(1, keepdim=True)).square().mean())
+
+
+def test_each_step_counts_once_though_a_worker_and_the_server_are_killed(alone: Alone, tmp_path: Path) -> None:
+    run, steps = alone("killed"), 2400
+    server = run.serve(steps=steps)
+    run.join("eu", steps)
+    run.until(lambda: len(run.events("UpdateApplied")) > 5)
+    us = run.join("us", steps)
+    run.until(lambda: len({event["member"] for event in run.events("UpdateApplied")}) == 2)
+    run.kill(us)
+    us, seen = run.join("us", steps), len(run.events("UpdateApplied"))
+    run.until(lambda: "us-0" in {event["member"] for event in run.events("UpdateApplied")[seen:]})
+    run.kill(server)
+    run.serve(steps=steps, resume=True)
+    run.ended()
+    ended = status(run.run / "run.json", "global")
+    assert ended["committed_samples"] == steps and ended["open_leases"] == ended["repeated_samples"] == 0
+    assert sum(event["samples"] for event in run.events("UpdateApplied")) == steps
+    incarnations = {(event["member"], event["incarnation"]) for event in run.events("Joined") if event["new"]}
+    assert sorted(member for member, _ in incarnations) == ["eu-0", "us-0", "us-0"]
+    export_run(run.run, tmp_path / "exported", "float32")
+    exported = load_file(tmp_path / "exported/model.safetensors")
+    assert loss_of(exported) < 0.2 * loss_of(network().state_dict())
+    first = load_file(run.run / "weights.safetensors")
+    assert all(torch.equal(first[name], tensor) for name, tensor in network().state_dict().items())
+
+
+@LONG
+@pytest.mark.parametrize("rule", ["halos", "diloco", "local-sgd"])
+def test_rules_by_name(alone: Alone, rule: str) -> None:
+    run = alone(rule)
+    run.serve(rule, steps=160, workers=2)
+    run.join("eu", 160)
+    run.join("us", 160)
+    run.ended()
+    applied = run.events("UpdateApplied")
+    assert {event["member"] for event in applied} == {"eu-0", "us-0"}
+    assert sum(event["samples"] for event in applied) == 160
+    staleness = {event["staleness"] for event in applied}
+    assert rule == "halos" or staleness == {0}  # all wait for all
+
+
+@LONG
+def test_who_leaves_an_endless_run_has_what_all_learned_and_the_last_to_leave_ends_it(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = alone("left")
+    server = run.serve()
+    monkeypatch.setenv("GEOTRAIN_TOKEN", run.token)
+    monkeypatch.chdir(run.folder)
+    model = network()
+    with geotrain.OuterLoop(f"127.0.0.1:{run.port}", "eu", model, every=4) as outer:
+        for _ in range(10):
+            with torch.no_grad():
+                model[0].bias += 0.5
+            outer.after_step(1.0)
+        assert outer.step == 10 and not outer.finished
+    assert outer.finished
+    run.ended(server)
+    assert [event["member"] for event in run.events("Left")] == ["eu-0"]
+    assert sum(event["samples"] for event in run.events("UpdateApplied")) == 8  # two leases; the third is begun only
+    export_run(run.run, tmp_path / "exported", "float32")
+    bias = load_file(tmp_path / "exported/model.safetensors")["0.bias"]
+    assert torch.allclose(bias, model[0].bias.detach(), atol=0.02)  # answers travel in bf16
+    assert torch.allclose(bias, network()[0].bias.detach() + 8 * 0.5, atol=0.02)
+    with hub_for_tests() as hub:
+        words = "export", str(run.run), "hf://me/left", "--dtype", "float32"
+        done = hub.run(tmp_path, "-m", "geotrain", *words)
+        assert done.returncode == 0, done.stderr
+        exported = (tmp_path / "exported/model.safetensors").read_bytes()
+        assert hub.repositories == {"me/left": {"model.safetensors": exported}}
+    assert not list(run.run.glob("tmp*"))
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), float(index))
+
+
+@LONG
+def test_a_data_set_is_leased(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = alone("data")
+    server = run.serve(steps=16)
+    monkeypatch.chdir(run.folder)
+    seen: list[float] = []
+    here: Any = {"every": 4, "samples_per_step": 4, "token": run.token}
+    with geotrain.OuterLoop(f"127.0.0.1:{run.port}", "eu", network(), **here) as outer:
+        for batch in outer.batches(Numbers()):
+            seen += batch[:, 0].tolist()
+            outer.after_step()
+    assert outer.finished and sorted(seen) == list(range(64))
+    run.ended(server)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": network(8, 16, 1)}, r"parameter 0.bias is \(16,\) at us, and \(32,\) in the run"),
+        ({"model": network().append(nn.Linear(1, 1))}, r"parameter 3.bias is \(1,\) at us, and missing in the run"),
+        ({"model": network().append(nn.Linear(1, 1).requires_grad_(False))}, r"frozen parameter 3.bias is \d+ at us"),
+        ({"every": 16}, "every is 16 at us, and 8 in the run"),
+        ({"samples_per_step": 2}, "samples_per_step is 2 at us, and 1 in the run"),
+        ({"region": "EU"}, "region"),
+        ({"region": "eu-0"}, "need names of their own"),
+        ({"token": "geotrain1." + "0" * 64 + "." + "0" * 32}, "is not the one that printed this token"),
+        ({"token": lambda token: token[:-32] + "0" * 32}, "the token's secret is not this server's"),
+    ],
+)
+def test_who_is_refused_changes_nothing(
+    serving: AloneRun, change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    cluster = (serving.run / "cluster.json").read_bytes()
+    options: dict[str, Any] = {"region": "us", "model": network(), "every": 8, "token": serving.token, **change}
+    if callable(options["token"]):
+        options["token"] = options["token"](serving.token)
+    with pytest.raises(Refused, match=words):
+        geotrain.OuterLoop(f"127.0.0.1:{serving.port}", folder=tmp_path / "us", **options)
+    assert (serving.run / "cluster.json").read_bytes() == cluster and not (tmp_path / "us").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({}, ConfigError, "state every="),
+        ({"every": 8}, ConfigError, "needs the token that `geotrain serve` prints: token=, or GEOTRAIN_TOKEN"),
+        ({"every": 8, "token": "geotrain1.00"}, CertificateError, "not whole, or another version's"),
+        ({"every": 8, "worker": "eu-0"}, ConfigError, "worker: without effect with an address"),
+    ],
+)
+def test_an_address_alone_is_too_little(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        geotrain.OuterLoop("127.0.0.1:1", "eu", network(), **options)
+
+
+@LONG
+def test_strangers_get_no_word_and_bind_nobody(serving: AloneRun) -> None:
+    """Without the secret, whatever is sent; and the server of the run asks for a certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    hold = [socket.create_connection(("127.0.0.1", serving.port)) for _ in range(5)]  # say nothing
+    for sent in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\3{]}", b"\0\0\0\2{}", b"GET / HTTP/1.1\r\n\r\n"):
+        with context.wrap_socket(socket.create_connection(("127.0.0.1", serving.port), 30)) as stranger:
+            stranger.sendall(sent)
+            said = b""
+            while more := stranger.recv(4096):
+                said += more
+        assert b"refused" in said and serving.token.rpartition(".")[2].encode() not in said
+    context.set_alpn_protocols(["h2"])
+    with (
+        suppress(ssl.SSLError),  # TLS 1.3 tells a client of a missing certificate behind the handshake
+        context.wrap_socket(socket.create_connection(("127.0.0.1", serving.port + 1), 30)) as stranger,
+    ):
+        assert stranger.recv(1) == b""  # to a member it would say its settings
+    before = len(serving.events("UpdateApplied"))
+    serving.until(lambda: len(serving.events("UpdateApplied")) > before)
+    for each in hold:
+        each.close()
+
+
+def _sharded(port: int, token: str, folder: Path) -> list[float]:
+    dist.init_process_group("gloo")
+    model = network()
+    fully_shard(model)
+    here: Any = {"every": 2, "token": token, "folder": folder}
+    with geotrain.OuterLoop(f"127.0.0.1:{port}", "eu", model, **here) as outer:
+        while not outer.finished:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 1.0
+            outer.after_step()
+    bias: Any = model.get_parameter("2.bias")
+    return list(bias.full_tensor().tolist())
+
+
+@LONG
+def test_a_sharded_model_gives_whole_first_weights(alone: Alone, tmp_path: Path) -> None:
+    run = alone("sharded")
+    server = run.serve(steps=4)
+    ends = run_world(2, _sharded, run.port, run.token, tmp_path / "eu")
+    run.ended(server)
+    first = load_file(run.run / "weights.safetensors")
+    assert all(torch.equal(first[name], tensor) for name, tensor in network().state_dict().items())
+    assert ends == [[pytest.approx(float(first["2.bias"]) + 4, rel=1e-2)]] * 2
