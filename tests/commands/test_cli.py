@@ -138,16 +138,6 @@ def test_prepare_needs_one_tokenizer(tmp_path: Path, refused: Callable[..., str]
     assert not (tmp_path / "out").exists()
 
 
-def test_prepare_writes_a_data_set(tmp_path: Path, geotrain: Run) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(200)))
-    out = tmp_path / "out"
-    done = geotrain(
-        "prepare", tmp_path / "a.jsonl", "--out", out, "--bytes", "--validation", "0.2", "--processes", "1"
-    )
-    assert done.returncode == 0, done.stderr
-    assert {p.name for p in out.iterdir()} >= {"train.bin", "train.idx", "train.json", "validation.bin", "tokenizer"}
-
-
 def test_prepare_replaces_nothing_unasked(tmp_path: Path, geotrain: Run, refused: Callable[..., str]) -> None:
     (tmp_path / "a.txt").write_text("first")
     command = ("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--bytes", "--validation", "0")

@@ -208,8 +208,8 @@ def test_what_comes_damaged_is_told_and_a_file_of_another_length_is_refused(
     content[BLOCK_BYTES + 7] ^= 1
     (other / "train.bin").write_bytes(content)
     tokens = opened(f"file://{other}/train", BlockCache(tmp_path / "cache", 10 * BLOCK_BYTES))
-    monkeypatch.setattr(remote, "FETCH_DEADLINE_S", 0.2)
     assert (tokens[:1000] == here(folder)[:1000]).all()
+    monkeypatch.setattr(remote, "FETCH_DEADLINE_S", 0.2)
     with pytest.raises(DataError, match=r"train\.bin: .*bytes from 262144 on do not match their checksum"):
         tokens[BLOCK_BYTES // 2 : BLOCK_BYTES // 2 + 10]
     (other / "train.bin").write_bytes(content[:-2])

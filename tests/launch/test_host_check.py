@@ -90,7 +90,6 @@ def test_mpis_are_not_asked(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_told_of_each_host(tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_check, "ASK_S", 20.0)
     run, cluster = read(files(tmp_path, taken, "ssh", "h1", "gone"))
     found = check_hosts(run, cluster, ("global", "eu", "us"))
     assert [(each.host, each.what) for each in found] == [

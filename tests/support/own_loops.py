@@ -30,8 +30,8 @@ REGIONS = ("eu", "us")
 SITES = ("global", *REGIONS)
 EVERY_BIT = {"up": {"name": "fp32"}, "down": {"name": "fp32"}}
 
-preload("geotrain.inner.build", "geotrain.net.server.server_process", "geotrain.own_loop.hf_trainer")
-preload("transformers.trainer", "transformers.models.llama.modeling_llama")
+preload("geotrain.inner.build", "geotrain.net.server.server_process", "torch._inductor", __name__)
+preload("geotrain.own_loop.hf_trainer", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 
 def _process(said: Path, environment: dict[str, str], which: tuple[Any, ...]) -> None:
