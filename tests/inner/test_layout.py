@@ -67,6 +67,7 @@ REFUSED = [
     case("offload_optimizer … parallel.tensor = 2 … stage 1", 2,
          deepspeed=block(zero_optimization={**OFFLOADED, "stage": 2})),
     case("amsgrad … betas", deepspeed=block(optimizer={"type": "AdamW", "params": {"amsgrad": True}})),
+    case("learning_rate", deepspeed=block(optimizer={"type": "AdamW", "params": {"learning_rate": 1.0}})),
     case("fp16 … bf16", deepspeed=block(fp16={"enabled": True})),
     case("'Lion' … AdamW", deepspeed=block(optimizer={"type": "Lion"})),
     case("'StepLR' … WarmupCosineLR", deepspeed=block(scheduler={"type": "StepLR"})),

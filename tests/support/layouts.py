@@ -35,11 +35,18 @@ Choice = tuple[str, Value]
 CUTS = {"tensor", "pipeline", "context", "expert", "optimizer"}  # how matrices are cut, or stepped whole
 # What may be chosen, and the values of each; `2+` is tensor and sequence parallelism.
 CHOICES: dict[str, tuple[Value, ...]] = {
-    "model": tuple(MODELS), "replicas": (1, 2), "tensor": ("1", "2", "2+"), "pipeline": (1, 2), "context": (1, 2),
-    "expert": ("1", "2", "2 by gathering"), "zero": ("0", "1", "2", "1 offloaded"), "optimizer": ("AdamW", "Muon"),
-    "precision": ("fp32", "bf16", "bf16, fp32 sums"), "acco": ("off", *FORMS, "none, balanced"),
+    "model": tuple(MODELS),
+    "replicas": (1, 2),
+    "tensor": ("1", "2", "2+"),
+    "pipeline": (1, 2),
+    "context": (1, 2),
+    "expert": ("1", "2", "2 by gathering"),
+    "zero": ("0", "1", "2", "1 offloaded"),
+    "optimizer": ("AdamW", "Muon"),
+    "precision": ("fp32", "bf16", "bf16, fp32 sums"),
+    "acco": ("off", *FORMS, "none, balanced"),
     "recompute": ("none", "full", "selective"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINER = "geotrain"  # in place of an example: GeoTrain's own trainer
 REGIONS = ("eu", "us")
 SITES = ("global", *REGIONS)
+BUSY_S = 500.0  # for a whole run, on a busy machine
 EVERY_BIT = {"up": {"name": "fp32"}, "down": {"name": "fp32"}}
 
 preload("geotrain.inner.build", "geotrain.net.server.server_process", "torch._inductor", __name__)
@@ -117,7 +118,7 @@ class OwnRun:
     def said(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
-    def ended(self, *processes: Any, within_s: float = 120.0) -> None:
+    def ended(self, *processes: Any, within_s: float = BUSY_S) -> None:
         """Wait until they have ended well."""
         for process in list(processes or self.processes):
             process.join(within_s)
@@ -129,7 +130,7 @@ class OwnRun:
             return ask_status(f"127.0.0.1:{self.ports[site]}", 5) or {}
         return {}
 
-    def until(self, what: Any, timeout_s: float = 120.0) -> None:
+    def until(self, what: Any, timeout_s: float = BUSY_S) -> None:
         assert until(what, timeout_s), self.said()
 
     def kill(self, *processes: Any) -> None:

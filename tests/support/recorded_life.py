@@ -214,7 +214,11 @@ def _operated(life: Life) -> None:
     life.look("paused")
     life.say("status while it is paused", "status", folder, "--once")
     life.say("resume", "resume", folder)
-    assert until(lambda: min(now - then for now, then in zip(life.updates("eu", "us"), life.quiet, strict=True)) > 0)
+
+    def goes_on() -> bool:
+        return all(now > then for now, then in zip(life.updates("eu", "us"), life.quiet, strict=True))
+
+    assert until(goes_on, BUSY_S)
 
     life.say("snapshot", "snapshot", folder)
     life.say("drain", "drain", folder, "us", "--wait", "300")
