@@ -29,15 +29,7 @@ from tests.support import families, real_models
 
 SMALL = {"vocab_size": 264, "num_hidden_layers": 2}
 LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN = (
-    {**config, **SMALL}
-    for config in (
-        families.LLAMA,
-        families.LLAMA_3,
-        families.MIXTRAL,
-        families.QWEN_MOE,
-        families.QWEN2_MOE,
-        families.YARN,
-    )
+    {**getattr(families, name), **SMALL} for name in ("LLAMA", "LLAMA_3", "MIXTRAL", "QWEN_MOE", "QWEN2_MOE", "YARN")
 )
 QWEN3 = {key: value for key, value in families.QWEN.items() if key != "head_dim"} | SMALL | {"torch_dtype": "float16"}
 QWEN2 = {**families.QWEN2, **SMALL, "rope_theta": 1e6}
@@ -391,11 +383,8 @@ def test_inside_documents_the_loss_is_that_of_each_document_alone(
     assert abs(evaluate(tmp_path / "out", data, None, length) / expected - 1) > 1e-3, "documents must matter"
     settings = {"train": str(data), "validation": str(data), "sequence_length": length, "attention": "document"}
     settings |= {"train_samples": 8, "validation_samples": len(tokens)}
-    block = {
-        "train_batch_size": 4,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
+    sizes = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+    block = {**sizes, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     said = {"model": {"config": config}, "data": settings, "monitor": {"validate_every_samples": 400}}
     run = RunConfig.model_validate({"name": "r", "deepspeed": block, **said})
     by_server = final_validation(run)
