@@ -79,7 +79,8 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     sizes = Sizes(outer, tuple(f.numel for f in parameter_map.fragments))
     wide = sum(sizes.wide.up), sum(sizes.wide.down)
     to_server = wide if outer.flat else (sum(sizes.local.up), sum(sizes.local.down))
-    workers, fullest = [], dict[ParallelConfig, int]()  # of a layout, once: a large model's takes seconds
+    workers = []
+    fullest: dict[ParallelConfig, int] = {}  # by layout: a large model's takes seconds
     for home, worker in cluster.workers:
         setup = WorkerSetup.of(run, worker)
         parallel, zero = setup.parallel, zero_stage(setup.deepspeed)

@@ -33,12 +33,8 @@ def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def files(folder: Path, port: int, launcher: str, *hosts: str) -> tuple[Path, Path]:
     """A run whose worker eu-0 has these hosts and meets at this port; us-0 is local."""
-    made = write_files(folder, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}})
-    raw = json.loads(made[1].read_text())
     worker = {"launcher": launcher, "master_port": port, "hosts": [{"host": host, "slots": 1} for host in hosts]}
-    raw["regions"][0]["workers"][0].update(worker)
-    made[1].write_text(json.dumps(raw))
-    return made
+    return write_files(folder, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}}, first=worker)
 
 
 def read(made: tuple[Path, Path]) -> tuple[RunConfig, ClusterConfig]:
