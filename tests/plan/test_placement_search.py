@@ -140,7 +140,7 @@ def recompute(name: str, assignment: dict) -> float:
 @pytest.mark.parametrize("name", GOALS)
 def test_scenarios_reach_their_goals_and_emit_what_they_claim(name, tmp_path):
     problem = placements.load_scenarios()[name]
-    figures = placements.measure_scenario(name, problem, seeds=1, folder=tmp_path)
+    figures = placements.measure_scenario(name, problem, seeds=2, folder=tmp_path)
     assert figures["cost"] <= GOALS[name]
     assert figures["cost"] * 0.99 <= figures["lower_bound"] <= figures["cost_best"]
     assignment = json.loads((tmp_path / f"placement_{name}.json").read_text())
