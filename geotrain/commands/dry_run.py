@@ -80,16 +80,18 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     wide = sum(sizes.wide.up), sum(sizes.wide.down)
     to_server = wide if outer.flat else (sum(sizes.local.up), sum(sizes.local.down))
     workers = []
+    fullest: dict[ParallelConfig, int] = {}  # by layout: a large model's takes seconds
     for home, worker in cluster.workers:
         setup = WorkerSetup.of(run, worker)
         parallel, zero = setup.parallel, zero_stage(setup.deepspeed)
+        fullest[parallel] = fullest.get(parallel) or check_shards(parameter_map, run, parallel)
         workers.append(
             WorkerNeeds(
                 worker.name,
                 home,
                 f"{parallel.text(worker.ranks)}, ZeRO {zero}",
                 worker.ranks,
-                check_shards(parameter_map, run, parallel),
+                fullest[parallel],
                 rank_memory(run, run.architecture, worker),
                 host_memory(run, run.architecture, worker),
                 *to_server,

@@ -104,16 +104,6 @@ def test_json_is_all_that_stands_on_standard_output(
     assert "it goes with --update" in refused("logs", tmp_path, "--json")
 
 
-def test_a_mistyped_key(tmp_path: Path, refused: Callable[..., str]) -> None:
-    raw = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
-    raw["outer"]["local_step"] = raw["outer"].pop("local_steps")
-    raw["model"]["config"] = str(ROOT / "configs/models/llama-tiny.json")
-    (tmp_path / "run.json").write_text(json.dumps(raw))
-    said = refused("dry-run", tmp_path / "run.json", "configs/clusters/local-wan.json")
-    assert said.startswith(f"geotrain: {tmp_path}/run.json: not a valid RunConfig")
-    assert "outer.local_step: unknown key; did you mean 'local_steps'?" in said
-
-
 def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> None:
     raw = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
     raw["model"]["config"] = {"model_type": "mamba"}
@@ -123,29 +113,12 @@ def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> No
     assert said == f"geotrain: model config: model_type 'mamba' is not supported; supported: {families}"
 
 
-def test_launch_without_data(tmp_path: Path, refused: Callable[..., str]) -> None:
-    said = refused("launch", ROOT / "configs/runs/1b.json", ROOT / "configs/clusters/slurm.json", cwd=tmp_path)
-    assert "data/web/train.json: cannot be read" in said
-    assert "`geotrain prepare`" in said
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_prepare_needs_one_tokenizer(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "a.txt").write_text("text")
     for choice in ((), ("--bytes", "--train-bpe", "400")):
         said = refused("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", *choice)
         assert said == "geotrain: prepare: choose one of --tokenizer FOLDER, --train-bpe IDS and --bytes"
     assert not (tmp_path / "out").exists()
-
-
-def test_prepare_writes_a_data_set(tmp_path: Path, geotrain: Run) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(200)))
-    out = tmp_path / "out"
-    done = geotrain(
-        "prepare", tmp_path / "a.jsonl", "--out", out, "--bytes", "--validation", "0.2", "--processes", "1"
-    )
-    assert done.returncode == 0, done.stderr
-    assert {p.name for p in out.iterdir()} >= {"train.bin", "train.idx", "train.json", "validation.bin", "tokenizer"}
 
 
 def test_prepare_replaces_nothing_unasked(tmp_path: Path, geotrain: Run, refused: Callable[..., str]) -> None:

@@ -192,25 +192,17 @@ def test_the_dry_run_of_every_pair(run: str, cluster: str) -> None:
         assert worker.parameters_per_rank * worker.ranks >= found.parameters
 
 
-def test_the_quickstarts_regions_differ_in_layout() -> None:
-    found = dry_run.needs(*pair("quickstart", "local-two-regions"))
-    assert [w.layout for w in found.workers] == [
-        "TP 2 × PP 1 × DP 1, ZeRO 1",
-        "TP 1 × PP 1 × DP 2, ZeRO 1",
-    ]
-
-
-def test_the_regions_of_the_quickstart_with_experts_divide_them_differently() -> None:
-    found = dry_run.needs(*pair("quickstart-moe", "local-two-regions-moe"))
-    assert [w.layout for w in found.workers] == [
-        "TP 2 + sequence × PP 1 × DP 1, ZeRO 1",
-        "TP 1 × PP 1 × DP 2 (EP 2), ZeRO 1",
-    ]
-
-
-def test_the_dry_run_names_context_ranks() -> None:
-    found = dry_run.needs(*pair("long-8b", "four-regions-ssh"))
-    assert {w.layout for w in found.workers} == {"TP 2 + sequence × PP 1 × CP 4 × DP 4, ZeRO 1"}
+@pytest.mark.parametrize(
+    ("run", "cluster", "layouts"),
+    [
+        ("quickstart", "local-two-regions", {"TP 2 × PP 1 × DP 1, ZeRO 1", "TP 1 × PP 1 × DP 2, ZeRO 1"}),
+        ("quickstart-moe", "local-two-regions-moe",
+         {"TP 2 + sequence × PP 1 × DP 1, ZeRO 1", "TP 1 × PP 1 × DP 2 (EP 2), ZeRO 1"}),
+        ("long-8b", "four-regions-ssh", {"TP 2 + sequence × PP 1 × CP 4 × DP 4, ZeRO 1"}),
+    ],
+)  # fmt: skip
+def test_the_dry_run_names_each_workers_layout(run: str, cluster: str, layouts: set[str]) -> None:
+    assert {w.layout for w in dry_run.needs(*pair(run, cluster)).workers} == layouts
 
 
 def test_bytes_of_an_exchange() -> None:
@@ -246,21 +238,14 @@ def test_the_schema_is_current(name: str, kind: type[RunConfig | ClusterConfig])
     [
         ({"data__train_samples": 9601}, {}, "train_samples = 9601 is not a multiple .* use 9600"),
         ({"data__train_samples": 9584, "outer__rule": {"name": "sync"}}, {}, "= 256 samples; use 9472"),
-        (
-            {},
-            {"regions__0__workers__0__deepspeed": {"train_batch_size": 32}},
-            "'eu-0': .* = 32 differs from the run's 16",
-        ),
+        ({}, {"regions__0__workers__0__deepspeed": {"train_batch_size": 32}},
+         "'eu-0': .* = 32 differs from the run's 16"),
         ({}, {"regions__0__workers__0__parallel": {"tensor": 3}}, "worker 'eu-0': parallel: tensor 3 .* 2 ranks"),
-        (
-            {},
-            {"regions__0__ssh": "far"},
-            "the server of 'eu' runs on far, by ssh: its address 127.0.0.1:0 must be",
-        ),
+        ({}, {"regions__0__ssh": "far"}, "the server of 'eu' runs on far, by ssh: its address 127.0.0.1:0 must be"),
         ({}, {"global_ssh": "far"}, "the server of 'global' runs on far"),
         ({}, {"emulate_links": True}, "`links` has no link between 'eu' and 'global'"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_together(run: dict[str, Any], cluster: dict[str, Any], message: str) -> None:
     base_run, base_cluster = pair("quickstart", "local-two-regions")
     with pytest.raises(ConfigError, match=message):
@@ -291,12 +276,6 @@ def test_names_of_other_processes_are_refused(name: str, of: str) -> None:
     region = {"name": name if of == "region" else "r", "workers": [worker]}
     with pytest.raises(ConfigError, match=f"no region or worker may be called '{name}'"):
         parse(ClusterConfig, {"name": "c", "regions": [region]}, "c.json")
-
-
-def test_an_inventory_is_not_launched() -> None:
-    run, cluster = pair("quickstart", "local-two-regions")
-    with pytest.raises(ConfigError, match="no workers in eu; `geotrain plan`"):
-        check_together(run, changed(cluster, regions__0__workers=[], regions__0__hosts=[HOST]))
 
 
 def test_emulated_links_are_for_one_machine() -> None:

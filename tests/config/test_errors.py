@@ -61,19 +61,15 @@ def test_a_rule_by_its_name_alone_says_what_to_write() -> None:
         ({"rule": SYNC, "lease_reserve": 2}, "lease_reserve: without effect with rule 'sync'"),
         ({"levels": 1, "local": {"name": "bf16"}}, "local: without effect with levels = 1"),
         ({"levels": 1, "lease_reserve": 2}, "lease_reserve: without effect with levels = 1"),
-        (
-            {"levels": 1, "rule": {**HALOS, "updates_per_send": 8, "merge_alpha": 1.0}},
-            "rule.updates_per_send, rule.merge_alpha: without effect with levels = 1",
-        ),
+        ({"levels": 1, "rule": {**HALOS, "updates_per_send": 8, "merge_alpha": 1.0}},
+         "rule.updates_per_send, rule.merge_alpha: without effect with levels = 1"),
         ({"levels": 1, "rule": {**HALOS, "ledger": False}}, "rule.ledger: without effect with levels = 1"),
-        (
-            {"levels": 1, "rule": {"name": "region_momentum", "gain": 2.0, "momentum_share": 0.2}},
-            "rule.gain, rule.momentum_share: without effect with levels = 1",
-        ),
+        ({"levels": 1, "rule": {"name": "region_momentum", "gain": 2.0, "momentum_share": 0.2}},
+         "rule.gain, rule.momentum_share: without effect with levels = 1"),
         ({"overlap": {"mix": 0.25}}, "mix = 0.25 does nothing with adopt = 'replace'; leave it out, or adopt 'mix'"),
         ({"down": {"name": "int4", "error_decay": 0.5}}, "down.error_decay = 0.5: weights that come down"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_without_effect_is_an_error(outer: dict[str, Any], line: str) -> None:
     (found,) = told(outer)
     assert line in found
@@ -184,16 +180,13 @@ RUN, CLUSTER = CONFIGS / "runs/quickstart.json", CONFIGS / "clusters/local-wan.j
     ("old", "new", "words"),
     [
         ('"seed":', '"seed": 1, "seed":', "not JSON: the key 'seed' stands twice in one object"),
-        (
-            '"data": {',
-            '"data": {"train_samples": 1, ',
-            "not JSON: the key 'train_samples' stands twice in one object",
-        ),
+        ('"data": {', '"data": {"train_samples": 1, ',
+         "not JSON: the key 'train_samples' stands twice in one object"),
         ('"train": "', '"train": "~/', r'run.json: data.train = "~/.*": only a shell replaces'),
         ('"train": "', '"train": "$HOME/', r'run.json: data.train = "\$HOME/.*": only a shell replaces'),
         ('"config": "', '"config": "~/', r'run.json: model.config = "~/.*": only a shell replaces'),
     ],
-)
+)  # fmt: skip
 def test_a_run_file_whose_text_would_mean_something_else(tmp_path: Path, old: str, new: str, words: str) -> None:
     text = RUN.read_text()
     assert text.count(old) == 1

@@ -1,5 +1,4 @@
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,10 +145,3 @@ def test_validation_is_the_files_beginning_in_order() -> None:
         validation_batches(source(seed=None), 40, 1, 0, 1)
     with pytest.raises(DataError, match="make it a multiple of 6"):
         validation_batches(source(seed=None), 8, 2, 0, 3)
-
-
-def test_samples_are_read_from_a_mapped_file(tmp_path: Path) -> None:
-    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "t.bin")
-    mapped = np.memmap(tmp_path / "t.bin", np.uint16, "r")
-    batch = SampleSource(mapped, 10, 1, 1000, "t").batch(np.arange(99))
-    assert sorted(batch[:, 0].tolist()) == list(range(0, 990, 10))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.config import ConfigError, DataConfig, config_digest, parse
-from geotrain.data.dataset import Manifest, manifest_path, training_digest
+from geotrain.data.dataset import adopt, training_digest
 from geotrain.data.loader import LeasedLoader, open_source, open_training
 from geotrain.data.mixture import MOST_PARTS, Mixture, parts_of
 from geotrain.data.tokens import TokenWriter
@@ -105,14 +105,9 @@ GOLDEN_NUMBERS = [0, 0, 1, 0, 2, 1, 3, 2, 4, 1, 5, 3, 2, 6, 3, 4, 7, 5]
 
 def write(prefix: Path, first: int, samples: int) -> str:
     """A data set whose tokens are the numbers from `first` on, so that a sample tells set and place."""
-    tokens = np.arange(first, first + samples * SEQUENCE + 1)
     with TokenWriter(prefix, 60_000) as writer:
-        writer.add_document(tokens)
-    manifest = Manifest(
-        tokens=tokens.size, documents=1, text_bytes=9, vocab_size=60_000, end_of_document=0, dtype="uint16",
-        sha256=writer.digest.hexdigest(), tokenizer="tokenizer",
-    )  # fmt: skip
-    manifest_path(prefix).write_text(manifest.model_dump_json())
+        writer.add_document(np.arange(first, first + samples * SEQUENCE + 1))
+    adopt(prefix)
     return str(prefix)
 
 

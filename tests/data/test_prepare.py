@@ -31,8 +31,7 @@ from geotrain.common.files import OutputError
 from geotrain.config import ConfigError
 from geotrain.data import corpus, readers
 from geotrain.data import prepare as prepare_module
-from geotrain.data.dataset import Manifest, manifest_path, open_dataset, read_manifest
-from geotrain.data.loader import open_source
+from geotrain.data.dataset import open_dataset, read_manifest
 from geotrain.data.prepare import (
     BLOCKS_PER_PROCESS,
     Encoder,
@@ -152,14 +151,6 @@ def test_a_tokenizer_from_a_folder_gives_its_own_ids(tmp_path: Path) -> None:
     assert (tmp_path / "out/tokenizer/tokenizer.json").read_bytes() == (tmp_path / "tok/tokenizer.json").read_bytes()
 
 
-def test_a_loader_reads_what_was_prepared(tmp_path: Path) -> None:
-    prepare(write_inputs(tmp_path / "in"), tmp_path / "out", byte_tokenizer())
-    source = open_source(tmp_path / "out/train", 16, 264, seed=None)
-    stream = b"".join(text.encode() + b"\0" for text in TEXTS)
-    first = source.batch(np.array([0]))[0].tolist()
-    assert bytes(0 if i == 256 else i for i in first) == stream[:17]
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
@@ -171,15 +162,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            lambda f: (f / "train.json").unlink(),
-            r"train\.json: cannot be read: No such file.*`geotrain prepare` writes it",
-        ),
+        (lambda f: (f / "train.json").unlink(), r"json: cannot be read: No such file.*`geotrain prepare` writes it"),
         (lambda f: (f / "train.json").write_text('{"tokens": 3'), r"train\.json: damaged; prepare the data again"),
         (lambda f: state_tokens(f / "train.json", 7), r"train: the \.bin/\.idx pair has \d+ tokens .* states 7"),
-        (lambda f: (f / "train.bin").unlink(), r"train\.bin: cannot be read: No such file"),
-        (lambda f: os.truncate(f / "train.bin", 100), r"train\.bin holds 50 tokens but"),
-        (lambda f: (f / "train.idx").write_bytes(b"x" * 50), r"train\.idx: is no Megatron index file"),
+        (lambda f: os.truncate(f / "train.bin", 100), r"train\.bin holds 50 tokens but"),  # more in test_token_files
     ],
 )
 def test_damaged_data_are_refused(prepared: Path, tmp_path: Path, damage: Any, message: str) -> None:
@@ -398,9 +384,3 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
         assert "10 documents, 10,000 tokens" in out.getvalue()
         assert ("\x1b" in out.getvalue()) == terminal
     assert out.getvalue().splitlines() == ["prepare: 100 % in 0 s, 10 documents, 10,000 tokens"]
-
-
-def test_a_manifest_survives_its_own_json(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    [manifest] = prepare([tmp_path / "a.txt"], tmp_path / "out", byte_tokenizer()).values()
-    assert Manifest.model_validate_json(manifest_path(tmp_path / "out/train").read_text()) == manifest

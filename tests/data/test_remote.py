@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,13 @@ import s3fs
 
 from geotrain.config import DataConfig, DataSet
 from geotrain.data import remote
-from geotrain.data.dataset import Manifest, manifest_path, open_dataset, training_digest
+from geotrain.data.dataset import adopt, open_dataset, training_digest
 from geotrain.data.loader import LeasedLoader, open_source, open_training
 from geotrain.data.remote import BlockCache, RemoteTokens
 from geotrain.data.tokens import BLOCK_BYTES, DataError, TokenWriter
 from geotrain.launch.check import free_ports
 from tests.support.object_storage import make_bucket, s3_server
+from tests.support.process_trees import until
 
 TOKENS = 5 * BLOCK_BYTES // 2 + 1001  # of 2 bytes: six blocks, the last one short
 SEQUENCE = 500
@@ -63,13 +63,6 @@ class Server:
         return [line for line in lines if line.startswith("GET") and ".bin" in line]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
@@ -77,12 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with TokenWriter(folder / "train", 1000) as writer:
         for document in np.array_split(values, 700):
             writer.add_document(document)
-    manifest = Manifest(
-        tokens=TOKENS, documents=700, text_bytes=9, vocab_size=1000, end_of_document=None, dtype="uint16",
-        sha256=writer.digest.hexdigest(), tokenizer=None, checksums=True,
-    )  # fmt: skip
-    manifest_path(folder / "train").write_text(manifest.model_dump_json())
-    (folder / "train.crc").write_bytes(writer.checksums.content())
+    adopt(folder / "train")
     return folder
 
 
@@ -208,8 +196,8 @@ def test_what_comes_damaged_is_told_and_a_file_of_another_length_is_refused(
     content[BLOCK_BYTES + 7] ^= 1
     (other / "train.bin").write_bytes(content)
     tokens = opened(f"file://{other}/train", BlockCache(tmp_path / "cache", 10 * BLOCK_BYTES))
-    monkeypatch.setattr(remote, "FETCH_DEADLINE_S", 0.2)
     assert (tokens[:1000] == here(folder)[:1000]).all()
+    monkeypatch.setattr(remote, "FETCH_DEADLINE_S", 0.2)
     with pytest.raises(DataError, match=r"train\.bin: .*bytes from 262144 on do not match their checksum"):
         tokens[BLOCK_BYTES // 2 : BLOCK_BYTES // 2 + 10]
     (other / "train.bin").write_bytes(content[:-2])
@@ -229,7 +217,7 @@ def test_the_next_lease_is_fetched_before_it_is_trained(tmp_path: Path, folder: 
         asked.extend(server.asked())
         return len(asked) >= 5 and not source._tokens._coming  # type: ignore[attr-defined]
 
-    wait_for(fetched)
+    assert until(fetched)
     assert len(list(loader.steps(0, 640))) == 10
     assert server.asked() == []
 

@@ -47,17 +47,6 @@ def test_megatron_reads_it(tmp_path: Path) -> None:
     assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS
 
 
-def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
-    """Megatron's own tools write one sequence a sentence."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(str(tmp_path / "train.bin"), dtype=np.int32)
-    builder.add_document(np.array([1, 2, 3]), [2, 1])
-    builder.add_document(np.array([4, 5]), [2])
-    builder.finalize(str(tmp_path / "train.idx"))
-    assert open_tokens(str(tmp_path / "train")).document_ends(0, 2).tolist() == [3, 5]
-
-
 def test_an_exception_discards(tmp_path: Path) -> None:
     """What was there before is kept by the folder, which appears whole: see `test_prepare`."""
     with pytest.raises(DataError), TokenWriter(str(tmp_path / "train"), 100) as writer:

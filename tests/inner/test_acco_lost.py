@@ -13,7 +13,8 @@ import torch
 from geotrain.config import AccoConfig, ParallelConfig
 from tests.support.inner_worlds import QWEN_2, deepspeed_block, masters, micro_batches, run_world, start, train
 
-DEADLINE_S = 6.0
+DEADLINE_S = 12.0  # also of the steps before, on a busy machine
+WITHOUT_S = 400.0  # of a collective without a deadline: on a device, half an hour
 
 
 def with_a_lost_rank(form: Any, collective: str, how: int, meets: bool) -> tuple[str, float, bool]:
@@ -30,9 +31,7 @@ def with_a_lost_rank(form: Any, collective: str, how: int, meets: bool) -> tuple
     if engine.rank == 1:
         setattr(thread, collective, lambda *_: os.kill(os.getpid(), how))
     elif meets:
-        communication_thread.ds_comm.allgather_fn = lambda *_, **__: time.sleep(
-            60
-        )  # a device's collective waits without end
+        communication_thread.ds_comm.allgather_fn = lambda *_, **__: time.sleep(WITHOUT_S)
     begin = time.monotonic()
     with pytest.raises(communication_thread.AccoError) as error:
         engine.train_step(micro_batches(engine, 3), 3)
@@ -64,5 +63,5 @@ def test_a_lost_rank_ends_the_others_in_time_with_the_last_commit_whole(
     assert f"rank 0: the {lost} failed" in message
     assert f"of step {whole}, which is whole" in message
     assert f"acco.timeout_s = {DEADLINE_S:g}" in message and "\n" not in message
-    assert took < DEADLINE_S + 30.0  # a collective without a deadline takes 60 s here, and elsewhere half an hour
+    assert took < WITHOUT_S / 2
     assert intact == (whole == 3)

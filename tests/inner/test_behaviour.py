@@ -38,23 +38,12 @@ from tests.support.inner_worlds import (
 )
 
 
-def refused() -> list[str]:
+def one_rank(folder: str) -> dict[str, Any]:
     from geotrain.inner.build import build_engine
 
-    errors = []
-    for parallel, block in (
-        (ParallelConfig(tensor=2), deepspeed_block(1)),
-        (ParallelConfig(), deepspeed_block(3)),
-        (ParallelConfig(), deepspeed_block(1, optimizer={"type": "AdamW", "params": {"learning_rate": 1.0}})),
-    ):
-        with pytest.raises(ConfigError) as error:
-            build_engine(run_config(LLAMA, block), parallel, block)
-        errors.append(str(error.value))
-    return errors
-
-
-def one_rank(folder: str) -> dict[str, Any]:
-    seen: dict[str, Any] = {"refused": refused()}
+    seen: dict[str, Any] = {}
+    with pytest.raises(ConfigError, match="tensor 2"):  # of what else is refused, see test_layout.py
+        build_engine(run_config(LLAMA, deepspeed_block(1)), ParallelConfig(tensor=2), deepspeed_block(1))
     said, logged = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         engine = start(QWEN, ParallelConfig(), deepspeed_block(1))
@@ -140,8 +129,6 @@ def gradients(engine: Any) -> list[torch.nn.Parameter]:
 
 def test_one_engine(tmp_path: Path) -> None:
     (seen,) = run_world(1, one_rank, str(tmp_path))
-    for error, words in zip(seen["refused"], ("tensor 2", "stage = 3", "learning_rate"), strict=True):
-        assert words in error
     assert seen["noise"] == ""
     assert seen["about"] == (0, 0, 1, True, True)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,14 +29,10 @@ from tests.support.inner_worlds import (
 )
 from tests.support.live_memory import PeakBytes
 
+ROOT = Path(__file__).parents[2]
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512, "head_dim": 32, "num_hidden_layers": 2}
-LATENT = {
-    "moe_intermediate_size": 320,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "v_head_dim": 48,
-    "qk_rope_head_dim": 32,
-}
+RANKS = {"q_lora_rank": 96, "kv_lora_rank": 64}
+LATENT = {**RANKS, "moe_intermediate_size": 320, "v_head_dim": 48, "qk_rope_head_dim": 32}
 LLAMA_WIDE = {**LLAMA, **WIDE}
 BF16 = {"bf16": {"enabled": True}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3}}}
@@ -102,18 +100,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(ranks: int, cases: l
 
 def test_a_70b_model() -> None:
     """Llama 3 70B on 64 ranks, TP 8 × PP 4 × DP 2. Weights: 70.6e9 / 32 × 2 bytes, a little more at the ends."""
-    a = architecture_from_hf(
-        {
-            "model_type": "llama",
-            "vocab_size": 128_256,
-            "hidden_size": 8192,
-            "intermediate_size": 28_672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 8192,
-        }
-    )
+    a = architecture_from_hf(json.loads((ROOT / "configs/models/llama-70b.json").read_text()))
     assert parameter_count(a) == pytest.approx(70.55e9, rel=1e-3)
     block = deepspeed_block(1, micro=1, train_batch_size=64, **BF16)
     layout = ParallelConfig(tensor=8, pipeline=4, sequence=True)

@@ -137,27 +137,19 @@ SQUARES = torch.zeros(1, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: kernels.outer_update(X, X, X[1:], OuterStep(0.7, moves_momentum=True)),
-            "momentum must have 10 elem",
-        ),
+        (lambda: kernels.outer_update(X, X, X[1:], OuterStep(0.7, moves_momentum=True)),
+         "momentum must have 10 elem"),
         (lambda: kernels.outer_update(X, X, X, OuterStep(0.1)), "needs an accumulator"),
-        (
-            lambda: kernels.outer_update(X, X, None, OuterStep(0.1, moves_momentum=True)),
-            "moves the momentum needs one",
-        ),
-        (
-            lambda: kernels.adam_step(X, X, X, torch.zeros(20)[::2], STEP),
-            "grad must be contiguous float32 or bfloat16",
-        ),
+        (lambda: kernels.outer_update(X, X, None, OuterStep(0.1, moves_momentum=True)),
+         "moves the momentum needs one"),
+        (lambda: kernels.adam_step(X, X, X, torch.zeros(20)[::2], STEP),
+         "grad must be contiguous float32 or bfloat16"),
         (lambda: kernels.adam_step(X, X, X, X, STEP, commit=False), "not committed, needs out"),
         (lambda: kernels.dequantize(coded(5), torch.zeros(16), PayloadFormat("int4")), "payload must be 24 bytes"),
-        (
-            lambda: kernels.dequantize(coded(20_000), torch.zeros(5000), PayloadFormat("fp32"), squares=SQUARES),
-            "squares must have 2 elements",
-        ),
+        (lambda: kernels.dequantize(coded(20_000), torch.zeros(5000), PayloadFormat("fp32"), squares=SQUARES),
+         "squares must have 2 elements"),
     ],
-)
+)  # fmt: skip
 def test_what_would_corrupt_memory_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -1,4 +1,4 @@
-"""Checks before anything starts: data files, ports, the run's folder; and how addresses are resolved."""
+"""Checks before anything starts: ports, the run's folder; and how addresses are resolved."""
 
 import json
 import socket
@@ -7,21 +7,10 @@ from typing import Any
 
 import pytest
 
-from geotrain.commands.prepare import prepare_files
-from geotrain.config import (
-    Address,
-    ClusterConfig,
-    ConfigError,
-    DataSet,
-    RunConfig,
-    codec_config,
-    load_cluster,
-    load_run,
-)
-from geotrain.data.tokens import DataError
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, codec_config, load_cluster, load_run
 from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
-from geotrain.launch.check import check_data, check_port_is_free, free_ports
+from geotrain.launch.check import check_port_is_free, free_ports
 from geotrain.launch.launcher import locked, resolve
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.machine import HostMachine
@@ -31,26 +20,8 @@ from tests.support.command_line import say
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    (folder / "text.txt").write_text("some text\n" * 500)
-    prepare_files([str(folder / "text.txt")], folder / "data", None, None, True, 0.0, processes=1)
-    return folder / "data"
-
-
-def run_on(data: Path, **model: Any) -> RunConfig:
-    run = load_run(CONFIGS / "runs/quickstart.json")
-    block = run.data.model_copy(
-        update={
-            "train": (DataSet(prefix=str(data / "train")),),
-            "validation": None,
-            "tokenizer": str(data / "tokenizer"),
-        }
-    )
-    monitor = run.monitor.model_copy(update={"validate_every_samples": None})
-    architecture = run.model.model_copy(update={"config": {**run.model.config, **model}})
-    return run.model_copy(update={"data": block, "model": architecture, "monitor": monitor})
+def quickstart() -> RunConfig:
+    return load_run(CONFIGS / "runs/quickstart.json")
 
 
 def cluster() -> ClusterConfig:
@@ -61,36 +32,6 @@ def cluster() -> ClusterConfig:
 def test_a_loops_run_file_is_for_serve(command: str) -> None:
     done = say(command, "examples/vision.json", "examples/cluster.json")
     assert done.returncode == 2 and "`geotrain serve` starts its servers" in done.text
-
-
-def test_data_that_is_right(prepared: Path) -> None:
-    check_data(run_on(prepared))
-
-
-def test_data_that_is_cut_off(prepared: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "data"
-    copy.mkdir()
-    for file in ("train.bin", "train.idx", "train.json"):
-        (copy / file).write_bytes((prepared / file).read_bytes())
-    (copy / "train.bin").write_bytes((prepared / "train.bin").read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"train.bin holds 5000 tokens but .*train.idx tells of 5001"):
-        check_data(run_on(copy))
-    (copy / "train.bin").write_bytes((prepared / "train.bin").read_bytes())
-    (copy / "train.idx").unlink()
-    with pytest.raises(DataError, match=r"train\.idx: cannot be read"):
-        check_data(run_on(copy))
-
-
-def test_data_for_a_larger_vocabulary(prepared: Path) -> None:
-    with pytest.raises(DataError, match="a tokenizer of 264 ids, but the model's vocab_size is 200"):
-        check_data(run_on(prepared, vocab_size=200))
-
-
-def test_a_tokenizer_that_is_missing(prepared: Path) -> None:
-    run = run_on(prepared)
-    run = run.model_copy(update={"data": run.data.model_copy(update={"tokenizer": "nowhere"})})
-    with pytest.raises(DataError, match=r"data\.tokenizer = 'nowhere': no such folder"):
-        check_data(run)
 
 
 def test_a_port_that_is_taken() -> None:
@@ -131,8 +72,8 @@ def test_addresses_are_resolved() -> None:
         resolve(fixed, Wan("198.18.9.1", {"eu": "198.18.9.2", "us": "198.18.9.3"}, {}, (), ()))
 
 
-def test_a_folder_is_begun_once(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_on(prepared)
+def test_a_folder_is_begun_once(tmp_path: Path) -> None:
+    run = quickstart()
     with pytest.raises(ConfigError, match="holds no run to resume"):
         launcher._check_folder(run, tmp_path, resume=True)
     launcher._check_folder(run, tmp_path, resume=False)
@@ -192,8 +133,8 @@ def test_one_launcher_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_processes_of_a_local_run(prepared: Path, tmp_path: Path) -> None:
-    order = LaunchRequest(run_on(prepared), cluster(), ("global", "eu", "us"), resume=True, launch="1")
+def test_processes_of_a_local_run(tmp_path: Path) -> None:
+    order = LaunchRequest(quickstart(), cluster(), ("global", "eu", "us"), resume=True, launch="1")
     order.write_files(tmp_path)
     started = {p.name: p for p in local_processes(order, tmp_path, HostMachine(8), {"eu": 77})}
     assert list(started) == ["global", "eu", "us", "eu-0", "us-0"]
@@ -211,8 +152,8 @@ def test_processes_of_a_local_run(prepared: Path, tmp_path: Path) -> None:
     assert load_cluster(tmp_path / "cluster.json") == order.cluster
 
 
-def test_a_flat_run_has_no_region_servers(prepared: Path, tmp_path: Path) -> None:
-    run = run_on(prepared)
+def test_a_flat_run_has_no_region_servers(tmp_path: Path) -> None:
+    run = quickstart()
     flat = run.model_copy(update={"outer": run.outer.model_copy(update={"levels": 1})})
     order = LaunchRequest(flat, cluster(), ("global", "eu"), resume=False)
     assert [p.name for p in local_processes(order, tmp_path, HostMachine(8))] == ["global", "eu-0"]

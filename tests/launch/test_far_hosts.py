@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -28,10 +27,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(here: Path, *hosts: str) -> tuple[LaunchRequest, Path]:
     """A run whose worker "eu-0" has these hosts, and the run's folder with its files."""
-    files = write_files(here, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}})
-    raw = json.loads(files[1].read_text())
-    raw["regions"][0]["workers"][0].update(launcher="ssh", hosts=[{"host": host, "slots": 1} for host in hosts])
-    files[1].write_text(json.dumps(raw))
+    worker = {"launcher": "ssh", "hosts": [{"host": host, "slots": 1} for host in hosts]}
+    files = write_files(here, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}}, first=worker)
     made = LaunchRequest(load_run(files[0]), load_cluster(files[1]), ("global", "eu"), False)
     folder = made.run.run_folder.absolute()
     made.write_files(folder)

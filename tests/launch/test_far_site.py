@@ -89,8 +89,7 @@ def test_a_living_site_is_found_again_and_executes_commands_of_the_last_relay(tm
         assert code == EXIT_FOR_GOOD and "attach to it with --resume" in told
         with attached(second, keeper) as back:
             lost.communicate(b"stop\n", BUSY_S)  # a command that was long on its way
-            assert lost.returncode == 0
-            assert not until(lambda: keeper.poll() is not None, 1.0)  # a stop takes less
+            assert lost.returncode == 0  # 143 of one that stops its site
             files.say("all is well")
             assert back.stdout and back.stdout.readline() == b"all is well\n"
             back.communicate(b"stop\n", BUSY_S)

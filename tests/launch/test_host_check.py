@@ -33,12 +33,8 @@ def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def files(folder: Path, port: int, launcher: str, *hosts: str) -> tuple[Path, Path]:
     """A run whose worker eu-0 has these hosts and meets at this port; us-0 is local."""
-    made = write_files(folder, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}})
-    raw = json.loads(made[1].read_text())
     worker = {"launcher": launcher, "master_port": port, "hosts": [{"host": host, "slots": 1} for host in hosts]}
-    raw["regions"][0]["workers"][0].update(worker)
-    made[1].write_text(json.dumps(raw))
-    return made
+    return write_files(folder, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}}, first=worker)
 
 
 def read(made: tuple[Path, Path]) -> tuple[RunConfig, ClusterConfig]:
@@ -90,7 +86,6 @@ def test_mpis_are_not_asked(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_told_of_each_host(tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_check, "ASK_S", 20.0)
     run, cluster = read(files(tmp_path, taken, "ssh", "h1", "gone"))
     found = check_hosts(run, cluster, ("global", "eu", "us"))
     assert [(each.host, each.what) for each in found] == [

@@ -156,15 +156,12 @@ def test_drivers() -> None:
     ("facts", "needs", "words"),
     [
         (GOOD, {"capability": (8, 9)}, "KEY needs Transformer Engine, which is not installed"),
-        (
-            replace(GOOD, transformer_engine="2.20.2"),
-            {"capability": (10, 0)},
-            "KEY needs compute capability 10.0, GPU 0 (NVIDIA H100 80GB HBM3) has 9.0",
-        ),
+        (replace(GOOD, transformer_engine="2.20.2"), {"capability": (10, 0)},
+         "KEY needs compute capability 10.0, GPU 0 (NVIDIA H100 80GB HBM3) has 9.0"),
         (GOOD, {"on_cpu": True}, "KEY needs GPUs; its ranks compute on the CPU"),
         (WITHOUT, {"device": None}, "KEY needs GPUs; its ranks compute on the CPU"),
     ],
-)
+)  # fmt: skip
 def test_what_transformer_engine_needs(facts: HostFacts, needs: dict[str, Any], words: str) -> None:
     found = findings({"a": look(facts, replace(NEEDS, ports=(), asks="KEY", **needs))})
     assert words in [each.what for each in found] and all(each.refuses for each in found)

@@ -104,9 +104,3 @@ def test_a_containers_torch_is_kept_and_seen(tmp_path: Path) -> None:
 def test_without_a_torch_there_the_driver_counts(tmp_path: Path) -> None:
     code, said, asked = install(tmp_path, "550.54.15", SYSTEM_SITE_PACKAGES="1")
     assert (code, asked) == (1, []) and "550.54.15" in said
-
-
-def test_make_passes_it_on() -> None:
-    command = ["make", "--dry-run", "--always-make", "install", "SYSTEM_SITE_PACKAGES=1"]
-    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert 'SYSTEM_SITE_PACKAGES="1" bash launch/install.sh .venv' in plan

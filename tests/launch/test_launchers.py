@@ -177,17 +177,14 @@ def test_no_secret_stands_on_a_command_line() -> None:
         (worker("local", {"a": 1, "b": 1}), "hosts has 2 entries; keep one"),
         (worker("slurm", {"a": 1, "b": 2}), "slurm needs the same slots on every host"),
         (worker("pdsh", {"a": 1}, env={"A": "b c"}), "env.A = 'b c': DeepSpeed's launchers pass no spaces"),
-        (
-            worker("mpich", {"a": 1}, env={"A_TOKEN": "b"}),
-            "env.A_TOKEN: DeepSpeed's launcher 'mpich' puts it on",
-        ),
+        (worker("mpich", {"a": 1}, env={"A_TOKEN": "b"}), "env.A_TOKEN: DeepSpeed's launcher 'mpich' puts it on"),
         *(
             (worker(name, {"n1": 1, "fd00::2": 1}), f"launcher '{name}' does not take IPv6 addresses such as fd00::2")
             for name in ("slurm", "mpich", "impi")
         ),
         (worker("ssh").model_copy(update={"hosts": (HostConfig(host="a", slots=1),) * 2}), r"a host twice \(a, a\)"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_started(wrong: WorkerConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         worker_commands(WorkerPlace(Path("/runs/x"), 29501), "eu", wrong)

@@ -27,15 +27,12 @@ from geotrain.net.transport.authority import make_certificates
 from geotrain.parameters.hf_checkpoint import read_start, write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters, parameter_map_of
+from tests.support import small_runs
 from tests.support.command_line import say
 from tests.support.programs import stand_in
 
 ROOT = Path(__file__).parents[2]
-MODEL = {
-    "model_type": "qwen3", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
-    "max_position_embeddings": 64,
-}  # fmt: skip
+MODEL = {**small_runs.MODEL, "max_position_embeddings": 64}
 
 
 @pytest.fixture
@@ -129,20 +126,10 @@ def test_nothing_is_wrong(place: Path) -> None:
           "cluster__regions__0__workers__0__hosts__0__device": "tiny"}, "devices.tiny.memory_gb = 0.002; take"),
     ],
 )  # fmt: skip
-def test_what_launch_refuses_the_dry_run_finds(
-    place: Path,
-    run: dict[str, Any],
-    told: str,
-) -> None:
-    for file in ("run", "cluster"):
-        change(
-            f"{file}.json",
-            **{
-                key.removeprefix("cluster__"): value
-                for key, value in run.items()
-                if key.startswith("cluster__") == (file == "cluster")
-            },
-        )
+def test_what_launch_refuses_the_dry_run_finds(place: Path, run: dict[str, Any], told: str) -> None:
+    for key, value in run.items():
+        of_cluster = key.startswith("cluster__")
+        change("cluster.json" if of_cluster else "run.json", **{key.removeprefix("cluster__"): value})
     assert any(told in line for line in refused())
     for command in ("dry-run", "launch"):
         code, text = said(command, "run.json", "cluster.json")

@@ -24,7 +24,7 @@ from tests.support.process_trees import began_alone, marked, names, new_mark, on
 from tests.support.small_runs import write_files
 
 BUSY_S = 120.0  # until a process has started, on a busy machine
-FAST = RestartConfig(limit=3, window_s=60.0, first_s=0.05, longest_s=60.0)
+FAST = RestartConfig(limit=3, window_s=600.0, first_s=0.05, longest_s=60.0)
 
 
 def lasting(script: str, name: str, **more: Any) -> ProcessSpec:

@@ -3,7 +3,6 @@ incarnation. And DeepSpeed's launcher over pdsh."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -76,16 +75,16 @@ def test_deepspeed_starts_a_workers_hosts_by_pdsh(tmp_path: Path, monkeypatch: p
     """Two hosts, which are this machine by two names, form one worker; the second name is known to ssh only."""
     assert shutil.which("pdsh"), "install pdsh"
     prepare_text(tmp_path)
-    files = write_files(tmp_path, "run", 8 * BATCH, {"eu": [2]}, {"rule": {"name": "halos"}}, restarts=0)
-    cluster, mark, ports = json.loads(files[1].read_text()), new_mark(), free_ports(2)
-    cluster["regions"][0]["workers"][0] |= {
+    mark, ports = new_mark(), free_ports(2)
+    worker = {
         "launcher": "pdsh",
         "launcher_args": "-u 250",  # pdsh's own option: a command that takes longer is ended
         "master_port": ports[0],
         "hosts": [{"host": "127.0.0.1", "slots": 1}, {"host": "second.example.org", "slots": 1}],
         "env": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     }
-    files[1].write_text(json.dumps(cluster))
+    outer = {"rule": {"name": "halos"}}
+    files = write_files(tmp_path, "run", 8 * BATCH, {"eu": [2]}, outer, restarts=0, first=worker)
     with sshd(tmp_path, ports[1]), monkeypatch.context() as patched:
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
         for name, value in mark.items():

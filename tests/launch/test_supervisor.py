@@ -168,10 +168,15 @@ def test_a_helper_that_ends_before_is_a_failure(tmp_path: Path) -> None:
 
 def test_ticks_come_at_their_pace(tmp_path: Path) -> None:
     ticks: list[float] = []
+
+    def tick() -> None:
+        ticks.append(time.monotonic())
+        if len(ticks) == 3:
+            (tmp_path / "enough").touch()
+
     with Supervisor(tmp_path) as supervisor:
-        supervisor.start(ProcessSpec("a", sh("sleep 1.5")))
-        supervisor.wait(lambda: ticks.append(time.monotonic()), every_s=0.2)
-    assert len(ticks) >= 2
+        supervisor.start(ProcessSpec("a", sh(f"until [ -e {tmp_path}/enough ]; do sleep 0.05; done")))
+        supervisor.wait(tick, every_s=0.2)
     assert all(later - before >= 0.2 for before, later in pairwise(ticks))
 
 

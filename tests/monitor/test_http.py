@@ -111,8 +111,7 @@ def test_who_says_nothing_or_drips_is_cut_off(make: Make, monkeypatch: pytest.Mo
 def test_connections_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("geotrain.monitor.http.MAX_CONNECTIONS", 3)
     server = make()
-    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(3)]
-    time.sleep(0.2)
+    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(3)]  # accepted in order
     with pytest.raises((http.client.HTTPException, OSError)):
         get(server, "/")
     for connection in idle:

@@ -41,7 +41,7 @@ def test_a_members_states_are_told_once_each(tmp_path: Path) -> None:
 
 def test_only_a_wait_that_lasts_is_told_and_so_is_its_end(tmp_path: Path) -> None:
     lease, data = ({"what": what, "whom": "a", "text": "", "since_s": 0.0} for what in ("lease", "data"))
-    data["since_s"] = time.time()
+    data["since_s"] = time.time() + 3600
     status: dict[str, Any] = {"members": {}, "waits": [lease, data]}
     sampler, log = world(tmp_path, status)
     for status["waits"] in ([data], [lease, data], [lease], []):

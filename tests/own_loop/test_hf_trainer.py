@@ -136,20 +136,16 @@ def test_a_resume_skips_no_leased_sample(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"schedule": lambda adam: CosineAnnealingLR(adam, STEPS)},
-            "schedule CosineAnnealingLR goes by this worker's",
-        ),
+        ({"schedule": lambda adam: CosineAnnealingLR(adam, STEPS)},
+         "schedule CosineAnnealingLR goes by this worker's"),
         ({"schedule": lambda adam: OneCycleLR(adam, 1e-3, STEPS)}, "schedule OneCycleLR goes by this worker's own"),
-        (
-            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 4},
-            "schedule ReduceLROnPlateau .* use one that is a LambdaLR",
-        ),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 4},
+         "schedule ReduceLROnPlateau .* use one that is a LambdaLR"),
         ({"max_steps": 3}, r"max_steps is 3, the run has 12 steps .* set max_steps=callback\.total_steps"),
         ({"per_device_train_batch_size": 2}, "Trainer trains 2 samples in a step"),
         ({"dataloader_num_workers": 1}, "dataloader_num_workers: .* set it to 0"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_go_by_the_runs_progress_is_refused(train: Train, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         train(**options)

@@ -6,13 +6,9 @@ from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
 CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 8,
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8,
     "num_attention_heads": 4,
-}
+}  # fmt: skip
 
 
 def test_each_parameter_has_its_own_distribution() -> None:

@@ -95,16 +95,6 @@ def test_every_fragment_leaves_once_a_period(fragments, period):
 
 
 def test_parameter_counts_of_known_models():
-    llama3_8b = {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    }  # fmt: skip
-    assert parameter_count(architecture_from_hf(llama3_8b)) == 8_030_261_248
-    qwen3_06b = {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
-    }  # fmt: skip
-    assert parameter_count(architecture_from_hf(qwen3_06b)) == 596_049_920
     qwen15_moe = {
         "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
         "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24,
@@ -136,85 +126,48 @@ def test_parameter_counts_of_known_models():
         ({"head_dim": "8"}, "head_dim = '8' must be a whole number"),
         ({"rms_norm_eps": [1]}, r"rms_norm_eps = \[1\] must be a number"),
         ({"rope_parameters": {"rope_type": ["llama3"]}}, r"rope type \['llama3'\] is not supported"),
-        (
-            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}},
-            "'yarn' and 'linear' is not support",
-        ),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}},
+         "'yarn' and 'linear' is not support"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5 must be a number, 1 or more"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2}}, "factor does not belong to rope type 'default'"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "full_attention does not belong to rope type 'default'",
-        ),
-        (
-            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-            r"rope_theta = 10000 and rope_parameters.rope_theta = 500000 differ",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}},
-            "rope_parameters and rope_scaling differ",
-        ),
-        (
-            {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 8,
-                    "low_freq_factor": 4,
-                    "high_freq_factor": 4,
-                    "original_max_position_embeddings": 8,
-                }
-            },
-            "low_freq_factor = 4.0 must be less than high_freq_factor = 4.0",
-        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+         "full_attention does not belong to rope type 'default'"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+         r"rope_theta = 10000 and rope_parameters.rope_theta = 500000 differ"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}},
+         "rope_parameters and rope_scaling differ"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+                           "original_max_position_embeddings": 8}},
+         "low_freq_factor = 4.0 must be less than high_freq_factor = 4.0"),
         ({"rope_theta": 0}, "rope_theta = 0 must be a number, 1 or more"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1000.* must be a number"),
         ({"initializer_range": 1.5}, "initializer_range = 1.5 must be a number, from 0 to 1"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false' must be true or false"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0 must be a whole number"),
-        (
-            {"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8},
-            "no more chosen than there are, whichever key says it",
-        ),
+        ({"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8},
+         "no more chosen than there are, whichever key says it"),
         ({"head_dim": 5}, "head_dim = 5 must be even"),
         ({"pad_token_id": 96}, "pad_token_id = 96 is no id below vocab_size = 96; leave it out"),
         ({"eos_token_id": [1, -1]}, r"eos_token_id = \[1, -1\] is no id"),
         # What would go into the export without being read: no version loads it, or it is another model.
-        (
-            {"hidden_size": 80, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32},
-            "hidden_size = 80 is not a multiple of num_attention_heads = 3, as transformers wants it",
-        ),
-        (
-            {"quantization_config": {"load_in_4bit": True}},
-            "quantization_config = {'load_in_4bit': True}: GeoTrain does",
-        ),
+        ({"hidden_size": 80, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32},
+         "hidden_size = 80 is not a multiple of num_attention_heads = 3, as transformers wants it"),
+        ({"quantization_config": {"load_in_4bit": True}},
+         "quantization_config = {'load_in_4bit': True}: GeoTrain does"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; only 1.0"),
-        (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor does not",
-        ),
-        (
-            {"model_type": "qwen3", "layer_types": ["full_attention"] * 28},
-            "layer_types = .* must be 'full_attention', num_h",
-        ),
-        (
-            {
-                "model_type": "mistral",
-                "sliding_window": 16,
-                "layer_types": ["sliding_attention", "full_attention"] * 3,
-            },
-            "layer_types = .* must be 'sliding_attention', num_hidden_layers = 7 times",
-        ),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor does not"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 28},
+         "layer_types = .* must be 'full_attention', num_h"),
+        ({"model_type": "mistral", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 3},
+         "layer_types = .* must be 'sliding_attention', num_hidden_layers = 7 times"),
         ({"sliding_window": 16}, "sliding_window = 16 .*: GeoTrain does not read this for model_type 'llama'"),
-        (
-            {"num_experts": 8, "model_type": "qwen3"},
-            "num_experts = 8: GeoTrain does not read this for model_type 'qw",
-        ),
-        (
-            {"rope_thetta": 1e6, "logit_scale": 2},
-            r"rope_thetta = 1000000.0 \(did you mean 'rope_theta'\?\); logit_scale",
-        ),
+        ({"num_experts": 8, "model_type": "qwen3"},
+         "num_experts = 8: GeoTrain does not read this for model_type 'qw"),
+        ({"rope_thetta": 1e6, "logit_scale": 2},
+         r"rope_thetta = 1000000.0 \(did you mean 'rope_theta'\?\); logit_scale"),
     ],
-)
+)  # fmt: skip
 def test_unsupported_models_say_why(change, message):
     config = {k: v for k, v in {**LLAMA, **change}.items() if v is not None}
     with pytest.raises(UnsupportedModelError, match=message):

@@ -83,6 +83,7 @@ def test_a_model_on_an_inventory(
     assert "76.0 GB (h100)" in said and re.search(r"[\d.]+ h for 1e\+11", said)
 
 
+@pytest.mark.long("geotrain/plan", "geotrain/commands", "launch", "examples/planned")
 @pytest.mark.slow
 def test_a_planned_run_is_launched_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -1,7 +1,6 @@
 """The complete search and the bounds against enumeration of all placements."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,28 +15,10 @@ from benchmarks.planner.random_matrices import regions
 from geotrain.plan.placement.classes import bottlenecks, hall_sets, like_classes, stage_vectors, vector_costs
 from geotrain.plan.placement.cost import Problem, problem_from_links, quick_bound, quick_bound_of_hidden
 from geotrain.plan.placement.exact import cheapest_below
-from tests.support.placement_reference import matching_cost, partition_cost, stage_cost
+from tests.support.placement_reference import matching_cost, optimum, stage_cost
 from tests.support.plan_cases import random_problem
 
 SHAPES = [(1, 3, 1), (2, 2, 0), (2, 3, 1), (3, 2, 0), (4, 2, 0), (2, 4, 0), (3, 3, 0), (5, 2, 0), (3, 2, 2)]
-
-
-def partitions(devices: list[int], stages: int, replicas: int) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to choose and group stages × replicas of the devices."""
-    if stages == 0:
-        yield []
-        return
-    for k in range(len(devices) - stages * replicas + 1):
-        later = devices[k + 1 :]
-        for others in itertools.combinations(later, replicas - 1):
-            left = [i for i in later if i not in others]
-            for rest in partitions(left, stages - 1, replicas):
-                yield [(devices[k], *others), *rest]
-
-
-def optimum(problem: Problem) -> float:
-    every = partitions(list(range(problem.devices)), problem.stages, problem.replicas)
-    return min(partition_cost(problem, groups) for groups in every)
 
 
 def class_problem(rng: np.random.Generator, shape: tuple[int, int, int], classes: int) -> Problem:

@@ -11,7 +11,7 @@ from benchmarks.planner import placements
 from benchmarks.planner.lower_bound import lower_bound
 from geotrain.plan.placement.cost import Problem, placement, problem_from_links, table_costs
 from geotrain.plan.placement.search import Effort, annealed, polish, search
-from tests.support.placement_reference import partition_cost
+from tests.support.placement_reference import optimum, partition_cost
 from tests.support.plan_cases import random_problem
 
 GOALS = {
@@ -29,21 +29,6 @@ def regions_problem(sizes: list[int], stages: int, replicas: int, gbps: np.ndarr
     links = {"gradient_gigabytes": 0.65, "activation_gigabytes": 0.47, **more}
     across = np.ix_(region, region)
     return problem_from_links(np.zeros_like(gbps[across]), gbps[across], stages=stages, replicas=replicas, **links)
-
-
-def optimum(problem: Problem) -> float:
-    """Least cost over every choice and arrangement of devices, one stage after another."""
-
-    def groups(left: frozenset[int], stages: int):
-        if stages == 0:
-            yield []
-            return
-        for group in itertools.combinations(sorted(left), problem.replicas):
-            for rest in groups(left - set(group), stages - 1):
-                if not rest or group < rest[0]:  # each set of stages once
-                    yield [group, *rest]
-
-    return min(partition_cost(problem, g) for g in groups(frozenset(range(problem.devices)), problem.stages))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (3, 2, 0), (2, 3, 1), (4, 2, 0), (2, 4, 0), (1, 3, 2), (5, 1, 1)])

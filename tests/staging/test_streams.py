@@ -85,23 +85,13 @@ def read_too_early(event: Event) -> None:
     [
         ("int4", CudaStaging, "beside", no_wait_for_training, "does not wait for training"),
         ("int4", CudaStaging, "wait", no_wait_for_a_mark, "does not wait for stream 1"),
-        (
-            "fp32",
-            torch.Tensor,
-            "record_stream",
-            lambda tensor, stream: None,
-            "freed on stream 1 while training may use it",
-        ),
-        (
-            "int4",
-            Event,
-            "synchronize",
-            read_too_early,
-            "does not wait for stream 1: aten::copy_ at geotrain.staging.cuda",
-        ),
+        ("fp32", torch.Tensor, "record_stream", lambda tensor, stream: None,
+         "freed on stream 1 while training may use it"),
+        ("int4", Event, "synchronize", read_too_early,
+         "does not wait for stream 1: aten::copy_ at geotrain.staging.cuda"),
     ],
     ids=["training", "mark", "record_stream", "buffer"],
-)
+)  # fmt: skip
 def test_what_is_left_out_is_found(codec: str, owner: Any, name: str, omission: Any, words: str) -> None:
     cuda = Cuda(READ_ON_A_CPU)
     exchange(cuda, codec, omitted=(owner, name, omission))

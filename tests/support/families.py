@@ -41,26 +41,14 @@ GRANITE = {
     "logits_scaling": 1.5,
 }
 QWEN_MOE = {
-    **QWEN,
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 24,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "router_aux_loss_coef": 0.1,
-    "router_z_loss_coef": 0.01,
-    "num_hidden_layers": 2,
+    **QWEN, "model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2,
+    "norm_topk_prob": True, "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01, "num_hidden_layers": 2,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 MIXTRAL = {
-    **LLAMA,
-    "model_type": "mixtral",
-    "intermediate_size": 24,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": 0.05,
-    "num_hidden_layers": 2,
-}
+    **LLAMA, "model_type": "mixtral", "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.05, "num_hidden_layers": 2,
+}  # fmt: skip
 
 QWEN2_MOE = {
     **QWEN_MOE,
@@ -70,27 +58,12 @@ QWEN2_MOE = {
     "head_dim": 8,
 }
 DEEPSEEK = {
-    **LLAMA,
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.5,
-    "rms_norm_eps": 1e-6,
-    "aux_loss_alpha": 0.05,
-    "router_bias_update_rate": 0.02,
-}
+    **LLAMA, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
+    "aux_loss_alpha": 0.05, "router_bias_update_rate": 0.02,
+}  # fmt: skip
 LATENT_YARN = {
     "rope_type": "yarn",
     "factor": 4.0,

@@ -7,7 +7,7 @@ import importlib.util
 import multiprocessing
 
 FORKS = multiprocessing.get_context("forkserver")
-_preloaded: list[str] = []
+_preloaded = ["pytest", "hypothesis"]  # each fork imports the test that it is of
 
 
 def preload(*modules: str) -> None:

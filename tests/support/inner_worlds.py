@@ -33,25 +33,17 @@ VOCABULARY = 96
 BATCH = 8
 
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.1,
-}
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "tie_word_embeddings": False, "initializer_range": 0.1,
+}  # fmt: skip
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 12, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 QWEN_2 = {**QWEN, "num_hidden_layers": 2}  # of two layers
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}}
 
 
-preload("geotrain.inner.build", "geotrain.checkpoint.saving")
+# torch imports its compiler when the first engine is built.
+preload("geotrain.inner.build", "geotrain.checkpoint.saving", "torch._inductor", __name__)
 
 
 def run_world(

@@ -30,10 +30,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINER = "geotrain"  # in place of an example: GeoTrain's own trainer
 REGIONS = ("eu", "us")
 SITES = ("global", *REGIONS)
+BUSY_S = 500.0  # for a whole run, on a busy machine
 EVERY_BIT = {"up": {"name": "fp32"}, "down": {"name": "fp32"}}
 
-preload("geotrain.inner.build", "geotrain.net.server.server_process", "geotrain.own_loop.hf_trainer")
-preload("transformers.trainer", "transformers.models.llama.modeling_llama")
+preload("geotrain.inner.build", "geotrain.net.server.server_process", "torch._inductor", __name__)
+preload("geotrain.own_loop.hf_trainer", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 
 def _process(said: Path, environment: dict[str, str], which: tuple[Any, ...]) -> None:
@@ -79,14 +80,14 @@ class Processes:
     def said(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
-    def ended(self, *processes: Any, within_s: float = 120.0) -> None:
+    def ended(self, *processes: Any, within_s: float = BUSY_S) -> None:
         """Wait until they have ended well."""
         for process in list(processes or self.processes):
             process.join(within_s)
             assert process.exitcode == 0, f"{process.exitcode}\n{self.said()}"
             self.processes.remove(process)
 
-    def until(self, what: Any, timeout_s: float = 120.0) -> None:
+    def until(self, what: Any, timeout_s: float = BUSY_S) -> None:
         assert until(what, timeout_s), self.said()
 
     def kill(self, *processes: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise, permutations
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, permutations
 
 from geotrain.plan.placement.cost import Problem
 
@@ -45,3 +45,22 @@ def partition_cost(problem: Problem, groups: Sequence[Sequence[int]]) -> float:
     pipeline = min(sum(edge[pair] for pair in pairwise(order)) for order in permutations(range(len(groups))))
     data_parallel = max(stage_cost(problem, group) for group in groups)
     return data_parallel + 2 * pipeline + max(float(problem.compute_s[i]) for group in groups for i in group)
+
+
+def partitions(devices: list[int], stages: int, replicas: int) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to choose and group stages × replicas of the devices."""
+    if stages == 0:
+        yield []
+        return
+    for k in range(len(devices) - stages * replicas + 1):
+        later = devices[k + 1 :]
+        for others in combinations(later, replicas - 1):
+            left = [i for i in later if i not in others]
+            for rest in partitions(left, stages - 1, replicas):
+                yield [(devices[k], *others), *rest]
+
+
+def optimum(problem: Problem) -> float:
+    """The least cost over every choice and arrangement of devices."""
+    every = partitions(list(range(problem.devices)), problem.stages, problem.replicas)
+    return min(partition_cost(problem, groups) for groups in every)

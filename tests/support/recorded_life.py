@@ -215,7 +215,11 @@ def _operated(life: Life) -> None:
     life.look("paused")
     life.say("status while it is paused", "status", folder, "--once")
     life.say("resume", "resume", folder)
-    assert until(lambda: min(now - then for now, then in zip(life.updates("eu", "us"), life.quiet, strict=True)) > 0)
+
+    def goes_on() -> bool:
+        return all(now > then for now, then in zip(life.updates("eu", "us"), life.quiet, strict=True))
+
+    assert until(goes_on, BUSY_S)
 
     for worker in ("us-0", "us"):
         life.say(f"profile {worker}", "profile", folder, "--worker", worker, "--steps", str(RECORDED))

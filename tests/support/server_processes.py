@@ -28,7 +28,7 @@ from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.forks import FORKS, preload
 from tests.support.net_worlds import BUSY_S, TINY, FakeWorker, halves, outer, whole
 
-preload("geotrain.net.server.server_process")
+preload("geotrain.net.server.server_process", __name__)
 
 
 def dies_at(place: str, after: bool = False, given: type = object) -> None:

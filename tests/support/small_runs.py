@@ -60,15 +60,17 @@ def write_files(
     restarts: int = 10,
     min_step_s: float = 0.0,
     shards: int = 0,
+    first: dict[str, Any] | None = None,
     **run_keys: Any,
 ) -> tuple[Path, Path]:
     """Write a run and a cluster file.
 
     workers: region → ranks of each of its workers. restarts: of a process that died, at most. min_step_s: as in the
-    cluster file, of every worker. run_keys: laid over the run file. shards: of each server, as processes.
+    cluster file, of every worker. run_keys: laid over the run file. shards: of each server, as processes. first: laid
+    over the first worker.
     """
     run = {**run_of(folder, samples, outer), "folder": str(folder / name), **run_keys}
-    regions = [
+    regions: list[dict[str, Any]] = [
         {
             "name": region,
             "shards": [{}] * shards,
@@ -79,6 +81,7 @@ def write_files(
         }
         for region, ranks in workers.items()
     ]
+    regions[0]["workers"][0].update(first or {})
     paths = folder / f"{name}.json", folder / f"{name}-cluster.json"
     cluster: dict[str, Any] = {"name": "local", "regions": regions, "restart": {"limit": restarts}}
     cluster["global_shards"] = [{}] * shards

@@ -140,16 +140,11 @@ def try_outer_loops() -> dict[str, Any]:
                 trainer.train(resume=False)
             masters = torch.cat([s.master for s in engine.shards()])
             results[name] = {
-                "losses": losses,
-                "jobs": len(reports),
-                "expected": expected,
-                "status": servers.top.status(),
-                "lost": servers.region.lost_updates,
-                "left": servers.top.finished,
-                "weights": torch.cat(weights_of(servers.top)).norm().item(),
-                "masters": masters.norm().item(),
+                "losses": losses, "jobs": len(reports), "expected": expected, "status": servers.top.status(),
+                "lost": servers.region.lost_updates, "left": servers.top.finished,
+                "weights": torch.cat(weights_of(servers.top)).norm().item(), "masters": masters.norm().item(),
                 "validations": checked,
-            }
+            }  # fmt: skip
         results.setdefault(name, {"losses": losses})
         engine.close()
         shut_down(leave_world=False)
