@@ -9,4 +9,5 @@ class Qwen3(Family):
     transformers_class = "Qwen3ForCausalLM"
     idle = Qwen2.idle
     positions = 32768
+    usual_head_dim = 128
     qk_norm = True

@@ -25,7 +25,7 @@ from geotrain.outer.messages import (
 )
 from tests.support.broken_frames import mutations
 
-ALL = (*typing.get_args(messages.Message), rpc.Ack, rpc.NotYet, rpc.Pull, rpc.AskLease, rpc.ReleaseLeases,
+ALL = (*typing.get_args(messages.Message), rpc.Ack, rpc.NotYet, rpc.Pull, rpc.AskLease, rpc.AskBack, rpc.ReleaseLeases,
        rpc.SayLeave, rpc.Control, rpc.Refusal)  # fmt: skip
 LIMIT = 1 << 24
 

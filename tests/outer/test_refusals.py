@@ -19,6 +19,7 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Refused,
     Release,
+    TakeBack,
     RunComplete,
     UpdatePart,
     Validated,
@@ -212,6 +213,8 @@ NOTHING = {
     "RunComplete": (GLOBAL, RunComplete(), "members are at work: the run has not ended"),
     "expel nobody": ("eu", OperatorCommand("expel", "mars"), "no member is called 'mars' here; known: a"),
     "Release": ("eu", Release((1,)), "a Release means nothing"),
+    "TakeBack": ("eu", TakeBack("a", (1,)), "a TakeBack means nothing"),
+    "take back nobody's": (GLOBAL, TakeBack("mars", (1,)), "no worker of this run is called 'mars'"),
     "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot, unban and expel, not pause"),
 }
 

@@ -40,6 +40,7 @@ from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
     BadDelta,
+    DataGone,
     Finished,
     Join,
     Lease,
@@ -121,8 +122,8 @@ class GrpcService:
         options = (*rpc.OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
         self._grpc = aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         unary = (
-            self._join, self._commit, self._lease, self._release, self._trained, self._validated, self._leave,
-            self._beat, self._status, self._control,
+            self._join, self._commit, self._lease, self._release, self._takeback, self._trained, self._validated,
+            self._leave, self._beat, self._status, self._control,
         )  # fmt: skip
         kinds: tuple[tuple[Callable[[Handler], Any], tuple[Handler, ...]], ...] = (
             (grpc.unary_unary_rpc_method_handler, unary),
@@ -332,6 +333,13 @@ class GrpcService:
             await self.server_thread.say(UpdateRejected(*about, NOT_FINITE, job=job))
         return wire.pack(rpc.Ack(member.sequence))
 
+    async def _takeback(self, request: bytes, context: Any) -> bytes:
+        ask = wire.unpack(request, rpc.AskBack)
+        await self._check_incarnation(context, ask.member, ask.incarnation)
+        if ask.asked.worker not in self.server.workers_of(ask.member):
+            raise Refused(f"{ask.member} cannot ask for the data of {ask.asked.worker!r}")
+        return wire.pack(await self.server_thread.say(ask.asked))
+
     async def _trained(self, request: bytes, context: Any) -> bytes:
         said = wire.unpack(request, rpc.SayTrained)
         member = await self._check_incarnation(context, said.member, said.incarnation)
@@ -429,7 +437,8 @@ class GrpcService:
         try:
             return await call
         except Refused as refused:
-            if refused.retry_s is None and said.member in self.server.members and not self.payloads_only:
+            judged = refused.retry_s is None and not isinstance(refused, DataGone) and not self.payloads_only
+            if judged and said.member in self.server.members:
                 with suppress(Refused):  # refused in turn when the disk is full
                     job = said.job if isinstance(said, UpdatePart) and isinstance(refused, BadDelta) else 0
                     rejected = UpdateRejected(said.member, said.incarnation, refused.reason, job=job)

@@ -29,7 +29,7 @@ from zlib_ng.zlib_ng import crc32
 
 from geotrain.outer.messages import Elsewhere
 
-VERSION = 4
+VERSION = 5
 DATA_FRAME_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 4 + max(DATA_FRAME_BYTES, MAX_HEADER_BYTES)

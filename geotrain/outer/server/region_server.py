@@ -28,12 +28,15 @@ from geotrain.outer.messages import (
     Leave,
     MemberSilent,
     Message,
+    NotJoined,
     OperatorCommand,
     Recall,
     Refused,
     Release,
     RunComplete,
     Send,
+    TakeBack,
+    TakenBack,
     Trained,
     UpdatePart,
     UpdateRejected,
@@ -42,7 +45,8 @@ from geotrain.outer.messages import (
     update_id,
 )
 from geotrain.outer.rules import Counts, RegionRule
-from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
+from geotrain.outer.server.member import MOST_LEASES, Member, attributes, mean_metrics, set_attributes
+from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Handled, Server
 from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
@@ -86,6 +90,8 @@ class RegionServer(Server):
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self._due = False  # `go_on` is to look for what must be sent up
+        # Workers whose leases are asked for again. Lasts as long as the process: one request of each is under way.
+        self.asking_back: set[str] = set()
 
     @property
     def finished(self) -> bool:
@@ -111,6 +117,8 @@ class RegionServer(Server):
                 return self._on_global_weights(message)
             case Lease() | Finished():
                 return self._on_lease(message)
+            case TakenBack():
+                return self._on_taken_back(message)
             case Validated():
                 self.copy_weights(None)
                 self._sends.append(Send(GLOBAL, message))
@@ -186,6 +194,7 @@ class RegionServer(Server):
                 for i, (_, u) in enumerate(sorted(self.in_flight.items()))
             }
             self.sequence = known + len(self.in_flight)
+        self._drop_gone(welcome.gone)
         self.sequence = max(self.sequence, known)
         # It has lost versions as well, and refuses an update that starts from a version that it never gave.
         if lost and welcome.versions:
@@ -196,6 +205,17 @@ class RegionServer(Server):
                 deltas = tuple(replace(d, anchor_version=min(d.anchor_version, version)) for d, version in both)
                 self.in_flight[s] = replace(u, deltas=deltas)
         return lost
+
+    def _drop_gone(self, gone: Collection[int]) -> None:
+        """Drop leases that went to others while this region counted as dead. What was trained with them is part of
+        all that is pending here, and would count twice: if there is such, the region begins again from the global
+        weights."""
+        for name in self.members:
+            begun = [lease.job <= self.leases.asked.get(name, 0) for lease in self.leases.drop(name, gone)]
+            if any(begun):
+                self._shut_out(name)
+        if self.leases.up.keys() & set(gone) and self.fragments:
+            self._start_over("what its workers trained went to others while it counted as dead")
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
         """Give up an update of ours that the global server refuses for good.
@@ -339,6 +359,33 @@ class RegionServer(Server):
             self.wanted[lease.worker].discard(lease.job)
             self._sends.append(Send(lease.worker, lease))
 
+    def _expecting(self, part: UpdatePart) -> Member | None:
+        """Return the sender of a part that is wanted. Raises Refused until it is known whether the leases that went
+        back from it are still its own."""
+        member = super()._expecting(part)
+        if member is not None and self.leases.given_back[part.member]:
+            why = f"{part.member}: its data went back, as it counted as dead"
+            if part.member in self.asking_back:
+                raise Refused(f"{why}; the global server is asked whether others have it", JOIN_RETRY_S)
+            raise NotJoined(f"{why}: join first", JOIN_RETRY_S)
+        return member
+
+    def _on_taken_back(self, told: TakenBack) -> None:
+        """Hold a worker's leases again. Where others have some of them, what it has trained since would count twice:
+        then this incarnation of it has to end."""
+        self.asking_back.discard(told.worker)
+        if self.leases.given_back[told.worker].keys() & set(told.gone):
+            self._shut_out(told.worker)
+        self._release(self.leases.have_again(told.worker, told.leases))
+
+    def _shut_out(self, name: str) -> None:
+        """Let this incarnation of the worker say no more; the next one begins from the region's weights."""
+        member = self.members[name]
+        member.banned, member.fault = member.incarnation, "others got its data while it counted as dead"
+        self._forget(name)
+        self._release_leases(name)
+        self.leases.given_back[name].clear()
+
     def versions_to_validate(self) -> list[int]:
         return self.global_versions if len(self.newest or ()) == len(self.global_versions) else []
 
@@ -350,6 +397,10 @@ class RegionServer(Server):
         # The global server must know its data before any lease is asked for: regions with other data are refused.
         if self.data != known:
             self._sends.append(Send(GLOBAL, self.join_message()))
+        name, back = join.member, tuple(self.leases.given_back[join.member])
+        if back and name not in self.asking_back:
+            self.asking_back.add(name)
+            self._sends.append(Send(GLOBAL, TakeBack(name, back)))
         return welcome
 
     def _begin_incarnation(self, join: Join) -> None:
@@ -367,8 +418,7 @@ class RegionServer(Server):
         self.spent.clear()  # there may be more data now
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
-        """Move the leases of a worker's update from "held" to "trained". Those that went back while it counted as
-        dead go up as well: the global server knows whether they are in the pool still, or trained twice."""
+        """Move the leases of a worker's update from "held" to "trained"."""
         trained = self.leases.take_trained(part.member, part.leases)
         # The training of a lease is spread over the fragments that have something pending. The lease goes up with the
         # last of these that leaves: only then is all of its training part of the global weights.
@@ -441,8 +491,8 @@ class RegionServer(Server):
 
     def _release_leases(self, name: str) -> None:
         """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
-        self.leases.forget(name)
         self._give_back(name, self.leases.of(name))
+        self.leases.forget(name)
 
     def _give_back(self, name: str, leases: Collection[int]) -> None:
         self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
@@ -454,7 +504,7 @@ class RegionServer(Server):
         return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
 
     def _give_up(self, name: str, leases: Collection[int]) -> None:
-        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases), failed=True)
+        self._release(self.leases.give_back(name, leases), failed=True)
 
     def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
         if untrained:
