@@ -163,8 +163,8 @@ def _check_reached(topology: Topology) -> None:
         site, hosts = topology.server_of(name), sorted({host.host for host in worker.config.hosts})
         if (address := topology.servers[site]).host in THIS_MACHINE and hosts[1:]:
             raise ConfigError(
-                f"the server of {site!r} is at {address}, where hosts of worker {name!r} ({', '.join(hosts[:3])}) find "
-                "only themselves: set its `host` to the name by which they reach it, and its `port`"
+                f"the server of {site!r} is at {address}, where hosts of worker {name!r} ({', '.join(hosts[:3])}) "
+                "find only themselves: set its `host` to the name by which they reach it, and its `port`"
             )
 
 

@@ -126,7 +126,7 @@ def test_nothing_is_wrong(place: Path) -> None:
         ({"monitor__metrics_port": 65535}, "'launcher' (monitor.metrics_port + 1): there is no port 65536"),
         ({"outer__local_steps": 16}, "the first jobs of 1 workers take 16 inner steps, the run has 10 "),
         ({"cluster__regions__0__workers__0__hosts": [{"host": f"n{i}", "slots": 1} for i in range(2)],
-          "deepspeed__train_batch_size": 16, "data__validation_samples": 16}, "127.0.0.1:0, where hosts of worker 'he"),
+          "deepspeed__train_batch_size": 16, "data__validation_samples": 16}, "127.0.0.1:0, where hosts of worker"),
         ({"cluster__devices": {"tiny": {"memory_gb": 0.002, "tflops": 1.0}},
           "cluster__regions__0__workers__0__hosts__0__device": "tiny"}, "devices.tiny.memory_gb = 0.002; take"),
     ],
