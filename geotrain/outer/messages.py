@@ -315,8 +315,9 @@ class Validated:
 @dataclass(frozen=True)
 class OperatorCommand:
     """A person steers the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region` finish the
-    leases they hold, send their progress and leave), "stop" (all workers do), "set outer.local_steps=…", or "expel"
-    (the member `region` is quarantined until it is unbanned, and others get its leases)."""
+    leases they hold, send their progress and leave), "stop" (all workers do), "set outer.local_steps=…", at a region
+    "set outer.rule.updates_per_send=…", or "expel" (the member `region` is quarantined until it is unbanned,
+    and others get its leases)."""
 
     what: str
     region: str = ""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Left, Merged, SentUp, StartedOver
+from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered
 from geotrain.outer.messages import (
     Answer,
     ChunkDelta,
@@ -44,7 +44,8 @@ from geotrain.outer.messages import (
     Welcome,
     update_id,
 )
-from geotrain.outer.rules import Counts, RegionRule
+from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
+from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.member import MOST_LEASES, Member, attributes, mean_metrics, set_attributes
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.region_leases import RegionLeases
@@ -53,7 +54,7 @@ from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 # Attributes that a snapshot keeps as they are.
-SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent"
+SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent", "every"
 
 
 class RegionServer(Server):
@@ -89,6 +90,7 @@ class RegionServer(Server):
         self.spent: dict[str, int] = {}  # worker → its last job, if there was no data for that
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
+        self.every = 0  # K, where an operator has set it
         self._due = False  # `go_on` is to look for what must be sent up
         # Workers whose leases are asked for again. Lasts as long as the process: one request of each is under way.
         self.asking_back: set[str] = set()
@@ -137,8 +139,10 @@ class RegionServer(Server):
                 return None
             case UpdateRejected() if message.member == self.name:
                 return self._on_own_update_rejected(message)
+            case OperatorCommand() if message.what.startswith("set "):
+                return self._set(*message.what.removeprefix("set ").partition("=")[::2])
             case OperatorCommand() if message.what != "expel":
-                raise Refused(f"a region's server can snapshot, unban and expel, not {message.what}")
+                raise Refused(f"a region's server can snapshot, unban, expel and set, not {message.what}")
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work, or that there
         # is no data for it: what is pending then leaves without waiting for more.
@@ -150,6 +154,15 @@ class RegionServer(Server):
             self._due = False
             self._send_what_is_due()
         return super().go_on()
+
+    def _set(self, key: str, value: str) -> str:
+        """Change K for the updates to come. Returns what was done, in words. Raises Refused."""
+        if key != "outer.rule.updates_per_send" or not isinstance(self.rule, AsyncRegion):
+            raise Refused(f"{key!r} cannot be set at a region: that is outer.rule.updates_per_send, and in no rounds")
+        self.every = self.rule.every = changed_number(key, value, self.rule.every)
+        self._due = True
+        self._events.append(Steered(f"set {key}={value}", self.name))
+        return f"{self.name}: {key} = {value}"
 
     # -- upwards
 
@@ -461,6 +474,8 @@ class RegionServer(Server):
         super().load(tensors, meta)
         saved = meta["region"]
         set_attributes(self, SAVED, saved)
+        if self.every and isinstance(self.rule, AsyncRegion):
+            self.rule.every = self.every
         self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for s, weight, leases, metrics, deltas in saved["in_flight"]:
