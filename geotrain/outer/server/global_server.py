@@ -198,9 +198,9 @@ class GlobalServer(Server):
 
     def _on_join(self, join: Join) -> Welcome:
         """Let a rank join, and end the draining of a member that had left and comes back in a new incarnation."""
-        before = self.members.get(join.member)
-        new = before is not None and before.incarnation != join.incarnation
-        back, lives = new and before.left, new or (before is not None and before.silent)
+        before = self._member(join.member)
+        new = before.incarnation != join.incarnation
+        back, lives = new and before.left, new or before.silent
         welcome = super()._on_join(join)
         named = self._given_to(join.member, join.leases)
         if lives:  # not when a join is said twice: it may have given some of them back since
