@@ -158,7 +158,7 @@ class RegionServer(Server):
     def _set(self, key: str, value: str) -> str:
         """Change K for the updates to come. Returns what was done, in words. Raises Refused."""
         if key != "outer.rule.updates_per_send" or not isinstance(self.rule, AsyncRegion):
-            raise Refused(f"{key!r} cannot be set at a region: that is outer.rule.updates_per_send, and in no rounds")
+            raise Refused(f"{key!r} cannot be set at a region: only outer.rule.updates_per_send, and in no rounds")
         self.every = self.rule.every = changed_number(key, value, self.rule.every)
         self._due = True
         self._events.append(Steered(f"set {key}={value}", self.name))
