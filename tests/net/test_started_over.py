@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from geotrain.config import FragmentConfig
 from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import Join, MemberSilent, Refused, UpdatePart
@@ -47,7 +48,8 @@ def test_an_update_made_while_a_session_begins_is_sent(make):
 
 def test_what_went_to_others_while_a_region_counted_as_dead_counts_once(make):
     """It hears so when it joins again, starts over as a new incarnation, and goes on."""
-    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole}, "us": {"b": whole}}, train_samples=12)
+    one = outer(updates_per_send=1, fragments=FragmentConfig())
+    cluster = make(one, {"eu": {"a": whole}, "us": {"b": whole}}, train_samples=12)
     late, other, (top, eu) = cluster.joined("a"), cluster.joined("b"), (cluster.top, cluster.regions["eu"])
     lost = late.lease()
     top.loop.do(top.server_thread.say(MemberSilent("eu", eu.server.incarnation)))

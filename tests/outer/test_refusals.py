@@ -215,7 +215,7 @@ NOTHING = {
     "Release": ("eu", Release((1,)), "a Release means nothing"),
     "TakeBack": ("eu", TakeBack("a", (1,)), "a TakeBack means nothing"),
     "take back nobody's": (GLOBAL, TakeBack("mars", (1,)), "no worker of this run is called 'mars'"),
-    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot, unban and expel, not pause"),
+    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot, unban, expel and set, not pause"),
 }
 
 

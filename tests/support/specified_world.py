@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -20,7 +19,6 @@ from geotrain.outer.messages import (
     AnswerWanted,
     Finished,
     Identity,
-    Join,
     Lease,
     LeaseRequest,
     Leave,
@@ -42,40 +40,10 @@ from geotrain.outer.server.server import Handled, Server
 from tests.support.outer_world import FakeWorker, by_chunk, halves, parameter_map, whole
 from tests.support.recorded_world import check_shards, frozen, same_state, thawed
 from tests.support.specification import Specification, Vector, close
+from tests.support.specified_members import Uplink, Worker
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 DECAY = 0.75
-
-
-@dataclass
-class Worker:
-    """One worker's own memory, which dies with it."""
-
-    fake: FakeWorker
-    region: str
-    joins: int = 0
-    alive: bool = False
-    left: bool = False
-    job: int = 1
-    lease: Lease | Finished | None = None  # in hand
-    waits_for: int | None = None  # the update whose answer it waits for, in synchronous rounds; 0: its join
-    spoke_of: tuple[int, ...] = ()  # its fragments
-    step_s: float = 1000.0  # of an inner step
-    told: bool = False  # that there was no data for the job before this
-    sent: set[int] = field(default_factory=set)  # fragments of the job in hand whose deltas have left
-
-    @property
-    def incarnation(self) -> str:
-        return f"{self.fake.name}-{self.joins}"
-
-
-@dataclass
-class Uplink:
-    """What a region's process has to say to the global server; it dies with the process."""
-
-    updates: deque[UpdatePart | Trained | Leave] = field(default_factory=deque)
-    leases: deque[Join | LeaseRequest | Release | TakeBack] = field(default_factory=deque)
-    acknowledged: list[UpdatePart] = field(default_factory=list)  # whose answers are to be pulled
 
 
 class SpecifiedWorld:

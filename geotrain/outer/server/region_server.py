@@ -28,7 +28,6 @@ from geotrain.outer.messages import (
     Leave,
     MemberSilent,
     Message,
-    NotJoined,
     OperatorCommand,
     Recall,
     Refused,
@@ -46,10 +45,10 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
 from geotrain.outer.server.limits import changed_number
-from geotrain.outer.server.member import MOST_LEASES, Member, attributes, mean_metrics, set_attributes
-from geotrain.outer.server.membership import JOIN_RETRY_S
+from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
+from geotrain.outer.server.region_data import RegionData
 from geotrain.outer.server.region_leases import RegionLeases
-from geotrain.outer.server.server import Handled, Server
+from geotrain.outer.server.server import Handled
 from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
@@ -57,7 +56,7 @@ from geotrain.parameters.parameter_map import ParameterMap
 SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent", "every"
 
 
-class RegionServer(Server):
+class RegionServer(RegionData):
     """Applies its workers' deltas as its rule says and sends the region's own progress to the global server: with the
     asynchronous rules each delta at once, and progress after every K of them.
 
@@ -105,9 +104,6 @@ class RegionServer(Server):
 
     def workers_of(self, member: str) -> tuple[str, ...]:
         return (member,)
-
-    def holds(self, name: str) -> dict[int, Lease]:
-        return self.leases.of(name)
 
     def _route(self, message: Message) -> Any:
         match message:
@@ -330,75 +326,6 @@ class RegionServer(Server):
         update = update_id(self.name, answer.sequence)
         raise Refused(f"{self.name}: the answer to update {update} is not of fragments {list(fragments)}")
 
-    # -- leases: forwarded, and remembered until the update that contains their training is committed
-
-    def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
-        """Return the lease if it is here already; otherwise None, and the request goes up to the global server.
-
-        Leases of the following jobs are asked for too, as far as the reserve reaches, so that a region that is cut
-        off can train on.
-        """
-        worker, job = request.worker, request.job
-        last = self._check_request(request, self.wanted.get(worker, ()))
-        lease = self.leases.held[worker].get(job)
-        if self.spent.get(worker) == job:
-            # Known already, as a reserve was asked for. Above, this request might wait behind one for a later job,
-            # and that one for what the worker sends only when it hears that there is no data.
-            self.leases.asked[worker] = max(job, self.leases.asked.get(worker, 0))
-            return Finished(worker, job)
-        if lease is None:
-            self.wanted[worker].add(job)
-            self._sends.append(Send(GLOBAL, request))
-        for ahead in self.leases.ask(worker, job, last, self.members[worker].step_s):
-            self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
-        return lease
-
-    def _on_lease(self, lease: Lease | Finished) -> None:
-        """Take the reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
-        counts as dead, has done this job, or would not come to it."""
-        worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
-        done = lease.job < next_job
-        self.spent.pop(lease.worker, None)
-        if isinstance(lease, Finished) and not done:
-            self.spent[lease.worker] = lease.job
-            self._due = True
-        sent = (number for update in self.in_flight.values() for number in update.leases)
-        if isinstance(lease, Lease) and lease.lease not in {*self.leases.of(lease.worker), *self.trained, *sent}:
-            if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
-                self._sends.append(Send(GLOBAL, Release((lease.lease,))))
-                return
-            self.leases.held[lease.worker][lease.job] = lease
-        if lease.job in self.wanted[lease.worker] and not done:
-            self.wanted[lease.worker].discard(lease.job)
-            self._sends.append(Send(lease.worker, lease))
-
-    def _expecting(self, part: UpdatePart) -> Member | None:
-        """Return the sender of a part that is wanted. Raises Refused until it is known whether the leases that went
-        back from it are still its own."""
-        member = super()._expecting(part)
-        if member is not None and self.leases.given_back[part.member]:
-            why = f"{part.member}: its data went back, as it counted as dead"
-            if part.member in self.asking_back:
-                raise Refused(f"{why}; the global server is asked whether others have it", JOIN_RETRY_S)
-            raise NotJoined(f"{why}: join first", JOIN_RETRY_S)
-        return member
-
-    def _on_taken_back(self, told: TakenBack) -> None:
-        """Hold a worker's leases again. Where others have some of them, what it has trained since would count twice:
-        then this incarnation of it has to end."""
-        self.asking_back.discard(told.worker)
-        if self.leases.given_back[told.worker].keys() & set(told.gone):
-            self._shut_out(told.worker)
-        self._release(self.leases.have_again(told.worker, told.leases))
-
-    def _shut_out(self, name: str) -> None:
-        """Let this incarnation of the worker say no more; the next one begins from the region's weights."""
-        member = self.members[name]
-        member.banned, member.fault = member.incarnation, "others got its data while it counted as dead"
-        self._forget(name)
-        self._release_leases(name)
-        self.leases.given_back[name].clear()
-
     def versions_to_validate(self) -> list[int]:
         return self.global_versions if len(self.newest or ()) == len(self.global_versions) else []
 
@@ -415,15 +342,6 @@ class RegionServer(Server):
             self.asking_back.add(name)
             self._sends.append(Send(GLOBAL, TakeBack(name, back)))
         return welcome
-
-    def _begin_incarnation(self, join: Join) -> None:
-        """Give back the leases of jobs that the former incarnation had begun. Those of others stay here: the link
-        may be slow, or cut just now."""
-        name, first = join.member, self.next_job(join.member)
-        self.wanted[name].clear()
-        self.leases.asked.pop(name, None)
-        self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
-        self.leases.given_back[name].clear()  # its former incarnation trained them, if anyone
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -504,26 +422,11 @@ class RegionServer(Server):
 
     # -- inside
 
-    def _release_leases(self, name: str) -> None:
-        """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
-        self._give_back(name, self.leases.of(name))
-        self.leases.forget(name)
-
-    def _give_back(self, name: str, leases: Collection[int]) -> None:
-        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
-
     @property
     def _at_rest(self) -> bool:
         """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
         for some, and nobody holds a lease."""
         return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
-
-    def _give_up(self, name: str, leases: Collection[int]) -> None:
-        self._release(self.leases.give_back(name, leases), failed=True)
-
-    def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
-        if untrained:
-            self._sends.append(Send(GLOBAL, Release(untrained, failed)))
 
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
