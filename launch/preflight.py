@@ -64,7 +64,7 @@ def obstacles(
     (`port_obstacles`): a run that is on has them.
     """
     topology = Topology(run, cluster)
-    checks: list[Callable[[], object]] = [partial(_check_fragments, run)]
+    checks: list[Callable[[], object]] = [partial(_check_fragments, run), partial(_check_reached, topology)]
     if set(here) - {GLOBAL}:  # other machines check their copies themselves
         checks += [partial(check_split, run, prefix) for prefix in run.data.prefixes]
         checks += [partial(check_digest, run), partial(_check_validation, run, topology)]
@@ -155,6 +155,17 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
             "`links` in the cluster file has no effect"
         )
     return list(dict.fromkeys([*told, *open_links(cluster), *doubts(run, cluster)]))
+
+
+def _check_reached(topology: Topology) -> None:
+    """Raise ConfigError where a worker has several hosts, and its server an address that only one of them reaches."""
+    for name, worker in topology.workers.items():
+        site, hosts = topology.server_of(name), sorted({host.host for host in worker.config.hosts})
+        if (address := topology.servers[site]).host in THIS_MACHINE and hosts[1:]:
+            raise ConfigError(
+                f"the server of {site!r} is at {address}, where hosts of worker {name!r} ({', '.join(hosts[:3])}) "
+                "find only themselves: set its `host` to the name by which they reach it, and its `port`"
+            )
 
 
 def _cuts_otherwise(tokenizer: str) -> bool:

@@ -116,14 +116,20 @@ def resume(folder: RunFolder) -> Told:
 @with_json
 def set_key(
     folder: RunFolder,
-    setting: Annotated[str, typer.Argument(metavar="KEY=VALUE", help="outer.local_steps=NUMBER, and no other key.")],
+    setting: Annotated[
+        str,
+        typer.Argument(metavar="KEY=VALUE", help="outer.local_steps=NUMBER, or outer.rule.updates_per_send=NUMBER."),
+    ],
 ) -> Told:
-    """Change a setting of a live run: workers take jobs of so many inner steps from the next lease on.
+    """Change a setting of a live run: from the next lease on workers take jobs of so many inner steps, or at once
+    regions send up after so many updates.
 
-    It outlives restarts of the servers and `geotrain launch … --resume`, whose run file stays as it is.
+    It outlives restarts of the servers and `geotrain launch … --resume`, whose run file stays as it is. Exit code 1
+    when a region's server was not reached: say it again.
     """
-    phase = live_run(folder).steer(f"set {setting}")
-    return Told({"setting": setting, "phase": phase}, f"{setting} from the next leases on; the run is {phase}")
+    said, missed = live_run(folder).set(setting)
+    lines = [f"{site}: {words}" for site, words in said.items()]
+    return Told({"setting": setting, "said": said, "missed": missed}, "\n".join(lines), 1 if missed else 0)
 
 
 @command(epilog="Example: geotrain drain runs/mine eu --wait 600")

@@ -41,6 +41,7 @@ from geotrain.net.transport.operator_client import command
 from geotrain.outer.events import UpdateApplied
 
 COMMAND_S = 30.0
+EVERY = "outer.rule.updates_per_send"  # K, of which each region's server keeps account
 SNAPSHOT_S = 600.0  # a large model's
 READ_BYTES = 1 << 20  # of the end of an event log
 
@@ -125,6 +126,22 @@ class LiveRun:
         if region:
             self.cluster.region(region)
         return self._tell(GLOBAL, rpc.Control(what, region), COMMAND_S)
+
+    def set(self, setting: str) -> tuple[dict[str, str], list[str]]:
+        """Change a key of the live run, given as KEY=VALUE: K at each region's server, all else at the global one.
+        Returns site → what it says, or why it was not told, and the sites that were not. Raises Refused,
+        Unreachable, CertificateError, ConfigError."""
+        regions = [site for site in self.servers if site != GLOBAL and setting.startswith(f"{EVERY}=")]
+        if not regions:
+            return {GLOBAL: self.steer(f"set {setting}")}, []
+        said, missed = {}, []
+        for site in regions:
+            try:
+                said[site] = self._tell(site, rpc.Control(f"set {setting}"), COMMAND_S)
+            except OSError as error:
+                said[site] = str(error)
+                missed.append(site)
+        return said, missed
 
     def bar(self, what: str, member: str) -> str:
         """Expel or unban a worker or region at the server that it speaks to; returns the answer. Raises Refused,

@@ -36,6 +36,7 @@ class Family:
     positions: ClassVar[int] = 2048
     eps: ClassVar[float] = 1e-6
     theta: ClassVar[float] = 10000.0
+    usual_head_dim: ClassVar[int | None] = None  # None: hidden_size / num_attention_heads
     ffn_key: ClassVar[str] = "intermediate_size"  # of config.json: `Architecture.ffn_size`
     count_key: ClassVar[str] = "num_experts"  # of config.json: how many there are, if there are any
     loss_key: ClassVar[str] = "router_aux_loss_coef"
@@ -98,12 +99,13 @@ class Family:
 
     def head_dim(self, config: Mapping[str, Any], hidden: int, heads: int) -> int:
         """Read how much of a head is rotated, which is all of it. Raises UnsupportedModelError."""
-        if config.get("head_dim") is None and hidden % heads:
+        usual = self.usual_head_dim if "head_dim" not in config else None
+        if config.get("head_dim") is None and not usual and hidden % heads:
             raise UnsupportedModelError(
                 f"model config: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; "
                 "set head_dim"
             )
-        return reading.whole(config, "head_dim", max(hidden // heads, 1))
+        return reading.whole(config, "head_dim", usual or max(hidden // heads, 1))
 
     def sliding_window(self, config: Mapping[str, Any]) -> int | None:
         """Read the window of all layers; None: there is none."""

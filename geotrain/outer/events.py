@@ -121,10 +121,10 @@ class ValidationDone(Event):
 
 
 class Steered(Event):
-    """An operator had the run pause, resume, drain a region, stop, or set outer.local_steps."""
+    """An operator had the run pause, resume, drain a region, stop, or set a key."""
 
     what: Annotated[str, "what was asked for"]
-    region: Annotated[str, "to drain; else empty"]
+    region: Annotated[str, "to drain, or whose server was told; else empty"]
 
 
 class SetAside(Event):

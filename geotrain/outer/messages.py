@@ -35,6 +35,11 @@ class BadDelta(Refused):
     """The numbers of an update are of no use: not finite, or far out of the ordinary. The data may be to blame."""
 
 
+class DataGone(Refused):
+    """What the sender trained has gone to others while it counted as dead, and would count twice. It is to blame for
+    nothing, and starts anew."""
+
+
 class NotJoined(Refused):
     """The server does not know this incarnation of the member: it has not joined with every part, or the server was
     restarted and has forgotten all joins. The sender joins, then sends the message again."""
@@ -100,7 +105,7 @@ class Welcome:
     """Reply to a Join. The member goes on with update `sequence` and job `job`, both one after the last applied.
 
     incarnation: names the server's present incarnation. versions: of its fragments, now; empty before it has weights.
-    origin: of the run.
+    origin: of the run. gone: of the leases that a region named, those that went to others while it counted as dead.
     """
 
     sequence: int
@@ -108,6 +113,7 @@ class Welcome:
     incarnation: str = ""
     versions: tuple[int, ...] = ()
     origin: str = ""
+    gone: tuple[int, ...] = ()
 
 
 class Elsewhere(bytes):
@@ -239,6 +245,25 @@ class Release:
 
 
 @dataclass(frozen=True)
+class TakeBack:
+    """A region asks for leases again that it has given back, since this incarnation of their worker lives after all
+    and may have trained them. The reply is a `TakenBack`."""
+
+    worker: str
+    leases: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TakenBack:
+    """The worker has those of the leases that a region asked for again; `gone` have gone to others: what the worker
+    has trained since must not count."""
+
+    worker: str
+    leases: tuple[int, ...]
+    gone: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class SkipSamples:
     """Nobody shall train the samples from each of `firsts` to that of `lasts`, as the run file says now. The global
     server's process says so before it listens, so that a replay hands out what was handed out then."""
@@ -266,7 +291,7 @@ class Leave:
 @dataclass(frozen=True)
 class MemberSilent:
     """This incarnation of the member was not heard from for too long, or has held its leases for too long and sent
-    nothing: it counts as dead until it joins again or sends an update.
+    nothing: it counts as dead until it joins again, or sends an update to the server that gave it its data.
 
     A message, because the state machine has no clock and a replay must see the same silence at the same place.
     """
@@ -290,8 +315,9 @@ class Validated:
 @dataclass(frozen=True)
 class OperatorCommand:
     """A person steers the run. what: "pause" (no new leases), "resume", "drain" (the workers of `region` finish the
-    leases they hold, send their progress and leave), "stop" (all workers do), "set outer.local_steps=…", or "expel"
-    (the member `region` is quarantined until it is unbanned, and others get its leases)."""
+    leases they hold, send their progress and leave), "stop" (all workers do), "set outer.local_steps=…", at a region
+    "set outer.rule.updates_per_send=…", or "expel" (the member `region` is quarantined until it is unbanned,
+    and others get its leases)."""
 
     what: str
     region: str = ""
@@ -335,7 +361,7 @@ class Recall:
 Message = (
     Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
     | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
-    | Recall | SkipSamples
+    | Recall | SkipSamples | TakeBack | TakenBack
 )  # fmt: skip
 
 

@@ -167,6 +167,10 @@ class OuterLoop:
             if state and not self.resumed_job and (done := self.loop.jobs_before) and rank.is_metrics_rank:
                 why = f"there is none in {member.checkpoints}" if resume else "resume=False"
                 member.trouble(f"has trained {done} jobs before, and begins without its saved state: {why}")
+            if masters.zero_3 and rank.is_metrics_rank:
+                member.trouble(
+                    "ZeRO 3 gives torch no moments to save: started again, this worker begins without them"
+                )
             self._opened = opened.pop_all()
 
     def __enter__(self) -> OuterLoop:

@@ -52,6 +52,11 @@ class Masters:
         # Where ZeRO offloads masters, they and their deltas stay on the host.
         self.device = self.shards[0].master.device if self.shards else next(iter(self.named.values())).device
 
+    @property
+    def zero_3(self) -> bool:
+        """Whether the engine shards parameters, too (ZeRO 3)."""
+        return self.engine is not None and hasattr(self.engine.optimizer, "fp32_partitioned_groups_flat")
+
     @torch.no_grad()
     def refresh(self, changed: Collection[str] | None = None) -> None:
         """Make the next forward use masters that were overwritten. Collective with ZeRO; elsewhere parameters are
@@ -63,7 +68,7 @@ class Masters:
             from geotrain.inner.zero.of_deepspeed import update_weights
 
             update_weights(optimizer, [self.named[name] for name in (self.named if changed is None else changed)])
-        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
+        elif self.zero_3:
             optimizer._partition_all_parameters()
             for group in range(len(optimizer.fp32_partitioned_groups_flat)):
                 optimizer._reassign_or_swap_out_partitioned_parameters(group)

@@ -212,7 +212,9 @@ def test_a_run_that_left_nothing(tmp_path: Path, geotrain: Run, refused: Callabl
     done = geotrain("status", tmp_path, "--once")
     assert done.returncode == RunState.UNREACHABLE
     assert "no server answers (global at 127.0.0.1:0" in " ".join(done.stdout.split())
-    assert "the server at 127.0.0.1:0 does not answer" in refused("pause", tmp_path)
+    for command in (("pause",), ("expel", "eu-0")):
+        assert "the server at 127.0.0.1:0 does not answer" in refused(command[0], tmp_path, *command[1:])
+    assert "'mars'" in refused("expel", tmp_path, "mars")
     assert "holds no snapshot that is whole" in refused("export", tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -202,6 +202,19 @@ def test_run_and_cluster_file_that_are_given_in_each_others_place() -> None:
         load_cluster(RUN)
 
 
-def test_a_path_for_a_shell_on_the_command_line() -> None:
-    with pytest.raises(ConfigError, match=r'--set: data\.train = "~/x": only a shell replaces'):
-        load_run(RUN, ("data.train=~/x",))
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("data.train=~/x",), '--set: data.train = "~/x": only a shell replaces'),
+        (
+            ("data.skip=[[5, 4]]",),
+            "skip: [5, 4] is no range of samples: state [first, last], both below",
+        ),
+        (("data.skip=[[0, 7680]]",), "skip: [0, 7680] is no range of samples"),
+        (("data.skip=[[-1, 4]]",), "data.skip.0.0 = -1: Input should be greater than or equal to 0"),
+        (("data.skip=[[0, 3]]", 'outer.rule={"name": "sync"}'), "data.skip: a synchronous rule needs each worker's"),
+    ],
+)
+def test_a_setting_of_the_command_line_that_makes_no_run(settings: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_run(RUN, settings)

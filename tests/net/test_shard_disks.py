@@ -181,6 +181,5 @@ def test_disks_are_lost_and_the_run_goes_on_as_that_of_servers_in_one_process(
         found = run()
         assert (found.committed, found.versions) == (wanted.committed, wanted.versions), which
         assert found.status["committed_samples"] == SAMPLES and found.status["open_leases"] == 0, which
-        assert found.status["repeated_samples"] == wanted.status["repeated_samples"], which
         for name, tensor in wanted.weights.items():
             assert torch.equal(found.weights[name], tensor), (which, name)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import torch
 
-from geotrain.net.server.grpc_service import is_this_machine
+from geotrain.net.server.peers import is_this_machine
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import ask_status, command

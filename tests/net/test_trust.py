@@ -27,7 +27,7 @@ from geotrain.net.transport.certs import (
 from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.net.transport.worker_client import WorkerClient
-from geotrain.outer.messages import Join, LeaseRequest, Refused, Release
+from geotrain.outer.messages import Join, LeaseRequest, Refused, Release, TakeBack
 from tests.support.net_worlds import halves, outer, wait_for, whole
 
 PLAN = {"eu": {"a": halves, "b": whole}, "us": {"c": whole}}
@@ -115,6 +115,8 @@ def test_a_worker_is_no_region_and_a_region_no_other(make, folder):
         )
         with pytest.raises(Refused, match="us cannot ask for the data of 'a'"):
             await link.lease(LeaseRequest("a", 1))
+        with pytest.raises(Refused, match="us cannot ask for the data of 'a'"):
+            await link.take_back(TakeBack("a", (1,)))
         await link.release(Release((lease.lease,)))  # of another region's worker: without effect
         await link.close()
 

@@ -26,7 +26,7 @@ from geotrain.outer.messages import (
 from tests.support.broken_frames import mutations
 
 ALL = (*typing.get_args(messages.Message), rpc.Ack, rpc.NotYet, rpc.Pull, rpc.AskLease, rpc.ReleaseLeases,
-       rpc.SayLeave, rpc.Control, rpc.Refusal)  # fmt: skip
+       rpc.AskBack, rpc.SayLeave, rpc.Control, rpc.Refusal)  # fmt: skip
 LIMIT = 1 << 24
 
 st.register_type_strategy(int, st.integers(-(1 << 61), 1 << 61))

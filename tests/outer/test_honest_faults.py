@@ -16,6 +16,7 @@ from geotrain.config import FragmentConfig, OuterConfig, codec_config
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import (
+    DataGone,
     Finished,
     Lease,
     LeaseRequest,
@@ -153,6 +154,22 @@ def test_a_lease_asked_for_while_paused_does_not_go_to_the_dead():
     for join in joins:  # should it live: it joins, and asks again
         top.handle(join)
     assert isinstance(top.handle(LeaseRequest("a", 1)).reply, Lease)
+
+
+def test_what_others_were_given_meanwhile_is_taken_from_nobody_who_counted_as_dead():
+    """Of a flat run. An early fragment is held to it, too: it names no lease."""
+    top, [made] = flat(samples=32), FakeWorker("a", toy(), whole(toy())).parts({0: torch.ones(64)})
+    first, second = (top.handle(LeaseRequest("a", job)).reply for job in (1, 2))
+    top.handle(MemberSilent("a", "life-1"))
+    top.handle(dataclasses.replace(made, leases=(first.lease,)))
+    assert top.lease_table.committed_samples == first.samples
+    assert top.handle(LeaseRequest("b", 1)).reply.start == second.start
+    for leases in ((second.lease,), ()):
+        with pytest.raises(DataGone, match=r"leases \[2\] went to others"):
+            top.admit(dataclasses.replace(made, sequence=2, leases=leases))
+    [join] = FakeWorker("a", toy(), whole(toy())).joins(top.identity, "life-2")
+    top.handle(join)
+    assert top.admit(dataclasses.replace(made, sequence=2, incarnation="life-2"))
 
 
 def test_a_lease_for_a_job_that_is_done_is_given_back_unless_it_is_a_copy():

@@ -65,8 +65,24 @@ def test_a_lease_that_came_back_is_committed_once_and_the_run_waits_for_those_th
         assert isinstance(table.grant(LeaseRequest(worker, 1)), Lease)
     assert not table.finished
     table.release((1,))
-    assert [table.commit((1,)), table.commit((1,)), table.repeated_samples] == [4, 0, 0]
+    assert [table.gone((1,)), table.commit((1,)), table.commit((1,))] == [(), 4, 0]
     assert not table.finished and table.commit((2,)) == 4 and table.finished
+
+
+def test_a_lease_is_had_again_while_it_is_whole_in_the_pool() -> None:
+    table = LeaseTable(20, 1, local_steps=4)
+    for job in (1, 2):
+        assert isinstance(table.grant(LeaseRequest("a", job)), Lease)
+    table.release((1, 2))
+    table.local_steps = 2
+    assert table.grant(LeaseRequest("b", 1)) == Lease("b", 1, 3, 0, 2, 2)
+    assert table.gone((1, 2, 3, 9)) == (1,) and table.commit((1,)) == 0
+    table.take_back((1, 2))
+    assert list(table.open) == [3, 2] and table.pool == [(2, 2)] and table.gone((1, 2)) == (1,)
+    table.release((2, 3))
+    assert table.gone((1, 2, 3)) == ()
+    assert isinstance(table.grant(LeaseRequest("a", 2)), Lease)  # it would have two leases for one job
+    assert table.gone((2,)) == (2,)
 
 
 def test_an_automatic_reserve_is_bounded_by_the_workers_share_of_the_run() -> None:
@@ -149,11 +165,11 @@ def test_what_fails_twice_is_set_aside_by_the_samples_that_both_had_and_no_more_
     table.local_steps = 4
     table.fail(list(table.open))
     assert table.set_aside_samples == 20 and sum(size for _, size in table.pool) == 44 - 20
-    assert table.commit((1,)) == 4 and table.set_aside_samples == 16  # trained all the same, and late
+    assert table.gone((1,)) == (1,) and table.commit((1,)) == 0 and table.set_aside_samples == 20
     state = json.loads(json.dumps(table.state()))
     back = LeaseTable(400, 1, local_steps=4)
     back.load(state)
-    assert back.state() == table.state() and back.set_aside_samples == 16
+    assert back.state() == table.state() and back.set_aside_samples == 20
 
 
 def test_skipped_samples_are_left_out_in_whole_steps_and_come_back_when_they_are_skipped_no_more() -> None:

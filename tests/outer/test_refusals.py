@@ -20,6 +20,7 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     RunComplete,
+    TakeBack,
     UpdatePart,
     Validated,
     Welcome,
@@ -212,7 +213,9 @@ NOTHING = {
     "RunComplete": (GLOBAL, RunComplete(), "members are at work: the run has not ended"),
     "expel nobody": ("eu", OperatorCommand("expel", "mars"), "no member is called 'mars' here; known: a"),
     "Release": ("eu", Release((1,)), "a Release means nothing"),
-    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot, unban and expel, not pause"),
+    "TakeBack": ("eu", TakeBack("a", (1,)), "a TakeBack means nothing"),
+    "take back nobody's": (GLOBAL, TakeBack("mars", (1,)), "no worker of this run is called 'mars'"),
+    "pause at a region": ("eu", OperatorCommand("pause"), "can snapshot, unban, expel and set, not pause"),
 }
 
 

@@ -41,6 +41,7 @@ from geotrain.outer.server.leases import LeaseTable
 from geotrain.outer.server.member import Member
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.server import Server
 from tests.support.outer_configs import outer_config
 from tests.support.specified_world import REGIONS, SpecifiedWorld, frozen
 
@@ -122,6 +123,8 @@ class Lives(RuleBasedStateMachine):
                 world.join(name, anew=True)
             case "slow":  # taken for dead, and training all the same
                 world.tell(worker.region, MemberSilent(name, worker.incarnation))
+                world.deliver_leases(worker.region)
+                world.train(name)  # it joins again
                 world.deliver_leases(worker.region)
                 world.train(name)
             case "leases":
@@ -264,7 +267,9 @@ def kept_all_the_same(region: RegionServer, rejected: UpdateRejected) -> None:
 GRANT = LeaseTable.grant
 FAULTS: dict[str, Any] = {
     "leases of the dead are kept": patch.object(LeaseTable, "release", lambda coordinator, leases: None),
-    "what came back is not counted": patch.object(LeaseTable, "_withdraw", lambda coordinator, start, samples: 0),
+    "what others have is taken back": patch.object(LeaseTable, "_without", lambda table, lease: table.pool),
+    "who counted as dead goes on": patch.object(RegionServer, "_expecting", Server._expecting),
+    "a region goes on with what others have": patch.object(RegionServer, "_drop_gone", lambda region, gone: None),
     "pending updates are forgotten": patch.object(
         rules.AsyncRegion, "may_send", lambda self, v, flush: v.counts["pending"] >= self.every + 2
     ),

@@ -83,7 +83,9 @@ def test_an_own_loop_ends_where_the_trainer_does(
     of_the_trainer: Any, start: Start, text: dict[str, Any], eu: Worker, us: Worker
 ) -> None:
     """The same weights at the beginning, the same samples in the same order."""
-    told, ended = trained(start("-".join((eu[0], *eu[1], us[0], *us[1])), text), eu, us)
+    run = start("-".join((eu[0], *eu[1], us[0], *us[1])), text)
+    told, ended = trained(run, eu, us)
+    assert ("begins without them" in (run.folder / "us-0.0.log").read_text()) == ("3" in us[1])
     expected_losses, expected = of_the_trainer
     assert len(expected_losses) == 2 * STEPS // 2 // 3 and expected_losses["eu-0", 4] < expected_losses["eu-0", 1] - 1
     assert told == pytest.approx(expected_losses, abs=1e-4)

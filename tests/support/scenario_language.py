@@ -264,8 +264,8 @@ class Scenario:
     def do_operator(self, what: str, region: str = "", at: str = GLOBAL) -> None:
         self.call(at, OperatorCommand(what, region))
 
-    def do_set(self, key: str, value: str) -> None:
-        self.call(GLOBAL, OperatorCommand(f"set {key}={value}"))
+    def do_set(self, key: str, value: str, at: str = GLOBAL) -> None:
+        self.call(at, OperatorCommand(f"set {key}={value}"))
 
     def do_complete(self) -> None:
         """Have the global server's process end the run, as it does at its very end."""

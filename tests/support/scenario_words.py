@@ -22,6 +22,8 @@ from geotrain.outer.messages import (
     Release,
     RunComplete,
     SkipSamples,
+    TakeBack,
+    TakenBack,
     Trained,
     UpdatePart,
     UpdateRejected,
@@ -48,7 +50,8 @@ def message_text(message: Any) -> str:
         case Finished():
             return f"{message.worker} is finished, from job {message.job}"
         case Welcome():
-            return f"welcome, update {message.sequence} and job {message.job} are next"
+            gone = f"; others have leases {list(message.gone)}" if message.gone else ""
+            return f"welcome, update {message.sequence} and job {message.job} are next{gone}"
         case Join():
             held = f", answers for leases {list(message.leases)}" if message.leases else ""
             return f"{message.member} joins, rank {message.part} of {message.parts}{held}"
@@ -62,6 +65,11 @@ def message_text(message: Any) -> str:
             what = "gives back" if isinstance(message, Release) else "has trained, without an update,"
             what += ", failed," if isinstance(message, Release) and message.failed else ""
             return f"{what} leases {sorted(message.leases)}"
+        case TakeBack():
+            return f"asks for leases {sorted(message.leases)} of {message.worker} again"
+        case TakenBack():
+            gone = f"; others have leases {list(message.gone)}" if message.gone else ""
+            return f"{message.worker} has leases {list(message.leases)} again{gone}"
         case Leave():
             return f"{message.member} leaves"
         case MemberSilent():
@@ -131,7 +139,7 @@ def state_text(name: str, status: dict[str, Any]) -> Iterator[str]:
     if "phase" in status:
         draining = f", draining {status['draining']}" if status["draining"] else ""
         yield f"{name}: {status['phase']}{draining}, versions {status['versions']}"
-        counts = "{committed_samples} of {train_samples} samples committed, {repeated_samples} repeated"
+        counts = "{committed_samples} of {train_samples} samples committed"
         aside = f", set aside {status['set_aside']}" if status["set_aside"] else ""
         yield f"  {counts.format(**status)}, {status['open_leases']} leases open{aside}"
     else:

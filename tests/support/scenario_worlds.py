@@ -39,6 +39,7 @@ from geotrain.outer.messages import (
     Recall,
     Refused,
     RunComplete,
+    TakenBack,
     UpdatePart,
     UpdateRejected,
 )
@@ -230,7 +231,7 @@ class InMemory(World):
         if isinstance(message, LeaseRequest) and reply is None:
             world.up[name].append(message)
             return False
-        if isinstance(reply, Lease | Finished):
+        if isinstance(reply, Lease | Finished | TakenBack):
             world.tell(name, reply)
         elif isinstance(message, Leave):
             world.tell(name, message)

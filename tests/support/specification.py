@@ -221,7 +221,6 @@ class Ledger:
         self.place: list[int | str] = ["free"] * samples
         self.leases: dict[int, Lease] = {}  # every lease that was ever granted
         self.done: set[int] = set()  # those that an update brought
-        self.repeated = 0  # samples that two have trained, counted
         self.failed: set[int] = set()  # samples whose training gave nothing of use once
 
     def granted(self, lease: Lease) -> None:
@@ -239,29 +238,42 @@ class Ledger:
             if self.place[sample] == number:
                 self.place[sample] = "free"
 
-    def gave_nothing(self, number: int, most: float) -> None:
-        """Its training was of no use: what has failed before is set aside, as far as that is `most` samples."""
+    def gave_nothing(self, number: int, most: float, stays: bool | None = None) -> None:
+        """Its training was of no use: what has failed before is set aside, as far as that is `most` samples. stays:
+        in rounds, whether its worker keeps it, as it may where nothing else is left."""
         lease = self.leases[number]
         mine = {s for s in range(lease.start, lease.start + lease.samples) if self.place[s] == number}
-        self.given_back(number)
+        if stays is None:
+            self.given_back(number)
         twice = mine & self.failed
         self.failed |= mine
-        if twice and self.place.count("aside") + len(twice) <= most:
+        assert stays is not False or not mine or twice == mine, "it failed once"
+        if twice and not stays and self.place.count("aside") + len(twice) <= most:
             self.failed -= twice
             for sample in twice:
                 self.place[sample] = "aside"
 
     def trained(self, number: int) -> None:
-        """It is part of the global weights now. Its samples count, unless they have gone to others meanwhile."""
+        """It is part of the global weights now, and no other training of its samples is, or will be."""
         lease = self.leases[number]
         if number in self.done:
             return
         self.done.add(number)
         for sample in range(lease.start, lease.start + lease.samples):
-            if self.place[sample] in (number, "free", "aside"):
-                self.place[sample] = "trained"
-            else:
-                self.repeated += 1
+            assert self.place[sample] == number, f"sample {sample} is trained twice: it is {self.place[sample]}"
+            self.place[sample] = "trained"
+
+    def lives(self, named: tuple[int, ...], gone: tuple[int, ...]) -> None:
+        """Who counted as dead lives: of the leases that it names it has those again that nobody else has got; it is
+        told which are gone."""
+        for number in named:
+            if number in self.leases and number not in self.done:
+                lease = self.leases[number]
+                mine = range(lease.start, lease.start + lease.samples)
+                others = any(self.place[sample] not in (number, "free") for sample in mine)
+                assert others == (number in gone), f"lease {number}: {'others have' if others else 'nobody has'} it"
+                for sample in () if others else mine:
+                    self.place[sample] = number
 
     @property
     def committed(self) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -20,7 +19,6 @@ from geotrain.outer.messages import (
     AnswerWanted,
     Finished,
     Identity,
-    Join,
     Lease,
     LeaseRequest,
     Leave,
@@ -30,6 +28,7 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Refused,
     Release,
+    TakeBack,
     Trained,
     UpdatePart,
     UpdateRejected,
@@ -41,40 +40,10 @@ from geotrain.outer.server.server import Handled, Server
 from tests.support.outer_world import FakeWorker, by_chunk, halves, parameter_map, whole
 from tests.support.recorded_world import check_shards, frozen, same_state, thawed
 from tests.support.specification import Specification, Vector, close
+from tests.support.specified_members import Uplink, Worker
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 DECAY = 0.75
-
-
-@dataclass
-class Worker:
-    """One worker's own memory, which dies with it."""
-
-    fake: FakeWorker
-    region: str
-    joins: int = 0
-    alive: bool = False
-    left: bool = False
-    job: int = 1
-    lease: Lease | Finished | None = None  # in hand
-    waits_for: int | None = None  # the update whose answer it waits for, in synchronous rounds; 0: its join
-    spoke_of: tuple[int, ...] = ()  # its fragments
-    step_s: float = 1000.0  # of an inner step
-    told: bool = False  # that there was no data for the job before this
-    sent: set[int] = field(default_factory=set)  # fragments of the job in hand whose deltas have left
-
-    @property
-    def incarnation(self) -> str:
-        return f"{self.fake.name}-{self.joins}"
-
-
-@dataclass
-class Uplink:
-    """What a region's process has to say to the global server; it dies with the process."""
-
-    updates: deque[UpdatePart | Trained | Leave] = field(default_factory=deque)
-    leases: deque[Join | LeaseRequest | Release] = field(default_factory=deque)
-    acknowledged: list[UpdatePart] = field(default_factory=list)  # whose answers are to be pulled
 
 
 class SpecifiedWorld:
@@ -227,7 +196,14 @@ class SpecifiedWorld:
                 lease = self.spec.ledger.leases[number]
                 if lease.worker in REGIONS[name] and number not in join.leases:
                     self.spec.ledger.given_back(number)
+        self.spec.ledger.lives(join.leases, welcome.gone)
+        began, sent = bool(region.fragments), list(region.in_flight.values())
         assert self.tell(name, welcome) == 0, "an acknowledged update is lost"
+        if began and not region.fragments:  # others have what it trained
+            assert welcome.gone
+            for update in (u for u in sent if u.sequence > self.top.members[name].sequence):
+                self.spec.refused(name, update)
+            return self.begin_again(name)
         if not region.fragments:
             answer = self.answer(GLOBAL, name, region.incarnation, 0, 0, tuple(range(len(self.shape.fragments))))
             assert answer is not None or self.top.rule.in_rounds
@@ -289,15 +265,20 @@ class SpecifiedWorld:
         if (delivered := self.delivered(name, message)) is None:
             return
         (reply,) = delivered
-        if isinstance(message, Release) and not self.top.rule.in_rounds:
+        if isinstance(message, Release):
             for number in message.leases:
                 if number in self.spec.ledger.leases and message.failed:
-                    self.spec.ledger.gave_nothing(number, max(0.05 * self.samples, 4 * self.config.local_steps))
-                elif number in self.spec.ledger.leases:
+                    stays = number in self.top.lease_table.open if self.top.rule.in_rounds else None
+                    most = max(0.05 * self.samples, 4 * self.config.local_steps)
+                    self.spec.ledger.gave_nothing(number, most, stays)
+                elif number in self.spec.ledger.leases and not self.top.rule.in_rounds:
                     self.spec.ledger.given_back(number)
         if isinstance(message, LeaseRequest):
             if reply is None:
                 return  # paused: it is asked again, before any other
+            self.tell(name, reply)
+        if isinstance(message, TakeBack):
+            self.spec.ledger.lives(message.leases, reply.gone)
             self.tell(name, reply)
         uplink.leases.remove(message)
 
@@ -322,15 +303,12 @@ class SpecifiedWorld:
 
     def refuse(self, name: str) -> None:
         """The region's next update is refused for good: it starts over, as a new incarnation."""
-        region, uplink = self.region(name), self.uplinks[name]
-        update = next((m for m in uplink.updates if isinstance(m, UpdatePart)), None)
+        region = self.region(name)
+        update = next((m for m in self.uplinks[name].updates if isinstance(m, UpdatePart)), None)
         if update is None or not region.in_flight or update.sequence <= self.top.members[name].sequence:
             return  # nothing is to be taken
         self.tell(name, UpdateRejected(name, region.incarnation, "as the test says", update.sequence))
         self.spec.refused(name, update)
-        self.spec.forget_link(name)
-        uplink.updates.clear()
-        uplink.acknowledged.clear()
         if region.rule.in_rounds:  # what the global server has not taken is to be trained again
             self.taken = {
                 (worker, fragment, job)
@@ -338,6 +316,14 @@ class SpecifiedWorld:
                 if worker not in REGIONS[name]
                 or job <= self.spec.rounds[name, self.shape.chunks_of[fragment][0].index]
             }
+        self.begin_again(name)
+
+    def begin_again(self, name: str) -> None:
+        """The region has started over: it joins as a new incarnation."""
+        region, uplink = self.region(name), self.uplinks[name]
+        self.spec.forget_link(name)
+        uplink.updates.clear()
+        uplink.acknowledged.clear()
         self.lives[name] += 1
         region.incarnation = f"{name}-{self.lives[name]}"
         self.connect(name)
@@ -404,6 +390,9 @@ class SpecifiedWorld:
             except NotJoined:
                 self.join(name, anew=False)
             except Refused:
+                member = self.servers[worker.region].members[name]
+                if worker.alive and not member.quarantined and member.banned == worker.incarnation:
+                    self.join(name, anew=True)  # its process ended, and is started again
                 return False
         return False
 
@@ -432,6 +421,12 @@ class SpecifiedWorld:
         worker.fake.job = job - 1
         version = min(state.version for state in region.fragments)
         parts = worker.fake.parts(deltas, leases, worker.incarnation, version)[:ranks]
+        try:
+            for part in parts:
+                region.admit(part)
+        except Refused as refused:
+            worker.fake.sequence = sequence
+            return self.join(name, anew=False) if isinstance(refused, NotJoined) else None
         for part in parts:
             member = region.members[name]
             # Noted before it is told: what the region sends because of it contains it.
@@ -479,7 +474,6 @@ class SpecifiedWorld:
     def check(self) -> None:
         coordinator, ledger = self.top.lease_table, self.spec.ledger
         assert coordinator.committed_samples == ledger.committed, "committed"
-        assert coordinator.repeated_samples == ledger.repeated, "trained twice"
         assert set(coordinator.open) == ledger.open, "open leases"
         if coordinator.rounds is None:
             free = {sample for start, size in coordinator.pool for sample in range(start, start + size)}

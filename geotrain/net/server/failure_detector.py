@@ -48,7 +48,6 @@ class FailureDetector:
         self.server_thread, self.silent_s = server_thread, silent_s
         beat_s = rpc.REGION_BEAT_S if server_thread.server.member_role == "region" else rpc.BEAT_S
         self.missed_s = min(MISSED_BEATS * beat_s, silent_s)
-        self.silent: set[str] = set()
         self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
         # Member → its incarnation, its last update, whether it holds leases, whether the run is over; since when.
@@ -106,16 +105,14 @@ class FailureDetector:
             # of for the first time now. One that never came (it has no incarnation) is not waited for.
             last_s = self._last_s(name, member, now_s)
             if member.left or not member.incarnation or now_s - last_s < self.silent_s:
-                self.silent.discard(name)
                 await self._look_at_work(name, member, now_s)
-            elif name not in self.silent:
+            elif not member.silent:
                 # Wait until the server's thread gets to it, and judge then: a member may have spoken meanwhile.
                 await self.server_thread.read(lambda: None)
                 if self._last_s(name, member, now_s) > last_s:
                     continue
                 with suppress(Refused):  # refused when the disk is full; the next look tries again
                     await self.server_thread.say(MemberSilent(name, member.incarnation))
-                    self.silent.add(name)
                     log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)
         return now_s
 

@@ -8,10 +8,8 @@ certificates and limits.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -19,7 +17,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
-from urllib.parse import unquote
 
 import grpc
 from grpc import aio
@@ -27,6 +24,7 @@ from grpc import aio
 from geotrain.common.ports import why_not_bound
 from geotrain.config import Address, host_port
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
+from geotrain.net.server.peers import is_this_machine, plain_peer
 from geotrain.net.server.profile_requests import ProfileRequests
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
@@ -41,6 +39,7 @@ from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
     BadDelta,
+    DataGone,
     Finished,
     Join,
     Lease,
@@ -123,8 +122,8 @@ class GrpcService:
         options = (*rpc.OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
         self._grpc = aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         unary = (
-            self._join, self._commit, self._lease, self._release, self._trained, self._validated, self._leave,
-            self._beat, self._status, self._control,
+            self._join, self._commit, self._lease, self._release, self._takeback, self._trained, self._validated,
+            self._leave, self._beat, self._status, self._control,
         )  # fmt: skip
         kinds: tuple[tuple[Callable[[Handler], Any], tuple[Handler, ...]], ...] = (
             (grpc.unary_unary_rpc_method_handler, unary),
@@ -334,6 +333,13 @@ class GrpcService:
             await self.server_thread.say(UpdateRejected(*about, NOT_FINITE, job=job))
         return wire.pack(rpc.Ack(member.sequence))
 
+    async def _takeback(self, request: bytes, context: Any) -> bytes:
+        ask = wire.unpack(request, rpc.AskBack)
+        await self._check_incarnation(context, ask.member, ask.incarnation)
+        if ask.asked.worker not in self.server.workers_of(ask.member):
+            raise Refused(f"{ask.member} cannot ask for the data of {ask.asked.worker!r}")
+        return wire.pack(await self.server_thread.say(ask.asked))
+
     async def _trained(self, request: bytes, context: Any) -> bytes:
         said = wire.unpack(request, rpc.SayTrained)
         member = await self._check_incarnation(context, said.member, said.incarnation)
@@ -393,7 +399,7 @@ class GrpcService:
     async def _control(self, request: bytes, context: Any) -> bytes:
         """Carry out the operator's command. Raises Refused."""
         self._check_speaker(context, "operator", OPERATOR)
-        if self.credentials is None and not is_this_machine(_plain_peer(context.peer())):
+        if self.credentials is None and not is_this_machine(plain_peer(context.peer())):
             raise Refused("without TLS, a run is steered from the server's own machine only; see `geotrain certs`")
         control = wire.unpack(request, rpc.Control)
         what, name = control.what[:40], control.name[:40]
@@ -422,7 +428,7 @@ class GrpcService:
             if not set(speakers) & set(names):
                 raise Refused(f"the certificate of {', '.join(names)} does not speak for {role} {name!r}")
         if role == self.server.member_role and name in self.server.members:
-            self.peers[_plain_peer(context.peer())] = name  # at each call, since it may come over a new connection
+            self.peers[plain_peer(context.peer())] = name  # at each call, since it may come over a new connection
 
     async def _check_incarnation(self, context: Any, member: str, incarnation: str, part: int | None = None) -> Any:
         """Give the member, if it speaks for itself and this is its present incarnation. Raises Refused, NotJoined."""
@@ -434,7 +440,8 @@ class GrpcService:
         try:
             return await call
         except Refused as refused:
-            if refused.retry_s is None and said.member in self.server.members and not self.payloads_only:
+            judged = refused.retry_s is None and not isinstance(refused, DataGone) and not self.payloads_only
+            if judged and said.member in self.server.members:
                 with suppress(Refused):  # refused in turn when the disk is full
                     job = said.job if isinstance(said, UpdatePart) and isinstance(refused, BadDelta) else 0
                     rejected = UpdateRejected(said.member, said.incarnation, refused.reason, job=job)
@@ -475,27 +482,6 @@ class GrpcService:
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the stream stood still for too long")
 
         return handle
-
-
-def _plain_peer(peer: str) -> str:
-    """Rewrite gRPC's name of a peer, "ipv4:1.2.3.4:5" or "ipv6:%5B::1%5D:5", as `TcpCounters` has it."""
-    plain = unquote(peer.partition(":")[2]).replace("[", "").replace("]", "")
-    return plain.removeprefix("::ffff:")
-
-
-# Never routed: the addresses of links that `geotrain.emulate` makes on this machine.
-EMULATED = ipaddress.ip_network("198.18.0.0/15")
-
-
-def is_this_machine(peer: str) -> bool:
-    """Whether a peer, "host:port", has one of this machine's own addresses."""
-    host = ipaddress.ip_address(peer.rpartition(":")[0])
-    if host.is_loopback or host in EMULATED:
-        return True
-    with socket.socket(socket.AF_INET6 if host.version == 6 else socket.AF_INET) as probe, suppress(OSError):
-        probe.bind((str(host), 0))  # only possible with an address of this machine
-        return True
-    return False
 
 
 def _check_free(address: Address) -> None:

@@ -20,7 +20,7 @@ from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
-from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
@@ -33,6 +33,7 @@ from geotrain.outer.messages import (
     Release,
     RunComplete,
     Send,
+    TakeBack,
     Trained,
     UpdatePart,
     UpdateRejected,
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 CONNECT_S = 60.0  # how long the first connection may take
 FOREVER_S = 30 * 24 * 3600.0  # how long a region waits for a global server that it has known
+GOODBYE_S = 120.0  # how long it tries to say goodbye: the global server may have taken that, and ended
 
 
 class RegionClient:
@@ -82,7 +84,7 @@ class RegionClient:
         self.connected = False
         self._updates: deque[UpdatePart | Trained | Leave] = deque()
         # "" → what is said to have been done, in order; worker → its requests, which may wait for long.
-        self._said: dict[str, deque[Join | LeaseRequest | Release | Validated]] = {
+        self._said: dict[str, deque[Join | LeaseRequest | Release | TakeBack | Validated]] = {
             name: deque() for name in ("", *server.members)
         }
         self._work = asyncio.Event()
@@ -106,13 +108,18 @@ class RegionClient:
         Raises Refused if it is final, and Unreachable if the first connection fails. The link stays open until
         `close`, so that its bytes can be counted.
         """
-        try:
-            within_s = CONNECT_S
-            while not self.server.finished:
+        within_s = CONNECT_S
+        while not self.server.finished:
+            try:
                 await self._session(within_s)  # also ends when the global server was restarted
-                self.connected, within_s = False, FOREVER_S
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            except (Unreachable, ExceptionGroup) as error:
+                first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+                if not (self.server.gone and isinstance(first, Unreachable)):
+                    raise first from None
+                # Nothing of it is on its way. Should the global server live after all, it counts it as dead in time.
+                log.warning("%s: nobody heard its goodbye; the global server has ended: %s", self.server.name, first)
+                await self.server_thread.persist(Leave(self.server.name))
+            self.connected, within_s = False, GOODBYE_S if self.server.gone else FOREVER_S
 
     async def close(self) -> None:
         await self.link.close()
@@ -126,6 +133,10 @@ class RegionClient:
         if lost:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
+        if welcome.gone and not self.server.fragments:
+            log.error("others got the data of this region while it counted as dead, so it starts over")
+            await self._live_anew()
+            return
         if not self.server.fragments:  # a new region: it begins with the global weights
             fragments = tuple(range(len(self.server.parameter_map.fragments)))
             await self.server_thread.persist(await self._pull(0, fragments))
@@ -159,7 +170,7 @@ class RegionClient:
         while True:
             message = await self._next(self._updates)
             if isinstance(message, Leave):
-                await self._persist(partial(self.link.leave, 0, self.server.sequence))
+                await self.link.persist(partial(self.link.leave, 0, self.server.sequence), GOODBYE_S)
                 await self.server_thread.persist(message)
                 raise _SessionOver
             if isinstance(message, Trained):
@@ -182,18 +193,21 @@ class RegionClient:
         incarnation: the global server must not count on what it sent to the old one."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
         await self.server_thread.persist(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
+        await self._live_anew()
+        raise _SessionOver
 
+    async def _live_anew(self) -> None:
         def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
             return self.server.incarnation
 
         self.link.live_as(await self.server_thread.read(new_incarnation))
-        raise _SessionOver
 
-    async def _run_leases(self, lane: deque[Join | LeaseRequest | Release | Validated]) -> None:
+    async def _run_leases(self, lane: deque[Join | LeaseRequest | Release | TakeBack | Validated]) -> None:
         link, first = self.link, self._said[""]
         calls: dict[type, Callable[[Any], Awaitable[Any]]] = {
-            Join: link.join, LeaseRequest: link.lease, Release: link.release, Validated: link.validated
+            Join: link.join, LeaseRequest: link.lease, Release: link.release, TakeBack: link.take_back,
+            Validated: link.validated,
         }  # fmt: skip
         while True:
             message = await self._next(lane)
@@ -202,7 +216,7 @@ class RegionClient:
                 await self._changed()
             try:
                 reply = await self._persist(partial(calls[type(message)], message))
-                if isinstance(message, LeaseRequest):
+                if isinstance(message, LeaseRequest | TakeBack):
                     await self.server_thread.persist(reply)
             except Refused as refused:
                 if isinstance(refused, NotJoined) or isinstance(message, Join):

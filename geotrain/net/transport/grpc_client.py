@@ -25,6 +25,8 @@ from geotrain.outer.messages import (
     NotJoined,
     Refused,
     Release,
+    TakeBack,
+    TakenBack,
     UpdatePart,
     Validated,
     Welcome,
@@ -211,6 +213,9 @@ class GrpcClient:
 
     async def release(self, release: Release) -> rpc.Ack:
         return await self._unary("release", rpc.ReleaseLeases(self.member, self.incarnation, release), rpc.Ack)
+
+    async def take_back(self, asked: TakeBack) -> TakenBack:
+        return await self._unary("takeback", rpc.AskBack(self.member, self.incarnation, asked), TakenBack)
 
     async def trained(self, leases: tuple[int, ...]) -> rpc.Ack:
         return await self._unary("trained", rpc.SayTrained(self.member, self.incarnation, leases), rpc.Ack)

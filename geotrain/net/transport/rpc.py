@@ -9,6 +9,7 @@ commit    the header of an UpdatePart whose payloads go to shards
 pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
 release   ReleaseLeases              Ack
+takeback  AskBack                    TakenBack
 trained   SayTrained                 Ack
 weights   PullGlobal                 Answer, streamed; empty when the server has none
 validated SayValidated               Ack
@@ -32,7 +33,16 @@ from typing import Any
 from grpc import aio
 
 from geotrain.net.transport import wire
-from geotrain.outer.messages import Answer, LeaseRequest, NotJoined, Refused, Release, UpdatePart, Validated
+from geotrain.outer.messages import (
+    Answer,
+    LeaseRequest,
+    NotJoined,
+    Refused,
+    Release,
+    TakeBack,
+    UpdatePart,
+    Validated,
+)
 
 SERVICE = "geotrain.Outer"
 REFUSAL_KEY = "geotrain-refusal-bin"
@@ -129,6 +139,11 @@ class AskLease(FromMember):
 @dataclass(frozen=True)
 class ReleaseLeases(FromMember):
     release: Release
+
+
+@dataclass(frozen=True)
+class AskBack(FromMember):
+    asked: TakeBack
 
 
 @dataclass(frozen=True)

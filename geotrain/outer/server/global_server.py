@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -12,17 +12,21 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.outer.events import SetAside, Steered, ValidationDone
 from geotrain.outer.messages import (
+    DataGone,
     Finished,
     Identity,
     Join,
     Lease,
     LeaseRequest,
     Message,
+    NotJoined,
     OperatorCommand,
     Refused,
     Release,
     RunComplete,
     SkipSamples,
+    TakeBack,
+    TakenBack,
     Trained,
     UpdatePart,
     Validated,
@@ -31,13 +35,14 @@ from geotrain.outer.messages import (
 from geotrain.outer.metrics import credible
 from geotrain.outer.rules import global_rule
 from geotrain.outer.server.leases import LeaseTable, Range, Validations, check_numbers
+from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.loss_watch import LossWatch
-from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
+from geotrain.outer.server.member import MOST_WEIGHT, Member, attributes, set_attributes
+from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
-MOST_CHANGE = 4  # of H at once: norm limits let so much through
 MOST_SHOWN = 64  # ranges that are set aside, in the status
 STEERED = "paused", "stopping", "closed"  # attributes that a snapshot keeps as they are
 
@@ -86,7 +91,10 @@ class GlobalServer(Server):
                 return self._note_aside(self.lease_table.fail(leases)) if failed else self.lease_table.release(leases)
             case SkipSamples(firsts, lasts):
                 return self.lease_table.skip_samples([*zip(firsts, lasts, strict=True)])
+            case TakeBack():
+                return self._on_take_back(message)
             case Trained():
+                self._present(message.member)
                 self._commit(message.member, message.leases)
                 return None
             case OperatorCommand() if message.what != "expel":
@@ -129,15 +137,12 @@ class GlobalServer(Server):
         """Change H for the leases to come; each lease says its own length. Raises Refused."""
         now = self.lease_table.local_steps
         if key != "outer.local_steps":
-            raise Refused(f"{key!r} cannot be set while a run is on, only outer.local_steps: all agreed on the rest")
+            raise Refused(
+                f"{key!r} cannot be set here while a run is on, only outer.local_steps: all agreed on the rest"
+            )
         if self.lease_table.rounds is not None:
             raise Refused("outer.local_steps cannot be set: all rounds of a synchronous run are of one length")
-        if not value.isdecimal() or not now <= int(value) * MOST_CHANGE <= now * MOST_CHANGE**2:
-            raise Refused(
-                f"outer.local_steps = {value}: must be from {-(-now // MOST_CHANGE)} to {now * MOST_CHANGE}: it is "
-                f"{now} now, and the norms of updates (outer.limits) may change by {MOST_CHANGE} times at once"
-            )
-        self.lease_table.local_steps = int(value)
+        self.lease_table.local_steps = changed_number(key, value, now)
 
     def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
         """Grant a lease; None while the run is paused. Raises Refused when the worker is not one of this run's."""
@@ -189,16 +194,21 @@ class GlobalServer(Server):
 
     def max_credible_weight(self, member: str) -> int:
         workers = self._workers_of[member]  # each may send one more, at the end
-        return len(workers) + len(self.holds(member)) + self.lease_table.returned_by(workers)
+        return len(workers) + len(self.holds(member))
 
     def workers_of(self, member: str) -> tuple[str, ...]:
         return self._workers_of[member]
 
     def _on_join(self, join: Join) -> Welcome:
         """Let a rank join, and end the draining of a member that had left and comes back in a new incarnation."""
-        before = self.members.get(join.member)
-        back = before is not None and before.left and before.incarnation != join.incarnation
+        before = self._member(join.member)
+        new = before.incarnation != join.incarnation
+        back, lives = new and before.left, new or before.silent
         welcome = super()._on_join(join)
+        named = self._given_to(join.member, join.leases)
+        if lives:  # not when a join is said twice: it may have given some of them back since
+            self.lease_table.take_back(named)
+        welcome = replace(welcome, gone=self.lease_table.gone(named))
         if back and join.member in self.draining:
             self.draining.remove(join.member)
             for worker in self._workers_of[join.member]:
@@ -221,15 +231,42 @@ class GlobalServer(Server):
         # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
         # that contain it, and still answers for the leases that it names.
         self.lease_table.release(self.holds(join.member).keys() - set(join.leases))
+        if self.member_role == "worker":
+            self.lease_table.forget_returned(self._workers_of[join.member])
+
+    def _expecting(self, part: UpdatePart) -> Member | None:
+        """Return the sender of a part that is wanted. Raises DataGone where others have what was trained for it,
+        NotJoined where a region has to hear first whether that is so."""
+        member, table = super()._expecting(part), self.lease_table
+        if member is not None and member.silent and self.member_role == "region":
+            raise NotJoined(f"{part.member}: it was not heard of for too long: join first", JOIN_RETRY_S)
+        named = part.leases if self.member_role == "region" else (*table.returned, *part.leases)
+        if member is not None and (gone := table.gone(self._given_to(part.member, named))):
+            raise DataGone(
+                f"{part.member}: the data of its leases {list(gone)} went to others while it counted as dead; what "
+                "it trained would count twice. Start it anew"
+            )
+        return member
+
+    def _on_take_back(self, asked: TakeBack) -> TakenBack:
+        """Give a region leases again whose worker lives after all, or say that others have them."""
+        if asked.worker not in self._member_of:
+            raise Refused(f"no worker of this run is called {asked.worker!r}")
+        self._present(self._member_of[asked.worker])
+        table = self.lease_table
+        mine = [number for number in dict.fromkeys(asked.leases) if table.given_to(number) == asked.worker]
+        table.take_back(mine)
+        open_now = tuple(number for number in mine if number in table.open)
+        return TakenBack(asked.worker, open_now, tuple(n for n in asked.leases if n not in open_now))
+
+    def _given_to(self, member: str, leases: Iterable[int]) -> tuple[int, ...]:
+        """Return those of the leases that went to the member, be they open or returned."""
+        workers = self._workers_of[member]
+        return tuple(n for n in dict.fromkeys(leases) if self.lease_table.given_to(n) in workers)
 
     def _commit(self, member: str, leases: tuple[int, ...]) -> int:
-        """Commit those of the leases that went to the member, be they open or, since it counted as dead, returned.
-        Returns their samples."""
-        self._member(member)
-        workers = self._workers_of[member]
-        return self.lease_table.commit(
-            tuple(n for n in dict.fromkeys(leases) if self.lease_table.given_to(n) in workers)
-        )
+        """Commit those of the leases that went to the member. Returns their samples."""
+        return self.lease_table.commit(self._given_to(member, leases))
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, int]:
         samples = self._commit(part.member, part.leases)
@@ -279,7 +316,6 @@ class GlobalServer(Server):
             "committed_samples": self.lease_table.committed_samples,
             "dispatched_samples": self.lease_table.next_start,
             "returned_samples": sum(samples for _, samples in self.lease_table.pool),
-            "repeated_samples": self.lease_table.repeated_samples,
             "open_leases": len(self.lease_table.open),
             "skip": self.lease_table.skip,
             "set_aside_samples": self.lease_table.set_aside_samples,

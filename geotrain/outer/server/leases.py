@@ -28,7 +28,7 @@ LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint
 MOST_ASIDE = 0.05  # of the run's samples: beyond that it is not the data that is to blame
 LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
-SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "repeated_samples", "dismissed", "step_s"
+SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "dismissed", "step_s"
 RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
 Range = tuple[int, int]  # start, samples
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
@@ -70,7 +70,6 @@ class LeaseTable:
         self.open: dict[int, Lease] = {}  # lease number → lease that is handed out and not committed
         self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
         self.committed_samples = 0
-        self.repeated_samples = 0  # trained by two, since the first was taken for dead and came back too late
         self.dismissed: dict[str, int] = {}  # worker → last job for which it got Finished
         self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
@@ -124,25 +123,37 @@ class LeaseTable:
         self.dismissed[request.worker] = request.job
         return Finished(request.worker, request.job)
 
-    def commit(self, leases: tuple[int, ...]) -> int:
+    def commit(self, leases: Collection[int]) -> int:
         """Commit leases, which are trained for good. Returns how many samples that are. Leases that are unknown or
         committed already count 0, so that no sample is counted twice.
 
-        A lease that came back, as its worker was taken for dead, may have been trained all the same. What of it is
-        still in the pool is committed; what others have got meanwhile is trained twice, which is counted.
+        A lease that came back, as its worker was taken for dead, may have been trained all the same: it is committed,
+        unless it is `gone`.
         """
-        samples = 0
-        for number in leases:
-            if lease := self._close(number):
-                samples += lease.samples
-            elif lease := self.returned.pop(number, None):
-                taken = self._withdraw(lease.start, lease.samples)
-                self.aside, late = take_out(self.aside, lease.start, lease.samples)
-                taken += sum(size for _, size in late)
-                samples += taken
-                self.repeated_samples += lease.samples - taken
+        self.take_back(leases)
+        samples = sum(lease.samples for number in leases if (lease := self._close(number)))
         self.committed_samples += samples
         return samples
+
+    def gone(self, leases: Collection[int]) -> tuple[int, ...]:
+        """Return those of these leases that came back and cannot be had again: some of their samples are with others,
+        trained by others, or set aside."""
+        back = [self.returned[number] for number in leases if number in self.returned]
+        return tuple(lease.lease for lease in back if self._without(lease) is None)
+
+    def take_back(self, leases: Collection[int]) -> None:
+        """Hand those of these leases that came back, and are not `gone`, out again as they were: their workers, which
+        were taken for dead, may have trained them."""
+        for lease in [self.returned[number] for number in leases if number in self.returned]:
+            pool = self._without(lease)
+            if pool is not None:
+                self.pool = pool
+                del self.returned[lease.lease]
+                self.open[lease.lease] = self._held.setdefault(lease.worker, {})[lease.job] = lease
+
+    def forget_returned(self, workers: Collection[str]) -> None:
+        """Forget which leases of these workers came back: nobody has trained them."""
+        self.returned = {number: lease for number, lease in self.returned.items() if lease.worker not in workers}
 
     def release(self, leases: Collection[int]) -> None:
         """Return these leases to the pool. Leases that are unknown or committed are ignored.
@@ -165,7 +176,8 @@ class LeaseTable:
         return sum(samples for _, samples in self.aside)
 
     def fail(self, leases: Collection[int]) -> list[Range]:
-        """Return leases to the pool whose training gave nothing of use, and set aside what has failed before.
+        """Return leases to the pool whose training gave nothing of use, and set aside what has failed before. In
+        rounds a worker keeps its lease, and has other samples in its place once it has failed twice.
 
         Returns what was set aside. Of a run's samples that may be MOST_ASIDE: weights that have diverged spoil every
         update, and no data is to blame for it.
@@ -176,9 +188,10 @@ class LeaseTable:
             self.release((lease.lease,))
             once, twice = take_out(self.failed, lease.start, lease.samples)
             fresh = [(lease.start, lease.samples)]
-            if self.set_aside_samples + sum(size for _, size in twice) <= most:
+            few = self.set_aside_samples + sum(size for _, size in twice) <= most
+            if twice and few and (self.rounds is None or self._replace(lease)):
                 for start, size in twice:
-                    self._withdraw(start, size)
+                    self.pool, _ = take_out(self.pool, start, size)
                     fresh, _ = take_out(fresh, start, size)
                 self.aside += twice
                 aside += twice
@@ -212,10 +225,6 @@ class LeaseTable:
     def held_by(self, workers: tuple[str, ...]) -> dict[int, Lease]:
         """Return the open leases of these workers, by their numbers."""
         return {lease.lease: lease for worker in workers for lease in self._held.get(worker, {}).values()}
-
-    def returned_by(self, workers: tuple[str, ...]) -> int:
-        """Count the leases of these workers that came back, and may have been trained all the same."""
-        return sum(lease.worker in workers for lease in self.returned.values())
 
     def given_to(self, number: int) -> str:
         """Return the worker that this lease went to, be it open or returned; "" if it is committed or unknown."""
@@ -287,11 +296,6 @@ class LeaseTable:
             self.aside.append((self.next_start, end - self.next_start))
             self.next_start = end
 
-    def _withdraw(self, start: int, samples: int) -> int:
-        """Take these samples out of the pool, as far as they are in it. Returns how many were."""
-        self.pool, taken = take_out(self.pool, start, samples)
-        return sum(size for _, size in taken)
-
     def _grant_round(self, request: LeaseRequest, new: bool, validate: int) -> Lease | Finished | None:
         assert self.rounds is not None
         if request.worker not in self.rounds:
@@ -326,6 +330,24 @@ class LeaseTable:
             self.next_start += samples[worker]
         self.laid_out[job] = places
         self.laid_out.pop(job - ROUNDS_KEPT, None)  # nobody is that far behind: a round ends before the next begins
+        return True
+
+    def _without(self, lease: Lease) -> list[Range] | None:
+        """Return the pool without this lease that came back; None: it is not whole in the pool, or its worker holds
+        another one for that job."""
+        pool, taken = take_out(self.pool, lease.start, lease.samples)
+        whole = sum(size for _, size in taken) == lease.samples and lease.job not in self._held.get(lease.worker, {})
+        return pool if whole else None
+
+    def _replace(self, lease: Lease) -> bool:
+        """Take other samples for a worker's place in a round; returns False where too few are left."""
+        assert self.rounds is not None
+        start, self.next_start = self.next_start, self.next_start + lease.samples
+        if self.next_start > self.train_samples:
+            self.next_start = start
+            return False
+        self._close(lease.lease)
+        self.laid_out[lease.job][lease.worker] = start, lease.samples
         return True
 
     def _close(self, number: int) -> Lease | None:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from geotrain.config import LimitsConfig
-from geotrain.outer.messages import BadDelta
+from geotrain.outer.messages import BadDelta, Refused
 
 MEMORY = 64  # norms remembered for each fragment, times the number of members
 FAR = 4.0  # beyond so many times what would be usual by the others' updates, no history of a member's own helps it
@@ -28,7 +28,18 @@ PEAK = 2.0  # a norm up to this many times the largest remembered one passes
 LEAST_DEVIATION = 0.25  # of the logarithm, so that norms that hardly varied so far do not make a small change suspect
 NORMAL = 1.4826  # standard deviation over median absolute deviation of a normal distribution
 Noted = tuple[str, float, float]
+MOST_CHANGE = 4  # of H or K at once: norm limits let so much through
 FP32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def changed_number(key: str, value: str, now: int) -> int:
+    """Read what an operator sets this key to in a live run. now: its value. Raises Refused."""
+    if not value.isdecimal() or not now <= int(value) * MOST_CHANGE <= now * MOST_CHANGE**2:
+        raise Refused(
+            f"{key} = {value}: must be from {-(-now // MOST_CHANGE)} to {now * MOST_CHANGE}: it is {now} now, and "
+            f"the norms of updates (outer.limits) may change by {MOST_CHANGE} times at once"
+        )
+    return int(value)
 
 
 def norm(sums_of_squares: Sequence[float]) -> float:

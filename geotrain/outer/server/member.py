@@ -220,7 +220,7 @@ def check_quarantine(name: str, member: Member, incarnation: str, limits: Limits
             f"Started anew it may join {limits.quarantine_s:g} s later, or once the operator unbans it"
         )
     if incarnation and incarnation == member.banned:
-        raise Refused(f"{name}: this incarnation of it was quarantined; start it anew")
+        raise Refused(f"{name}: this incarnation of it may say no more ({member.fault}); start it anew")
 
 
 def incarnation_digest(incarnation: str) -> str:

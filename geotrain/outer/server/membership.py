@@ -191,7 +191,7 @@ class Membership(ABC):
     def _on_update_rejected(self, strike: UpdateRejected) -> bool:
         """Count the strike. Returns whether the member is quarantined for it now; then others get its leases."""
         member = self._member(strike.member)
-        ours = not member.quarantined and member.incarnation == strike.incarnation
+        ours = not member.quarantined and member.incarnation == strike.incarnation != member.banned
         if ours and strike.job:
             begun = [number for number, lease in self.holds(strike.member).items() if lease.job <= strike.job]
             self._give_up(strike.member, begun)
@@ -289,7 +289,7 @@ class Membership(ABC):
 
     @abstractmethod
     def _give_up(self, name: str, leases: Collection[int]) -> None:
-        """Return leases of this member whose training gave nothing of use. Those of synchronous rounds stay."""
+        """Return leases of this member whose training gave nothing of use."""
 
     @abstractmethod
     def _begin_incarnation(self, join: Join) -> None:

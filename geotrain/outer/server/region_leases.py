@@ -10,7 +10,7 @@ from typing import Any
 
 from geotrain.config import OuterConfig
 from geotrain.outer.messages import Lease
-from geotrain.outer.server.leases import MOST_HELD, RETURNED_KEPT
+from geotrain.outer.server.leases import MOST_HELD
 
 CUT_S = 60.0  # longer cuts of a link are rare
 MOST_RESERVED = 0.02  # of a worker's jobs in the run
@@ -23,8 +23,8 @@ class RegionLeases:
         self.config, self.in_rounds = config, in_rounds
         self.jobs_each = 0.0  # jobs of a worker in the whole run, about; whoever builds the server may say
         self.held: dict[str, dict[int, Lease]] = {name: {} for name in workers}  # worker → job → not trained yet
-        # Worker → lease number → lease that went back while its present incarnation counted as dead. It may train it
-        # all the same: it was only cut off, or does not know of it.
+        # Worker → lease number → lease that went back, though its present incarnation had asked for it: it counted as
+        # dead, was only cut off, and may train it all the same.
         self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
         self.up: dict[int, Lease] = {}  # trained here, and not known to be committed
         self.asked: dict[str, int] = {}  # worker → last job that its present incarnation has asked for
@@ -78,11 +78,16 @@ class RegionLeases:
 
     def give_back(self, worker: str, numbers: Collection[int]) -> tuple[int, ...]:
         """Give those of these leases that the worker holds back to the global server. Returns their numbers."""
-        back = {lease.lease: lease for lease in self.held[worker].values() if lease.lease in numbers}
-        self.given_back[worker] = dict([*self.given_back[worker].items(), *back.items()][-RETURNED_KEPT:])
-        for lease in back.values():
+        back, asked = self.drop(worker, numbers), self.asked.get(worker, 0)
+        self.given_back[worker] |= {lease.lease: lease for lease in back if lease.job <= asked}
+        return tuple(lease.lease for lease in back)
+
+    def drop(self, worker: str, numbers: Collection[int]) -> list[Lease]:
+        """Hold those of these leases that the worker holds no more. Returns them."""
+        found = [lease for lease in self.held[worker].values() if lease.lease in numbers]
+        for lease in found:
             del self.held[worker][lease.job]
-        return tuple(back)
+        return found
 
     def recall(self, worker: str) -> tuple[int, ...]:
         """Give back the worker's leases for which it has not asked. Returns their numbers."""
@@ -99,13 +104,18 @@ class RegionLeases:
 
     def take_trained(self, worker: str, numbers: tuple[int, ...]) -> list[Lease]:
         """Move leases that the worker has trained to `up`, as far as they were its own; returns these."""
-        mine = self.given_back[worker] | self.of(worker)
+        mine = self.of(worker)
         trained = [mine[number] for number in dict.fromkeys(numbers) if number in mine]
         for lease in trained:
-            if self.given_back[worker].pop(lease.lease, None) is None:
-                del self.held[worker][lease.job]
+            del self.held[worker][lease.job]
             self.up[lease.lease] = lease
         return trained
+
+    def have_again(self, worker: str, numbers: Collection[int]) -> tuple[int, ...]:
+        """Hold leases again that had gone back. Returns the numbers of those that nobody is there to train."""
+        back = [self.given_back[worker].pop(number) for number in numbers if number in self.given_back[worker]]
+        self.held[worker] |= {lease.job: lease for lease in back}
+        return tuple(number for number in numbers if number not in self.of(worker))
 
     def are_committed(self, numbers: tuple[int, ...]) -> None:
         """Forget leases whose training the global server has taken."""

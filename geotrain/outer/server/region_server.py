@@ -16,7 +16,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Left, Merged, SentUp, StartedOver
+from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered
 from geotrain.outer.messages import (
     Answer,
     ChunkDelta,
@@ -34,6 +34,8 @@ from geotrain.outer.messages import (
     Release,
     RunComplete,
     Send,
+    TakeBack,
+    TakenBack,
     Trained,
     UpdatePart,
     UpdateRejected,
@@ -41,18 +43,20 @@ from geotrain.outer.messages import (
     Welcome,
     update_id,
 )
-from geotrain.outer.rules import Counts, RegionRule
+from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
+from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
+from geotrain.outer.server.region_data import RegionData
 from geotrain.outer.server.region_leases import RegionLeases
-from geotrain.outer.server.server import Handled, Server
+from geotrain.outer.server.server import Handled
 from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 # Attributes that a snapshot keeps as they are.
-SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent"
+SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent", "every"
 
 
-class RegionServer(Server):
+class RegionServer(RegionData):
     """Applies its workers' deltas as its rule says and sends the region's own progress to the global server: with the
     asynchronous rules each delta at once, and progress after every K of them.
 
@@ -85,7 +89,10 @@ class RegionServer(Server):
         self.spent: dict[str, int] = {}  # worker → its last job, if there was no data for that
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
+        self.every = 0  # K, where an operator has set it
         self._due = False  # `go_on` is to look for what must be sent up
+        # Workers whose leases are asked for again. Lasts as long as the process: one request of each is under way.
+        self.asking_back: set[str] = set()
 
     @property
     def finished(self) -> bool:
@@ -98,9 +105,6 @@ class RegionServer(Server):
     def workers_of(self, member: str) -> tuple[str, ...]:
         return (member,)
 
-    def holds(self, name: str) -> dict[int, Lease]:
-        return self.leases.of(name)
-
     def _route(self, message: Message) -> Any:
         match message:
             case LeaseRequest():
@@ -111,6 +115,8 @@ class RegionServer(Server):
                 return self._on_global_weights(message)
             case Lease() | Finished():
                 return self._on_lease(message)
+            case TakenBack():
+                return self._on_taken_back(message)
             case Validated():
                 self.copy_weights(None)
                 self._sends.append(Send(GLOBAL, message))
@@ -129,8 +135,10 @@ class RegionServer(Server):
                 return None
             case UpdateRejected() if message.member == self.name:
                 return self._on_own_update_rejected(message)
+            case OperatorCommand() if message.what.startswith("set "):
+                return self._set(*message.what.removeprefix("set ").partition("=")[::2])
             case OperatorCommand() if message.what != "expel":
-                raise Refused(f"a region's server can snapshot, unban and expel, not {message.what}")
+                raise Refused(f"a region's server can snapshot, unban, expel and set, not {message.what}")
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work, or that there
         # is no data for it: what is pending then leaves without waiting for more.
@@ -142,6 +150,15 @@ class RegionServer(Server):
             self._due = False
             self._send_what_is_due()
         return super().go_on()
+
+    def _set(self, key: str, value: str) -> str:
+        """Change K for the updates to come. Returns what was done, in words. Raises Refused."""
+        if key != "outer.rule.updates_per_send" or not isinstance(self.rule, AsyncRegion):
+            raise Refused(f"{key!r} cannot be set at a region: only outer.rule.updates_per_send, and in no rounds")
+        self.every = self.rule.every = changed_number(key, value, self.rule.every)
+        self._due = True
+        self._events.append(Steered(f"set {key}={value}", self.name))
+        return f"{self.name}: {key} = {value}"
 
     # -- upwards
 
@@ -186,6 +203,7 @@ class RegionServer(Server):
                 for i, (_, u) in enumerate(sorted(self.in_flight.items()))
             }
             self.sequence = known + len(self.in_flight)
+        self._drop_gone(welcome.gone)
         self.sequence = max(self.sequence, known)
         # It has lost versions as well, and refuses an update that starts from a version that it never gave.
         if lost and welcome.versions:
@@ -196,6 +214,17 @@ class RegionServer(Server):
                 deltas = tuple(replace(d, anchor_version=min(d.anchor_version, version)) for d, version in both)
                 self.in_flight[s] = replace(u, deltas=deltas)
         return lost
+
+    def _drop_gone(self, gone: Collection[int]) -> None:
+        """Drop leases that went to others while this region counted as dead. What was trained with them is part of
+        all that is pending here, and would count twice: if there is such, the region begins again from the global
+        weights."""
+        for name in self.members:
+            begun = [lease.job <= self.leases.asked.get(name, 0) for lease in self.leases.drop(name, gone)]
+            if any(begun):
+                self._shut_out(name)
+        if self.leases.up.keys() & set(gone) and self.fragments:
+            self._start_over("what its workers trained went to others while it counted as dead")
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
         """Give up an update of ours that the global server refuses for good.
@@ -297,48 +326,6 @@ class RegionServer(Server):
         update = update_id(self.name, answer.sequence)
         raise Refused(f"{self.name}: the answer to update {update} is not of fragments {list(fragments)}")
 
-    # -- leases: forwarded, and remembered until the update that contains their training is committed
-
-    def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
-        """Return the lease if it is here already; otherwise None, and the request goes up to the global server.
-
-        Leases of the following jobs are asked for too, as far as the reserve reaches, so that a region that is cut
-        off can train on.
-        """
-        worker, job = request.worker, request.job
-        last = self._check_request(request, self.wanted.get(worker, ()))
-        lease = self.leases.held[worker].get(job)
-        if self.spent.get(worker) == job:
-            # Known already, as a reserve was asked for. Above, this request might wait behind one for a later job,
-            # and that one for what the worker sends only when it hears that there is no data.
-            self.leases.asked[worker] = max(job, self.leases.asked.get(worker, 0))
-            return Finished(worker, job)
-        if lease is None:
-            self.wanted[worker].add(job)
-            self._sends.append(Send(GLOBAL, request))
-        for ahead in self.leases.ask(worker, job, last, self.members[worker].step_s):
-            self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
-        return lease
-
-    def _on_lease(self, lease: Lease | Finished) -> None:
-        """Take the reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
-        counts as dead, has done this job, or would not come to it."""
-        worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
-        done = lease.job < next_job
-        self.spent.pop(lease.worker, None)
-        if isinstance(lease, Finished) and not done:
-            self.spent[lease.worker] = lease.job
-            self._due = True
-        sent = (number for update in self.in_flight.values() for number in update.leases)
-        if isinstance(lease, Lease) and lease.lease not in {*self.leases.of(lease.worker), *self.trained, *sent}:
-            if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
-                self._sends.append(Send(GLOBAL, Release((lease.lease,))))
-                return
-            self.leases.held[lease.worker][lease.job] = lease
-        if lease.job in self.wanted[lease.worker] and not done:
-            self.wanted[lease.worker].discard(lease.job)
-            self._sends.append(Send(lease.worker, lease))
-
     def versions_to_validate(self) -> list[int]:
         return self.global_versions if len(self.newest or ()) == len(self.global_versions) else []
 
@@ -350,16 +337,11 @@ class RegionServer(Server):
         # The global server must know its data before any lease is asked for: regions with other data are refused.
         if self.data != known:
             self._sends.append(Send(GLOBAL, self.join_message()))
+        name, back = join.member, tuple(self.leases.given_back[join.member])
+        if back and name not in self.asking_back:
+            self.asking_back.add(name)
+            self._sends.append(Send(GLOBAL, TakeBack(name, back)))
         return welcome
-
-    def _begin_incarnation(self, join: Join) -> None:
-        """Give back the leases of jobs that the former incarnation had begun. Those of others stay here: the link
-        may be slow, or cut just now."""
-        name, first = join.member, self.next_job(join.member)
-        self.wanted[name].clear()
-        self.leases.asked.pop(name, None)
-        self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
-        self.leases.given_back[name].clear()  # its former incarnation trained them, if anyone
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -367,8 +349,7 @@ class RegionServer(Server):
         self.spent.clear()  # there may be more data now
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
-        """Move the leases of a worker's update from "held" to "trained". Those that went back while it counted as
-        dead go up as well: the global server knows whether they are in the pool still, or trained twice."""
+        """Move the leases of a worker's update from "held" to "trained"."""
         trained = self.leases.take_trained(part.member, part.leases)
         # The training of a lease is spread over the fragments that have something pending. The lease goes up with the
         # last of these that leaves: only then is all of its training part of the global weights.
@@ -411,6 +392,8 @@ class RegionServer(Server):
         super().load(tensors, meta)
         saved = meta["region"]
         set_attributes(self, SAVED, saved)
+        if self.every and isinstance(self.rule, AsyncRegion):
+            self.rule.every = self.every
         self.leases.load(saved)
         self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
         for s, weight, leases, metrics, deltas in saved["in_flight"]:
@@ -439,26 +422,11 @@ class RegionServer(Server):
 
     # -- inside
 
-    def _release_leases(self, name: str) -> None:
-        """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
-        self.leases.forget(name)
-        self._give_back(name, self.leases.of(name))
-
-    def _give_back(self, name: str, leases: Collection[int]) -> None:
-        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
-
     @property
     def _at_rest(self) -> bool:
         """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
         for some, and nobody holds a lease."""
         return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
-
-    def _give_up(self, name: str, leases: Collection[int]) -> None:
-        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases), failed=True)
-
-    def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
-        if untrained:
-            self._sends.append(Send(GLOBAL, Release(untrained, failed)))
 
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""

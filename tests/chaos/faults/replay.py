@@ -168,7 +168,7 @@ class CoordinatorReplay(Replay[Server]):
 
     def _note(self, message: Any) -> None:
         leases = getattr(self.now, "lease_table", None)  # the global server's
-        before = dict(leases.open) if leases else {}
+        before = {**leases.returned, **leases.open} if leases else {}
         reply = _deliver(self.now, message)
         if isinstance(message, HeldPart | HeldAnswer | Froze):
             self.mismatches += [f"no shard has said {fact}" for fact in facts(message) if fact not in self._said]
@@ -180,7 +180,7 @@ class CoordinatorReplay(Replay[Server]):
         if reply and content is not None:  # else it is lost, whatever the coordinator has
             self.applied.append((part.member, part.incarnation, part.sequence, self._digests[key]))
         if reply and leases:
-            done = [before[n] for n in part.leases if n in before and n not in leases.open]
+            done = [before[n] for n in part.leases if n in before and n not in {**leases.returned, **leases.open}]
             self.committed += [(lease.start, lease.samples) for lease in done]
 
     def _content(self, message: UpdatePart | HeldPart) -> tuple[UpdatePart, bytes | None]:

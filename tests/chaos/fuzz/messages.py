@@ -28,6 +28,8 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     RunComplete,
+    TakeBack,
+    TakenBack,
     UpdatePart,
     UpdateRejected,
     Welcome,
@@ -128,6 +130,8 @@ class Messages:
         ]
         samples += [
             Release((1,)),
+            TakeBack("a", (1,)),
+            TakenBack("a", (), (1,)),
             Leave("b"),
             MemberSilent("b", "1"),
             UpdateRejected("b", "1", "why"),

@@ -1,0 +1,133 @@
+"""The data of a region's workers: leases that its server asks for, hands on, gives back, and asks for again. The base
+of `RegionServer`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from geotrain.common.names import GLOBAL
+from geotrain.outer.messages import (
+    Finished,
+    Join,
+    Lease,
+    LeaseRequest,
+    NotJoined,
+    Refused,
+    Release,
+    Send,
+    TakenBack,
+    UpdatePart,
+)
+from geotrain.outer.server.member import Member
+from geotrain.outer.server.membership import JOIN_RETRY_S
+from geotrain.outer.server.region_leases import RegionLeases
+from geotrain.outer.server.server import Server
+
+
+class RegionData(Server):
+    """Forwards workers' requests for data and remembers what came, until the update that contains its training is
+    committed. The attributes are those of `RegionServer`."""
+
+    leases: RegionLeases
+    in_flight: dict[int, UpdatePart]
+    trained: dict[int, set[int]]
+    wanted: dict[str, set[int]]
+    spent: dict[str, int]
+    asking_back: set[str]
+    _due: bool
+
+    def holds(self, name: str) -> dict[int, Lease]:
+        return self.leases.of(name)
+
+    def _expecting(self, part: UpdatePart) -> Member | None:
+        """Return the sender of a part that is wanted. Raises Refused until it is known whether the leases that went
+        back from it are still its own."""
+        member = super()._expecting(part)
+        if member is not None and self.leases.given_back[part.member]:
+            why = f"{part.member}: its data went back, as it counted as dead"
+            if part.member in self.asking_back:
+                raise Refused(f"{why}; the global server is asked whether others have it", JOIN_RETRY_S)
+            raise NotJoined(f"{why}: join first", JOIN_RETRY_S)
+        return member
+
+    def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
+        """Return the lease if it is here already; otherwise None, and the request goes up to the global server.
+
+        Leases of the following jobs are asked for too, as far as the reserve reaches, so that a region that is cut
+        off can train on.
+        """
+        worker, job = request.worker, request.job
+        last = self._check_request(request, self.wanted.get(worker, ()))
+        lease = self.leases.held[worker].get(job)
+        if self.spent.get(worker) == job:
+            # Known already, as a reserve was asked for. Above, this request might wait behind one for a later job,
+            # and that one for what the worker sends only when it hears that there is no data.
+            self.leases.asked[worker] = max(job, self.leases.asked.get(worker, 0))
+            return Finished(worker, job)
+        if lease is None:
+            self.wanted[worker].add(job)
+            self._sends.append(Send(GLOBAL, request))
+        for ahead in self.leases.ask(worker, job, last, self.members[worker].step_s):
+            self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
+        return lease
+
+    def _on_lease(self, lease: Lease | Finished) -> None:
+        """Take the reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
+        counts as dead, has done this job, or would not come to it."""
+        worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
+        done = lease.job < next_job
+        self.spent.pop(lease.worker, None)
+        if isinstance(lease, Finished) and not done:
+            self.spent[lease.worker] = lease.job
+            self._due = True
+        sent = (number for update in self.in_flight.values() for number in update.leases)
+        if isinstance(lease, Lease) and lease.lease not in {*self.leases.of(lease.worker), *self.trained, *sent}:
+            if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
+                self._sends.append(Send(GLOBAL, Release((lease.lease,))))
+                return
+            self.leases.held[lease.worker][lease.job] = lease
+        if lease.job in self.wanted[lease.worker] and not done:
+            self.wanted[lease.worker].discard(lease.job)
+            self._sends.append(Send(lease.worker, lease))
+
+    def _on_taken_back(self, told: TakenBack) -> None:
+        """Hold a worker's leases again. Where others have some of them, what it has trained since would count twice:
+        then this incarnation of it has to end."""
+        self._member(told.worker)
+        self.asking_back.discard(told.worker)
+        if self.leases.given_back[told.worker].keys() & set(told.gone):
+            self._shut_out(told.worker)
+        self._release(self.leases.have_again(told.worker, told.leases))
+
+    def _shut_out(self, name: str) -> None:
+        """Let this incarnation of the worker say no more; the next one begins from the region's weights."""
+        member = self.members[name]
+        member.banned, member.fault = member.incarnation, "others got its data while it counted as dead"
+        self._forget(name)
+        self._release_leases(name)
+        self.leases.given_back[name].clear()
+
+    def _begin_incarnation(self, join: Join) -> None:
+        """Give back the leases of jobs that the former incarnation had begun. Those of others stay here: the link
+        may be slow, or cut just now."""
+        name, first = join.member, self.next_job(join.member)
+        self.wanted[name].clear()
+        self.leases.asked.pop(name, None)
+        self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
+        self.leases.given_back[name].clear()  # its former incarnation trained them, if anyone
+
+    def _release_leases(self, name: str) -> None:
+        """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
+        self._give_back(name, self.leases.of(name))
+        self.leases.forget(name)
+
+    def _give_back(self, name: str, leases: Collection[int]) -> None:
+        self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
+
+    def _give_up(self, name: str, leases: Collection[int]) -> None:
+        self._release(self.leases.give_back(name, leases), failed=True)
+
+    def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
+        if untrained:
+            self._sends.append(Send(GLOBAL, Release(untrained, failed)))
