@@ -107,7 +107,8 @@ class FailureDetector:
             last_s = self._last_s(name, member, now_s)
             if member.left or not member.incarnation or now_s - last_s < self.silent_s:
                 self.silent.discard(name)
-                await self._look_at_work(name, member, now_s)
+                if not member.left:
+                    await self._look_at_work(name, member, now_s)
             elif name not in self.silent:
                 # Wait until the server's thread gets to it, and judge then: a member may have spoken meanwhile.
                 await self.server_thread.read(lambda: None)

@@ -39,6 +39,7 @@ from geotrain.outer.messages import (
     Validated,
 )
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.shards.remote import RemoteShards
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -128,7 +129,10 @@ class RegionClient:
             self.on_lost(lost)
         if not self.server.fragments:  # a new region: it begins with the global weights
             fragments = tuple(range(len(self.server.parameter_map.fragments)))
-            await self.server_thread.persist(await self._pull(0, fragments))
+            try:
+                await self.server_thread.persist(await self._pull(0, fragments))
+            except NotJoined:  # the global server was restarted meanwhile
+                return
         # Asked only now, because the welcome may have given new numbers to the updates that are in flight.
         # What is delivered meanwhile stays: made after the reading, it is not among what was read.
         self._updates.clear()
@@ -185,6 +189,8 @@ class RegionClient:
 
         def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
+            if isinstance(self.server.shards, RemoteShards):  # what they answer names it, too
+                self.server.shards.begin_incarnation(self.server.incarnation)
             return self.server.incarnation
 
         self.link.live_as(await self.server_thread.read(new_incarnation))
