@@ -105,22 +105,14 @@ def checksum(body: Payload) -> bytes:
 
 
 def _plain(value: Any, payloads: list[Payload]) -> Any:
-    kind: Any = type(value)
-    if value is None or kind in PLAIN:
-        return value
     if is_dataclass(value):
-        return [_plain(getattr(value, name), payloads) for name in _names(kind)]
+        return [_plain(getattr(value, f.name), payloads) for f in fields(value)]
     if isinstance(value, Payload):
         payloads.append(value)
         return len(value)
     if isinstance(value, tuple):
         return [_plain(item, payloads) for item in value]
     return value
-
-
-@cache
-def _names(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind)]
 
 
 # ------------------------------------------------------------------------------------------------- reading
