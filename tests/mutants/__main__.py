@@ -70,13 +70,16 @@ class Fork:
         os.chdir(ROOT)
         if self.fault is not None:
             self._seed(self.fault)
-        told = Told(self.told)
+        os._exit(self.judge(Told(self.told)))
+
+    def judge(self, told: Told) -> int:
+        """Run the tests with the fault, and tell what notices it. Returns an exit code."""
         code = pytest.main(
             ["-x", "-p", "no:cacheprovider", f"--basetemp={self.told.with_suffix('')}", *self.tests], [told]
         )
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
             told.write(f"pytest ended with {code!r}")
-        os._exit(code)
+        return code
 
     def _seed(self, fault: Fault) -> None:
         from tests.mutants.hook import sitecustomize

@@ -14,7 +14,8 @@ FAULTS = Path(__file__).with_name("faults.toml")
 @dataclass(frozen=True)
 class Fault:
     """A fault in one file of the product. old: text that occurs once in it; new: takes its place. breaks: what no
-    longer holds. tests: files or node ids that should notice it, the likeliest first."""
+    longer holds. tests: files or node ids that should notice it, the likeliest first. beyond: why no life of
+    `tests.simulation` can show a fault of its servers or links; "": one should."""
 
     name: str
     file: str
@@ -22,6 +23,7 @@ class Fault:
     new: str
     breaks: str
     tests: tuple[str, ...]
+    beyond: str = ""
 
     def mutated(self) -> str:
         """Return the file's text with the fault. Raises ValueError where the list does not follow the code."""

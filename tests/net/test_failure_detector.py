@@ -11,6 +11,7 @@ import pytest
 from geotrain.config import LimitsConfig
 from geotrain.monitor.events import Trouble
 from geotrain.net.server import failure_detector
+from geotrain.outer.events import Event
 from geotrain.outer.messages import LeaseRequest, OperatorCommand, Refused, RunComplete
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
@@ -251,8 +252,10 @@ def test_a_quarantine_ends_after_its_time(begin):
 
 
 def test_who_stays_when_all_is_trained_does_not_hold_the_end(begin):
-    """It beats, and neither asks for more nor leaves."""
+    """It beats, and neither asks for more nor leaves. Nothing is said of who has left."""
     cluster, hands = begin(4)
+    said: list[Event] = []
+    hands.running.server_thread.write_event = said.append
     stays, trains, alive = cluster.joined("a"), cluster.joined("b"), (("a", 0), ("a", 1))
     trains.train(trains.lease())
     assert trains.lease() is None
@@ -265,3 +268,4 @@ def test_who_stays_when_all_is_trained_does_not_hold_the_end(begin):
     hands.passes(1, *alive)
     wait_for(lambda: cluster.top.server.finished)
     assert stays.sequence == 1
+    assert [event.what[:8] for event in said if isinstance(event, Trouble)] == ["a: lives"]

@@ -61,6 +61,8 @@ def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path, name, damage):
     newest, faults = store.load_newest()
     assert newest is not None and newest.meta == {"i": 1}
     assert len(faults) == 1 and "00000002: damaged, passed over" in faults[0]
+    store.save(FrozenState(TENSORS), {"i": 3})  # in its place, so that two can be read again
+    assert [meta["i"] for meta in store.metas()] == [1, 3]
 
 
 def test_another_format_is_refused_and_nothing_is_changed(tmp_path, monkeypatch):

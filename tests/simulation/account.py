@@ -3,8 +3,9 @@ where each sample is. Nothing that was acknowledged may be missing after a death
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from math import exp
 from typing import Any
 
 import torch
@@ -13,20 +14,25 @@ from torch import Tensor
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig, RegionMomentumConfig
 from geotrain.outer.codec import make_codec
-from geotrain.outer.events import Merged
+from geotrain.outer.events import Merged, StartedOver, UpdateApplied
 from geotrain.outer.messages import (
     Answer,
     Join,
     Lease,
     LeaseRequest,
     Leave,
+    LiftQuarantine,
     MemberSilent,
+    OperatorCommand,
+    Recall,
+    Refused,
     Release,
     Send,
     SkipSamples,
     TakeBack,
     Trained,
     UpdatePart,
+    UpdateRejected,
     Welcome,
 )
 from geotrain.outer.server.server import Handled, Server
@@ -44,7 +50,8 @@ STEP = 2  # samples of an inner step
 class Account:
     """Is told what each server takes and sends. Raises AssertionError where a server differs.
 
-    regions: region → its workers. start: the first weights, by fragment, which is one chunk here.
+    regions: region → its workers. start: the first weights, by fragment, which is one chunk here. absent: who may be
+    taken for dead, since it was killed, cut off, or stood still.
     """
 
     def __init__(
@@ -54,7 +61,9 @@ class Account:
         regions: dict[str, tuple[str, ...]],
         start: list[Tensor],
         samples: int,
+        absent: set[str],
     ) -> None:
+        self.absent, self.samples = absent, samples
         self.config, self.parameter_map, self.regions = config, parameter_map, regions
         self.spec = Specification(config, regions, start, samples, decay=0.0)
         self.codec = make_codec(config.local)
@@ -62,10 +71,19 @@ class Account:
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
         # region, fragment → all weights that it has had
         self.was: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        # region, fragment → worker and job of what has been applied and not been sent
+        self.ahead: defaultdict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+        self.flying: set[tuple[str, int]] = set()  # region, fragment whose update has not been answered
+        self.strikes = Counter[str]()
+        self.asked: dict[str, int] = {}  # worker → last job that its incarnation has asked for
+        self.held: set[int] = set()  # leases that regions have for their workers
+        self.trained: set[int] = set()  # those that updates have brought to their regions
+        self.refusing: dict[str, bool] = {}  # region → whether its next update is refused; False: one was
+        self.paused, self.local_steps = False, config.local_steps
 
     def watch(self, server: Server, lives: Callable[[], bool], fail: Callable[[str], None]) -> None:
         """Be told what this incarnation of a server does, as long as it lives. fail: is called with what is wrong."""
-        take, go_on = server.take, server.go_on
+        take, go_on, admit = server.take, server.go_on, server.admit
 
         def watched(message: Any) -> Handled:
             before = server.members[message.member].incarnation if isinstance(message, Join) else ""
@@ -88,7 +106,15 @@ class Account:
             except (AssertionError, KeyError) as error:
                 fail(f"{server.name}: {error!r} as it was told {told!r:.200}")
 
+        def refusing(part: UpdatePart) -> bool:
+            if self.refusing.get(part.member):
+                self.refusing[part.member] = False
+                raise Refused("a life says so")
+            return admit(part)
+
         server.take, server.go_on = watched, went_on  # type: ignore[method-assign]
+        if server.name == GLOBAL:
+            server.admit = refusing  # type: ignore[method-assign]
 
     def trains(self, parts: Sequence[UpdatePart], slicing: Sequence[Sequence[tuple[StridedSlice, ...]]]) -> None:
         """A worker makes an update, which its ranks are about to send."""
@@ -98,6 +124,18 @@ class Account:
                 cut = cuts[delta.chunk]
                 scatter(self.codec.decode(from_bytes(delta.payload), numel(cut)), cut, deltas[delta.chunk])
         self.deltas[parts[0].member, parts[0].incarnation, parts[0].sequence] = deltas
+
+    def begins(self, region: str) -> None:
+        """A region has nothing of its own any more."""
+        for worker in self.regions[region]:
+            self.asked.pop(worker, None)
+        if not self.config.rule.synchronous:
+            theirs = {n for n, lease in self.spec.ledger.leases.items() if lease.worker in self.regions[region]}
+            self.held -= theirs
+            self.trained -= theirs
+        for fragment in range(len(self.parameter_map.fragments)):
+            self.flying.discard((region, fragment))
+            self.ahead[region, fragment].clear()
 
     def adopts(self, worker: str, fragment: int, weights: Tensor) -> None:
         """A worker has weights from its region, which must have had them."""
@@ -114,6 +152,14 @@ class Account:
     # -- what servers take, and send
 
     def _took(self, server: Any, message: Any, handled: Handled, before: str) -> None:
+        for event in handled.events:
+            if isinstance(event, UpdateApplied) and isinstance(message, UpdatePart):
+                self._check_norms(server.name, message, event)
+        if isinstance(message, MemberSilent):
+            begins = (
+                server.name == GLOBAL and message.member not in self.spec.region
+            )  # no beats with the first weights
+            assert begins or message.member in self.absent, f"{message.member}, who was there, counts as dead"
         if server.name == GLOBAL:
             self._top_took(server, message, handled.reply, before)
         elif isinstance(message, Answer):
@@ -121,6 +167,9 @@ class Account:
                 self._merged(server, message)
         else:
             self._region_took(server, message, handled.reply)
+            if any(isinstance(event, StartedOver) for event in handled.events):
+                self.begins(server.name)
+            self._leases_of_region(server, message, handled, before)
 
     def _top_took(self, top: Any, message: Any, reply: Any, before: str) -> None:
         ledger = self.spec.ledger
@@ -130,6 +179,12 @@ class Account:
                 self._check(top, [d.chunk for d in message.deltas], self.spec.top)
             case Join():
                 if before != message.incarnation:
+                    theirs = {
+                        n for n in ledger.open & self.trained if ledger.leases[n].worker in self.regions[message.member]
+                    }
+                    assert theirs <= {*message.leases}, (
+                        f"leases {theirs} are trained, and only {message.leases} are named"
+                    )
                     self._back(top, message.member, message.leases)
                 ledger.lives(message.leases, reply.gone)
             case TakeBack():
@@ -139,13 +194,23 @@ class Account:
             case Leave():
                 self._back(top, message.member)
             case Release() if not top.rule.in_rounds:
-                for number in message.leases:
-                    ledger.given_back(number)
+                for number in sorted(message.leases):
+                    if message.failed:
+                        ledger.gave_nothing(number, max(0.05 * self.samples, 4 * self.local_steps * STEP))
+                    else:
+                        ledger.given_back(number)
+            case OperatorCommand("pause" | "resume"):
+                self.paused = message.what == "pause"
+            case OperatorCommand(what) if what.startswith("set "):
+                self.local_steps = int(what.partition("=")[2])
             case SkipSamples():
                 for first, last in zip(message.firsts, message.lasts, strict=True):
                     for sample in range(first // STEP * STEP, -(-(last + 1) // STEP) * STEP):
                         ledger.place[sample] = "aside"
             case LeaseRequest() if isinstance(reply, Lease):
+                if reply.lease not in ledger.leases and not top.rule.in_rounds:
+                    assert not self.paused, f"lease {reply.lease} is granted though the run is paused"
+                    assert reply.samples <= self.local_steps * STEP, f"{reply} has more steps than were set"
                 ledger.granted(reply)
         if isinstance(message, UpdatePart | Trained):
             for number in message.leases:
@@ -166,29 +231,88 @@ class Account:
     def _region_took(self, region: Any, message: Any, reply: Any) -> None:
         if isinstance(message, Welcome):
             assert reply == 0, "acknowledged updates are lost"
+        if isinstance(message, UpdateRejected) and message.member != region.name:
+            member = region.members[message.member]
+            ours = reply or (not member.quarantined and member.incarnation == message.incarnation)
+            self.strikes[message.member] += ours
+            due = self.strikes[message.member] >= self.config.limits.strikes
+            assert not ours or reply == due, f"quarantined: {reply}, after {self.strikes[message.member]} strikes"
+        if isinstance(message, LiftQuarantine):
+            self.strikes[message.member] = 0
         if isinstance(message, UpdatePart) and reply:
             deltas = self.deltas[message.member, message.incarnation, message.sequence]
             trained = {(message.member, fragment, message.job) for fragment in deltas}
             again = self.taken & trained if region.rule.in_rounds else set()  # by a former incarnation
             self.taken |= trained
             if isinstance(self.config.rule, RegionMomentumConfig):
-                self.spec.decay = region.rule.decay
+                home, workers = len(self.regions[region.name]), sum(map(len, self.regions.values()))
+                updates = self.samples / STEP / self.config.local_steps * home / workers
+                self.spec.decay = exp(-1 / max(1.0, self.config.rule.momentum_share * updates))
             new = {f: delta for f, delta in deltas.items() if (message.member, f, message.job) not in again}
             self.spec.worker_update(region.name, message.member, new)
+            for fragment in new:
+                self.ahead[region.name, fragment].add((message.member, message.job))
             self._check(region, deltas, self.spec.region[region.name])
 
     def _merged(self, region: Any, answer: Answer) -> None:
         if answer.sequence:
             for weights in answer.weights:
+                self.flying.discard((region.name, weights.chunk))
                 self.spec.region_merges(region.name, weights)
         else:
+            self.begins(region.name)
             self.spec.region_begins(region.name, list(answer.weights))
         self._check(region, [w.chunk for w in answer.weights], self.spec.region[region.name])
 
+    def _leases_of_region(self, region: Any, message: Any, handled: Handled, before: str) -> None:
+        """A recall takes back what no worker has asked for, and that alone."""
+        match message:
+            case LeaseRequest(worker, job):
+                self.asked[worker] = max(job, self.asked.get(worker, 0))
+            case Lease():
+                self.held.add(message.lease)
+            case UpdatePart() if handled.reply:
+                self.held -= set(message.leases)
+                self.trained |= set(message.leases)
+            case Leave() | MemberSilent() | Join() if getattr(message, "incarnation", "") != before:
+                self.asked.pop(message.member, None)
+            case Recall() if not region.rule.in_rounds:
+                known = [self.spec.ledger.leases[number] for number in self.held]
+                spare = {
+                    v.lease for v in known if v.worker in region.members and v.job > self.asked.get(v.worker, v.job)
+                }
+                back = {n for send in handled.sends if isinstance(send.message, Release) for n in send.message.leases}
+                assert back == spare, f"leases {back} are recalled, not {spare}"
+
     def _sent(self, server: Server, sends: tuple[Send, ...]) -> None:
         for send in sends:
+            if isinstance(send.message, Release):
+                self.held -= set(send.message.leases)
             if send.to == GLOBAL and isinstance(send.message, UpdatePart):
                 self.spec.region_sends(server.name, send.message)
+                self._sent_up(server.name, send.message)
+
+    def _sent_up(self, region: str, update: UpdatePart) -> None:
+        """One update of a fragment travels at a time, and a lease goes up when all of its training does."""
+        for sent in update.deltas:
+            assert (region, sent.chunk) not in self.flying, f"fragment {sent.chunk} is sent before it was answered"
+            self.flying.add((region, sent.chunk))
+            self.ahead[region, sent.chunk].clear()
+        for lease in [self.spec.ledger.leases[number] for number in update.leases]:
+            left = [
+                f for (name, f), jobs in self.ahead.items() if name == region and (lease.worker, lease.job) in jobs
+            ]
+            # without the ledger, what is trained while an update travels is in none
+            assert not left or not getattr(self.config.rule, "ledger", True), f"{lease} goes up without {left}"
+
+    def _check_norms(self, server: str, part: UpdatePart, event: UpdateApplied) -> None:
+        if server == GLOBAL:
+            deltas = {d.chunk: self.spec.sent[part.member, d.chunk] for d in part.deltas}
+        else:
+            deltas = {f: x for f, x in self.deltas[part.member, part.incarnation, part.sequence].items()}
+        norms = [float(deltas[f].norm()) for f in event.fragments]
+        told = event.delta_norms
+        assert all(abs(a - b) <= 1e-3 * (1e-6 + b) for a, b in zip(told, norms, strict=True)), f"{told} for {norms}"
 
     def _check(self, server: Any, chunks: Iterable[int], wanted: Sequence[Vector]) -> None:
         for chunk in chunks:

@@ -56,6 +56,17 @@ class Disk:
             self.synced[twin.stat().st_ino] = left if power_lost else durable
         return copy
 
+    def rot(self, folder: Path) -> str:
+        """Flip a bit of the newest of several snapshots: whoever reads it takes the one before. Returns where."""
+        snapshots = sorted(p for p in folder.iterdir() if p.name.isdecimal()) if folder.exists() else []
+        if len(snapshots) > 1:
+            path = self.random.choice(sorted(snapshots[-1].iterdir()))
+            content = bytearray(path.read_bytes())
+            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+            path.write_bytes(content)
+            return f"a bit of {path.name} flips"
+        return ""
+
     def _left(self, now: bytes, durable: bytes) -> bytes:
         """What is left of a file: each byte range is old or new, and the end may be missing."""
         size = self.random.randint(min(len(durable), len(now)), len(now))

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
+from tests.simulation.network import PROCESS
+
 
 class Deadlock(AssertionError):
     """Raised where everything waits and no timer is set: nothing could ever happen again."""
@@ -54,6 +56,7 @@ class _Callback:
 class VirtualLoop(asyncio.AbstractEventLoop):
     """An event loop whose seconds take no time. now_s: virtual seconds since it was made.
 
+    stopped: process → until when it stands still, as by SIGSTOP: what is due for it waits, while its clock goes on.
     An exception in a callback is raised by `run_until_complete`; timers of one moment are called in their order.
     """
 
@@ -62,6 +65,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready = deque[_Callback]()
         self._timers: list[tuple[float, int, _Callback]] = []
         self.numbers = itertools.count()
+        self.stopped: dict[str | None, float] = {}
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
         handle = _Callback(callback, args, context)
@@ -93,7 +97,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     self.now_s = max(self.now_s, when)
                 else:
                     handle = ready.popleft()
-                if not handle.cancelled:
+                if self.stopped and (until_s := self.stopped.get(handle.context.get(PROCESS), 0.0)) > self.now_s:
+                    heappush(timers, (until_s, next(self.numbers), handle))
+                elif not handle.cancelled:
                     handle.context.run(handle.call, *handle.args)
         finally:
             asyncio._set_running_loop(None)

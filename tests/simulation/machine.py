@@ -15,18 +15,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from geotrain.net.server import grpc_service, process_host, server_host, server_thread, shard_host
+from geotrain.net.server import failure_detector, grpc_service, process_host, server_host, server_thread, shard_host
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.storage import frozen_state
-from geotrain.net.transport import grpc_client, wire, worker_client
+from geotrain.net.transport import grpc_client, rpc, wire, worker_client
 from geotrain.net.transport.tcp_counters import Traffic
+from geotrain.outer.server import leases
 from tests.simulation.disk import Disk
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network
 
 FRAME_BYTES = 512  # so that transfers have several frames, and can break between them
 REGION_SILENT_S, WORKER_SILENT_S = 60.0, 25.0  # shorter than in the product: while all wait, nothing can break
+PATIENCE_S = 90.0  # with who hangs
+BEAT_S = 8.0
 
 
 class Machine:
@@ -40,6 +43,7 @@ class Machine:
         self.random, self.loop = drawn, VirtualLoop()
         self.network, self.disk = Network(self.loop, drawn, owners), Disk(drawn)
         self.pools: list[_Writes] = []
+        self.wall_s = 1e9  # what the wall clock is ahead of the loop's
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -67,6 +71,12 @@ class Machine:
             (shard_host, "psutil", _PSUTIL),
             (worker_client, "threading", threads),
             (wire, "DATA_FRAME_BYTES", FRAME_BYTES),
+            (failure_detector, "LEAST_PATIENCE_S", PATIENCE_S),
+            (failure_detector.FailureDetector, "clock", staticmethod(loop.time)),
+            (leases, "LEAST_PATIENCE_S", PATIENCE_S),
+            (grpc_client, "LAST_PAUSE_S", 3.0),
+            (rpc, "BEAT_S", BEAT_S),
+            (rpc, "REGION_BEAT_S", BEAT_S),
         ]
         with ExitStack() as stack:
             for module, attribute, value in put:
@@ -74,7 +84,7 @@ class Machine:
             for target, clock in (("time.monotonic", loop.time), ("time.perf_counter", loop.time)):
                 stack.enter_context(mock.patch(target, clock))
             stack.enter_context(mock.patch("time.sleep", _sleep))
-            stack.enter_context(mock.patch("time.time", lambda: 1e9 + loop.time()))
+            stack.enter_context(mock.patch("time.time", lambda: self.wall_s + loop.time()))
             stack.enter_context(mock.patch("os.fsync", self.disk.fsync))
             stack.enter_context(mock.patch("os.fdatasync", self.disk.fsync))
             stack.enter_context(mock.patch("os.pwrite", self.disk.pwrite))

@@ -44,7 +44,8 @@ class _Pipe:
         loop = self.network.loop
         # later than the one before: timers of one moment come in any order
         self.due_s = max(self.due_s + 1e-6, loop.time() + self.network.latency_s())
-        loop.call_at(self.due_s, self._arrive, item, then or self.arrived.put_nowait)
+        arrive = self._arrive, item, then or self.arrived.put_nowait
+        loop.call_at(self.due_s, *arrive, context=self.network.context)
 
     def _arrive(self, item: Any, then: Callable[[Any], None]) -> None:
         if self.open:
@@ -69,6 +70,8 @@ class Call:
             self.network.loop.call_later(self.network.random.uniform(0.0, CONNECT_S), self.lose)
         else:
             self.up.send(request, self._reach)
+            if self.network.flakiness and self.network.random.random() < self.network.flakiness:
+                self.network.loop.call_later(self.network.random.uniform(0.0, 0.3), self.break_off, 1.0)
 
     # -- the client's end
 
@@ -169,14 +172,14 @@ class Call:
         if self.task is not None:
             self.task.cancel()
 
-    def break_off(self) -> None:
+    def break_off(self, notice_s: float = NOTICE_S) -> None:
         """Break the connection: what is under way is lost, and each end notices for itself."""
         self.up.open = False
         uniform, later = self.network.random.uniform, self.network.loop.call_later
         waiting, self.down.open = self.down.open, False
         if waiting and not self.ended:
-            later(uniform(0.0, NOTICE_S), self._notice)
-        later(uniform(0.0, NOTICE_S), self._end_task)
+            later(uniform(0.0, notice_s), self._notice)
+        later(uniform(0.0, notice_s), self._end_task)
 
     def _notice(self) -> None:
         self.down.open = True
@@ -266,7 +269,8 @@ class Server:
 class Network:
     """All connections of one simulated world.
 
-    latency_s: of one message, drawn anew for each; `slowness` multiplies it. errors: exceptions that handlers raised.
+    latency_s: of one message, drawn anew for each; `slowness` multiplies it. flakiness: the share of calls that
+    break, mostly when the server has heard them. errors: exceptions that handlers raised.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, drawn: random.Random, owners: dict[str, str]) -> None:
@@ -277,6 +281,8 @@ class Network:
         self.errors: list[str] = []
         self.arrived, self.waiting = 0, list[tuple[int, asyncio.Future[None]]]()
         self.slowness, self.bytes_per_s, self.ports = 1.0, 1e7, 20_000
+        self.flakiness = 0.0
+        self.context = contextvars.Context()  # of what arrives: it is in no process yet
 
     def latency_s(self) -> float:
         return self.slowness * self.random.uniform(0.001, 0.1)

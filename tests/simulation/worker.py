@@ -7,9 +7,12 @@ import uuid
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from geotrain.net.transport.sharded_link import shards_above
 from geotrain.outer.messages import Answer, Lease, LeaseRequest
 from geotrain.outer.server.server import identity_of
+from geotrain.parameters.parameter_map import StridedSlice
 from tests.support.net_worlds import FakeWorker, halves, whole
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 HOME = {worker: region for region, workers in REGIONS.items() for worker in workers}
+NAN = b"\0\0\xc0\x7f"  # as fp32
 STEP_S = 0.5  # an inner step's time
 
 
@@ -51,10 +55,14 @@ class SimulatedWorker(FakeWorker):
                 self.job += 1
                 continue
             self.world.note(self.name, lease)
+            self._spoils(lease)
+            while self.name in self.world.hung:
+                await asyncio.sleep(5.0)
             for f in everything:
                 await asyncio.sleep(STEP_S * self.world.random.uniform(0.5, 2.0))
                 pushed, parts = [], self.parts(lease, (f,))
-                self.world.account.trains(parts, self.slicing)
+                if not self.spoilt:
+                    self.world.account.trains(parts, self.slicing)
                 for client, part in zip(self.clients, parts, strict=True):
                     await asyncio.sleep(self.world.random.uniform(0.0, 0.5))  # ranks are not equally fast
                     pushed.append(client.push(part))
@@ -65,12 +73,24 @@ class SimulatedWorker(FakeWorker):
             self.job += 1
         await asyncio.gather(*(client._leave() for client in self.clients))
 
+    def _spoils(self, lease: Lease) -> None:
+        """Whether what this lease's training gives is of no use: then the worker is refused, and ends."""
+        self.spoilt = bool(set(self.world.spoiled) & set(range(lease.start, lease.start + lease.samples)))
+        if self.spoilt:
+            self.world.struck.add(self.name)
+            self.world.disturb(self.name)
+            self.world.absent.add(self.name)
+
+    def _encoded(self, delta: Tensor, cut: tuple[StridedSlice, ...]) -> bytes:
+        payload = super()._encoded(delta, cut)
+        return NAN * (len(payload) // len(NAN)) if self.spoilt else payload
+
     async def end(self) -> None:
         for client in self.clients:
             await client._shut()
 
     async def _leased(self) -> Any:
-        asked = [asyncio.wrap_future(c.lease(LeaseRequest(self.name, self.job))) for c in self.clients]
+        asked = [asyncio.wrap_future(c.lease(LeaseRequest(self.name, self.job, STEP_S))) for c in self.clients]
         granted = set(await asyncio.gather(*asked))
         assert len(granted) == 1, f"ranks were told different things: {granted}"
         return granted.pop()

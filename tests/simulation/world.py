@@ -7,7 +7,9 @@ import asyncio
 import contextvars
 import itertools
 import random
+import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +23,7 @@ import torch
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig, parse, shards_of
 from geotrain.config.cluster import shard_name
+from geotrain.config.outer import LimitsConfig
 from geotrain.monitor.events import EventLog, Trouble
 from geotrain.net.server.server_host import RegionServerHost, ServerHost
 from geotrain.net.server.server_process import (
@@ -42,7 +45,9 @@ from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.events import Event
+from geotrain.outer.messages import Refused
 from geotrain.outer.server.server import Server
+from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.simulation.account import Account
 from tests.simulation.machine import Machine
@@ -50,9 +55,11 @@ from tests.simulation.network import PROCESS, Channel, site
 from tests.simulation.worker import HOME, REGIONS, SimulatedWorker
 from tests.support.net_worlds import TINY, outer
 
+DISK_LOST = "loses its disk"
 SHARDS = 2  # of a server that has some in processes of their own
 LEAVE_S = 300.0  # after the global server's end, those who were never disturbed have ended within this time
 SKIPPED = 5, 6  # samples that the run file skips, in steps of two
+LIMITS = LimitsConfig(strikes=2, quarantine_s=40.0)
 MODEL = {**TINY, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 
 
@@ -67,7 +74,7 @@ def _configs(
         "model": {"config": MODEL},
         "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples, "skip": skip},
         "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
-        "outer": outer(rule, **settings).model_dump(by_alias=True, mode="json"),
+        "outer": outer(rule, limits=LIMITS, **settings).model_dump(by_alias=True, mode="json"),
         "checkpoint": {"every_minutes": 0.2, "keep": keep},
         "monitor": {"enabled": False},
     }
@@ -141,9 +148,13 @@ class World:
         self.record: list[tuple[float, str, Any]] = []
         self.faults: list[str] = []
         self.disturbed: set[str] = set()  # whom the run may have given up: killed, or cut off
+        self.absent: set[str] = set()  # whom others may take for dead
+        self.spoiled = range(0)  # samples whose training gives nothing of use
+        self.hung: set[str] = set()  # workers that beat, and train nothing
+        self.struck: set[str] = set()  # workers that may be refused for good
         self.acknowledged: set[tuple[str, str, int]] = set()
         start = initial_weights(self.run_config, self.parameter_map)
-        self.account = Account(self.run_config.outer, self.parameter_map, REGIONS, start, train_samples)
+        self.account = Account(self.run_config.outer, self.parameter_map, REGIONS, start, train_samples, self.absent)
 
     def server_of(self, worker: str) -> str:
         """The address of a worker's server."""
@@ -190,6 +201,7 @@ class World:
     def cut(self, below: str, above: str, seconds: float) -> None:
         """Let nothing pass for so long between a region or a worker and the server above it."""
         self.disturb(below)
+        self.absent.add(below)
         self.note(below, f"is cut off from {above} for {seconds:g} s")
         self.network.cut(below, above, seconds)
 
@@ -197,8 +209,27 @@ class World:
         """The run may give up this process, and those that depend on it: it may end without them."""
         self.disturbed |= {each for each in self.processes if site(name) in (site(each), HOME.get(each))}
 
+    def stop(self, name: str, seconds: float) -> None:
+        """Let a process stand still for so long."""
+        self.disturb(name)
+        self.absent.add(site(name))
+        self.note(name, f"stands still for {seconds:g} s")
+        self.loop.stopped[name] = self.loop.time() + seconds
+
+    def twin(self, name: str) -> None:
+        """Start a worker again while its former incarnation lives on, as where ssh to its host was lost."""
+        process = self.processes[name]
+        if process.task is not None and not process.ended:
+            process.deaths += 1
+            self.disturb(name)
+            self.absent.add(name)
+            self.struck.add(name)  # whichever joins later is the present one
+            self.note(name, "is started a second time")
+            self.start(name)
+
     def start(self, name: str) -> None:
         process = self.processes[name]
+        self.hung.discard(name)
         context = contextvars.copy_context()
         context.run(PROCESS.set, name)
         run = self._serve if name in self.addresses else self._work
@@ -211,6 +242,8 @@ class World:
             return False
         process.deaths += 1
         self.disturb(name)
+        self.absent.add(site(name))
+        self.loop.stopped.pop(name, None)
         self.note(name, "loses power" if power_lost else "is killed")
         self.network.lose_process(name)
         self.network.servers.pop(self.addresses.get(name, ""), None)
@@ -221,11 +254,24 @@ class World:
                 process.expected = durable(restarted_copy(self, process.host.server))
                 if not SnapshotStore(process.folder / SNAPSHOTS).numbers():
                     process.expected["state"]["origin"] = ANY  # nobody has heard of it: it is drawn anew
+                if not isinstance(process.host.server.shards, RemoteShards) and self.random.random() < 0.5:
+                    self.note(name, self.disk.rot(process.folder / SNAPSHOTS))
         if process.events is not None:
             process.events.alive = False
         process.task.cancel()
         process.task = process.host = None
         return True
+
+    def lose_disk(self, name: str) -> None:
+        """Let a dead region find nothing of its own. One with shards in processes would need copies."""
+        process = self.processes[name]
+        if shard_name(name, 0) not in self.processes:
+            assert process.folder is not None
+            shutil.rmtree(process.folder, ignore_errors=True)
+            process.expected = None
+            self.account.begins(name)
+            self.account.strikes -= Counter({worker: 99 for worker in REGIONS[name]})
+            self.note(name, DISK_LOST)
 
     # -- what runs in a process
 
@@ -282,19 +328,25 @@ class World:
 
     async def _work(self, process: Process) -> None:
         """A worker's link over its production client, and training in place of which time passes."""
-        name, death = process.name, process.deaths
+        name, life, again = process.name, process.deaths, False
         worker = SimulatedWorker(self, name)
         try:
             await worker.live()
-        except ServerForgot:
-            process.task = None
-            self.loop.call_later(1.0, self.start, name)  # as its launcher would
-            return
+        except asyncio.CancelledError:  # it is killed, and all that it has begun with it
+            for task in [task for client in worker.clients for task in client._tasks]:
+                task.cancel()
+            raise
         except Exception as error:
-            self.faults.append(f"{name} ended: {error!r}")
-        finally:
-            if process.deaths == death:
-                await worker.end()
+            again = isinstance(error, ServerForgot) or (isinstance(error, Refused) and name in self.struck)
+            if process.deaths == life and not again:
+                self.faults.append(f"{name} ended: {error!r}")
+        await worker.end()
+        if process.deaths != life:  # another incarnation has taken its place
+            return
+        if again:
+            process.task = None
+            self.loop.call_later(2.0, self.start, name)  # as its launcher would
+            return
         process.ended = True
         self.note(name, "has ended")
 

@@ -6,7 +6,6 @@ It is told what happened (an update was acknowledged, an answer merged, a lease 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +71,6 @@ class Specification:
         self.sent: dict[tuple[str, int], Tensor] = {}  # region, chunk → what it sent last, decoded
         self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a chunk
         self.ledger = Ledger(samples)
-        self.void: list[tuple[bytes, ...]] = []  # payloads of refused updates
-        self.rounds: Counter[tuple[str, int]] = Counter()  # region, chunk → updates that the global server took
 
     # -- weights
 
@@ -127,9 +124,7 @@ class Specification:
 
     def global_update(self, region: str, update: UpdatePart) -> None:
         """The global server has acknowledged a region's update as applied."""
-        assert tuple(sent.payload for sent in update.deltas) not in self.void, "a refused update is taken"
         for sent in update.deltas:
-            self.rounds[region, sent.chunk] += 1
             v, delta = self.top[sent.chunk], self.sent[region, sent.chunk]
             if not is_elsewhere(sent.payload):
                 assert torch.equal(delta, decode(self.config.up, sent.payload, len(v.x))), "not what was sent"
@@ -169,16 +164,6 @@ class Specification:
             close(got, truth, COARSE[codec.name] * float(truth.abs().max()))
         self.mirror[key] = got
         return got
-
-    def refused(self, region: str, update: UpdatePart) -> None:
-        """The global server will never take this update: nobody may say it again, and the region begins anew."""
-        self.void.append(tuple(sent.payload for sent in update.deltas))
-
-    @staticmethod
-    def allowed_s(step_s: float, held: list[int]) -> float:
-        """How long a worker may hold leases of so many steps and send nothing: ten times what the longest takes, and
-        at least half an hour."""
-        return max(1800.0, 10 * step_s * max(held, default=0))
 
     def region_merges(self, region: str, weights: ChunkWeights) -> None:
         """The answer to a region's update: with the ledger, what came meanwhile stays part of the next one."""

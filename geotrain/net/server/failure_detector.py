@@ -105,7 +105,8 @@ class FailureDetector:
             # of for the first time now. One that never came (it has no incarnation) is not waited for.
             last_s = self._last_s(name, member, now_s)
             if member.left or not member.incarnation or now_s - last_s < self.silent_s:
-                await self._look_at_work(name, member, now_s)
+                if not member.left:
+                    await self._look_at_work(name, member, now_s)
             elif not member.silent:
                 # Wait until the server's thread gets to it, and judge then: a member may have spoken meanwhile.
                 await self.server_thread.read(lambda: None)

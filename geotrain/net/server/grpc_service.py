@@ -167,10 +167,10 @@ class GrpcService:
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
         self._check_speaker(context, self.server.member_role, join.member)
+        if join.member in self.server.members:
+            self.failure_detector.heard(join.member, NOBODY)  # the join itself may wait for shards, or for the thread
         if self.shards is not None and not self.shards.ready:
             raise Refused(f"{self.server.name}: not all shards of this server are here", SHARDS_RETRY_S)
-        if join.member in self.server.members:
-            self.failure_detector.heard(join.member, NOBODY)  # the join itself may wait for the server's thread
         welcome = await self.server_thread.say(join)
         self.failure_detector.heard(join.member, join.part)
         self._granted.pop(join.member, None)  # a lease of its earlier incarnation may be void by now

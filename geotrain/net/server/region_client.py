@@ -40,6 +40,7 @@ from geotrain.outer.messages import (
     Validated,
 )
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.shards.remote import RemoteShards
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -139,7 +140,10 @@ class RegionClient:
             return
         if not self.server.fragments:  # a new region: it begins with the global weights
             fragments = tuple(range(len(self.server.parameter_map.fragments)))
-            await self.server_thread.persist(await self._pull(0, fragments))
+            try:
+                await self.server_thread.persist(await self._pull(0, fragments))
+            except NotJoined:  # the global server was restarted meanwhile
+                return
         # Asked only now, because the welcome may have given new numbers to the updates that are in flight.
         # What is delivered meanwhile stays: made after the reading, it is not among what was read.
         self._updates.clear()
@@ -199,6 +203,8 @@ class RegionClient:
     async def _live_anew(self) -> None:
         def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
+            if isinstance(self.server.shards, RemoteShards):  # what they answer names it, too
+                self.server.shards.begin_incarnation(self.server.incarnation)
             return self.server.incarnation
 
         self.link.live_as(await self.server_thread.read(new_incarnation))

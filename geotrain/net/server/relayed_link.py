@@ -21,6 +21,10 @@ class RelayedLink(GrpcClient):
         super().__init__(address, member, incarnation, trust)
         self.own = own
 
+    def live_as(self, incarnation: str) -> None:
+        super().live_as(incarnation)
+        self.own.holdings.drop_weights()
+
     async def push(self, part: UpdatePart) -> int:
         deltas = tuple(ChunkDelta(d.chunk, d.anchor_version, b"") for d in part.deltas)
         bring = rpc.Bring(replace(part, deltas=deltas))

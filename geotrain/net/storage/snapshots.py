@@ -101,15 +101,17 @@ class SnapshotStore:
     def __init__(self, folder: Path, keep: int = 2, mirror_store: MirrorStore | None = None) -> None:
         self.folder, self.keep, self.mirror_store = folder, keep, mirror_store or MirrorStore()
         self._kept: set[int] = set()  # numbers of snapshots that are in use, and must not be dropped
+        self._damaged: set[int] = set()  # numbers of those that were passed over: the next one takes their places
 
     def save(self, state: FrozenState, meta: dict[str, Any]) -> int:
-        """Write the next snapshot, delete the oldest beyond `keep`, and return its number. The state is closed
-        afterwards. Raises StoreError."""
+        """Write the next snapshot, delete all but the newest `keep` whole ones, and return its number. The state is
+        closed afterwards. Raises StoreError."""
         with closing(state):
             numbers = self.numbers()
             number = max(numbers, default=0) + 1
             self._write(number, state, meta)
-        for old in set((*numbers, number)[: -self.keep]) - self._kept:
+        whole = [each for each in (*numbers, number) if each not in self._damaged]
+        for old in {*numbers} - {*whole[-self.keep :]} - self._kept:
             shutil.rmtree(self.path(old), ignore_errors=True)
         return number
 
@@ -191,6 +193,7 @@ class SnapshotStore:
             try:
                 return _load(self.path(number), number, names, faults, self.mirror_store), faults
             except DamagedSnapshot as error:
+                self._damaged.add(number)
                 faults.append(f"{self.path(number)}: damaged, passed over: {error}")
         return None, faults
 

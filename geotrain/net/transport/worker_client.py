@@ -96,6 +96,7 @@ class WorkerClient:
         self._work = asyncio.Event()
         self._rejoining = asyncio.Lock()
         self._joins = 0
+        self._forgotten: ServerForgot | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -199,7 +200,14 @@ class WorkerClient:
         """Repeat a call until it gives a value, and join again where the server asks for it."""
         if (link := self._link) is None:
             raise RuntimeError("join first")
-        return link.persist(lambda: attempt(link), self.deadline_s, rejoin=self._rejoin, patient=patient)
+
+        async def known(link: GrpcClient = link) -> T | None:
+            # Whichever call has joined again, a heartbeat perhaps, the others would wait for what will never come.
+            if self._forgotten is not None:
+                raise self._forgotten
+            return await attempt(link)
+
+        return link.persist(known, self.deadline_s, rejoin=self._rejoin, patient=patient)
 
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
@@ -232,11 +240,12 @@ class WorkerClient:
             assert link is not None and join is not None
             welcome = await link.join(replace(join, mirrors=self.mirrors()))
             if welcome.sequence <= self._applied:
-                raise ServerForgot(
+                self._forgotten = ServerForgot(
                     f"{self.address} expects update {welcome.sequence} of {join.member}, but had acknowledged "
                     f"{self._applied}: it was restored from an older state, or has started over; start this worker "
                     "again"
                 )
+                raise self._forgotten
             self._joins += 1
             self._note_applied(welcome.sequence - 1)
             for pushed in self._parts:

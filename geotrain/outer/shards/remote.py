@@ -246,6 +246,10 @@ class Holdings:
             return None
         return HeldPart(bare(part), tuple(known[delta.chunk] for delta in part.deltas))
 
+    def drop_weights(self) -> None:
+        """Drop what is known of answers, as the region starts over: it gets the same weights again, perhaps."""
+        self._weights.clear()
+
     def drop(self, part: UpdatePart) -> None:
         """Drop a part that the coordinator has taken, or refused for good."""
         self._parts.get((part.member, part.part), {}).pop((part.incarnation, part.sequence), None)
