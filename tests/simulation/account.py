@@ -180,7 +180,9 @@ class Account:
             case Join():
                 if before != message.incarnation:
                     theirs = {
-                        n for n in ledger.open & self.trained if ledger.leases[n].worker in self.regions[message.member]
+                        n
+                        for n in ledger.open & self.trained
+                        if ledger.leases[n].worker in self.regions[message.member]
                     }
                     assert theirs <= {*message.leases}, (
                         f"leases {theirs} are trained, and only {message.leases} are named"

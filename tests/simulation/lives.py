@@ -246,8 +246,6 @@ def violations(world: World) -> list[str]:
     samples = world.run_config.data.train_samples
     skipped = set(range(4, 8)) if world.run_config.data.skip else set()  # whole steps
     aside = {sample for sample, place in enumerate(world.account.spec.ledger.place) if place == "aside"}
-    if leases.repeated_samples and not world.disturbed:
-        found.append(f"{leases.repeated_samples} samples are trained twice, though nobody was disturbed")
     if leases.committed_samples + len(aside) != samples or leases.open or leases.pool:
         found.append(
             f"{leases.committed_samples} of {samples} samples are committed; out: {leases.open} {leases.pool}"
