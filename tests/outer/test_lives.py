@@ -23,7 +23,6 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Recall,
     Refused,
-    Release,
     UpdateRejected,
     Welcome,
 )
@@ -147,18 +146,6 @@ def test_an_answer_that_comes_twice_is_adopted_once():
     assert torch.equal(region.weights(0), x) and torch.equal(region.state()[0]["mirror.0"], mirror)
 
 
-def test_the_end_is_the_same_for_all_ranks_of_a_worker():
-    """A lease that comes back after rank 0 was told "finished" must not go to rank 1."""
-    world = make(config(), train_samples=8)
-    lease = world.lease("a")
-    top = world.top
-    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
-    top.handle(Release((lease.lease,)))
-    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
-    again = top.handle(LeaseRequest("a", 1)).reply
-    assert (again.start, again.samples) == (lease.start, lease.samples)
-
-
 def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     world = make(config(), train_samples=64)
     world.top.handle(Leave("eu"))
@@ -209,24 +196,6 @@ def test_a_region_learns_its_number_from_the_global_server():
     assert [u.sequence for u in region.in_flight.values()] == sorted(region.in_flight)
     assert region.sequence == max(region.in_flight)
     assert region.global_versions == [0] * len(flying)  # nobody knows the lost versions
-
-
-def test_an_automatic_reserve_lasts_a_minute_and_is_a_fiftieth_of_the_run_at_most():
-    world = make(config(lease_reserve="auto", local_steps=8), train_samples=1 << 20)
-    region = world.regions["eu"]
-
-    def asked(job: int, step_s: float) -> list[int]:
-        region.leases.held["a"].clear()
-        region.leases.forget("a")
-        world.up["eu"].clear()
-        world.tell("eu", LeaseRequest("a", job, step_s))
-        return [message.job for message in world.up["eu"]]
-
-    assert asked(1, 0.5) == [1]  # of how many jobs, nobody has said
-    region.leases.jobs_each = 500.0
-    assert [len(asked(1, step_s)) - 1 for step_s in (100.0, 8.0, 2.5, 0.8, 0.001)] == [1, 1, 3, 10, 10]
-    region.leases.jobs_each = 75.0
-    assert asked(1, 0.8) == [1, 2]
 
 
 def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():

@@ -79,7 +79,10 @@ class World(ABC):
     def __init__(self, plan: Plan) -> None:
         self.parameter_map = tiny_layout(plan.outer)
         self.workers = {
-            name: (region, FakeWorker(name, self.parameter_map, cut(self.parameter_map)))
+            name: (
+                GLOBAL if plan.outer.flat else region,
+                FakeWorker(name, self.parameter_map, cut(self.parameter_map)),
+            )
             for region, workers in plan.slicings().items()
             for name, cut in workers.items()
         }
@@ -137,9 +140,7 @@ class InMemory(World):
         super().__init__(plan)
         self.told = watch
         self.events: defaultdict[str, list[Any]] = defaultdict(list)
-        regions: dict[str, list[FakeWorker]] = {region: [] for region in plan.regions}
-        for region, worker in self.workers.values():
-            regions[region].append(worker)
+        regions = {region: [self.workers[name][1] for name in names] for region, names in plan.regions.items()}
         self.world = JournaledWorld(
             folder, plan.outer, regions, first_weights(self.parameter_map), self.parameter_map,
             watch=self.watch, train_samples=plan.samples, samples_per_step=STEP,
@@ -165,8 +166,6 @@ class InMemory(World):
         self.told(server, message, outcome)
 
     def tell(self, server: str, message: Message) -> Any:
-        if server == GLOBAL:
-            return self.world.top.handle(message).reply
         try:
             reply = self.world.tell(server, message)
         except Refused as refused:

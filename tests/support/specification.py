@@ -6,7 +6,6 @@ It is told what happened (an update was acknowledged, an answer merged, a lease 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,25 +71,19 @@ class Specification:
         self.sent: dict[tuple[str, int], Tensor] = {}  # region, chunk → what it sent last, decoded
         self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a chunk
         self.ledger = Ledger(samples)
-        self.void: list[tuple[bytes, ...]] = []  # payloads of refused updates
-        self.rounds: Counter[tuple[str, int]] = Counter()  # region, chunk → updates that the global server took
 
     # -- weights
 
     def region_begins(self, region: str, told: list[ChunkWeights]) -> None:
         """It adopts the global weights: the first time, or since it starts over. Versions never fall."""
         before = [v.version for v in self.region.get(region, [])] or [0] * len(told)
-        self.forget_link(region)
+        for table in (self.residual, self.mirror):  # of a new beginning neither is left
+            for key in [key for key in table if key[0] == region]:
+                del table[key]
         self.region[region] = []
         for weights, version in zip(sorted(told, key=lambda w: w.chunk), before, strict=True):
             x = self.received(region, weights)
             self.region[region].append(Vector(x, version, base=x))
-
-    def forget_link(self, region: str) -> None:
-        """A new beginning of a region: neither residuals nor mirrors are left."""
-        for table in (self.residual, self.mirror):
-            for key in [key for key in table if key[0] == region]:
-                del table[key]
 
     def worker_update(self, region: str, worker: str, deltas: dict[int, Tensor]) -> None:
         """A region server has acknowledged a worker's update as applied."""
@@ -127,9 +120,7 @@ class Specification:
 
     def global_update(self, region: str, update: UpdatePart) -> None:
         """The global server has acknowledged a region's update as applied."""
-        assert tuple(sent.payload for sent in update.deltas) not in self.void, "a refused update is taken"
         for sent in update.deltas:
-            self.rounds[region, sent.chunk] += 1
             v, delta = self.top[sent.chunk], self.sent[region, sent.chunk]
             if not is_elsewhere(sent.payload):
                 assert torch.equal(delta, decode(self.config.up, sent.payload, len(v.x))), "not what was sent"
@@ -169,16 +160,6 @@ class Specification:
             close(got, truth, COARSE[codec.name] * float(truth.abs().max()))
         self.mirror[key] = got
         return got
-
-    def refused(self, region: str, update: UpdatePart) -> None:
-        """The global server will never take this update: nobody may say it again, and the region begins anew."""
-        self.void.append(tuple(sent.payload for sent in update.deltas))
-
-    @staticmethod
-    def allowed_s(step_s: float, held: list[int]) -> float:
-        """How long a worker may hold leases of so many steps and send nothing: ten times what the longest takes, and
-        at least half an hour."""
-        return max(1800.0, 10 * step_s * max(held, default=0))
 
     def region_merges(self, region: str, weights: ChunkWeights) -> None:
         """The answer to a region's update: with the ledger, what came meanwhile stays part of the next one."""
@@ -222,7 +203,6 @@ class Ledger:
         self.leases: dict[int, Lease] = {}  # every lease that was ever granted
         self.done: set[int] = set()  # those that an update brought
         self.repeated = 0  # samples that two have trained, counted
-        self.failed: set[int] = set()  # samples whose training gave nothing of use once
 
     def granted(self, lease: Lease) -> None:
         if lease.lease in self.leases:
@@ -238,18 +218,6 @@ class Ledger:
         for sample in range(lease.start, lease.start + lease.samples):
             if self.place[sample] == number:
                 self.place[sample] = "free"
-
-    def gave_nothing(self, number: int, most: float) -> None:
-        """Its training was of no use: what has failed before is set aside, as far as that is `most` samples."""
-        lease = self.leases[number]
-        mine = {s for s in range(lease.start, lease.start + lease.samples) if self.place[s] == number}
-        self.given_back(number)
-        twice = mine & self.failed
-        self.failed |= mine
-        if twice and self.place.count("aside") + len(twice) <= most:
-            self.failed -= twice
-            for sample in twice:
-                self.place[sample] = "aside"
 
     def trained(self, number: int) -> None:
         """It is part of the global weights now. Its samples count, unless they have gone to others meanwhile."""
