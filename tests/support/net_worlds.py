@@ -7,11 +7,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,29 +83,6 @@ def first_weights(parameter_map: ParameterMap, seed: int = 1) -> list[Tensor]:
         for parameter, (_, view) in zip(f.parameters, parameter_map.split(f.index, vectors[f.index]), strict=True):
             view.copy_(initial_tensor(parameter, seed))
     return vectors
-
-
-def stripes(parameter_map: ParameterMap) -> Slicing:
-    """Three parts: every third group of 8 elements, as strided rows."""
-    parts: list[list[tuple[StridedSlice, ...]]] = [[], [], []]
-    for f in parameter_map.fragments:
-        rows, tail = divmod(f.numel, 24)
-        for part in range(3):
-            chunks = [StridedSlice(8 * part, 8, 24, rows)] if rows else []
-            if part == 2 and tail:
-                chunks.append(StridedSlice(24 * rows, tail))
-            parts[part].append(tuple(chunks))
-    return parts
-
-
-def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of a coroutine function: it runs on an event loop of its own, with a deadline."""
-
-    @wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), BUSY_S))
-
-    return run
 
 
 class Loop:

@@ -46,7 +46,7 @@ from tests.support.scenario_worlds import AsProcesses, InMemory, OverSockets, Pl
 
 WORLDS: dict[str, Callable[..., World]] = {"sockets": OverSockets, "processes": AsProcesses}
 TRANSPORTS = re.compile(r"^# transports: (.*)$", re.MULTILINE)
-LIMITS = ("strikes", "strike_window", "norm_deviations", "norm_free_updates")
+LIMITS = "strikes", "strike_window", "norm_deviations", "norm_free_updates", "quarantine_s"
 
 
 class Scenario:
@@ -117,11 +117,11 @@ class Scenario:
         changes: other fields."""
         self.joins(worker, life, part, **changes)
 
-    def do_lease(self, worker: str, job: int = 0) -> None:
-        """Ask for a lease. job: for which of the worker's jobs; 0: its next, which
-        is the one after a job without data."""
+    def do_lease(self, worker: str, job: int = 0, step_s: float = 0.0) -> None:
+        """Ask for a lease. job: for which of the worker's jobs; 0: its next, which is the one after a job without
+        data. step_s: of its inner steps, as it says."""
         fake = self.world.workers[worker][1]
-        request = LeaseRequest(worker, job or fake.job + 1)
+        request = LeaseRequest(worker, job or fake.job + 1, step_s)
         try:
             reply = self.world.lease(worker, self.incarnation(worker), request)
         except Refused as refused:
@@ -230,6 +230,18 @@ class Scenario:
         worker = member in self.world.workers
         server = self.world.workers[member][0] if worker else GLOBAL
         self.call(server, MemberSilent(member, self.incarnation(member) if worker else self.world.life_of(member)))
+
+    def do_passes(self, seconds: str, *heard: str, at: str = "", late: float = 0.0) -> None:
+        """Let seconds pass by the clock of a server's failure detector, which then looks. heard: whom it has heard of
+        at their end, as a or a/1, its second rank. at: which server; "": the first region's. late: for how long it
+        stood still itself. Over sockets only."""
+        ranks = [(name, int(rank or 0)) for name, _, rank in (word.partition("/") for word in heard)]
+        self.world.passes(at or self.servers[0], float(seconds), ranks, late)  # type: ignore[attr-defined]
+
+    def do_states(self, server: str) -> None:
+        """Show what its server makes of each member, by when it heard of it last."""
+        members = self.world.status(server)["members"].items()
+        self.lines.append(f"{server}: " + ", ".join(f"{name} is {facts['state']}" for name, facts in members))
 
     def do_strike(self, worker: str, times: int = 1) -> None:
         """Tell the region that updates of the worker were refused for good before they came to the journal."""

@@ -357,13 +357,31 @@ class OverGrpc(World):
 
 
 class OverSockets(OverGrpc):
-    """Runs the servers on threads and sockets of this process."""
+    """Runs the servers on threads and sockets of this process. now_s: by the clock of their failure detectors, which
+    look at their members only when time passes here."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         super().__init__(plan)
         self.loop, self.links, self.regions = Loop(), {}, tuple(plan.regions)
         self.cluster = Cluster(self.loop, folder, plan.outer, plan.slicings(), plan.samples, STEP)
-        self.identity = self.cluster.identity
+        self.identity, self.now_s = self.cluster.identity, 0.0
+        for server in (GLOBAL, *self.regions):
+            self.hold_clock(server)
+
+    def hold_clock(self, server: str) -> None:
+        detector = self.running(server).service.failure_detector
+        self.loop.loop.call_soon_threadsafe(detector.stop)
+        detector.clock = lambda: self.now_s
+        detector._heard_s = dict.fromkeys(detector._heard_s, self.now_s)
+
+    def passes(self, server: str, seconds: float, heard: list[tuple[str, int]], late_s: float) -> None:
+        """Let seconds pass, and the server's failure detector look. heard: member and rank of whom it has heard at
+        their end. late_s: for how long its process stood still."""
+        self.now_s += seconds
+        detector = self.running(server).service.failure_detector
+        for rank in heard:
+            detector.heard(*rank)
+        self.loop.do(detector.look(self.now_s - late_s))
 
     def running(self, server: str) -> Any:
         return self.cluster.top if server == GLOBAL else self.cluster.regions[server]
@@ -387,6 +405,7 @@ class OverSockets(OverGrpc):
             self.cluster.top = running.again()
         else:
             self.cluster.regions[server] = running.again()
+        self.hold_clock(server)
 
     def refuse(self, region: str) -> None:
         top, admit = self.cluster.top.server, self.cluster.top.server.admit
