@@ -24,11 +24,10 @@ from geotrain.outer.messages import (
     Recall,
     Refused,
     UpdateRejected,
-    Welcome,
 )
 from geotrain.outer.server.member import MOST_INCARNATIONS
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
-from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded
+from tests.support.outer_world import config, halves, make, random_deltas, saved_and_loaded
 
 
 def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
@@ -165,37 +164,6 @@ def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     assert again.done
     again.begin_again()
     assert not again.gone and not again.empty
-
-
-def answered(world: World, region: str) -> None:
-    """The region gets all weights of the global server."""
-    server = world.regions[region]
-    world.top.handle(dataclasses.replace(server.join_message(), incarnation="life-2"))
-    fragments = tuple(range(len(world.parameter_map.fragments)))
-    server.handle(world.top.answer(region, "life-2", 0, 0, fragments))
-
-
-def test_a_region_learns_its_number_from_the_global_server():
-    world = make(config(updates_per_send=1), fragments=1)
-    region = saved_and_loaded(world, "eu")
-    region.fragments = []  # its folder was lost: four updates are known above
-    assert region.handle(Welcome(5, 1)).reply == 0
-    assert region.sequence == 4
-    world.regions["eu"] = region
-    answered(world, "eu")
-    for join in world.workers["a"][1].joins(world.identity):
-        region.handle(join)
-    world.push("a", random_deltas(world, 1))
-    flying = sorted(region.in_flight)
-    assert flying[0] == 5 and region.handle(Welcome(5, 1)).reply == 0
-    assert region.handle(Welcome(7, 1)).reply == 0 and sorted(region.in_flight) == flying  # two are applied already
-    region.global_versions = [9] * len(flying)
-    lost = Welcome(2, 1, versions=(0,) * len(flying))
-    assert region.handle(lost).reply == 3  # restored from an older state: three acknowledged ones are lost
-    assert sorted(region.in_flight) == [n - 3 for n in flying]
-    assert [u.sequence for u in region.in_flight.values()] == sorted(region.in_flight)
-    assert region.sequence == max(region.in_flight)
-    assert region.global_versions == [0] * len(flying)  # nobody knows the lost versions
 
 
 def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():

@@ -35,9 +35,10 @@ from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
-from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters, gather, numel, scatter
 from geotrain.staging.interface import to_bytes
+from tests.support import outer_world
+from tests.support.local_servers import first_weights
 from tests.support.outer_configs import outer_config
 from tests.support.outer_world import UPDATES, halves, whole  # noqa: F401
 
@@ -75,14 +76,6 @@ def outer(rule: str = "halos", **changes: Any) -> OuterConfig:
 
 def tiny_layout(config: OuterConfig) -> ParameterMap:
     return ParameterMap(canonical_parameters(architecture_from_hf(TINY)), config.fragments.layers_per_fragment)
-
-
-def first_weights(parameter_map: ParameterMap, seed: int = 1) -> list[Tensor]:
-    vectors = [torch.empty(f.numel) for f in parameter_map.fragments]
-    for f in parameter_map.fragments:
-        for parameter, (_, view) in zip(f.parameters, parameter_map.split(f.index, vectors[f.index]), strict=True):
-            view.copy_(initial_tensor(parameter, seed))
-    return vectors
 
 
 class Loop:
@@ -280,12 +273,9 @@ class FakeWorker:
 
     def joins(self) -> list[Join]:
         """Make what each rank says at first."""
-        i, cuts = self.identity, [tuple(tuple(c) for c in cut) for cut in self.slicing]
-        return [
-            Join(i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation, part,
-                 len(cuts), cut, cut)
-            for part, cut in enumerate(cuts)
-        ]  # fmt: skip
+        return outer_world.FakeWorker(self.name, self.parameter_map, self.slicing).joins(
+            self.identity, self.incarnation
+        )
 
     def adopt(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
         """As the trainer does: ranks adopt answers of one incarnation of the server only."""
@@ -405,15 +395,6 @@ def wait_for(what: Callable[[], Any], within_s: float = BUSY_S) -> Any:
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
     return value
-
-
-def train_all(cluster: Cluster, incarnation: str = "life-1") -> list[FakeWorker]:
-    """Every worker until it is told that it is finished, side by side."""
-    workers = [cluster.worker(name, incarnation) for name in cluster.home]
-    with side_by_side(workers):
-        pass
-    wait_for(lambda: cluster.top.server.finished)
-    return workers
 
 
 @contextmanager

@@ -122,8 +122,3 @@ def check_shards(server: Any) -> None:
 def frozen(server: Any) -> Any:
     tensors, meta = server.state()
     return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(meta)
-
-
-def thawed(saved: Any) -> Any:
-    tensors, meta = saved
-    return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(meta)

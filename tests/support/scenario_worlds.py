@@ -45,7 +45,8 @@ from geotrain.outer.messages import (
 from geotrain.outer.server.liveness import liveness
 from geotrain.outer.server.server import Handled, identity_of
 from geotrain.outer.server.waits import WaitTable, waits
-from tests.support.net_worlds import BUSY_S, Cluster, Loop, first_weights, tiny_layout, wait_for
+from tests.support.local_servers import first_weights
+from tests.support.net_worlds import BUSY_S, Cluster, Loop, tiny_layout, wait_for
 from tests.support.outer_world import FakeWorker, halves, whole
 from tests.support.recorded_world import JournaledWorld
 from tests.support.server_processes import Site
@@ -325,10 +326,11 @@ class OverGrpc(World):
         raise NotImplementedError(f"a scenario over sockets cannot say {type(message).__name__}")
 
     def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
-        link = self.connection(worker, incarnation)
+        link, deadline_s = self.connection(worker, incarnation), time.monotonic() + BUSY_S
         while (reply := self.call(lambda: link.lease(request, 0.2))) is None:
             if self.status(GLOBAL)["phase"] == "paused":
                 return None
+            assert time.monotonic() < deadline_s, "all data is with others, and over sockets nobody can wait for it"
         return reply
 
     def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:

@@ -1,5 +1,10 @@
 """Subjects that are crashed: servers with their journals and snapshots, a worker's checkpoints, an export, a data
-set."""
+set.
+
+Each has `live`: an incarnation in a folder, which says a number for each thing that it has acknowledged; `again`:
+one that begins with what an earlier one left, and acknowledges nothing new; `look`, which says what the folder gives,
+as a digest; and `right`: whether that is right after so many acknowledgements.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import tokenizers
@@ -45,17 +50,6 @@ Say = Callable[[Any], None]
 UPDATES = 3
 SNAPSHOT_EVERY = 6  # messages
 WRITES = 3  # of a whole folder
-
-
-class Subject(Protocol):
-    """live: an incarnation in a folder, which says a number for each thing that it has acknowledged. again: a
-    incarnation that begins with what an earlier one left, and acknowledges nothing new. look: says what the folder
-    gives, as a digest. right: whether that is right after so many acknowledgements."""
-
-    def live(self, folder: Path, say: Say) -> None: ...
-    def again(self, folder: Path, say: Say) -> None: ...
-    def look(self, folder: Path, say: Say) -> None: ...
-    def right(self, acknowledged: int, digest: int) -> bool: ...
 
 
 class ServerSubject:
