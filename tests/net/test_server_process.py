@@ -201,10 +201,6 @@ def test_what_a_server_says_and_does_without_workers(site):
     top.send(signal.SIGTERM)
     assert top.ended() == (0, "")
     assert [e["event"] for e in site.events("global")].count("SnapshotWritten") == 3
-    region = site.serve("eu")  # which stops while the global server is away
-    wait_for(lambda: (site.folder / "eu" / "listening.json").exists())
-    region.send(signal.SIGTERM)
-    assert region.ended() == (0, "")
 
     code, said = site.serve("global").ended()
     assert code == 1 and "holds the state of a run already; resume it, or choose another folder" in said
@@ -228,3 +224,7 @@ def test_snapshots_go_by_the_time_and_not_by_the_number_of_fragments(tmp_path):
             server.send(signal.SIGTERM)
             assert server.ended()[0] == 0
         assert many or taken() == 2  # of the beginning and the end
+    region = made.serve("eu", resume=True)  # a region stops also while the global server is away
+    wait_for((folder / "eu" / "listening.json").exists)
+    region.send(signal.SIGTERM)
+    assert region.ended() == (0, "")
