@@ -32,7 +32,9 @@ def test_a_fault_is_in_code_that_is_there_and_its_tests_are_too(fault: Fault) ->
     for test in fault.tests:
         file, _, name = test.partition("::")
         text = (ROOT / file).read_text()
+        name, _, case = name.rstrip("]").partition("[")
         assert not name or re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"{test}: there is none"
+        assert "scenarios" not in file or not case or (ROOT / file).with_name(f"{case}.txt").exists(), f"{test}: gone"
 
 
 def test_there_are_faults_in_every_package() -> None:

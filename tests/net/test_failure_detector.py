@@ -1,4 +1,5 @@
-"""The failure detector, in time that passes when a test says so: the silent count as dead, the living do not."""
+"""The failure detector, in time that passes when a test says so. What it makes of workers is told in
+tests/scenarios/silence.txt."""
 
 from __future__ import annotations
 
@@ -8,11 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from geotrain.config import LimitsConfig
-from geotrain.monitor.events import Trouble
 from geotrain.net.server import failure_detector
 from geotrain.outer.events import Event
-from geotrain.outer.messages import LeaseRequest, OperatorCommand, Refused, RunComplete
+from geotrain.outer.messages import OperatorCommand, RunComplete
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
 SILENT_S = 1e6  # by the server's own clock nothing happens
@@ -59,83 +58,6 @@ def begin(make: Callable[..., Cluster]) -> Callable[..., tuple[Cluster, Hands]]:
     return begun
 
 
-@pytest.mark.parametrize("heard", [[], [("a", 0)], [("a", 1)]])
-def test_a_dead_workers_lease_returns_to_the_pool_and_is_trained(begin, heard):
-    """Also when only one of its ranks died. The idle but living keep theirs."""
-    cluster, hands = begin()
-    dead, living = cluster.joined("a"), cluster.joined("b")
-    lost, held = dead.lease(), living.lease()
-    hands.passes(SILENT_S - 1, ("a", 0), ("a", 1), ("b", 0))
-    hands.passes(SILENT_S - 1, *heard, ("b", 0))
-    assert not hands.silent
-    hands.passes(2, ("b", 0))
-    assert hands.silent == {"a"}
-    lease_table = cluster.top.server.lease_table
-    wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
-    assert hands.states() == {"a": "lost", "b": "up"}
-    assert list(lease_table.open) == [held.lease]
-    while (lease := living.lease()) is not None:
-        living.train(lease)
-    assert sorted(lease.start for lease in living.trained) == [0, 4, 8]
-
-
-def test_who_was_only_slow_goes_on(begin):
-    """Its data lies in the pool still: what it trained of it is counted, once, and nothing is skipped."""
-    cluster, hands = begin()
-    slow, other, lease_table = cluster.joined("a"), cluster.joined("b"), cluster.top.server.lease_table
-    lease = slow.lease()
-    hands.passes(SILENT_S + 1, ("b", 0))
-    wait_for(lambda: lease_table.pool)
-    hands.passes(1, ("a", 0), ("a", 1), ("b", 0))
-    slow.train(lease)
-    wait_for(lambda: lease_table.committed_samples == 4 and not lease_table.pool)
-    slow.leave()
-    while (taken := other.lease()) is not None:
-        other.train(taken)
-    other.leave()
-    wait_for(lambda: cluster.top.server.finished)
-    assert sorted(t.start for t in other.trained) == [4, 8]
-    assert lease_table.committed_samples == 12
-
-
-@pytest.mark.parametrize("says_s", [0.1, 1e6])
-def test_who_beats_but_trains_no_more_loses_its_leases(begin, monkeypatch, says_s):
-    """By the times that the server has seen, whatever the worker says; those who train keep theirs. What it trains
-    all the same is counted, once."""
-    monkeypatch.setattr(failure_detector, "LEAST_PATIENCE_S", 0.0)
-    cluster, hands = begin(28)
-    hangs, trains, region = cluster.joined("a"), cluster.joined("b"), cluster.regions["eu"]
-    lease_table, alive = cluster.top.server.lease_table, (("a", 0), ("a", 1), ("b", 0))
-    for _ in range(2):
-        given = [(worker, worker.lease()) for worker in (hangs, trains)]
-        hands.passes(1, *alive)
-        for worker, lease in given:
-            worker.train(lease)
-        hands.passes(1, *alive)
-    lost = hangs.clients[0].lease(LeaseRequest("a", hangs.job, says_s)).result(BUSY_S)
-    kept = trains.lease()
-    for _ in range(11):
-        hands.passes(1, *alive)
-        assert len(lease_table.open) == 2
-    trains.train(kept)
-    kept = trains.lease()
-    hands.passes(1, *alive)
-    wait_for(lambda: (lost.start, lost.samples) in lease_table.pool)
-    assert region.server.members["a"].silent
-    trouble = [event.what for event in region.events if isinstance(event, Trouble)]
-    assert trouble == ["a: lives, but has sent nothing for 11 s; its leases go to others"]
-    assert list(lease_table.open) == [kept.lease]
-    hangs.train(lost)
-    wait_for(lambda: not lease_table.pool)
-    trains.train(kept)
-    while (lease := trains.lease()) is not None:
-        trains.train(lease)
-    for worker in (hangs, trains):
-        worker.leave()
-    wait_for(lambda: cluster.top.server.finished)
-    assert lease_table.committed_samples == 28
-
-
 def test_a_busy_server_thread_makes_nobody_dead(begin):
     """Heartbeats that came while the server's thread worked on something else are heard before it judges."""
     cluster, hands = begin()
@@ -153,15 +75,6 @@ def test_a_busy_server_thread_makes_nobody_dead(begin):
     assert list(cluster.top.server.lease_table.open) == [lease.lease] and not cluster.top.server.lease_table.pool
 
 
-def test_a_server_that_was_stopped_itself_blames_nobody(begin):
-    cluster, hands = begin()
-    cluster.joined("a")
-    hands.passes(2 * SILENT_S, late_s=1.9 * SILENT_S)
-    assert not hands.silent
-    hands.passes(SILENT_S)
-    assert hands.silent == {"a"}
-
-
 def test_a_worker_that_died_while_its_server_was_away_is_noticed(begin):
     """It counts as heard of when the server looks first; a worker that never came is not waited for."""
     cluster, _ = begin()
@@ -172,33 +85,6 @@ def test_a_worker_that_died_while_its_server_was_away_is_noticed(begin):
     hands.passes(SILENT_S)
     assert hands.silent == {"a"}
     wait_for(lambda: (lost.start, lost.samples) in cluster.top.server.lease_table.pool)
-
-
-def test_a_worker_is_as_its_server_heard_of_it(begin):
-    """From its first join to its goodbye. A join's first words age: they say nothing of ranks that beat."""
-    cluster, hands = begin()
-    alive, missed_s = (("a", 0), ("a", 1)), hands.detector.missed_s
-    wait_for(lambda: hands.waits() == [("join", "a"), ("join", "b")])  # it has joined the global server itself
-    assert hands.states() == {"a": "away", "b": "away"}
-    worker = cluster.joined("a")
-    hands.now_s += 10 * missed_s  # and the detector has not looked
-    for rank in alive:
-        hands.detector.heard(*rank)
-    assert hands.states() == {"a": "up", "b": "away"}
-    worker.train(worker.lease())
-    lease = worker.lease()
-    hands.passes(missed_s, ("a", 0))
-    assert hands.states()["a"] == "cut off" and ("lease", "a") in hands.waits()
-    hands.passes(SILENT_S, ("a", 0))
-    assert hands.states()["a"] == "lost" and ("lease", "a") not in hands.waits()
-    hands.passes(1, *alive)
-    assert hands.states()["a"] == "stalled", "its data went to others"
-    worker.train(lease)
-    assert hands.states()["a"] == "up"
-    worker.leave()
-    hands.passes(SILENT_S)
-    assert hands.states() == {"a": "left", "b": "away"}
-    assert hands.waits() == [("join", "b")]
 
 
 def test_a_region_is_as_the_global_server_heard_of_it(begin):
@@ -231,24 +117,6 @@ def test_a_region_is_as_the_global_server_heard_of_it(begin):
     is_now("up", ("farewell", "eu"))
     again.leave()
     is_now("left")
-
-
-def test_a_quarantine_ends_after_its_time(begin):
-    cluster, hands = begin(limits=LimitsConfig(strikes=1, quarantine_s=600.0))
-    worker = cluster.joined("b")
-    with pytest.raises(Refused, match="no worker comes to job -1"):
-        worker.clients[0].lease(LeaseRequest("b", -1)).result(BUSY_S)
-    member = cluster.regions["eu"].server.members["b"]
-    hands.passes(1, ("b", 0))
-    hands.passes(599, ("b", 0))
-    assert member.quarantined and hands.states()["b"] == "quarantined" and ("quarantine", "b") in hands.waits()
-    with pytest.raises(Refused, match="b is quarantined after 1 refused updates"):
-        cluster.joined("b", "life-2")
-    hands.passes(1, ("b", 0))
-    assert not member.quarantined
-    with pytest.raises(Refused, match=r"this incarnation of it may say no more .*; start it anew"):
-        cluster.joined("b")
-    assert cluster.joined("b", "life-3").lease() is not None
 
 
 def test_who_stays_when_all_is_trained_does_not_hold_the_end(begin):

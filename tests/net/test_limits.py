@@ -14,7 +14,6 @@ import pytest
 import torch
 from grpc import aio
 
-from geotrain.monitor.events import EventLog, Trouble
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import GrpcClient
@@ -151,12 +150,3 @@ def test_a_header_that_promises_too_much_is_refused_before_the_payload(make):
     pushed = worker.clients[0].push(huge)
     with pytest.raises(Refused, match=r"payloads of more than \d+ bytes are refused here"):
         pushed.result(BUSY_S)
-
-
-def test_the_diary_is_bounded(tmp_path):
-    path = tmp_path / "events.jsonl"
-    with EventLog(path, max_bytes=2000) as log:
-        for i in range(100):
-            log.write(Trouble(f"number {i}"))
-    assert path.stat().st_size < 2200 and (tmp_path / "events.jsonl.1").stat().st_size < 2200
-    assert '"number 99"' in path.read_text()

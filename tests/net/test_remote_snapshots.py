@@ -23,7 +23,7 @@ from geotrain.net.storage.recovery import recover
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, Uploader, newest_snapshot
 from geotrain.net.storage.snapshots import META, SnapshotStore, StoreError
 from geotrain.outer.events import Event
-from tests.support.net_worlds import same
+from tests.support.net_worlds import BUSY_S, same
 from tests.support.object_storage import make_bucket, s3_server
 from tests.support.outer_world import config, halves, make, random_deltas
 from tests.support.recorded_world import JournaledWorld
@@ -186,17 +186,18 @@ def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
             store.save(FrozenState(tensors(number)), {"checkpoint_id": f"{number:08d}-a"})
             uploader.wake()
             await asyncio.sleep(0)
-            await uploader.finish(10)
+            await uploader.finish(BUSY_S)
             assert uploader.status() == {"url": far.url, "uploaded": number, "trouble": None}
         far.failures = 1000
         store.save(FrozenState(tensors(3)), {"checkpoint_id": "00000003-a"})
         uploader.wake()
+        while not uploader.status()["trouble"]:
+            await asyncio.sleep(0.01)
         with pytest.raises(StoreError, match=r"not copied there within 0\.2 s \(.*away\); it is in"):
             await uploader.finish(0.2)
-        assert uploader.status()["trouble"]
         task.cancel()
 
-    asyncio.run(work())
+    asyncio.run(asyncio.wait_for(work(), 2 * BUSY_S))
     assert far.uploads == ["00000001-a", "00000002-a"] and far.copies.whole() == ["00000002-a"]
     assert [type(event) for event in told] == [Trouble, SnapshotUploaded, SnapshotUploaded, Trouble]
 

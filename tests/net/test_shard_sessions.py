@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -15,7 +15,22 @@ from geotrain.net.storage.timeline import Timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import Refused
 from geotrain.outer.shards.protocol import Copy
-from tests.support.net_worlds import on_a_loop
+from tests.simulation.loop import VirtualLoop
+
+
+def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Make a test of a coroutine function. Its time is virtual: it passes only where all wait for it."""
+
+    def run() -> None:
+        loop = VirtualLoop()
+        try:
+            loop.run_until_complete(test())
+        finally:
+            for task in (left := asyncio.all_tasks(loop)):
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True)) if left else None
+
+    return run
 
 
 class FakeShard:
@@ -156,10 +171,7 @@ async def test_no_shard_gets_an_order_before_all_have_noted_the_past_that_they_b
     told = [await shard.heard.get() for shard in (quick, slow)]
     assert told[0] == told[1] and told[0].timeline
     quick.say(told[0])
-    while not quick.says.empty():
-        await asyncio.sleep(0)
-    for _ in range(100):  # turns of the loop, in which all that follows from it happens
-        await asyncio.sleep(0)
+    await asyncio.sleep(1000.0)  # all that follows from it has happened
     name = told[0].timeline
     assert not coordinator.ready and lineage.timeline == Timeline(name)
     back, known, untold = sessions(lineage), FakeShard(0, timeline=name), FakeShard(1, timeline="")

@@ -18,7 +18,8 @@ from geotrain.net.storage.snapshots import META, SNAPSHOTS, OtherFormatError, Sn
 from geotrain.outer.messages import Identity
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.parameters.parameter_map import ParameterMapError
-from tests.support.net_worlds import first_weights, outer, same, tiny_layout
+from tests.support.local_servers import first_weights
+from tests.support.net_worlds import outer, same, tiny_layout
 
 TENSORS = {
     "fragment.0.x": torch.arange(100_000.0),

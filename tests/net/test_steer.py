@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
 from geotrain.net.server.peers import is_this_machine
-from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.outer.codec import make_codec
@@ -18,7 +16,7 @@ from geotrain.outer.messages import Lease, LeaseRequest, Validated
 from geotrain.outer.server.leases import Validations
 from geotrain.parameters.parameter_map import numel, scatter
 from geotrain.staging.interface import from_bytes
-from tests.support.net_worlds import BUSY_S, Cluster, halves, outer, train_all, wait_for, whole
+from tests.support.net_worlds import BUSY_S, Cluster, halves, outer, wait_for, whole
 from tests.support.outer_world import weights_of
 
 PLAN = {"eu": {"a": whole, "b": halves}, "us": {"c": whole}}
@@ -61,51 +59,6 @@ def test_workers_wait_while_the_run_is_paused_and_go_on_at_once(make: Callable[.
     asked_again(cluster, 1)
     assert tell(cluster, "resume") == "running"
     assert isinstance(waiting.result(BUSY_S / 2), Lease)
-
-
-def end_and_resume(cluster: Cluster) -> None:
-    """As the server's process does: once it is over, a last snapshot that says so, and a start from it."""
-    for region in cluster.regions.values():
-        wait_for(lambda server=region.server: server.done)  # its workers are told before its own goodbye is answered
-    for name in (*cluster.regions, "top"):
-        running = cluster.top if name == "top" else cluster.regions[name]
-        r = running.recovered
-        copy = cluster.loop.do(
-            running.server_thread.read(lambda s=running.server, r=r: begin_snapshot(s, r.store, r.journal, True))
-        )
-        finish_snapshot(r.store, r.journal, *copy)
-        running.kill()
-    cluster.top = cluster.top.again()
-    cluster.regions = {name: running.again() for name, running in cluster.regions.items()}
-
-
-def test_stopped_and_resumed_gives_the_bits_of_a_run_that_never_stopped(make: Callable[..., Cluster]) -> None:
-    """Synchronous, where the order of updates does not depend on timing."""
-    ends = []
-    for stopped in (False, True):
-        cluster = make(outer("sync"), PLAN, train_samples=60)
-        trained: list[Lease] = []
-        if stopped:
-            stopper = threading.Timer(0.0, lambda cluster=cluster: _stop_after(cluster, 24))
-            stopper.start()
-            trained += [lease for w in train_all(cluster, "life-1") for lease in w.trained]
-            stopper.join()
-            assert 24 <= sum(lease.samples for lease in trained) < 60
-            assert cluster.top.server.phase == "ended" and not cluster.top.server.status()["complete"]
-            end_and_resume(cluster)
-            assert cluster.top.server.phase == "running"
-        trained += [lease for w in train_all(cluster, "life-2") for lease in w.trained]
-        starts = sorted(lease.start for lease in trained)
-        assert starts == list(range(0, 60, 4))  # each sample once
-        assert cluster.top.server.status()["complete"]
-        ends.append([x.clone() for x in weights_of(cluster.top.server)])
-    for straight, resumed in zip(*ends, strict=True):
-        assert torch.equal(straight, resumed)
-
-
-def _stop_after(cluster: Cluster, samples: int) -> None:
-    wait_for(lambda: cluster.top.server.lease_table.committed_samples >= samples)
-    tell(cluster, "stop")
 
 
 def test_without_tls_only_this_machine_steers() -> None:

@@ -28,7 +28,7 @@ from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.messages import Join, LeaseRequest, Refused, Release, TakeBack
-from tests.support.net_worlds import halves, outer, wait_for, whole
+from tests.support.net_worlds import BUSY_S, halves, outer, wait_for, whole
 
 PLAN = {"eu": {"a": halves, "b": whole}, "us": {"c": whole}}
 
@@ -92,7 +92,9 @@ def test_a_worker_speaks_for_itself_only(make, folder):
 
     cluster.loop.do(attempts())
     with pytest.raises(Refused, match="does not speak for"):
-        command(cluster.region_of("b").address, rpc.Control("stop"), 10, cluster.trust("worker", "b", "region", "eu"))
+        command(
+            cluster.region_of("b").address, rpc.Control("stop"), BUSY_S, cluster.trust("worker", "b", "region", "eu")
+        )
 
 
 def test_a_worker_is_no_region_and_a_region_no_other(make, folder):
@@ -140,7 +142,7 @@ def test_strangers_do_not_get_in(make, folder, tmp_path):
             client.join(join)
         client.close()
         assert ask_status(address, 0.8, trust) is None
-    status = ask_status(address, 5.0, cluster.trust("worker", "a", "region", "eu"))
+    status = ask_status(address, BUSY_S, cluster.trust("worker", "a", "region", "eu"))
     assert status is not None
     assert status["region"] == "eu"
 
@@ -148,9 +150,9 @@ def test_strangers_do_not_get_in(make, folder, tmp_path):
 def test_only_the_operator_controls(make, folder):
     cluster = make(outer(), PLAN, certs=folder)
     trust = cluster.trust("operator", "operator", "global", GLOBAL)
-    command(cluster.top.address, rpc.Control("snapshot"), 10, trust)
+    command(cluster.top.address, rpc.Control("snapshot"), BUSY_S, trust)
     with pytest.raises(Refused, match="'explode' means nothing to a run; known: pause, resume, drain, expel"):
-        command(cluster.top.address, rpc.Control("explode"), 10, trust)
+        command(cluster.top.address, rpc.Control("explode"), BUSY_S, trust)
 
 
 def test_certificates_are_made_once_and_keys_are_private(tmp_path):

@@ -17,13 +17,8 @@ from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import (
     DataGone,
-    Finished,
-    Lease,
     LeaseRequest,
-    Leave,
     MemberSilent,
-    NotJoined,
-    OperatorCommand,
     Release,
     UpdateRejected,
 )
@@ -37,7 +32,6 @@ from tests.support.outer_world import (
     FakeWorker,
     World,
     config,
-    flat,
     make,
     random_deltas,
     whole,
@@ -141,21 +135,6 @@ def test_a_synchronous_run_ends_with_all_samples_trained_whenever_a_worker_dies(
 # ---------------------------------------------------------------------------- leases of the silent and of who left
 
 
-def test_a_lease_asked_for_while_paused_does_not_go_to_the_dead():
-    """Of a flat run."""
-    top, joins = flat(), FakeWorker("a", toy(), whole(toy())).joins(flat().identity)
-    top.handle(OperatorCommand("pause"))
-    assert top.handle(LeaseRequest("a", 1)).reply is None
-    top.handle(MemberSilent("a", "life-1"))
-    top.handle(OperatorCommand("resume"))
-    with pytest.raises(NotJoined):  # the call that waited asks again
-        top.handle(LeaseRequest("a", 1))
-    assert not top.lease_table.open
-    for join in joins:  # should it live: it joins, and asks again
-        top.handle(join)
-    assert isinstance(top.handle(LeaseRequest("a", 1)).reply, Lease)
-
-
 def test_what_others_were_given_meanwhile_is_taken_from_nobody_who_counted_as_dead():
     """Of a flat run. An early fragment is held to it, too: it names no lease."""
     top, [made] = flat(samples=32), FakeWorker("a", toy(), whole(toy())).parts({0: torch.ones(64)})
@@ -181,32 +160,6 @@ def test_a_lease_for_a_job_that_is_done_is_given_back_unless_it_is_a_copy():
     assert region.handle(lease).sends == ()  # a copy of what was trained
     other = dataclasses.replace(lease, lease=lease.lease + 7)
     assert [send.message for send in region.handle(other).sends] == [Release((lease.lease + 7,))]
-
-
-def test_a_region_that_leaves_keeps_no_lease():
-    world = make(config(), train_samples=64)
-    assert world.lease("a") is not None
-    world.top.handle(Leave("eu"))
-    assert not world.top.lease_table.open and world.top.lease_table.pool
-
-
-def test_all_ranks_are_told_the_same_of_a_job_without_data():
-    world = two_in_a_region(train_samples=8)
-    top = world.top
-    lease = top.handle(LeaseRequest("a", 1)).reply
-    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
-    assert top.handle(LeaseRequest("b", 2)).reply is None and not top.lease_is_due("b")
-    top.handle(Release((lease.lease,)))
-    assert top.lease_is_due("b") and isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
-    taken = top.handle(LeaseRequest("b", 2)).reply
-    assert (taken.start, taken.samples) == (0, 8)
-    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
-
-
-# ------------------------------------------------------------------- updates of those who were taken for dead
-
-
-# --------------------------------------------------------------------- ranks whose peers have not joined again
 
 
 # ----------------------------------------------------------------------- no ledger; codes; lives

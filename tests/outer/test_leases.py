@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
-from geotrain.outer.server.leases import LeaseTable
+from geotrain.outer.server.leases import LeaseTable, patience_s
 from geotrain.outer.server.region_leases import RegionLeases
 from tests.support.outer_world import config
 
@@ -85,10 +86,25 @@ def test_a_lease_is_had_again_while_it_is_whole_in_the_pool() -> None:
     assert table.gone((2,)) == (2,)
 
 
-def test_an_automatic_reserve_is_bounded_by_the_workers_share_of_the_run() -> None:
-    leases = RegionLeases(("a",), config(lease_reserve="auto"), in_rounds=False)
-    leases.jobs_each = 150.0
-    assert [leases.reserve("a", step_s) for step_s in (0.0, 1e-3, 60.0)] == [0, 3, 1]
+def test_an_automatic_reserve_lasts_a_minute_and_is_a_fiftieth_of_the_run_at_most() -> None:
+    leases = RegionLeases(("a",), config(lease_reserve="auto", local_steps=2), in_rounds=False)
+    steps_s = 0.0, 1e-3, 4.0, 10.0, 60.0
+    for jobs, wanted in (
+        (0.0, [0] * 5),
+        (75.0, [0, 1, 1, 1, 1]),
+        (150.0, [0, 3, 3, 3, 1]),
+        (500.0, [0, 10, 8, 3, 1]),
+    ):
+        leases.jobs_each = jobs
+        assert [leases.reserve("a", step_s) for step_s in steps_s] == wanted
+    leases.jobs_each = 500.0
+    assert list(leases.ask("a", 1, 9, 10.0)) == [2, 3, 4] and list(leases.ask("a", 2, 9, 10.0)) == [5]
+
+
+def test_who_holds_leases_may_be_silent_for_ten_times_what_they_take_and_half_an_hour_at_least() -> None:
+    short, long = Lease("a", 1, 1, 0, 2, 2), Lease("a", 2, 2, 2, 20, 20, validate=1)
+    told = [patience_s(held, step_s, 5) for held in ([], [short], [short, long]) for step_s in (0.0, 1.0, 100.0)]
+    assert told == [math.inf] * 4 + [1800.0, 2000.0, math.inf, 1800.0, 25_000.0]
 
 
 def test_rounds_do_not_depend_on_who_asks_first():

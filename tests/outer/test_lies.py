@@ -16,22 +16,20 @@ from benchmarks import ROOT
 from geotrain.config import LimitsConfig, load_run
 from geotrain.net.transport import wire
 from geotrain.outer.messages import (
-    Finished,
     Identity,
     Join,
     Lease,
     LeaseRequest,
     MemberSilent,
-    OperatorCommand,
     Refused,
     UpdatePart,
 )
 from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.leases import FASTER, MOST_HELD, MOST_HELD_IN_ROUNDS, LeaseTable
+from geotrain.outer.server.leases import FASTER, LeaseTable
 from geotrain.outer.server.limits import FAR, NormLimits
 from geotrain.outer.server.member import MOST_LEASES, MOST_METRICS, MOST_NAME
 from geotrain.outer.server.server import identity_of
-from tests.support.outer_world import FakeWorker, World, config, flat, make, parameter_map, random_deltas, whole
+from tests.support.outer_world import FakeWorker, World, config, make, parameter_map, random_deltas, whole
 
 # ------------------------------------------------------------------------------------------------------ weight
 
@@ -104,79 +102,6 @@ def test_who_is_alone_at_work_is_measured_by_its_own_history():
             for member, told in (("here", 1.03**turn), ("gone", 1.0)):
                 limits2.check(member, 0, told, 4, {"here", "gone"})
                 limits2.note(member, 0, told, 4)
-
-
-# ------------------------------------------------------------------------------------------------------ leases
-
-
-@pytest.mark.parametrize("reserve", [0, 3])
-def test_one_worker_cannot_take_all_leases_of_a_region(reserve):
-    shape = parameter_map()
-    workers = [FakeWorker(name, shape, whole(shape)) for name in ("a", "b")]
-    start = [torch.zeros(f.numel) for f in shape.fragments]
-    world = World(config(lease_reserve=reserve), {"eu": workers}, start, shape, train_samples=1 << 20)
-    most, job = MOST_HELD + reserve, 0
-    with pytest.raises(Refused, match=f"a asks for job {most + 1}, but has not trained job 1: it gets no") as told:
-        while job < 1000:
-            job += 1
-            world.tell("eu", LeaseRequest("a", job))
-            while world.up["eu"]:
-                world.deliver("eu")
-    assert told.value.retry_s  # for now: who is only slow waits
-    held = world.regions["eu"].holds("a")
-    assert len(held) == most and len(world.top.lease_table.open) == len(held)
-    assert world.lease("b") is not None
-    first = min(held)
-    for part in workers[0].parts(random_deltas(world, 1), (first,)):
-        world.tell("eu", part)
-    assert len(world.regions["eu"].holds("a")) == len(held) - 1
-
-
-def test_one_worker_cannot_take_all_leases_of_a_flat_run():
-    top = flat()
-    for job in range(1, MOST_HELD + 1):
-        assert isinstance(top.handle(LeaseRequest("a", job)).reply, Lease)
-    with pytest.raises(Refused, match="a asks for job 65, but has not trained job 1"):
-        top.handle(LeaseRequest("a", MOST_HELD + 1))
-    assert top.handle(LeaseRequest("a", MOST_HELD)).reply.job == MOST_HELD  # what it has it may ask for again
-    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Lease)
-
-
-@pytest.mark.parametrize("workers", [("a", "b"), ("a", "b", "c")])
-def test_rounds_ahead_are_not_laid_out(workers):
-    top = flat("sync", workers=workers)
-    with pytest.raises(Refused, match="round 3, but round 1 is next"):
-        top.handle(LeaseRequest("a", 3))
-    for job in range(1, MOST_HELD_IN_ROUNDS + 1):
-        assert isinstance(top.handle(LeaseRequest("a", job)).reply, Lease)
-    with pytest.raises(Refused, match=f"no more than {MOST_HELD_IN_ROUNDS} ahead"):
-        top.handle(LeaseRequest("a", MOST_HELD_IN_ROUNDS + 1))
-    for worker in workers[1:]:  # nobody's round is forgotten
-        assert isinstance(top.handle(LeaseRequest(worker, 1)).reply, Lease)
-
-
-def test_a_synchronous_worker_sends_one_delta_a_round():
-    top = flat("sync")
-    fake = FakeWorker("a", parameter_map(), whole(parameter_map()))
-    deltas = {0: torch.ones(64)}
-    top.handle(fake.parts(deltas)[0])
-    second = fake.parts(deltas)[0]
-    with pytest.raises(Refused, match="round 2 came, but round 1 has not ended"):
-        top.handle(second)
-    with pytest.raises(Refused, match="round 9 came, but round 2 is next"):
-        top.handle(dataclasses.replace(second, job=9))
-
-
-def test_nobody_completes_the_leases_of_another():
-    top = flat()
-    lease = top.handle(LeaseRequest("a", 1)).reply
-    [part] = FakeWorker("b", parameter_map(), whole(parameter_map())).parts({0: torch.ones(64)}, (lease.lease,))
-    top.handle(part)
-    assert top.lease_table.committed_samples == 0
-    top.handle(MemberSilent("a", "life-1"))
-    [part] = [dataclasses.replace(part, sequence=2)]
-    top.handle(part)
-    assert top.lease_table.committed_samples == 0
 
 
 # ------------------------------------------------------------------------------------------------------ speed
@@ -264,13 +189,3 @@ def test_who_joins_first_does_not_decide_which_data_is_right():
     with pytest.raises(Refused, match="data differs: eu trains on data"):
         top.handle(join("eu", wrong))
     assert top.handle(join("us", right)).reply and top.data == right
-
-
-# ------------------------------------------------------------------------------------------------------ a flat run
-
-
-def test_a_flat_run_drains_the_workers_of_a_region():
-    top = flat(workers=("a",), others=("c",))
-    top.handle(OperatorCommand("drain", "eu"))
-    assert isinstance(top.handle(LeaseRequest("c", 1)).reply, Lease)
-    assert top.handle(LeaseRequest("a", 1)).reply == Finished("a", 1) and top.status()["draining"] == ["eu"]

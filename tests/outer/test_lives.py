@@ -23,13 +23,11 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Recall,
     Refused,
-    Release,
     UpdateRejected,
-    Welcome,
 )
 from geotrain.outer.server.member import MOST_INCARNATIONS
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
-from tests.support.outer_world import World, config, halves, make, random_deltas, saved_and_loaded
+from tests.support.outer_world import config, halves, make, random_deltas, saved_and_loaded
 
 
 def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
@@ -147,18 +145,6 @@ def test_an_answer_that_comes_twice_is_adopted_once():
     assert torch.equal(region.weights(0), x) and torch.equal(region.state()[0]["mirror.0"], mirror)
 
 
-def test_the_end_is_the_same_for_all_ranks_of_a_worker():
-    """A lease that comes back after rank 0 was told "finished" must not go to rank 1."""
-    world = make(config(), train_samples=8)
-    lease = world.lease("a")
-    top = world.top
-    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
-    top.handle(Release((lease.lease,)))
-    assert isinstance(top.handle(LeaseRequest("b", 1)).reply, Finished)
-    again = top.handle(LeaseRequest("a", 1)).reply
-    assert (again.start, again.samples) == (lease.start, lease.samples)
-
-
 def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     world = make(config(), train_samples=64)
     world.top.handle(Leave("eu"))
@@ -178,55 +164,6 @@ def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     assert again.done
     again.begin_again()
     assert not again.gone and not again.empty
-
-
-def answered(world: World, region: str) -> None:
-    """The region gets all weights of the global server."""
-    server = world.regions[region]
-    world.top.handle(dataclasses.replace(server.join_message(), incarnation="life-2"))
-    fragments = tuple(range(len(world.parameter_map.fragments)))
-    server.handle(world.top.answer(region, "life-2", 0, 0, fragments))
-
-
-def test_a_region_learns_its_number_from_the_global_server():
-    world = make(config(updates_per_send=1), fragments=1)
-    region = saved_and_loaded(world, "eu")
-    region.fragments = []  # its folder was lost: four updates are known above
-    assert region.handle(Welcome(5, 1)).reply == 0
-    assert region.sequence == 4
-    world.regions["eu"] = region
-    answered(world, "eu")
-    for join in world.workers["a"][1].joins(world.identity):
-        region.handle(join)
-    world.push("a", random_deltas(world, 1))
-    flying = sorted(region.in_flight)
-    assert flying[0] == 5 and region.handle(Welcome(5, 1)).reply == 0
-    assert region.handle(Welcome(7, 1)).reply == 0 and sorted(region.in_flight) == flying  # two are applied already
-    region.global_versions = [9] * len(flying)
-    lost = Welcome(2, 1, versions=(0,) * len(flying))
-    assert region.handle(lost).reply == 3  # restored from an older state: three acknowledged ones are lost
-    assert sorted(region.in_flight) == [n - 3 for n in flying]
-    assert [u.sequence for u in region.in_flight.values()] == sorted(region.in_flight)
-    assert region.sequence == max(region.in_flight)
-    assert region.global_versions == [0] * len(flying)  # nobody knows the lost versions
-
-
-def test_an_automatic_reserve_lasts_a_minute_and_is_a_fiftieth_of_the_run_at_most():
-    world = make(config(lease_reserve="auto", local_steps=8), train_samples=1 << 20)
-    region = world.regions["eu"]
-
-    def asked(job: int, step_s: float) -> list[int]:
-        region.leases.held["a"].clear()
-        region.leases.forget("a")
-        world.up["eu"].clear()
-        world.tell("eu", LeaseRequest("a", job, step_s))
-        return [message.job for message in world.up["eu"]]
-
-    assert asked(1, 0.5) == [1]  # of how many jobs, nobody has said
-    region.leases.jobs_each = 500.0
-    assert [len(asked(1, step_s)) - 1 for step_s in (100.0, 8.0, 2.5, 0.8, 0.001)] == [1, 1, 3, 10, 10]
-    region.leases.jobs_each = 75.0
-    assert asked(1, 0.8) == [1, 2]
 
 
 def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():

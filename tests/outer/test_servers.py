@@ -10,7 +10,6 @@ import torch
 from geotrain.config import codec_config
 from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
-from geotrain.outer.messages import UpdatePart
 from geotrain.outer.shards.protocol import SendUp
 from tests.support.outer_world import (
     FakeWorker,
@@ -25,32 +24,6 @@ from tests.support.outer_world import (
     weights_of,
     whole,
 )
-
-
-def updates_up(world: World) -> list[UpdatePart]:
-    """What the region has sent up and nobody has taken."""
-    return [message for message in world.up["eu"] if isinstance(message, UpdatePart)]
-
-
-def test_a_region_sends_no_fragment_again_before_it_was_answered() -> None:
-    world = make(config(updates_per_send=1))
-    world.push("a", random_deltas(world, 1))
-    world.push("a", random_deltas(world, 2))
-    assert [update.weight for update in updates_up(world)] == [1]
-    update = world.deliver_up("eu")
-    assert update and world.deliver_down("eu", update)
-    assert [update.weight for update in updates_up(world)] == [1]
-    world.push("a", random_deltas(world, 3))
-    assert len(updates_up(world)) == 1
-
-
-def test_a_lease_goes_up_with_the_last_of_the_fragments_that_hold_its_training() -> None:
-    world = make(config(updates_per_send=1), fragments=1)
-    lease = world.lease("a")
-    assert lease
-    world.push("a", random_deltas(world, 1), (lease.lease,))
-    *earlier, last = updates_up(world)
-    assert len(earlier) == 3 and not any(update.leases for update in earlier) and last.leases == (lease.lease,)
 
 
 def play(world: World, rounds: int = 12) -> list[torch.Tensor]:

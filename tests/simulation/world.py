@@ -337,7 +337,8 @@ class World:
                 task.cancel()
             raise
         except Exception as error:
-            again = isinstance(error, ServerForgot) or (isinstance(error, Refused) and name in self.struck)
+            shut_out = name in self.struck or "others got its data" in str(error)
+            again = isinstance(error, ServerForgot) or (isinstance(error, Refused) and shut_out)
             if process.deaths == life and not again:
                 self.faults.append(f"{name} ended: {error!r}")
         await worker.end()

@@ -19,7 +19,7 @@ from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from tests.support.outer_world import InProcess
 
 
-def first_weights(parameter_map: ParameterMap, seed: int) -> list[torch.Tensor]:
+def first_weights(parameter_map: ParameterMap, seed: int = 1) -> list[torch.Tensor]:
     return [
         torch.cat([initial_tensor(p, seed).reshape(-1).float() for p in fragment.parameters])
         for fragment in parameter_map.fragments

@@ -7,11 +7,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
-from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters, gather, numel, scatter
 from geotrain.staging.interface import to_bytes
+from tests.support import outer_world
+from tests.support.local_servers import first_weights
 from tests.support.outer_configs import outer_config
 from tests.support.outer_world import UPDATES, halves, whole  # noqa: F401
 
@@ -75,37 +76,6 @@ def outer(rule: str = "halos", **changes: Any) -> OuterConfig:
 
 def tiny_layout(config: OuterConfig) -> ParameterMap:
     return ParameterMap(canonical_parameters(architecture_from_hf(TINY)), config.fragments.layers_per_fragment)
-
-
-def first_weights(parameter_map: ParameterMap, seed: int = 1) -> list[Tensor]:
-    vectors = [torch.empty(f.numel) for f in parameter_map.fragments]
-    for f in parameter_map.fragments:
-        for parameter, (_, view) in zip(f.parameters, parameter_map.split(f.index, vectors[f.index]), strict=True):
-            view.copy_(initial_tensor(parameter, seed))
-    return vectors
-
-
-def stripes(parameter_map: ParameterMap) -> Slicing:
-    """Three parts: every third group of 8 elements, as strided rows."""
-    parts: list[list[tuple[StridedSlice, ...]]] = [[], [], []]
-    for f in parameter_map.fragments:
-        rows, tail = divmod(f.numel, 24)
-        for part in range(3):
-            chunks = [StridedSlice(8 * part, 8, 24, rows)] if rows else []
-            if part == 2 and tail:
-                chunks.append(StridedSlice(24 * rows, tail))
-            parts[part].append(tuple(chunks))
-    return parts
-
-
-def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of a coroutine function: it runs on an event loop of its own, with a deadline."""
-
-    @wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), BUSY_S))
-
-    return run
 
 
 class Loop:
@@ -303,12 +273,9 @@ class FakeWorker:
 
     def joins(self) -> list[Join]:
         """Make what each rank says at first."""
-        i, cuts = self.identity, [tuple(tuple(c) for c in cut) for cut in self.slicing]
-        return [
-            Join(i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation, part,
-                 len(cuts), cut, cut)
-            for part, cut in enumerate(cuts)
-        ]  # fmt: skip
+        return outer_world.FakeWorker(self.name, self.parameter_map, self.slicing).joins(
+            self.identity, self.incarnation
+        )
 
     def adopt(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
         """As the trainer does: ranks adopt answers of one incarnation of the server only."""
@@ -428,15 +395,6 @@ def wait_for(what: Callable[[], Any], within_s: float = BUSY_S) -> Any:
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
     return value
-
-
-def train_all(cluster: Cluster, incarnation: str = "life-1") -> list[FakeWorker]:
-    """Every worker until it is told that it is finished, side by side."""
-    workers = [cluster.worker(name, incarnation) for name in cluster.home]
-    with side_by_side(workers):
-        pass
-    wait_for(lambda: cluster.top.server.finished)
-    return workers
 
 
 @contextmanager

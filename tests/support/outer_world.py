@@ -113,12 +113,15 @@ class InProcess:
         self.up[name] = deque(send.message for send in region.resend())
         return None
 
-    def tell(self, region: str, message: Message) -> Any:
-        """The region's reply."""
-        handled = self.regions[region].handle(message)
+    def server(self, name: str) -> Any:
+        return self.top if name == GLOBAL else self.regions[name]
+
+    def tell(self, server: str, message: Message) -> Any:
+        """The server's reply."""
+        handled = self.server(server).handle(message)
         for send in handled.sends:
             if send.to == GLOBAL:
-                self.up[region].append(send.message)
+                self.up[server].append(send.message)
             else:
                 self.down[send.to] = send.message
         return handled.reply
@@ -149,8 +152,9 @@ class World(InProcess):
         self.identity = identity or Identity("test", "config", parameter_map.digest, "toy")
         self.names = {r: tuple(w.name for w in workers) for r, workers in regions.items()}
         self.plan, self.momentum_decay, self.shards = (train_samples, samples_per_step), momentum_decay, shards
-        self.workers = {w.name: (r, w) for r, workers in regions.items() for w in workers}
-        super().__init__(self.begun(GLOBAL), {r: self.begun(r) for r in regions})
+        home = {r: GLOBAL if config.flat else r for r in regions}
+        self.workers = {w.name: (home[r], w) for r, workers in regions.items() for w in workers}
+        super().__init__(self.begun(GLOBAL), {r: self.begun(r) for r in home.values() if r != GLOBAL})
         for r, w in self.workers.values():
             for join in w.joins(self.identity):
                 self.tell(r, join)
@@ -176,9 +180,6 @@ class World(InProcess):
         server = self.build(name)
         self.begin(server)
         return server
-
-    def server(self, name: str) -> Any:
-        return self.top if name == GLOBAL else self.regions[name]
 
     def push(self, worker: str, deltas: dict[int, Tensor], leases: tuple[int, ...] = ()) -> dict[int, Tensor] | None:
         """A whole update of one worker; the weights it is answered with, if any yet."""

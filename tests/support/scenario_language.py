@@ -46,7 +46,7 @@ from tests.support.scenario_worlds import AsProcesses, InMemory, OverSockets, Pl
 
 WORLDS: dict[str, Callable[..., World]] = {"sockets": OverSockets, "processes": AsProcesses}
 TRANSPORTS = re.compile(r"^# transports: (.*)$", re.MULTILINE)
-LIMITS = ("strikes", "strike_window", "norm_deviations", "norm_free_updates")
+LIMITS = "strikes", "strike_window", "norm_deviations", "norm_free_updates", "quarantine_s"
 
 
 class Scenario:
@@ -63,10 +63,17 @@ class Scenario:
     # -- the world
 
     def do_world(
-        self, *regions: str, samples: int = 48, fragments: bool = False, rule: str = "halos", **settings: Any
+        self,
+        *regions: str,
+        samples: int = 48,
+        fragments: bool = False,
+        rule: str = "halos",
+        levels: int = 2,
+        **settings: Any,
     ):
         """Begin a run: `world eu:a/2,b us:c` has two regions and three workers, of which a has two ranks; all have
-        joined. fragments: one a layer. Other settings go into the outer block."""
+        joined. fragments: one a layer. Other settings go into the outer block; with levels=1, in memory only, workers
+        are the global server's own members."""
         named = (region.partition(":") for region in regions)
         plan = {name: {w.partition("/")[0]: 1 + ("/" in w) for w in workers.split(",")} for name, _, workers in named}
         for link in {"up", "down", "local"} & set(settings):
@@ -75,13 +82,15 @@ class Scenario:
             settings["limits"] = LimitsConfig(**limits)
         if not fragments:
             settings["fragments"] = {}
-        told, folder = Plan(plan, outer(rule, **settings), samples), self.folder / "world"
+        # Not validated: a flat run has no use for most of these settings.
+        config = outer(rule, **settings).model_copy(update={"levels": levels})
+        told, folder = Plan(plan, config, samples), self.folder / "world"
         if hasattr(self, "world"):  # another story of this file
             self.world.close()
             shutil.rmtree(folder)
         folder.mkdir()
         self.lives.clear(), self.leases.clear(), self.parts.clear()
-        self.local = told.outer.local
+        self.local, _ = told.outer.worker_codecs
         if self.transport in WORLDS:
             self.world = WORLDS[self.transport](told, folder)
             for worker in self.world.workers:
@@ -90,7 +99,7 @@ class Scenario:
         else:
             self.world = InMemory(told, folder, lambda *_: None)
             self.world.told = self.watch if self.transport == "messages" else self.world.told
-        self.servers = (*plan, GLOBAL)
+        self.servers = (*(() if told.outer.flat else plan), GLOBAL)
         for server in self.servers:
             self.world.new_events(server)
         self.lines.clear()
@@ -108,11 +117,11 @@ class Scenario:
         changes: other fields."""
         self.joins(worker, life, part, **changes)
 
-    def do_lease(self, worker: str, job: int = 0) -> None:
-        """Ask for a lease. job: for which of the worker's jobs; 0: its next, which
-        is the one after a job without data."""
+    def do_lease(self, worker: str, job: int = 0, step_s: float = 0.0) -> None:
+        """Ask for a lease. job: for which of the worker's jobs; 0: its next, which is the one after a job without
+        data. step_s: of its inner steps, as it says."""
         fake = self.world.workers[worker][1]
-        request = LeaseRequest(worker, job or fake.job + 1)
+        request = LeaseRequest(worker, job or fake.job + 1, step_s)
         try:
             reply = self.world.lease(worker, self.incarnation(worker), request)
         except Refused as refused:
@@ -142,6 +151,8 @@ class Scenario:
         newest = self.world.status(region)["versions"]
         anchor = min([newest[f] for f in chosen] if newest else [0]) if version is None else version
         parts = fake.parts(deltas, (lease,) if lease else (), self.incarnation(worker, life), anchor, self.local)
+        if "leases" in changes:  # of one
+            changes["leases"] = (changes["leases"],)
         self.parts[worker] = [replace(each, **changes) for each in parts]
         taken = self.says_parts(worker, part)
         if part >= 0 or not taken:
@@ -182,8 +193,8 @@ class Scenario:
             self.world.rest()
             self.do_pull(worker)
 
-    def do_leave(self, worker: str) -> None:
-        self.call(self.world.workers[worker][0], Leave(worker))
+    def do_leave(self, member: str) -> None:
+        self.call(self.world.workers.get(member, (GLOBAL,))[0], Leave(member))
 
     # -- what happens to them
 
@@ -216,9 +227,21 @@ class Scenario:
 
     def do_silent(self, member: str) -> None:
         """Tell the member's server that nothing was heard of it for too long."""
-        server = self.world.workers[member][0] if member in self.world.workers else GLOBAL
-        region = server == GLOBAL
-        self.call(server, MemberSilent(member, self.world.life_of(member) if region else self.incarnation(member)))
+        worker = member in self.world.workers
+        server = self.world.workers[member][0] if worker else GLOBAL
+        self.call(server, MemberSilent(member, self.incarnation(member) if worker else self.world.life_of(member)))
+
+    def do_passes(self, seconds: str, *heard: str, at: str = "", late: float = 0.0) -> None:
+        """Let seconds pass by the clock of a server's failure detector, which then looks. heard: whom it has heard of
+        at their end, as a or a/1, its second rank. at: which server; "": the first region's. late: for how long it
+        stood still itself. Over sockets only."""
+        ranks = [(name, int(rank or 0)) for name, _, rank in (word.partition("/") for word in heard)]
+        self.world.passes(at or self.servers[0], float(seconds), ranks, late)  # type: ignore[attr-defined]
+
+    def do_states(self, server: str) -> None:
+        """Show what its server makes of each member, by when it heard of it last."""
+        members = self.world.status(server)["members"].items()
+        self.lines.append(f"{server}: " + ", ".join(f"{name} is {facts['state']}" for name, facts in members))
 
     def do_strike(self, worker: str, times: int = 1) -> None:
         """Tell the region that updates of the worker were refused for good before they came to the journal."""

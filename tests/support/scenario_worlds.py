@@ -46,7 +46,8 @@ from geotrain.outer.messages import (
 from geotrain.outer.server.liveness import liveness
 from geotrain.outer.server.server import Handled, identity_of
 from geotrain.outer.server.waits import WaitTable, waits
-from tests.support.net_worlds import BUSY_S, Cluster, Loop, first_weights, tiny_layout, wait_for
+from tests.support.local_servers import first_weights
+from tests.support.net_worlds import BUSY_S, Cluster, Loop, tiny_layout, wait_for
 from tests.support.outer_world import FakeWorker, halves, whole
 from tests.support.recorded_world import JournaledWorld
 from tests.support.server_processes import Site
@@ -80,7 +81,10 @@ class World(ABC):
     def __init__(self, plan: Plan) -> None:
         self.parameter_map = tiny_layout(plan.outer)
         self.workers = {
-            name: (region, FakeWorker(name, self.parameter_map, cut(self.parameter_map)))
+            name: (
+                GLOBAL if plan.outer.flat else region,
+                FakeWorker(name, self.parameter_map, cut(self.parameter_map)),
+            )
             for region, workers in plan.slicings().items()
             for name, cut in workers.items()
         }
@@ -138,9 +142,7 @@ class InMemory(World):
         super().__init__(plan)
         self.told = watch
         self.events: defaultdict[str, list[Any]] = defaultdict(list)
-        regions: dict[str, list[FakeWorker]] = {region: [] for region in plan.regions}
-        for region, worker in self.workers.values():
-            regions[region].append(worker)
+        regions = {region: [self.workers[name][1] for name in names] for region, names in plan.regions.items()}
         self.world = JournaledWorld(
             folder, plan.outer, regions, first_weights(self.parameter_map), self.parameter_map,
             watch=self.watch, train_samples=plan.samples, samples_per_step=STEP,
@@ -166,8 +168,6 @@ class InMemory(World):
         self.told(server, message, outcome)
 
     def tell(self, server: str, message: Message) -> Any:
-        if server == GLOBAL:
-            return self.world.top.handle(message).reply
         try:
             reply = self.world.tell(server, message)
         except Refused as refused:
@@ -327,10 +327,11 @@ class OverGrpc(World):
         raise NotImplementedError(f"a scenario over sockets cannot say {type(message).__name__}")
 
     def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
-        link = self.connection(worker, incarnation)
+        link, deadline_s = self.connection(worker, incarnation), time.monotonic() + BUSY_S
         while (reply := self.call(lambda: link.lease(request, 0.2))) is None:
             if self.status(GLOBAL)["phase"] == "paused":
                 return None
+            assert time.monotonic() < deadline_s, "all data is with others, and over sockets nobody can wait for it"
         return reply
 
     def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
@@ -359,13 +360,31 @@ class OverGrpc(World):
 
 
 class OverSockets(OverGrpc):
-    """Runs the servers on threads and sockets of this process."""
+    """Runs the servers on threads and sockets of this process. now_s: by the clock of their failure detectors, which
+    look at their members only when time passes here."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         super().__init__(plan)
         self.loop, self.links, self.regions = Loop(), {}, tuple(plan.regions)
         self.cluster = Cluster(self.loop, folder, plan.outer, plan.slicings(), plan.samples, STEP)
-        self.identity = self.cluster.identity
+        self.identity, self.now_s = self.cluster.identity, 0.0
+        for server in (GLOBAL, *self.regions):
+            self.hold_clock(server)
+
+    def hold_clock(self, server: str) -> None:
+        detector = self.running(server).service.failure_detector
+        self.loop.loop.call_soon_threadsafe(detector.stop)
+        detector.clock = lambda: self.now_s
+        detector._heard_s = dict.fromkeys(detector._heard_s, self.now_s)
+
+    def passes(self, server: str, seconds: float, heard: list[tuple[str, int]], late_s: float) -> None:
+        """Let seconds pass, and the server's failure detector look. heard: member and rank of whom it has heard at
+        their end. late_s: for how long its process stood still."""
+        self.now_s += seconds
+        detector = self.running(server).service.failure_detector
+        for rank in heard:
+            detector.heard(*rank)
+        self.loop.do(detector.look(self.now_s - late_s))
 
     def running(self, server: str) -> Any:
         return self.cluster.top if server == GLOBAL else self.cluster.regions[server]
@@ -389,6 +408,7 @@ class OverSockets(OverGrpc):
             self.cluster.top = running.again()
         else:
             self.cluster.regions[server] = running.again()
+        self.hold_clock(server)
 
     def refuse(self, region: str) -> None:
         top, admit = self.cluster.top.server, self.cluster.top.server.admit

@@ -77,17 +77,13 @@ class Specification:
     def region_begins(self, region: str, told: list[ChunkWeights]) -> None:
         """It adopts the global weights: the first time, or since it starts over. Versions never fall."""
         before = [v.version for v in self.region.get(region, [])] or [0] * len(told)
-        self.forget_link(region)
+        for table in (self.residual, self.mirror):  # of a new beginning neither is left
+            for key in [key for key in table if key[0] == region]:
+                del table[key]
         self.region[region] = []
         for weights, version in zip(sorted(told, key=lambda w: w.chunk), before, strict=True):
             x = self.received(region, weights)
             self.region[region].append(Vector(x, version, base=x))
-
-    def forget_link(self, region: str) -> None:
-        """A new beginning of a region: neither residuals nor mirrors are left."""
-        for table in (self.residual, self.mirror):
-            for key in [key for key in table if key[0] == region]:
-                del table[key]
 
     def worker_update(self, region: str, worker: str, deltas: dict[int, Tensor]) -> None:
         """A region server has acknowledged a worker's update as applied."""

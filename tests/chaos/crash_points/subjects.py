@@ -1,5 +1,10 @@
 """Subjects that are crashed: servers with their journals and snapshots, a worker's checkpoints, an export, a data
-set."""
+set.
+
+Each has `live`: an incarnation in a folder, which says a number for each thing that it has acknowledged; `again`:
+one that begins with what an earlier one left, and acknowledges nothing new; `look`, which says what the folder gives,
+as a digest; and `right`: whether that is right after so many acknowledgements.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,10 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import tokenizers
@@ -31,16 +37,14 @@ from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.net.storage.journal import JournalFull
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.optimizers.inner_optimizer import InnerOptimizer
-from geotrain.outer.messages import Refused, UpdatePart
-from geotrain.outer.rules import region_rule
+from geotrain.outer.messages import Refused
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.server.server import Server
 from geotrain.parallelism.optimizer_settings import AdamWSettings
 from geotrain.parameters.hf_checkpoint import read_checkpoint, write_checkpoint
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters
 from tests.chaos.crash_points.disk import SHIM
-from tests.chaos.fuzz.messages import Servers, outer_config, toy_layout
+from tests.chaos.fuzz.messages import Servers
 
 Say = Callable[[Any], None]
 UPDATES = 3
@@ -48,23 +52,12 @@ SNAPSHOT_EVERY = 6  # messages
 WRITES = 3  # of a whole folder
 
 
-class Subject(Protocol):
-    """live: an incarnation in a folder, which says a number for each thing that it has acknowledged. again: a
-    incarnation that begins with what an earlier one left, and acknowledges nothing new. look: says what the folder
-    gives, as a digest. right: whether that is right after so many acknowledgements."""
-
-    def live(self, folder: Path, say: Say) -> None: ...
-    def again(self, folder: Path, say: Say) -> None: ...
-    def look(self, folder: Path, say: Say) -> None: ...
-    def right(self, acknowledged: int, digest: int) -> bool: ...
-
-
 class ServerSubject:
     """A server that is told some messages, and takes snapshots in between. which: GLOBAL, or a region."""
 
     def __init__(self, which: str) -> None:
-        self.which = which
-        self.messages = _messages(which)
+        servers = Servers()
+        self._build, self._begin, self.messages = partial(servers.build, which), servers.begin, _messages(which)
         server = self._build()
         self._begin(server)
         self.states = [_digest(server)]
@@ -111,24 +104,6 @@ class ServerSubject:
             if not out_of_room(error):  # without room the server goes on, and tries again later
                 raise
 
-    def _build(self) -> Any:
-        parameter_map, config = toy_layout(), outer_config()
-        identity = _identity()
-        if self.which == GLOBAL:
-            return GlobalServer(identity, parameter_map, config, {"eu": ("a", "b")}, 64, 2)
-        rule = region_rule(config.rule, ("a", "b"), 16.0)
-        region = RegionServer(self.which, identity, parameter_map, config, rule, ("a", "b"))
-        region.incarnation = "1"
-        return region
-
-    def _begin(self, server: Server) -> None:
-        if self.which == GLOBAL:
-            server.set_weights([torch.ones(f.numel) for f in server.parameter_map.fragments])
-
-
-def _identity() -> Any:
-    return Servers().identity
-
 
 def _messages(which: str) -> list[Any]:
     """Messages that a server of that name receives in a small run."""
@@ -148,13 +123,8 @@ def _messages(which: str) -> list[Any]:
         for number in range(2, 2 + UPDATES):
             update = servers.update("a", number, {f.index: 0.01 * number for f in servers.parameter_map.fragments})
             with suppress(Refused):
-                sends = servers.region.handle(replace(update, job=number, leases=())).sends
-                for message in (send.message for send in sends if isinstance(send.message, UpdatePart)):
-                    servers.top.handle(message)
-                    fragments = servers.parameter_map.fragments_of([delta.chunk for delta in message.deltas])
-                    answer = servers.top.answer("eu", "1", 0, message.sequence, fragments)
-                    if answer is not None:
-                        servers.region.handle(answer)
+                servers.tell("eu", replace(update, job=number, leases=()))
+                servers.settle("eu")
     return told[which]
 
 

@@ -31,7 +31,7 @@ from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recov
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.outer.messages import LeaseRequest
 from geotrain.outer.server.region_server import RegionServer
-from tests.chaos.fuzz.messages import ODD, Servers, digest, outer_config, places
+from tests.chaos.fuzz.messages import ODD, Servers, digest, places
 
 CONFIGS = ROOT / "configs"
 RUN, CLUSTER = CONFIGS / "runs" / "quickstart.json", CONFIGS / "clusters" / "local-two-regions.json"
@@ -117,7 +117,7 @@ class _Folders(ABC):
         self._start = servers.region.state()
         recovered = recover(self._build, self._begin, self._whole, keep=2)
         server, journal = recovered.server, recovered.journal
-        messages = [servers.join("a"), servers.join("b"), servers.lease]
+        messages = [servers.join("a"), servers.join("b"), servers.first_lease]
         messages += [servers.update("ab"[i % 2], 2 - i % 2 + i // 2, {i % 3: 0.1 * (i + 1)}) for i in range(12)]
         messages += [LeaseRequest("a", 2)]
         for number, message in enumerate(messages):
@@ -134,13 +134,8 @@ class _Folders(ABC):
         self._digest = digest(again.server)
 
     def _build(self) -> RegionServer:
-        servers = Servers()
-        old = servers.region
-        new = RegionServer(
-            "eu", servers.identity, servers.parameter_map, outer_config(), old.rule, tuple(old.members)
-        )
-        new.incarnation = "1"
-        return new
+        server: RegionServer = Servers().build("eu")
+        return server
 
     def _begin(self, server: Any) -> None:
         tensors, meta = self._start

@@ -6,18 +6,17 @@ import random
 import zlib
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 import torch
 
-from geotrain.config import OuterConfig, codec_config, rule_config
+from geotrain.config import codec_config
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import (
-    ChunkDelta,
     Finished,
-    Identity,
     Join,
     Lease,
     LeaseRequest,
@@ -34,10 +33,7 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
-from geotrain.outer.rules import region_rule
-from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.region_server import RegionServer
-from geotrain.parameters.parameter_map import Parameter, ParameterMap
+from tests.support.outer_world import FakeWorker, World, config, parameter_map, whole
 
 LIMIT_BYTES = 65536
 NUMBERS = (-1, 0, 1, 2, 63, 2**31, 2**62, -(2**63), 1.5, float("nan"), float("inf"))
@@ -45,57 +41,27 @@ ODD = (*NUMBERS, "", "a", "b", "eu", "x" * 5000, None, True, [], [[]], {}, {"los
 CALLS = (rpc.Pull, rpc.AskLease, rpc.ReleaseLeases, rpc.SayLeave, rpc.Beat, rpc.Resume, rpc.Control)
 
 
-def toy_layout() -> ParameterMap:
-    shapes = [("embed", (6, 4), None), ("layer.0", (4, 4), 0), ("layer.1", (4, 4), 1), ("norm", (8,), None)]
-    return ParameterMap([Parameter(name, shape, layer, "normal") for name, shape, layer in shapes], 1)
-
-
-def outer_config() -> OuterConfig:
-    plain = codec_config("fp32")
-    return OuterConfig(
-        rule=rule_config("region_momentum", updates_per_send=2),
-        up=codec_config("int4", block=32),
-        down=plain,
-        local=plain,
-    )
-
-
-class Servers:
+class Servers(World):
     """A region server with two workers joined, and the global server above it: fresh ones, always the same."""
 
     def __init__(self) -> None:
-        self.parameter_map, config = toy_layout(), outer_config()
-        self.identity = Identity("fuzz", "config", self.parameter_map.digest, "a toy")
-        self.top = GlobalServer(self.identity, self.parameter_map, config, {"eu": ("a", "b")}, 64, 2)
-        self.top.set_weights([torch.ones(f.numel) for f in self.parameter_map.fragments])
-        self.region = RegionServer(
-            "eu", self.identity, self.parameter_map, config, region_rule(config.rule, ("a", "b"), 16.0), ("a", "b")
-        )
-        self.region.incarnation = self.top.incarnation = "1"
-        self.region.handle(self.top.handle(self.region.join_message()).reply)
-        everything = tuple(range(len(self.parameter_map.fragments)))
-        answer = self.top.answer("eu", "1", 0, 0, everything)
-        assert answer is not None
-        self.answer = answer
-        self.region.handle(answer)
-        for name in ("a", "b"):
-            self.region.handle(self.join(name))
-        lease = self.top.handle(LeaseRequest("a", 1)).reply
-        self.region.handle(lease)
-        self.lease = lease
-        self.region.handle(self.update("a", 1, {0: 0.1}))
+        shape = parameter_map(1)
+        workers = {"eu": [FakeWorker(name, shape, whole(shape)) for name in ("a", "b")]}
+        settings = config("region_momentum", updates_per_send=2, up=codec_config("int4", block=32))
+        super().__init__(settings, workers, [torch.ones(f.numel) for f in shape.fragments], shape, 64, 2)
+        self.region = self.regions["eu"]
+        self.first_lease = self.lease("a")
+        self.tell("eu", self.update("a", 1, {0: 0.1}))
 
     def join(self, name: str) -> Join:
-        whole = tuple(self.parameter_map.whole(f.index) for f in self.parameter_map.fragments)
-        i = self.identity
-        return Join(i.run, i.config_digest, i.parameter_map_digest, i.model, name, "1", 0, 1, whole, whole)
+        return self.workers[name][1].joins(self.identity)[0]
 
     def update(self, name: str, sequence: int, values: dict[int, float]) -> UpdatePart:
-        deltas = tuple(
-            ChunkDelta(f, 0, torch.full((self.parameter_map.fragments[f].numel,), v).numpy().tobytes())
-            for f, v in values.items()
-        )
-        return UpdatePart(name, "1", sequence, 0, deltas, job=1, leases=(1,), metrics={"loss": 1.0})
+        fake = self.workers[name][1]
+        fake.sequence, fake.job = sequence - 1, 0
+        shapes = self.parameter_map.fragments
+        [part] = fake.parts({f: torch.full((shapes[f].numel,), v) for f, v in values.items()}, (1,))
+        return replace(part, metrics={"loss": 1.0})
 
 
 def digest(server: Any) -> int:
@@ -123,9 +89,9 @@ class Messages:
         samples += [servers.join("a"), servers.region.join_message(), servers.update("b", 1, {2: 1.0})]
         samples += [
             Welcome(3, 1, "1", (0,) * 4),
-            servers.answer,
+            servers.top.answer("eu", "life-1", 0, 0, tuple(range(4))),
             LeaseRequest("a", 2, 0.5),
-            servers.lease,
+            servers.first_lease,
             Finished("a", 2),
         ]
         samples += [
@@ -133,15 +99,15 @@ class Messages:
             TakeBack("a", (1,)),
             TakenBack("a", (), (1,)),
             Leave("b"),
-            MemberSilent("b", "1"),
-            UpdateRejected("b", "1", "why"),
+            MemberSilent("b", "life-1"),
+            UpdateRejected("b", "life-1", "why"),
             LiftQuarantine("b"),
             RunComplete(),
             Recall(),
         ]
-        samples += [rpc.Pull("a", "1", 0, 1, (0,), 1.0), rpc.AskLease("a", "1", LeaseRequest("a", 1), 1.0)]
-        samples += [rpc.SayLeave("a", "1", 0, 1), rpc.Beat("a", "1", 0), rpc.Resume("a", "1", 0, 7)]
-        samples += [rpc.ReleaseLeases("a", "1", Release((1,))), rpc.Control("stop"), Lease("b", 1, 9, 0, 8, 4)]
+        samples += [rpc.Pull("a", "life-1", 0, 1, (0,), 1.0), rpc.AskLease("a", "life-1", LeaseRequest("a", 1), 1.0)]
+        samples += [rpc.SayLeave("a", "life-1", 0, 1), rpc.Beat("a", "life-1", 0), rpc.Resume("a", "life-1", 0, 7)]
+        samples += [rpc.ReleaseLeases("a", "life-1", Release((1,))), rpc.Control("stop"), Lease("b", 1, 9, 0, 8, 4)]
         self._samples = [list(wire.frames(sample)) for sample in samples]
 
     def _begin(self) -> None:

@@ -11,6 +11,7 @@ import tests.chaos.fuzz.files as fuzz_files
 import tests.chaos.fuzz.messages as fuzz_messages
 from geotrain.net.storage.journal import Journal
 from geotrain.outer.server.server import Server
+from tests.support.net_worlds import BUSY_S
 
 LONG = pytest.mark.long("tests/chaos/fuzz", "geotrain/config", "geotrain/data", "geotrain/net", "geotrain/outer")
 
@@ -32,7 +33,7 @@ def test_a_refusal_that_changes_something_is_noticed(monkeypatch):
         return real(self, join)
 
     monkeypatch.setattr(Server, "_on_join", careless)
-    assert fuzz.fuzz(target, 1.0, random.Random(1), show=0)["state_changes"] > 0
+    assert fuzz.fuzz(target, BUSY_S, random.Random(1), 0, "state_changes")["state_changes"] > 0
 
 
 def test_records_lost_in_silence_and_crashes_are_noticed(tmp_path, monkeypatch):
@@ -46,10 +47,10 @@ def test_records_lost_in_silence_and_crashes_are_noticed(tmp_path, monkeypatch):
             self._begin_segment(segment + 1)
 
     monkeypatch.setattr(Journal, "_replay_segment", forgiving)
-    assert fuzz.fuzz(target, 1.0, random.Random(1), show=0)["state_changes"] > 0
+    assert fuzz.fuzz(target, BUSY_S, random.Random(1), 0, "state_changes")["state_changes"] > 0
 
     def crashing(self, segment, last):
         raise KeyError(segment)
 
     monkeypatch.setattr(Journal, "_replay_segment", crashing)
-    assert fuzz.fuzz(target, 0.2, random.Random(1), show=0)["crashes"] > 0
+    assert fuzz.fuzz(target, BUSY_S, random.Random(1), 0, "crashes")["crashes"] > 0
