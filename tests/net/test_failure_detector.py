@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from geotrain.monitor.events import Trouble
 from geotrain.net.server import failure_detector
 from geotrain.outer.events import Event
 from geotrain.outer.messages import OperatorCommand, RunComplete

@@ -32,6 +32,7 @@ from tests.support.outer_world import (
     FakeWorker,
     World,
     config,
+    flat,
     make,
     random_deltas,
     whole,

@@ -14,10 +14,11 @@ from typing import Any
 from unittest.mock import patch
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import codec_config
+from geotrain.config import LimitsConfig, codec_config
 from tests.simulation.account import Account
 from tests.support.local_servers import first_weights
 from tests.support.net_worlds import outer, tiny_layout
+from tests.support.outer_world import UPDATES
 from tests.support.recorded_world import JournaledWorld
 from tests.support.scenario_language import Scenario
 
@@ -51,9 +52,12 @@ class Drawn(Scenario):
     def do_world(self, *regions: str, samples: int = 48, **settings: Any) -> None:
         codecs = {link: codec_config(settings[link]) for link in ("up", "down")}
         known = {k: v for k, v in settings.items() if k not in ("rule", "fragments", "strikes")}
-        config = outer(settings["rule"], **known | codecs, **({} if settings["fragments"] else {"fragments": {}}))
+        limits = LimitsConfig(strikes=settings["strikes"])
+        parts = {} if settings["fragments"] else {"fragments": {}}
+        config = outer(settings["rule"], **known | codecs, limits=limits, **parts)
         shape = tiny_layout(config)
-        self.account = Account(config, shape, REGIONS, first_weights(shape), samples)
+        self.account = Account(config, shape, REGIONS, first_weights(shape), samples, {*REGIONS, *HOME})
+        self.account.updates = UPDATES
         super().do_world(*regions, samples=samples, norm_deviations=None, **settings)
 
     def says_parts(self, worker: str, part: int) -> bool:

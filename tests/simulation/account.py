@@ -80,6 +80,7 @@ class Account:
         self.trained: set[int] = set()  # those that updates have brought to their regions
         self.refusing: dict[str, bool] = {}  # region → whether its next update is refused; False: one was
         self.paused, self.local_steps = False, config.local_steps
+        self.updates = 0.0  # of a region in the whole run, for its momentum's decay; 0: as its samples have it
 
     def watch(self, server: Server, lives: Callable[[], bool], fail: Callable[[str], None]) -> None:
         """Be told what this incarnation of a server does, as long as it lives. fail: is called with what is wrong."""
@@ -248,7 +249,7 @@ class Account:
             self.taken |= trained
             if isinstance(self.config.rule, RegionMomentumConfig):
                 home, workers = len(self.regions[region.name]), sum(map(len, self.regions.values()))
-                updates = self.samples / STEP / self.config.local_steps * home / workers
+                updates = self.updates or self.samples / STEP / self.config.local_steps * home / workers
                 self.spec.decay = exp(-1 / max(1.0, self.config.rule.momentum_share * updates))
             new = {f: delta for f, delta in deltas.items() if (message.member, f, message.job) not in again}
             self.spec.worker_update(region.name, message.member, new)
