@@ -236,9 +236,11 @@ class Rank:
             computed += [self.compute_s(plain) for _ in range(2)]
             shares.append((time.process_time() - processor_s) / (time.perf_counter() - began_s))
             for name, engine in list(engines.items())[:: -1 if turn % 2 else 1]:
+                arrive = getattr(getattr(engine, "optimizer", None), "wait_for_weights", engine.settle)
+                arrive()
                 sent = LINK.sent_bytes
                 found[name]["step_s"].append(self.timed(partial(self.steps, engine, 1), self.job.steps))
-                engine.settle()
+                arrive()
                 found[name]["sent_bytes"] = (LINK.sent_bytes - sent) / (1 + self.job.steps)
         return {**found, "compute_s": statistics.median(computed), "processor_share": statistics.median(shares)}
 
