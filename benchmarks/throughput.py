@@ -25,9 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.acco.__main__ import run as run_ranks
-from benchmarks.acco.ranks import Job, Size, model_config, write
 from benchmarks.common import command_line, ratio, report, spread, units_by_ending
+from benchmarks.hide.__main__ import run as run_ranks
+from benchmarks.hide.ranks import Job, Size, model_config, write
 from benchmarks.processes import be_only_rank
 from benchmarks.small_runs import deepspeed_block, llama
 from geotrain.config import LinkConfig, architecture_from_hf
@@ -82,7 +82,7 @@ def hidden(rounds: int) -> dict[str, float]:
     one_way_bytes = 4 * parameter_count(architecture_from_hf(model_config(HIDDEN))) / 2  # a rank of two sends half
     rate = one_way_bytes / (SHARE * MICRO_BATCH_S)
     link = LinkConfig(regions=("here", "there"), gbps=8e-9 * rate, rtt_ms=1.0)
-    seen = run_ranks(Job("hidden", HIDDEN, rounds=rounds, bf16=False, hold_s=MICRO_BATCH_S), link)
+    seen = run_ranks(Job("hidden", HIDDEN, rounds=rounds, bf16=False, hold_s=MICRO_BATCH_S, optimizer="adamw"), link)
     after, beside, without = (seen[name] for name in ("after", "beside", "without"))
     shares = [(a - b) / (a - w) for a, b, w in zip(after, beside, without, strict=True)]
     return {

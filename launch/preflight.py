@@ -43,6 +43,7 @@ from geotrain.monitor.http import read_token
 from geotrain.monitor.monitor import LAUNCHER, metrics_port
 from geotrain.net.transport.authority import ending_soon
 from geotrain.net.transport.certs import OPERATOR, RENEW, CertificateError, Role, load_credentials
+from geotrain.parallelism.optimizer_settings import uses_muon
 
 _DEEPSPEED_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
 _DEEPSPEED_COS_MIN_RATIO = 1e-4  # DeepSpeed's default of cos_min_ratio
@@ -122,6 +123,12 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
     told: list[str] = []
     for worker in Topology(run, cluster).workers.values():
         told += schedule_cautions({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
+    if run.acco is not None and not uses_muon(run.deepspeed):
+        told.append(
+            f"acco.form = {run.acco.form!r} without the optimizer Muon: AdamW loses by gradients that are late, and "
+            "`exact` sends twice as much; ZeRO-1 with deepspeed.zero_optimization.gradient_bits = 8 and weight_bits "
+            "= 4 loses next to nothing, and is faster than `exact` over every link"
+        )
     servers = Topology(run, cluster).servers
     far = [f"{site!r} at {address}" for site, address in servers.items() if not is_loopback(address.listening[0])]
     if far and cluster.security is None:

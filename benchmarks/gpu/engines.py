@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
     "experts": {"model": EXPERTS},
     "ACCO": {"acco": {"synchronous_steps": 0}},
-    "ACCO, exact": {"acco": {"synchronous_steps": 0, "prediction": "exact"}},
+    "ACCO, exact": {"acco": {"synchronous_steps": 0, "form": "exact"}},
     "ACCO, Muon": {"acco": {"synchronous_steps": 1}, "optimizer": MUON},
 }
 
@@ -108,7 +108,7 @@ def play(
     """Train a case for some steps on this process's device."""
     import torch
 
-    from benchmarks.acco.ranks import write
+    from benchmarks.hide.ranks import write
     from geotrain.config import AccoConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig, architecture_from_hf
     from geotrain.data.loader import StepBatch
     from geotrain.inner.build import build_engine

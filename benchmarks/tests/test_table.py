@@ -9,13 +9,12 @@ import re
 import subprocess
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import benchmarks.acco.__main__ as acco
+import benchmarks.hide.__main__ as hide
 from benchmarks import __main__ as bench
 from benchmarks import codec, common
 from benchmarks.goals import PARTS, Goal, Part
@@ -285,14 +284,17 @@ def test_what_is_timed_of_a_codec_is_compiled(name: str) -> None:
     assert [set(kernels) for kernels in found.values()] == [{"quantize", "dequantize"}]
 
 
-def test_the_least_time_of_an_acco_step(monkeypatch):
-    """Of 1 s of compute in nine micro-batches; codes have 4.125 bits of 16, or of 32, reduced and gathered alike."""
-    assert acco.SIZES["heavy"].micro_batches == 9
+def test_the_least_time_of_a_step(monkeypatch):
+    """Of 1 s of compute in eight micro-batches; codes have 8.125 and 4.125 bits of 16, or of 32."""
     for bf16, bits in ((True, 16), (False, 32)):
-        monkeypatch.setattr(acco, "processor_has_bf16", lambda bf16=bf16: bf16)
-        least_s = partial(acco.least_step_s, size="heavy", compute_s=1.0)
-        assert least_s("stale", commit_s=1.0) == pytest.approx(1.0)
-        assert least_s("stale", commit_s=2.0) == pytest.approx(2.0)
-        assert least_s("int4", commit_s=0.5) == pytest.approx(1.0)
-        assert least_s("int4", commit_s=2.0) == pytest.approx(2 + max(2 / 9, 2 * 4.125 / bits))
-        assert least_s("exact", commit_s=1.0) == pytest.approx(2.0)
+        monkeypatch.setattr(hide, "processor_has_bf16", lambda bf16=bf16: bf16)
+        for name, commit_s, least_s in (
+            ("delayed", 1.0, 1.0),
+            ("delayed", 2.0, 2.0),
+            ("delayed_8_4", 4.0, max(1.0, 4.0 * 12.25 / (2 * bits))),
+            ("exact", 1.0, 2.0),
+            ("zero1", 1.0, 1.0 + 0.5 - 1 / 12 + 0.5 - 1 / 24),
+            ("zero1", 0.1, 1.0 + 0.05 - 1 / 24),
+            ("deepspeed", 1.0, 1.0 + 0.5 - 1 / 12 + 0.5),
+        ):
+            assert hide.way_bound_s(hide.WAYS[name], 1.0, commit_s, 8) == pytest.approx(least_s, rel=1e-5), name

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from geotrain.checkpoint.folders import CheckpointFolder
-from geotrain.checkpoint.state import described, layout_of_ranks, state_of
+from geotrain.checkpoint.state import RESIDUAL, described, layout_of_ranks, state_of
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
 from geotrain.optimizers.inner_optimizer import set_step_count
@@ -34,6 +34,8 @@ def load(engine: GeoEngine, files: CheckpointFolder, tag: str | None) -> dict[st
     if manifest is None:
         return None
     place = files.folder / manifest["tag"]
+    if engine.residuals:
+        engine.optimizer.forget_residuals()
     files.ranks.together(lambda: _read_rank(engine, files, manifest), place)
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
     for counter, value in manifest["counters"].items():
@@ -61,8 +63,10 @@ def _read_rank(engine: GeoEngine, files: CheckpointFolder, manifest: dict[str, A
         for own in engine.shards():
             spans = list(_locate(own.runs, saved))
             for name, view in state_of(engine, own).items():
-                read = torch.empty(own.numel, dtype=view.dtype)  # on the host, so that a GPU gets it in one copy
+                read = torch.zeros(own.numel, dtype=view.dtype)  # on the host, so that a GPU gets it in one copy
                 for file, shard, into, outof, length in spans:
+                    if name == RESIDUAL and f"{shard}.{name}" not in file.keys():  # noqa: SIM118 (not a dict)
+                        continue  # saved where no codes travelled
                     # Only the range of the wanted elements is read from the file, not the whole tensor.
                     low, high = int(outof.min()), int((outof + length).max())
                     _copy(read, file.get_slice(f"{shard}.{name}")[low:high], into, outof - low, length)

@@ -62,6 +62,8 @@ class Checkpoints:
         self.wait()
         engine = self._engine
         engine.settle()
+        if engine.residuals:
+            engine.optimizer.move_residuals()
         with self._telling():
             apart = not self._ranks.sharing(self._files.folder).whole
             tensors, places = self._saved(every_shard=apart)

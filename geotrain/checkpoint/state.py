@@ -12,15 +12,17 @@ from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.optimizers.inner_optimizer import InnerOptimizer, moments, step_count
 from geotrain.parameters.parameter_map import canonical_parameters, digest
 
+RESIDUAL = "residual"  # a name beside those of moments
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def state_of(engine: GeoEngine, shard: OwnedShard) -> dict[str, Tensor]:
-    """Collect 1-D views of what is saved of a shard: its moments. Weights come from the outer loop at a restart."""
-    return {
-        name: moment.view(-1)[shard.offset : shard.offset + shard.numel]
-        for name, moment in moments(engine.basic_optimizer, shard.owner).items()
-    }
+    """Collect 1-D views of what is saved of a shard: its moments and, where gradients travel in codes, what these
+    lost, which `move_residuals` brings there. Weights come from the outer loop at a restart."""
+    state = dict(moments(engine.basic_optimizer, shard.owner))
+    if id(shard.owner) in engine.residuals:
+        state[RESIDUAL] = engine.residuals[id(shard.owner)]
+    return {name: values.view(-1)[shard.offset : shard.offset + shard.numel] for name, values in state.items()}
 
 
 def described(engine: GeoEngine, extra: dict[str, Any]) -> dict[str, Any]:

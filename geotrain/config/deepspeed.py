@@ -62,6 +62,8 @@ BLOCKS = {  # key → the keys of its block, where these are looked into
         "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module"
     ),
 }
+OURS = _keys("gradient_bits weight_bits")  # of zero_optimization: this engine's own, which DeepSpeed does not get
+BLOCKS["zero_optimization"] |= OURS
 KEYS = frozenset(BLOCKS) | _keys(
     "activation_checkpointing aio autotuning checkpoint comet comms_logger communication_data_type compile "
     "csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather "

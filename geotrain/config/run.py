@@ -128,9 +128,11 @@ class PrecisionConfig(Block):
 
 
 class AccoConfig(Block):
-    """Overlapped, delayed-gradient accumulation inside a worker (arXiv 2406.02613)."""
+    """Communication inside a worker hidden behind the next step's compute (ACCO, arXiv 2406.02613)."""
 
-    prediction: Literal["exact", "int4", "local", "stale", "none"] = "int4"
+    form: Literal["delayed", "exact"] = Field(
+        "delayed", description="Whole steps computed one step late, corrected; or as published."
+    )
     synchronous_steps: Annotated[int, Field(ge=0)] = Field(
         200, description="Steps that hide nothing: at the start, and after a restart without the optimizer's state."
     )

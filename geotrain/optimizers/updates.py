@@ -50,12 +50,11 @@ class AdamWUpdate:
         gradient: Tensor,
         step: Step,
         out: Tensor | None = None,
-        begin: int = 0,
     ) -> None:
         """Step weights and state in place. All tensors are 1-D, contiguous and of one length.
 
         weights and state: fp32. gradient and out: fp32 or bf16; `out` may be `gradient`, and gets the new weights, or
-        those one step ahead (`Step`). begin: where in the optimizer's tensor these elements lie.
+        those one step ahead (`Step`).
         """
         group = self._group
         beta1, beta2 = group["betas"]
@@ -76,10 +75,6 @@ class OwnedMatrix:
     def segments(self) -> Iterator[tuple[int, int]]:
         """List [begin, end) of its rows in the optimizer's tensor."""
         return ((self.offset + begin, self.offset + end) for begin, end in self.place.segments)
-
-    @property
-    def begin(self) -> int:
-        return self.offset + self.place.segments[0][0]
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class MatrixUpdate:
         """Bind the matrices. ranks: None where each rank's part of a matrix counts as one, or is all of it."""
         self._group, self._settings, self._ranks = group, settings, ranks
         self._coefficients = (settings.ns_coefficients,) * settings.ns_steps
-        self._matrices = sorted(matrices, key=lambda matrix: matrix.begin)
+        self._batches = list(_batches(sorted(matrices, key=lambda matrix: next(matrix.segments))))
 
     def __call__(
         self,
@@ -124,36 +119,20 @@ class MatrixUpdate:
         gradient: Tensor,
         step: Step,
         out: Tensor | None = None,
-        begin: int = 0,
     ) -> None:
-        """Step the matrices in these elements, none of which may be cut. Arguments are those of `AdamWUpdate`."""
+        """Step the matrices. Arguments are those of `AdamWUpdate`."""
         momentum = state[MOMENTUM]
-        for batch in self._batches(begin, begin + weights.numel()):
-            g = _gather(gradient, batch, begin).mul_(step.scale)
-            m, w = _gather(momentum, batch, begin), _gather(weights, batch, begin)
+        for batch in self._batches:
+            g = _gather(gradient, batch).mul_(step.scale)
+            m, w = _gather(momentum, batch), _gather(weights, batch)
             self._advance(w, m, g, step.rate, batch[0].place)
             if step.commit:
-                _scatter(m, momentum, batch, begin)
-                _scatter(w, weights, batch, begin)
+                _scatter(m, momentum, batch)
+                _scatter(w, weights, batch)
             if step.look_ahead:
                 self._advance(w, m, g, step.rate, batch[0].place)
             if out is not None:
-                _scatter(w, out, batch, begin)
-
-    def _batches(self, begin: int, end: int) -> Iterator[list[OwnedMatrix]]:
-        """Batch the matrices in [begin, end), those of one shape together.
-
-        Tensor ranks make the same batches in the same order, since their parts have the same sizes.
-        """
-        by_shape: dict[tuple[int, int, str | None], list[OwnedMatrix]] = {}
-        for matrix in self._matrices:
-            if begin <= matrix.begin < end:
-                place = matrix.place
-                by_shape.setdefault((place.rows, place.columns, place.split), []).append(matrix)
-        for alike in by_shape.values():
-            width = max(1, AT_ONCE // alike[0].place.numel)
-            for first in range(0, len(alike), width):
-                yield alike[first : first + width]
+                _scatter(w, out, batch)
 
     def _advance(self, w: Tensor, m: Tensor, g: Tensor, rate: float, place: LocalMatrix) -> None:
         """Make one step, in place on weights and momentum; all fp32 [batch, rows, columns]."""
@@ -180,16 +159,30 @@ class MatrixUpdate:
 GroupUpdate = AdamWUpdate | MatrixUpdate
 
 
-def _gather(flat: Tensor, matrices: Sequence[OwnedMatrix], begin: int) -> Tensor:
-    """Copy matrices out of `flat`, in fp32 [batch, rows, columns]. begin: of `flat` in the optimizer's tensor."""
-    parts = [flat[low - begin : high - begin] for matrix in matrices for low, high in matrix.segments]
+def _batches(matrices: Iterable[OwnedMatrix]) -> Iterator[list[OwnedMatrix]]:
+    """Batch the matrices, those of one shape together.
+
+    Tensor ranks make the same batches in the same order, since their parts have the same sizes.
+    """
+    by_shape: dict[tuple[int, int, str | None], list[OwnedMatrix]] = {}
+    for matrix in matrices:
+        by_shape.setdefault((matrix.place.rows, matrix.place.columns, matrix.place.split), []).append(matrix)
+    for alike in by_shape.values():
+        width = max(1, AT_ONCE // alike[0].place.numel)
+        for first in range(0, len(alike), width):
+            yield alike[first : first + width]
+
+
+def _gather(flat: Tensor, matrices: Sequence[OwnedMatrix]) -> Tensor:
+    """Copy matrices out of `flat`, in fp32 [batch, rows, columns]."""
+    parts = [flat[low:high] for matrix in matrices for low, high in matrix.segments]
     place = matrices[0].place
     return torch.cat(parts).float().view(len(matrices), place.rows, place.columns)
 
 
-def _scatter(values: Tensor, flat: Tensor, matrices: Sequence[OwnedMatrix], begin: int) -> None:
+def _scatter(values: Tensor, flat: Tensor, matrices: Sequence[OwnedMatrix]) -> None:
     """Copy matrices [batch, rows, columns] back into `flat`, whatever its type."""
     spans = [span for matrix in matrices for span in matrix.segments]
     parts = values.reshape(-1).split([high - low for low, high in spans])
     for (low, high), part in zip(spans, parts, strict=True):
-        flat[low - begin : high - begin] = part
+        flat[low:high] = part

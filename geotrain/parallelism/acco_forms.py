@@ -1,4 +1,4 @@
-"""The forms of ACCO: how the next weights are predicted, what that costs, and which runs can use it.
+"""The forms of ACCO: what they hide, what that costs, which runs can use them, and which way is best where.
 
 Plain data, shared by the dry run, the planner and the engine, so that they cannot disagree.
 """
@@ -10,93 +10,92 @@ from typing import Any, Literal
 
 from geotrain.config import AccoConfig, Architecture, ConfigError, ParallelConfig
 from geotrain.families import family_of
-from geotrain.parallelism.checks import offloads_masters, zero_stage
+from geotrain.parallelism.checks import code_bytes, coded_bits, offloads_masters, zero_stage
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer, optimizer_settings
 from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
 
-Traffic = Literal["nothing", "codes", "full"]
-# Elements that share a scale. Shards and groups of the flat buffer begin at multiples of it, so that no block of
-# codes mixes two of them.
+# Elements at whose multiples shards and groups of the flat buffer begin, so that no block of codes mixes two of them.
 CODE_BLOCK = ALIGNED
-CODE_BITS = 4 + 16 / CODE_BLOCK  # int4 with a bf16 scale
-# Elements of a chunk of a shard; a multiple of CODE_BLOCK. Each chunk costs some launches, and scratch.
-CODED_AT_ONCE = 1 << 26
+FIRST_SHARE = 0.5  # of a window's micro-batches, which the published form computes at predicted weights
+BITS = 8, 4  # of a gradient's code and of a weight's change, which together lose nothing that shows
+ENOUGH = 1.02  # times the least step: of ways within it, the one that changes least
 
 
 @dataclass(frozen=True)
-class Form:
-    """A form of ACCO (arXiv 2406.02613): what a step sends, besides its commit, to predict the next weights.
+class Hiding:
+    """A way to hide a worker's own communication. form: of ACCO; None: the plain engine's ZeRO-1. bits: of codes;
+    None: values travel. step_s: the least that a step takes."""
 
-    A window is one optimizer step and has up to two parts. While the first part is computed, at predicted weights,
-    the last window's commit travels. While the second is computed, at committed weights, the prediction travels.
+    form: Literal["delayed"] | None
+    bits: tuple[int, int] | None
+    step_s: float
 
-    reduces: how a rank learns the other ranks' gradients for its prediction; `nothing`: it takes its own.
-    gathers: how the predicted weights reach all ranks; `nothing`: the window's second part predicts nothing.
-    predicts_in_commit: the commit itself hands out weights one step ahead, by its own gradient; no second part.
-    first_share: the part of a window's micro-batches that comes first, unless the run says otherwise.
+
+def least_step_s(
+    form: str | None, micro_batches: int, compute_s: float, gradients_s: float, weights_s: float
+) -> float:
+    """Compute the least seconds of a step over a link that is never idle where it may be busy.
+
+    ZeRO-1 (form None) hides gradients behind the last backward, two thirds of a micro-batch, and weights behind the
+    first forward. `delayed` hides all behind a whole step, `exact` its commit behind the first part and a prediction,
+    as large, behind the second.
     """
-
-    name: str
-    reduces: Traffic
-    gathers: Traffic
-    predicts_in_commit: bool
-    first_share: float
-
-    @property
-    def predicts_separately(self) -> bool:
-        """Whether a window has a second part, during which a prediction travels."""
-        return self.gathers != "nothing"
-
-    def prediction_traffic(self, weight_bytes: int = 2) -> float:
-        """Compute s, the prediction's traffic over the commit's.
-
-        weight_bytes: what the commit reduces, and what it gathers, for each parameter.
-        """
-        full = {"nothing": 0.0, "codes": CODE_BITS / (8 * weight_bytes), "full": 1.0}
-        return (full[self.reduces] + full[self.gathers]) / 2
+    sent_s, micro_s = gradients_s + weights_s, compute_s / micro_batches
+    if form == "delayed":
+        return max(compute_s, sent_s)
+    if form == "exact":
+        return max(FIRST_SHARE * compute_s, sent_s) + max((1 - FIRST_SHARE) * compute_s, sent_s)
+    return compute_s + max(0.0, gradients_s - 2 / 3 * micro_s) + max(0.0, weights_s - micro_s / 3)
 
 
-# A step takes max(a·C, M) + max((1 − a)·C, s·M): C its compute, a the first part's share of it, M the commit's
-# traffic (16 bits reduced and 16 gathered a parameter), s·M the prediction's. The best share a is 1 / (1 + s), at
-# which both parts hide their traffic from the same C on.
-FORMS = {
-    form.name: form
-    for form in (
-        Form("exact", "full", "full", False, 1 / 2),
-        Form("int4", "codes", "codes", False, 4 / 5),
-        Form("local", "nothing", "codes", False, 8 / 9),
-        Form("stale", "nothing", "nothing", True, 1.0),
-        Form("none", "nothing", "nothing", False, 1.0),  # DPU, delayed parameter update
-    )
-}
+def best_hiding(
+    muon: bool,
+    micro_batches: int,
+    compute_s: float,
+    gradients_s: float,
+    weights_s: float,
+    bytes_each: tuple[int, int],
+) -> Hiding:
+    """Choose a way for the run's optimizer and the link's speed.
+
+    muon: whether the optimizer is Muon, which bears a step's delay; AdamW does not. gradients_s, weights_s: of
+    values, which have these bytes each.
+    """
+    least = [gradients_s * code_bytes(1 << 20, BITS[0]) / (bytes_each[0] << 20)]
+    least.append(weights_s * code_bytes(1 << 20, BITS[1]) / (bytes_each[1] << 20))
+    forms: tuple[Literal["delayed"] | None, ...] = (None, "delayed") if muon else (None,)
+    ways = [
+        Hiding(form, bits, least_step_s(form, micro_batches, compute_s, *seconds))
+        for form in forms
+        for bits, seconds in ((None, (gradients_s, weights_s)), (BITS, least))
+    ]
+    enough_s = ENOUGH * min(way.step_s for way in ways)
+    return next(way for way in ways if way.step_s <= enough_s)
 
 
 def first_part(acco: AccoConfig, micro_batches: int) -> int:
-    """Split a replica's micro-batches of one window; returns how many form the first part.
+    """Split a replica's micro-batches of one window; returns how many are computed while the last commit travels.
 
-    Raises ConfigError if they cannot be split.
+    `exact` computes the rest while a prediction travels; `delayed` has no rest. Raises ConfigError if they cannot be
+    split.
     """
-    form = FORMS[acco.prediction]
-    share = form.first_share if acco.predicted_share is None else acco.predicted_share
+    if acco.form == "delayed":
+        if acco.predicted_share is not None:
+            raise ConfigError(
+                f"acco.predicted_share = {acco.predicted_share} does nothing with acco.form = 'delayed', which "
+                "computes whole steps at one set of weights; leave it out"
+            )
+        return micro_batches
+    share = FIRST_SHARE if acco.predicted_share is None else acco.predicted_share
     first = round(share * micro_batches)
-    if form.predicts_in_commit and share != 1:
-        raise ConfigError(
-            f"acco.predicted_share = {share} does not go with acco.prediction = 'stale', which computes whole steps "
-            "at predicted weights; leave it out"
-        )
-    if not form.predicts_separately:
-        fits = first >= 1
-    else:
-        # A share that the run states must leave each part a micro-batch; the form's own is rounded until it does.
-        fits = micro_batches >= 2 and (acco.predicted_share is None or 1 <= first < micro_batches)
-        first = min(max(first, 1), micro_batches - 1)
-    if not fits:
+    # A share that the run states must leave each part a micro-batch; the form's own is rounded until it does.
+    if micro_batches < 2 or (acco.predicted_share is not None and not 1 <= first < micro_batches):
         raise ConfigError(
             f"acco: a step of {micro_batches} micro-batch{'es' * (micro_batches > 1)} cannot be split at a share of "
             f"{share:.3g}: each part needs a whole micro-batch; raise deepspeed.train_batch_size, lower "
-            "deepspeed.train_micro_batch_size_per_gpu, or use acco.prediction = 'stale', which does not split"
+            "deepspeed.train_micro_batch_size_per_gpu, or use acco.form = 'delayed', which does not split"
         )
-    return first
+    return min(max(first, 1), micro_batches - 1)
 
 
 def check_acco(
@@ -137,28 +136,22 @@ def check_acco(
         raise ConfigError(
             "acco does not go with deepspeed.zero_optimization.offload_optimizer; take out one of the two"
         )
+    if acco.form == "exact" and coded_bits(block) is not None:
+        raise ConfigError(
+            "acco.form = 'exact' does not go with deepspeed.zero_optimization.gradient_bits: its gradients travel "
+            "twice, and codes keep what they lose once; use acco.form = 'delayed', or leave out the bits"
+        )
     first_part(acco, micro_batches)
 
 
-def flat_bytes(prediction: str, shard: ShardSize, weight_bytes: int, gradient_bytes: int) -> int:
+def flat_bytes(shard: ShardSize, weight_bytes: int, gradient_bytes: int, block: dict[str, Any], ranks: int) -> int:
     """Count the bytes that ACCO keeps on a rank beside its optimizer's shard.
 
-    They are weights and one buffer for what travels, of `weight_bytes` an element each, and gradients; with codes,
-    those of all ranks.
+    They are weights and gradients, and what travels: one buffer like the weights; or, coded, two of gradients' codes
+    of all ranks, one of weights' codes, and the owned shard in fp32. ranks: data-parallel ones.
     """
-    codes = CODE_BITS / 8 if FORMS[prediction].gathers == "codes" else 0.0
-    return round(shard.total * (2 * weight_bytes + gradient_bytes + codes))
-
-
-def scratch_bytes(prediction: str, shard: ShardSize, weight_bytes: int, at_once: int = CODED_AT_ONCE) -> int:
-    """Count the bytes that a prediction takes on top while it travels.
-
-    They are, of one coded chunk, in fp32, the weights before (where they are not in fp32 already), the predicted ones
-    and, where gradients come as codes, their sum. at_once: elements of a chunk; one that would cut a matrix goes on
-    to its end.
-    """
-    form = FORMS[prediction]
-    if form.gathers != "codes":
-        return 0
-    chunks = 1 + (weight_bytes < 4) + (form.reduces == "codes")
-    return 4 * chunks * min(shard.adamw + shard.matrices, at_once + shard.largest_matrix)
+    bits, total = coded_bits(block) if ranks > 1 else None, shard.total
+    if bits is None:
+        return total * (2 * weight_bytes + gradient_bytes)
+    of_gradients, of_weights = (code_bytes(total, each) for each in bits)
+    return total * (weight_bytes + gradient_bytes) + 2 * of_gradients + of_weights + 4 * total // ranks

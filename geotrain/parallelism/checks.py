@@ -11,11 +11,12 @@ from geotrain.config.deepspeed import SCHEDULERS
 from geotrain.families import family_of
 from geotrain.parallelism.local_parameters import stage_parameters
 from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_settings, uses_muon
-from geotrain.parallelism.whole_matrices import shard_size
+from geotrain.parallelism.whole_matrices import ALIGNED, shard_size
 
 _DEEPSPEED_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size
 # Of ZeRO-1, whose buckets travel during backward: the most, and at least so many of them for a small model.
 _OVERLAPPED_BUCKET, _OVERLAPPED_BUCKETS = 40_000_000, 8
+CODED_AT_ONCE = 1 << 26  # elements that one launch encodes, beside as many zeros in 16 bits
 BUCKETS_IN_FLIGHT = 3  # so many are reduced, or gathered, at once: it bounds the memory for what travels
 
 
@@ -39,6 +40,17 @@ def gradient_wire_bytes(deepspeed_block: dict[str, Any]) -> int:
     """Bytes of a gradient as data-parallel ranks reduce it: of `communication_data_type`, or of the weights' type."""
     stated = deepspeed_block.get("communication_data_type")
     return 2 if stated in ("fp16", "bf16") or (stated is None and trains_in_bf16(deepspeed_block)) else 4
+
+
+def coded_bits(deepspeed_block: dict[str, Any]) -> tuple[int, int] | None:
+    """Bits of a gradient, and of a weight's change, where data-parallel ranks send codes; None: they send values."""
+    zero = deepspeed_block.get("zero_optimization", {})
+    return (zero["gradient_bits"], zero["weight_bits"]) if "gradient_bits" in zero else None
+
+
+def code_bytes(numel: int, bits: int) -> int:
+    """Bytes of the codes of so many elements; a block of them shares a scale of 16 bits."""
+    return math.ceil(numel * (bits + 16 / ALIGNED) / 8)
 
 
 def overlaps_reduction(deepspeed_block: dict[str, Any]) -> bool:
@@ -238,6 +250,7 @@ def _check_deepspeed(block: dict[str, Any], tp: int, pp: int) -> None:
             f"deepspeed.zero_optimization: stage 2 with offload_optimizer does not go with parallel.tensor = {tp}: "
             "gradients leave the device before tensor ranks can sum them; use stage 1"
         )
+    _check_codes(block)
     if block.get("zero_optimization", {}).get("round_robin_gradients"):
         raise ConfigError(
             "deepspeed.zero_optimization.round_robin_gradients = true is not supported: DeepSpeed 0.19 then links "
@@ -257,6 +270,30 @@ def _check_deepspeed(block: dict[str, Any], tp: int, pp: int) -> None:
         raise ConfigError(
             f"deepspeed.scheduler.type = {scheduler!r} cannot be set to a step of the run; "
             f"use one of {', '.join(SCHEDULERS)}"
+        )
+
+
+def _check_codes(block: dict[str, Any]) -> None:
+    """Check `gradient_bits` and `weight_bits`, the settings of coded collectives. Raises ConfigError."""
+    zero, both = block.get("zero_optimization", {}), ("gradient_bits", "weight_bits")
+    stated = {key: zero[key] for key in both if key in zero}
+    if not stated:
+        return
+    where = "deepspeed.zero_optimization." + ", ".join(f"{key} = {value!r}" for key, value in stated.items())
+    if len(stated) < 2 or any(type(bits) is not int or bits not in (4, 8) for bits in stated.values()):
+        raise ConfigError(
+            f"{where}: coded collectives need both, gradient_bits and weight_bits, of 4 or 8 each (8 and 4 lose next "
+            "to nothing); set both, or leave both out"
+        )
+    if not overlaps_reduction(block):
+        raise ConfigError(
+            f"{where} needs deepspeed.zero_optimization.stage = 1 without offload_optimizer, whose collectives are "
+            "the engine's own; change these, or leave the bits out"
+        )
+    if not accumulates_in_fp32(block):
+        raise ConfigError(
+            f"{where}: what codes lose of a gradient stays in the sum of the next ones, which must be in fp32; set "
+            "deepspeed.data_types.grad_accum_dtype = 'fp32'"
         )
 
 

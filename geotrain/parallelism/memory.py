@@ -10,9 +10,12 @@ from geotrain.config import Architecture, ParallelConfig
 from geotrain.families import family_of
 from geotrain.parallelism.checks import (
     BUCKETS_IN_FLIGHT,
+    CODED_AT_ONCE,
     accumulates_in_fp32,
     accumulation_steps,
     check_layout,
+    code_bytes,
+    coded_bits,
     offloads_masters,
     overlaps_reduction,
     reduction_bucket,
@@ -84,9 +87,13 @@ def memory_per_rank(
             gradients, optimizer, buffers = _FP32_BYTES * parameters, moment_bytes(whole, block), 0
         else:
             if overlaps_reduction(block):
-                gradients = kept * held + (_FP32_BYTES * part if kept < _FP32_BYTES else 0)  # a step takes fp32
-                # Of each bucket under way, what is sent and what arrives.
-                buffers = 2 * BUCKETS_IN_FLIGHT * size * reduction_bucket(block, parameters) if copies > 1 else 0
+                bits, bucket = coded_bits(block) if copies > 1 else None, reduction_bucket(block, parameters)
+                # A step takes fp32. Where gradients go on to hold what codes lose, their sum has a place of its own.
+                gradients = kept * held + (_FP32_BYTES * part if kept < _FP32_BYTES or bits is not None else 0)
+                # Of each bucket under way, what is sent and what arrives; zeros that a bucket is encoded beside.
+                travels = size * bucket if bits is None else code_bytes(bucket, max(bits))
+                buffers = 2 * BUCKETS_IN_FLIGHT * travels if copies > 1 else 0
+                buffers += 2 * min(bucket, CODED_AT_ONCE) if bits is not None else 0
             else:
                 # Its part of the gradients is copied to fp32 for the step.
                 gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part
@@ -96,7 +103,7 @@ def memory_per_rank(
         tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8)
         weights = size * held + (2 * fp8_weights(architecture, parallel, stage) if fp8 else 0)
-        held_bytes = weights, gradients, optimizer, buffers, activations, moment_bytes(shard, block)
+        held_bytes = weights, gradients, optimizer, buffers, activations, saved_bytes(shard, block, copies)
         stages.append(MemoryPerRank(parameters, stage, *held_bytes))
     return max(stages, key=lambda memory: memory.total_bytes)
 
@@ -115,6 +122,12 @@ def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
 def moment_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
     """Bytes of a rank's moments, in fp32: two of what AdamW steps, one of Muon's matrices."""
     return _FP32_BYTES * (len(optimizer_kind(block).moments) * shard.adamw + shard.matrices)
+
+
+def saved_bytes(shard: ShardSize, block: dict[str, Any], ranks: int) -> int:
+    """Bytes of a rank's part of a checkpoint: moments and, where gradients travel in codes, what these lost."""
+    residual = _FP32_BYTES * (shard.adamw + shard.matrices) if coded_bits(block) is not None and ranks > 1 else 0
+    return moment_bytes(shard, block) + residual
 
 
 def activation_bytes(

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from itertools import pairwise
 from typing import Literal
 
 from geotrain.config import Architecture, ParallelConfig
@@ -131,13 +130,12 @@ class ShardSize:
     """Sizes of the fullest data-parallel rank's shard, in elements.
 
     adamw: that AdamW steps. matrices: of Muon's matrices, with the gaps between them. total: of all shards of one
-    replica's parameters. largest_matrix: of the largest parameter that no shard cuts.
+    replica's parameters.
     """
 
     adamw: int
     matrices: int
     total: int
-    largest_matrix: int = 0
 
 
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
@@ -156,7 +154,7 @@ def shard_size(
         head = -(-others // ALIGNED) * ALIGNED
         shard = pack(sizes, dp, head, ALIGNED).shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
-        return ShardSize(adamw, shard - adamw, dp * shard, max(sizes))
+        return ShardSize(adamw, shard - adamw, dp * shard)
     adamw = matrices = total = 0
     for expert in (False, True):
         sizes, others = _matrices_and_others([p for p in places if p.expert == expert], muon)
@@ -171,14 +169,3 @@ def _matrices_and_others(places: Sequence[LocalParameter], muon: bool) -> tuple[
     """Count the elements of each parameter that Muon steps, and of all others together."""
     sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
     return sizes, sum(p.numel for p in places if not p.untrained) - sum(sizes)
-
-
-def merged_spans(bounds: Sequence[int], least: int) -> list[tuple[int, int]]:
-    """Merge neighbouring spans, given by all their bounds, until each has `least` elements, but for the last."""
-    merged: list[tuple[int, int]] = []
-    for begin, end in pairwise(bounds):
-        if merged and merged[-1][1] - merged[-1][0] < least:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((begin, end))
-    return merged

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from geotrain.config import Topology
+from geotrain.parallelism.acco_forms import best_hiding, least_step_s
+from geotrain.parallelism.checks import accumulation_steps, gradient_wire_bytes, trains_in_bf16, zero_stage
+from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.plan.grouping import Worker
 from geotrain.plan.layouts import layout_text
 from geotrain.plan.planner import Plan, resolve
@@ -52,6 +56,7 @@ def reasons(plan: Plan) -> list[str]:
             f"host{'s' * (hosts > 1)} of {where}: the shortest step of all parallel layouts that fit, "
             f"{layout.step.step_s:.3g} s; most of what is lost: {limit}"
         )
+        found += hiding_text(plan, names[0])
         if len(worker.regions) > 1:
             found.append(
                 f"{names[0]} spans {where}: one of these is too small for the model alone, and together they train "
@@ -142,6 +147,26 @@ def alternatives(plan: Plan) -> Iterator[Alternative]:
                 f"{setting.server_busy:.0%}: beyond the limits"
             )
         yield Alternative(outer_text(setting), predicted(plan.workers, plan.place.region, setting), worse)
+
+
+def hiding_text(plan: Plan, name: str) -> list[str]:
+    """Say how a worker best hides its own communication, over the links as they were measured, and what that gains at
+    most; nothing where no other rank has the same parameters."""
+    layout, block = plan.workers[name].layout, Topology(plan.run, plan.cluster).workers[name].deepspeed
+    weights_s, compute_s = layout.step.refresh_s, layout.step.compute_s
+    if not weights_s or zero_stage(block) != 1:
+        return []
+    each = gradient_wire_bytes(block), 2 if trains_in_bf16(block) else 4
+    gradients_s, micro_batches = weights_s * each[0] / each[1], accumulation_steps(block, layout.replicas)
+    best = best_hiding(uses_muon(block), micro_batches, compute_s, gradients_s, weights_s, each)
+    plain_s = least_step_s(None, micro_batches, compute_s, gradients_s, weights_s)
+    form = f"acco.form = {best.form!r}" if best.form else "ZeRO-1 without acco"
+    bits = f", gradient_bits = {best.bits[0]}, weight_bits = {best.bits[1]}" if best.bits else ""
+    return [
+        f"{name}: gradients and weights of a step take {(gradients_s + weights_s) / compute_s:.2g} times as long as "
+        f"its compute over these links; best hidden by {form}{bits}, at most {plain_s / best.step_s:.2f} times as "
+        "fast as ZeRO-1"
+    ]
 
 
 def alike(plan: Plan) -> list[tuple[list[str], Worker]]:

@@ -82,7 +82,7 @@ def test_every_shipped_run_sums_gradients_in_fp32() -> None:
         run, cluster = pair(name, "four-regions-ssh")
         worker, architecture = cluster.regions[0].workers[0], run.architecture
         least = 4 * parameter_count(architecture) / (run.parallel.tensor * run.parallel.pipeline)
-        for acco in (None, {"prediction": "int4"}):
+        for acco in (None, {"form": "delayed"}):
             assert rank_memory(changed(run, acco=acco), architecture, worker)["gradients"] >= least
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,13 +36,21 @@ from tests.support.inner_worlds import (
 
 FIRST, THEN, LAST = range(3), range(3, 6), range(6, 7)
 LARGE = {**QWEN_2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096, "head_dim": 64}
-FORMS = ("exact", "int4", "local", "stale", "none")
-SAVED = ("int4", "stale")  # those that keep most; the others go on from checkpoints in test_layouts.py
+CODES = {"gradient_bits": 8, "weight_bits": 4}
+CODED = {"zero_optimization": {"stage": 1, **CODES}, "data_types": {"grad_accum_dtype": "fp32"}}
+# By name, ACCO's form, None for ZeRO-1, and what its block has besides.
+FORMS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "exact": ("exact", {}),
+    "delayed": ("delayed", {}),
+    "delayed, coded": ("delayed", CODED),
+    "coded": (None, CODED),
+}
 
 
-def engine_for(form: str | None, model: dict[str, Any] = QWEN_2, **block: Any) -> Any:
-    """With ACCO's form, or without: DeepSpeed's ZeRO-1."""
-    return start(model, ParallelConfig(), deepspeed_block(1, **block), acco=form)
+def engine_for(name: str | None, model: dict[str, Any] = QWEN_2, **block: Any) -> Any:
+    """One of FORMS, or the plain engine's ZeRO-1."""
+    form, more = (None, {}) if name is None else FORMS[name]
+    return start(model, ParallelConfig(), deepspeed_block(1, **block) | more, acco=form)
 
 
 # ------------------------------------------------------------------------------- what two replicas do, on each rank
@@ -49,9 +58,9 @@ def engine_for(form: str | None, model: dict[str, Any] = QWEN_2, **block: Any) -
 
 def two_replicas(folder: str) -> dict[str, Any]:
     return {
-        "checkpoint": {form: canonical_checkpoint(f"{folder}/{form}", form) for form in SAVED},
+        "checkpoint": {form: canonical_checkpoint(f"{folder}/{form}", form) for form in FORMS},
         "bf16": {form: train_bf16(form) for form in (None, *FORMS)},
-        "large": {form: large(form) for form in ("stale", "local")},
+        "large": {form: large(form) for form in ("delayed", "delayed, coded")},
         "watched": watched(f"{folder}/csv"),
         "bad setting": refusal(bad_run(*BAD_SETTINGS[0][:-1], ranks=2)),
     }
@@ -84,6 +93,8 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
 
     engine = begun(form)
     engine.settle()
+    if engine.residuals:
+        engine.optimizer.move_residuals()  # as a checkpoint does
     engine.refresh()  # forgets what was predicted, as a restart does
     seen["undisturbed"] = ended(engine, THEN)
     engine = begun(form)
@@ -96,14 +107,15 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
     seen["steps"] = engine.global_steps
     save(engine, folder, "then", {}, keep=9, with_masters=True)
     seen["evaluation"] = engine.evaluate(micro_batches(engine, LAST[0]))
-    thread, reduce_scatter = engine.optimizer.communication, engine.optimizer.communication.reduce_scatter
-    thread.reduce_scatter = lambda flat: (time.sleep(0.5), reduce_scatter(flat))  # under way while that is read
+    thread = getattr(engine.optimizer, "communication", SimpleNamespace(exchange=None))
+    exchange = thread.exchange
+    thread.exchange = lambda *given: (time.sleep(0.5), exchange(*given))  # under way while that is read
     engine.train_step(micro_batches(engine, LAST[0]), LAST[0])
     load(engine, folder, "first")
-    del thread.reduce_scatter
+    del thread.exchange
     seen["into a step"] = ended(engine, THEN)
 
-    seen["by another form"] = ended(begun("local", "then"), LAST)
+    seen["by another form"] = ended(begun("exact", "then"), LAST)
     engine = begun(None, "then")
     save(engine, folder, "zero", {}, keep=9, with_masters=True)
     seen["evaluation by zero"] = engine.evaluate(micro_batches(engine, LAST[0]))
@@ -121,7 +133,7 @@ def settled(engine: Any) -> list[Any]:
 
 
 BF16_STEPS = 12
-SUMS_IN_FP32 = (None, "int4", "stale")  # the other forms sum a window's gradients in bf16
+SUMS_IN_FP32 = (None, "delayed")  # and with codes; `exact` sums a window's gradients in bf16
 
 
 def train_bf16(form: str | None) -> dict[str, Any]:
@@ -149,8 +161,8 @@ def large(form: str) -> dict[str, Any]:
     train(engine, range(3))
     engine.settle()
     parameters = sum(p.numel() for p in engine.module.parameters())
-    scratch = engine.optimizer.communication._scratch
-    kept = live_bytes() - before - scratch.nbytes
+    scratch = engine.optimizer.communication._scratch  # of values that are reduced over gloo
+    kept = live_bytes() - before - (0 if scratch is None else scratch.nbytes)
     stop(engine)
     return {"bytes": kept, "parameters": parameters}
 
@@ -160,7 +172,7 @@ def watched(folder: str) -> dict[str, Any]:
 
     monitor = {"enabled": True, "output_path": folder, "job_name": "job"}
     logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
-    engine = engine_for("stale", csv_monitor=monitor, comms_logger=logger, steps_per_print=None)
+    engine = engine_for("delayed", csv_monitor=monitor, comms_logger=logger, steps_per_print=None)
     results = [engine.train_step(micro_batches(engine, step), step) for step in range(4)]
     engine.settle()
     calls = {
@@ -182,7 +194,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", SAVED)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_disturbs_nothing_and_resumes_to_the_same_bits(ranks: list[dict[str, Any]], form: str) -> None:
     for rank in ranks:
         seen = rank["checkpoint"][form]
@@ -192,21 +204,22 @@ def test_a_checkpoint_disturbs_nothing_and_resumes_to_the_same_bits(ranks: list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", SAVED)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_run_goes_to_zero_1_and_back(ranks: list[dict[str, Any]], form: str) -> None:
     seen = [rank["checkpoint"][form] for rank in ranks]
+    rel, atol = (1e-2, 2e-3) if "coded" in form else (1e-5, 1e-6)
     for rank in seen:
         assert rank["evaluation"] == pytest.approx(rank["evaluation by zero"], rel=1e-6), (
             "evaluates committed weights"
         )
         (zero,), (acco,) = rank["zero"][0], rank["acco"][0]
         assert zero[0] == pytest.approx(rank["evaluation"], rel=1e-6)
-        assert acco == pytest.approx(zero, rel=1e-5)
+        assert acco == pytest.approx(zero, rel=rel)
         assert rank["by another form"][0][0][0] == pytest.approx(rank["evaluation"], rel=1e-6)
     a = architecture(QWEN_2)
     one, other = (assemble(a, [rank[which][1] for rank in seen]) for which in ("zero", "acco"))
     for name, weight in one.items():
-        torch.testing.assert_close(other[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(other[name], weight, rtol=rel, atol=atol, msg=name)
 
 
 @pytest.mark.slow
@@ -217,8 +230,7 @@ def test_bf16_follows_zero_1(ranks: list[dict[str, Any]]) -> None:
     for form in FORMS:
         assert curves[form][-1] < 0.9 * curves[form][0]
         assert curves[form][0] == pytest.approx(curves[None][0], rel=1e-3)
-        if form != "none":
-            assert curves[form][-1] == pytest.approx(curves[None][-1], rel=0.1), form
+        assert curves[form][-1] == pytest.approx(curves[None][-1], rel=0.1), form
 
 
 @pytest.mark.slow
@@ -237,12 +249,14 @@ def test_masters_are_in_single_precision_under_bf16(ranks: list[dict[str, Any]],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["stale", "local"])
+@pytest.mark.parametrize("form", ["delayed", "delayed, coded"])
 def test_memory_is_what_the_formula_says(ranks: list[dict[str, Any]], form: str) -> None:
     for rank in ranks:
         seen = rank["large"][form]
         n = seen["parameters"]
-        assert seen["bytes"] == pytest.approx(flat_bytes(form, ShardSize(0, 0, n), 4, 4) + 12 * n / 2, rel=0.01)
+        assert seen["bytes"] == pytest.approx(
+            flat_bytes(ShardSize(0, 0, n), 4, 4, FORMS[form][1], 2) + 12 * n / 2, rel=0.01
+        )
 
 
 @pytest.mark.slow
@@ -256,33 +270,43 @@ def test_deepspeed_s_comms_logger_and_monitors(ranks: list[dict[str, Any]]) -> N
 # -------------------------------------------------------------------------------------------------- bad settings
 
 OFFLOADED = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+
+
+def zero(**more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 1, **more}}
+
+
 BAD_SETTINGS = [
-    ("stale", None, {"zero_optimization": {"stage": 2}}, 4, "needs deepspeed.zero_optimization.stage = 1, not 2"),
+    ("delayed", None, {"zero_optimization": {"stage": 2}}, 4, "needs deepspeed.zero_optimization.stage = 1, not 2"),
     ("exact", None, {"zero_optimization": {}}, 4, "stage = 1, not 0"),
     ("exact", None, {}, 1, "a step of 1 micro-batch cannot be split"),
-    ("int4", 0.1, {}, 4, "a step of 4 micro-batches cannot be split at a share of 0.1"),
+    ("exact", 0.1, {}, 4, "a step of 4 micro-batches cannot be split at a share of 0.1"),
     ("exact", 1.0, {}, 4, "cannot be split"),
-    ("none", 0.0, {}, 4, "cannot be split"),
-    ("stale", 0.5, {}, 4, "leave it out"),
-    ("stale", None, OFFLOADED, 4, "does not go with deepspeed.zero_optimization.offload_optimizer"),
+    ("delayed", 0.5, {}, 4, "leave it out"),
+    ("delayed", None, OFFLOADED, 4, "does not go with deepspeed.zero_optimization.offload_optimizer"),
+    ("exact", None, CODED, 4, "'exact' does not go with deepspeed.zero_optimization.gradient_bits"),
+    ("delayed", None, zero(gradient_bits=8), 4, "gradient_bits = 8: coded collectives need both"),
+    ("delayed", None, zero(gradient_bits=8, weight_bits=2), 4, "of 4 or 8 each"),
+    ("delayed", None, zero(**CODES) | {"bf16": {"enabled": True}}, 4, "set deepspeed.data_types.grad_accum_dtype"),
+    ("delayed", None, zero(stage=2, **CODES), 4, "needs deepspeed.zero_optimization.stage = 1 without offload"),
 ]
 
 
-def bad_run(prediction: Any, share: float | None, more: dict[str, Any], micro_batches: int, ranks: int) -> RunConfig:
-    block = deepspeed_block(1, micro=BATCH // ranks // micro_batches, **more)
-    return run_config(QWEN_2, block, acco=AccoConfig(prediction=prediction, predicted_share=share))
+def bad_run(form: Any, share: float | None, more: dict[str, Any], micro_batches: int, ranks: int) -> RunConfig:
+    block = deepspeed_block(1, micro=BATCH // ranks // micro_batches) | more
+    return run_config(QWEN_2, block, acco=AccoConfig(form=form, predicted_share=share))
 
 
-@pytest.mark.parametrize(("prediction", "share", "more", "micro_batches", "message"), BAD_SETTINGS)
+@pytest.mark.parametrize(("form", "share", "more", "micro_batches", "message"), BAD_SETTINGS)
 def test_bad_settings_are_refused_before_anything_starts(
-    prediction: Any, share: float | None, more: dict[str, Any], micro_batches: int, message: str
+    form: Any, share: float | None, more: dict[str, Any], micro_batches: int, message: str
 ) -> None:
     workers = [{"name": "w", "hosts": [{"host": "localhost", "slots": 2}]}]
     cluster = parse(ClusterConfig, {"name": "c", "regions": [{"name": "eu", "workers": workers}]}, "c.json")
     good = run_config(QWEN_2, deepspeed_block(1, micro=1), acco=AccoConfig())
     assert needs(good, cluster).parameters
     with pytest.raises(ConfigError, match=f"worker 'w': .*{message}"):
-        needs(bad_run(prediction, share, more, micro_batches, ranks=2), cluster)
+        needs(bad_run(form, share, more, micro_batches, ranks=2), cluster)
 
 
 @pytest.mark.slow
@@ -291,20 +315,15 @@ def test_a_bad_setting_is_refused_by_a_rank(ranks: list[dict[str, Any]]) -> None
 
 
 def test_a_window_s_gradients_may_be_summed_in_fp32() -> None:
-    """Sum 257 ones, of which bf16 keeps 256. Afterwards the buffer serves for weights, and is zero again."""
+    """Sum 258 ones, of which bf16 keeps 256. Afterwards the buffer is zero again."""
     sums = {}
     for accumulated in (torch.float32, torch.bfloat16):
         weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-        buffers = RotatingBuffers([weight], [0], 4, accumulated)
+        buffers = RotatingBuffers([weight], [0], 4, accumulated, False)
         for _ in range(258):
             weight.sum().backward()
         buffers.send_gradients()
         sums[accumulated] = buffers.in_flight.tolist()
-        buffers.compute_at(buffers.spare)
-        weight.data.fill_(3)
-        assert not buffers.weights.any() and buffers.in_flight.tolist() == sums[accumulated]
-        buffers.compute_at(buffers.weights)
-        buffers.spare.zero_()
         assert not buffers.gradients.any()
         buffers.close()
     assert sums == {torch.float32: [258.0] * 4, torch.bfloat16: [256.0] * 4}
@@ -315,12 +334,10 @@ def test_a_window_s_gradients_may_be_summed_in_fp32() -> None:
     [
         ("exact", 4, 2),
         ("exact", 2, 1),
-        ("int4", 5, 4),
-        ("local", 4, 3),
-        ("local", 9, 8),
-        ("stale", 1, 1),
-        ("none", 3, 3),
+        ("exact", 5, 2),
+        ("delayed", 1, 1),
+        ("delayed", 3, 3),
     ],
 )
 def test_how_a_window_is_split(form: Any, micro_batches: int, first: int) -> None:
-    assert first_part(AccoConfig(prediction=form), micro_batches) == first
+    assert first_part(AccoConfig(form=form), micro_batches) == first

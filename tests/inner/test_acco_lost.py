@@ -22,7 +22,7 @@ def with_a_lost_rank(form: Any, collective: str, how: int, meets: bool) -> tuple
     from geotrain.inner.acco import communication_thread
     from geotrain.inner.runtime.parallel import lost_rank
 
-    acco = AccoConfig(prediction=form, synchronous_steps=1, timeout_s=DEADLINE_S)
+    acco = AccoConfig(form=form, synchronous_steps=1, timeout_s=DEADLINE_S)
     engine = start(QWEN_2, ParallelConfig(), deepspeed_block(1, micro=1), acco=acco)
     train(engine, range(3))
     before, thread = masters(engine), engine.optimizer.communication
@@ -50,9 +50,9 @@ def with_a_lost_rank(form: Any, collective: str, how: int, meets: bool) -> tuple
 @pytest.mark.parametrize(
     ("form", "collective", "how", "meets", "lost", "whole"),
     [
-        ("stale", "exchange", signal.SIGKILL, False, "commit of step 4", 3),
-        ("int4", "exchange", signal.SIGSTOP, False, "prediction of step 4", 3),
-        ("stale", "all_gather", signal.SIGSTOP, True, "commit of step 4", 4),  # the masters have moved by then
+        ("delayed", "exchange", signal.SIGKILL, False, "commit of step 4", 3),
+        ("exact", "exchange", signal.SIGSTOP, False, "prediction of step 4", 3),
+        ("delayed", "all_gather", signal.SIGSTOP, True, "commit of step 4", 4),  # the masters have moved by then
     ],
     ids=["dies", "hangs in a prediction", "hangs before the device's collective"],
 )

@@ -10,22 +10,21 @@ import pytest
 from geotrain.config import ParallelConfig
 from tests.support.inner_worlds import QWEN_2, deepspeed_block, micro_batches, run_world, start, stop, train
 
-JOBS = {
-    "exact": ["predict", "commit"],
-    "int4": ["predict", "commit"],
-    "local": ["predict", "commit"],
-    "stale": ["commit"],
-    "none": ["commit"],
+CODED = {"zero_optimization": {"stage": 1, "gradient_bits": 8, "weight_bits": 4}}
+JOBS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "exact": ("exact", {}, ["predict", "commit"]),
+    "delayed": ("delayed", {}, ["commit"]),
+    "delayed, coded": ("delayed", CODED, ["commit"]),
 }
 
 
-def beside_compute(form: str) -> list[str]:
+def beside_compute(form: str, more: dict[str, Any]) -> list[str]:
     """The communication thread's jobs, each of which ended only once micro-batches had been computed, from begin to
     end, beside it.
 
     No time is compared: where the engine waits for a job before it computes, the job waits for the engine, and its
     deadline ends the training."""
-    engine = start(QWEN_2, ParallelConfig(), deepspeed_block(1), acco=form)
+    engine = start(QWEN_2, ParallelConfig(), deepspeed_block(1) | more, acco=form)
     ended: list[str] = []
     train(engine, range(2))
     engine.settle()
@@ -39,7 +38,10 @@ def beside_compute(form: str) -> list[str]:
         return loss
 
     def start_held(job: Any) -> Any:
-        submitted, what = time.perf_counter(), {"communicate": "predict", "_commit_job": "commit"}[job.func.__name__]
+        submitted, what = (
+            time.perf_counter(),
+            {"_prediction_job": "predict", "_commit_job": "commit"}[job.func.__name__],
+        )
 
         def held() -> Any:
             result = job()
@@ -62,10 +64,10 @@ def beside_compute(form: str) -> list[str]:
 
 
 def every_form() -> dict[str, list[str]]:
-    return {form: beside_compute(form) for form in JOBS}
+    return {name: beside_compute(form, more) for name, (form, more, _) in JOBS.items()}
 
 
 @pytest.mark.slow
 def test_all_communication_runs_beside_compute() -> None:
     for ended in run_world(2, every_form):
-        assert ended == {form: jobs * 3 for form, jobs in JOBS.items()}
+        assert ended == {name: jobs * 3 for name, (*_, jobs) in JOBS.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +51,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(communication_thread.dist, "all_reduce", lambda tensor, group: seen.append(group))
     for name in ("reduce_scatter_fn", "allgather_fn", "all_to_all_single"):
         monkeypatch.setattr(
-            communication_thread.ds_comm, name, lambda *_, group, name=name: seen.append((name, group[:2]))
+            communication_thread.ds_comm,
+            name,
+            lambda *_, group, name=name, **__: seen.append((name, group[:2])) or SimpleNamespace(wait=lambda: None),
         )
     return seen
 
@@ -67,7 +70,7 @@ def test_hosts_meet_before_a_collective_and_its_thread_waits_for_it(
     from geotrain.inner.acco.communication_thread import CommunicationThread
 
     thread, flat = CommunicationThread(Place(), 7.0), torch.zeros(8)  # type: ignore[arg-type]
-    arguments = (flat, flat.clone()) if call == "exchange" else (flat,)
+    arguments = ([flat], [flat.clone()]) if call == "exchange" else (flat,)
     thread.start(lambda: getattr(thread, call)(*arguments)).wait(60.0)
     thread.close()
     meeting = ("dp", "gloo", timedelta(seconds=7))

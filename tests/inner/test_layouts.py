@@ -166,7 +166,7 @@ def test_a_layout_trains_as_one_process_and_goes_on_from_the_checkpoint_of_anoth
     started = assemble(a, [seen["start"] for seen in ranks])
     for name, weight in canonical_weights(a).items():
         assert torch.equal(started[name], weight.view(-1)), name
-    weights = torch.float32 if layout.precision == "fp32" else torch.bfloat16
+    weights = torch.bfloat16 if "bf16" in layout.precision else torch.float32
     for seen in ranks:
         assert seen["tokens"] == alone["tokens"] and seen["types"] == ({weights}, {torch.float32})
     if layout.precision != "fp32":
@@ -232,7 +232,15 @@ REFUSED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...], str]] = [
     ("zero", ("2",), "pipeline", (2,), "stage = 2 does not go with parallel.pipeline = 2"),
     ("zero", ("2",), "optimizer", ("Muon",), "stage = 2 does not go with the optimizer Muon"),
     ("zero", ("1 offloaded",), "optimizer", ("Muon",), "offload_optimizer does not go with the optimizer Muon"),
-    ("zero", ("0",), "precision", CHOICES["precision"][1:], "bf16.enabled needs deepspeed.zero_optimization.stage 1"),
+    (
+        "zero",
+        ("0",),
+        "precision",
+        CHOICES["precision"][1:3],
+        "bf16.enabled needs deepspeed.zero_optimization.stage 1",
+    ),
+    ("zero", ("0", "2", "1 offloaded"), "precision", ("fp32, coded",), "weight_bits = 4 needs deepspeed.zero_optim"),
+    ("acco", ("exact",), "precision", ("fp32, coded",), "acco.form = 'exact' does not go with deepspeed.zero_optim"),
     ("zero", ("0", "2"), "acco", CHOICES["acco"][1:], "acco needs deepspeed.zero_optimization.stage = 1, not"),
     ("zero", ("1 offloaded",), "acco", CHOICES["acco"][1:], "does not go with deepspeed.zero_optimization.offload"),
     ("expert", ("2", "2 by gathering"), "acco", CHOICES["acco"][1:], "does not go with parallel.expert = 2"),

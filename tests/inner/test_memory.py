@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from geotrain.config import ConfigError, ParallelConfig, architecture_from_hf
-from geotrain.parallelism.acco_forms import scratch_bytes
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank
-from geotrain.parallelism.whole_matrices import shard_size
 from geotrain.parameters.parameter_map import parameter_count
 from tests.support.families import DEEPSEEK, QWEN_MOE
 from tests.support.inner_worlds import (
@@ -27,7 +23,6 @@ from tests.support.inner_worlds import (
     start,
     stop,
 )
-from tests.support.live_memory import PeakBytes
 
 ROOT = Path(__file__).parents[2]
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512, "head_dim": 32, "num_hidden_layers": 2}
@@ -136,57 +131,3 @@ def test_context_ranks_divide_tokens_and_the_optimizer() -> None:
 def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not divide"):
         memory_per_rank(architecture(QWEN), ParallelConfig(tensor=3), 4, deepspeed_block(1), 16)
-
-
-# ------------------------------------------------------------------------------ ACCO's scratch, a checkpoint's copy
-
-AT_ONCE = 1 << 14  # elements that are coded at once, in place of 2^26
-BF16_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
-SCRATCH = {
-    **{(form, "bf16"): deepspeed_block(1, micro=1, **BF16_SUMS) for form in ("int4", "local", "exact")},
-    **{(form, "fp32"): deepspeed_block(1, micro=1) for form in ("int4", "local")},
-    ("int4", "muon"): deepspeed_block(1, micro=1, **BF16_SUMS, **MUON),
-}
-
-
-def prediction_peaks() -> dict[tuple[str, str], int]:
-    """The most that a prediction of a step holds beside what ACCO keeps, in bytes."""
-    from geotrain.inner.acco import optimizer
-    from geotrain.inner.acco.prediction import WeightPrediction
-
-    peaks = {}
-    for (form, kind), block in SCRATCH.items():
-        seen: list[int] = []
-
-        def watched(real: Any, seen: list[int] = seen) -> Any:
-            def half(*args: Any) -> None:
-                with PeakBytes() as held:
-                    real(*args)
-                seen.append(held.peak)
-
-            return half
-
-        with mock.patch.object(optimizer, "CODED_AT_ONCE", AT_ONCE):
-            engine = start(LLAMA_WIDE, ParallelConfig(), block, acco=form)
-        engine.train_step(micro_batches(engine, 0), 0)  # makes what is kept: the buffer for codes
-        engine.train_step(micro_batches(engine, 1), 1)
-        engine.settle()
-        halves = {name: watched(getattr(WeightPrediction, name)) for name in ("prepare", "communicate")}
-        with mock.patch.multiple(WeightPrediction, **halves):
-            engine.train_step(micro_batches(engine, 2), 2)
-            engine.settle()
-        peaks[form, kind] = max(seen)
-        stop(engine)
-    return peaks
-
-
-def test_the_scratch_of_acco_s_codes_is_counted() -> None:
-    (peaks,) = run_world(1, prediction_peaks)
-    a = architecture(LLAMA_WIDE)
-    for form, kind in SCRATCH:
-        shard = shard_size(a, ParallelConfig(), 0, 1, kind == "muon", True)
-        counted = scratch_bytes(form, shard, 4 if kind == "fp32" else 2, AT_ONCE)
-        if kind == "muon":  # orthogonalizing takes more, which is not counted; a piece ends with a matrix
-            assert counted > scratch_bytes(form, replace(shard, largest_matrix=0), 2, AT_ONCE)
-        else:
-            assert peaks[form, kind] == pytest.approx(counted, rel=0.02, abs=2048), (form, kind)

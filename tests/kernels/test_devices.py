@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import benchmarks.acco.ranks as acco_ranks
+import benchmarks.hide.ranks as hide_ranks
 from geotrain.config import ConfigError
 from geotrain.kernels import devices
 from geotrain.launch.machine import this_machine
@@ -23,22 +23,22 @@ def test_processes_of_the_suite_take_no_gpu():
     subprocess.run([sys.executable, "-c", HAS_ONE + "assert platform.backend() == 'gloo'"], check=True, timeout=100)
 
 
-def test_the_two_ranks_of_the_acco_benchmark_take_no_gpu(monkeypatch, tmp_path):
-    """Both have local rank 0; NCCL takes no two ranks on one GPU."""
+def test_the_ranks_of_a_benchmark_on_one_machine_take_no_gpu(monkeypatch, tmp_path):
+    """All have local rank 0; NCCL takes no two ranks on one GPU."""
     monkeypatch.setattr(os, "environ", {})
     seen: dict[str, str] = {}
 
     class Rank:
-        def __init__(self, job: acco_ranks.Job, rank: int, interface: str) -> None:
+        def __init__(self, job: hide_ranks.Job, rank: int) -> None:
             seen.update(os.environ)  # engines are imported after this
 
         def measure(self) -> float:
             return 1.0
 
-    monkeypatch.setattr(acco_ranks, "Rank", Rank)
-    job = acco_ranks.Job("compute", acco_ranks.SMALL).to_json()
-    monkeypatch.setattr(sys, "argv", ["acco_ranks.py", job, "0", "127.0.0.1", "127.0.0.1:1", str(tmp_path / "out")])
-    acco_ranks.main()
+    monkeypatch.setattr(hide_ranks, "Rank", Rank)
+    job = hide_ranks.Job("time", hide_ranks.Size(64, 4, 128, 64, 4, 5)).to_json()
+    monkeypatch.setattr(sys, "argv", ["ranks.py", job, "0", "127.0.0.1", "127.0.0.1:1", str(tmp_path / "out")])
+    hide_ranks.main()
     assert seen["DS_ACCELERATOR"] == "cpu" and seen["GLOO_SOCKET_IFNAME"] == "lo"
 
 

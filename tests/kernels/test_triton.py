@@ -13,7 +13,7 @@ import triton.language as tl
 
 from benchmarks import aot, compiled_code, kernel_space, triton_aot
 from geotrain.config import codec_config
-from geotrain.inner.acco.prediction import FORMAT
+from geotrain.inner.zero.codes import Codes
 from geotrain.kernels import triton_ops
 from geotrain.kernels.payload_format import FORMATS
 from geotrain.kernels.steps import AdamStep
@@ -108,7 +108,8 @@ def test_what_is_launched_lies_in_the_space():
             seen.add(launch.kernel.__name__)
             assert kernel_space.key(launch) in inside, launch
 
-    specs = [*PAYLOAD_FORMATS, *(make_codec(codec_config(name)).spec for name in FORMATS), FORMAT]
+    specs = [*PAYLOAD_FORMATS, *(make_codec(codec_config(name)).spec for name in FORMATS)]
+    specs += [Codes(bits).format for bits in (4, 8)]
     for fmt in specs:
         for numel in (1, 333, fmt.block * 3, fmt.block * 5 + 77):
             values, anchor, out = (torch.zeros(numel) for _ in range(3))

@@ -263,6 +263,14 @@ def test_missing_certificates(place: Path) -> None:
     assert told.startswith("worker-here-0.pem: end on 20") and "renew it with `geotrain certs`" in told
 
 
+def test_hiding_that_costs_loss(place: Path) -> None:
+    change("run.json", acco={}, deepspeed__optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    (told,) = preflight.cautions(*files())
+    assert told.startswith("acco.form = 'delayed' without the optimizer Muon") and "gradient_bits = 8" in told
+    change("run.json", deepspeed__optimizer={"type": "Muon", "params": {"lr": 1e-3}})
+    assert preflight.cautions(*files()) == []
+
+
 def test_servers_that_others_reach_without_certificates(place: Path) -> None:
     change("cluster.json", global_server={"host": "10.1.2.3", "port": 7070})
     (told,) = preflight.cautions(*files())

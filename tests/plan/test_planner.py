@@ -300,7 +300,7 @@ def test_a_worker_spans_regions_where_one_is_too_small() -> None:
 
 
 @pytest.mark.parametrize("gbps", [2.0, 10.0])
-@pytest.mark.parametrize("acco", [None, {"prediction": "int4"}, {"prediction": "int4", "balance": True}])
+@pytest.mark.parametrize("acco", [None, {"form": "exact"}, {"form": "exact", "balance": True}])
 def test_a_spanning_workers_shape_is_the_fastest_of_all(acco: dict[str, Any] | None, gbps: float) -> None:
     """Also where reductions are hidden, and where slow hosts take less of the batch."""
     far = inventory({name: [(1, "d")] * 3 for name in "ab"}, gbps, d={"memory_gb": 80.0})

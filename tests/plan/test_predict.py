@@ -198,7 +198,7 @@ def test_tensor_parallelism_reduces_twice_a_layer_each_way() -> None:
 
 def test_acco_hides_the_reduction() -> None:
     plain = on(small_run(), [[host("a"), host("b")]]).workers["eu-0"].step
-    hidden = on(small_run(acco={"prediction": "stale"}), [[host("a"), host("b")]]).workers["eu-0"].step
+    hidden = on(small_run(acco={"form": "delayed"}), [[host("a"), host("b")]]).workers["eu-0"].step
     assert plain.reduction_s > 0.5
     assert hidden.reduction_s == pytest.approx(0.0, abs=1e-9)
     assert hidden.compute_s == plain.compute_s
@@ -208,8 +208,8 @@ def test_acco_s_balance_lets_a_fast_replica_take_more() -> None:
     """The slow host has half the speed: two thirds of the micro-batches are the fast one's."""
     hosts = [[host("a"), host("b", kind="slow")]]
     seldom = {"outer": {"local_steps": 64}}  # so that exchanges hardly count
-    waits = on(small_run(acco={"prediction": "stale"}, **seldom), hosts).workers["eu-0"]
-    shares = on(small_run(acco={"prediction": "stale", "balance": True}, **seldom), hosts).workers["eu-0"]
+    waits = on(small_run(acco={"form": "delayed"}, **seldom), hosts).workers["eu-0"]
+    shares = on(small_run(acco={"form": "delayed", "balance": True}, **seldom), hosts).workers["eu-0"]
     micro_s = waits.step.compute_s / 32  # the slow host's; there are 2 · 32 of them
     assert shares.step.compute_s + shares.step.pipeline_s == pytest.approx(43 * micro_s / 2)
     assert waits.step.step_s - shares.step.step_s == pytest.approx((32 - 43 / 2) * micro_s)
@@ -230,13 +230,13 @@ def spread(gbps: float, **acco: Any) -> RunPrediction:
 
 
 @pytest.mark.parametrize("gbps", [10.0, 1.0])  # a commit travels faster than it is computed, and slower
-@pytest.mark.parametrize(("form", "share", "ahead"), [("int4", 26 / 32, (4 + 1 / 8) / 16), ("stale", 1.0, 0.0)])
+@pytest.mark.parametrize(("form", "share", "ahead"), [("exact", 1 / 2, 1.0), ("delayed", 1.0, 0.0)])
 def test_acco_hides_nothing_where_the_outer_loop_needs_whole_weights(
     form: str, share: float, ahead: float, gbps: float
 ) -> None:
     """By hand: of a job's two exchanges' ends (a delta leaves, an answer is adopted) each awaits a commit, which the
     next first part would have hidden; the second gathers the weights, half of a commit's traffic."""
-    found = spread(gbps, acco={"prediction": form})
+    found = spread(gbps, acco={"form": form})
     zero_1 = spread(gbps).workers["eu-0"]
     worker = found.workers["eu-0"]
     parameters = parameter_count(small_run().architecture)

@@ -1,7 +1,7 @@
-"""ACCO in one process and plain torch: every form, unequal counts, clipping. Written from the algorithm alone.
+"""ACCO in one process and plain torch: both forms, unequal counts, clipping, codes. Written from the algorithm alone.
 
-Source: arXiv 2406.02613, and the cheaper predictions that `docs/` describes. All weights live under canonical names;
-ranks exist only as an index of the gradients, and as the owner of each element where a form is lossy.
+Source: arXiv 2406.02613, and the delayed form that `docs/` describes. All weights live under canonical names; ranks
+exist only as an index of the gradients, and as the owner of each element where codes travel.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from geotrain.kernels.payload_format import PayloadFormat
 
 Weights = dict[str, Tensor]
 Gradient = Callable[[Weights, Tensor], tuple[float, Weights]]  # (weights, samples) → (mean loss, its gradient)
-INT4 = PayloadFormat("int4", block=128, scale="bf16")
 
 
 @dataclass(frozen=True)
 class Settings:
-    form: str  # exact | int4 | local | stale | none
+    form: str  # exact | delayed
     clip: float  # 0: off
     betas: tuple[float, float]
     eps: float
     decay: Callable[[str], float]  # weight decay of a parameter
     synchronous_steps: int = 0
     is_matrix: Callable[[str], bool] = lambda name: False  # what Muon steps
+    bits: tuple[int, int] | None = None  # of a gradient's code, and of a weight's change
 
 
 @dataclass(frozen=True)
 class Flat:
-    """How the ranks of one model replica's slot lay the model out flat: for the lossy forms.
+    """How the ranks of one model replica's slot lay the model out flat: for codes.
 
     order: indices into the concatenation of all canonical parameters, −1 for padding; its length is a multiple of
     `owners`, the data-parallel ranks, which own equal consecutive parts.
@@ -70,6 +70,7 @@ class Reference:
         self.m = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.v = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.steps = 0
+        self.lost: list[Weights] = []  # of each replica's gradients, by their codes
         self.restart()
 
     def restart(self) -> None:
@@ -80,11 +81,10 @@ class Reference:
         self, first: Sequence[Sequence[Tensor]], second: Sequence[Sequence[Tensor]], lr: float
     ) -> tuple[float, float, int]:
         """One window. first, second: each replica's micro-batches before and after the last commit arrives; the
-        second are empty for `stale` and `none`, and in synchronous steps. Returns (loss, norm, micro-batches)."""
+        second are empty for `delayed`, and in synchronous steps. Returns (loss, norm, micro-batches)."""
         losses, sums = zip(*(self._accumulate(replica, None) for replica in first), strict=True)
         counts = [len(replica) for replica in first]
-        if self.landed is not None:
-            self.now, self.landed = self.landed, None
+        self._land()
         predicted = None
         if any(second):
             predicted = self._predict(sums, counts, lr)
@@ -93,16 +93,22 @@ class Reference:
             )
             losses = [*losses, *more]
             counts = [c + len(replica) for c, replica in zip(counts, second, strict=True)]
+        if self.settings.bits:
+            sums = self._coded_sums(sums)
         norm, scaled = self._clipped_mean(sums, sum(counts))
         self.x, self.m, self.v = self._stepped(scaled, lr, self.x, self.m, self.v, self.steps + 1)
         self.steps += 1
-        if self.steps <= self.settings.synchronous_steps:
-            self.restart()
-        else:
-            self.now = self.now if predicted is None else predicted
-            self.landed = dict(self.x)
-            if self.settings.form == "stale":
-                self.landed = self._stepped(scaled, lr, self.x, self.m, self.v, self.steps + 1)[0]
+        synchronous = self.steps <= self.settings.synchronous_steps
+        self.now = self.now if predicted is None else predicted
+        self.landed = dict(self.x)
+        if self.settings.form == "delayed" and not synchronous:
+            self.landed = self._stepped(scaled, lr, self.x, self.m, self.v, self.steps + 1)[0]
+        if self.settings.bits:  # what travels is a change of what ranks hold while they compute
+            change = {name: self.landed[name] - self.now[name] for name in self.now}
+            change = self._through_codes(change, self.settings.bits[1])
+            self.landed = {name: self.now[name] + change[name] for name in change}
+        if synchronous:
+            self._land()
         return sum(losses) / sum(counts), norm, sum(counts)
 
     def _accumulate(self, micro_batches: Sequence[Tensor], onto: Weights | None) -> tuple[float, Weights]:
@@ -136,45 +142,37 @@ class Reference:
             muon_step(x[n], m[n], gradient[n], lr, decay(n))
         return x, m, v
 
-    # ------------------------------------------------------------------------------------------ predictions
+    # ------------------------------------------------------------------------------------- predictions, codes
 
     def _predict(self, sums: Sequence[Weights], counts: Sequence[int], lr: float) -> Weights:
-        if self.settings.form == "none":
-            return dict(self.now)  # the weights just committed
-        if self.settings.form == "exact":
-            gradient = {name: sum(s[name] for s in sums) / sum(counts) for name in self.x}
-        elif self.settings.form == "int4":
-            coded = [self._through_codec(s) for s in sums]
-            gradient = {name: sum(c[name] for c in coded) / sum(counts) for name in self.x}
-        else:
-            gradient = self._of_owner([{n: g / c for n, g in s.items()} for s, c in zip(sums, counts, strict=True)])
-        predicted = self._stepped(gradient, lr, self.x, self.m, self.v, self.steps + 1)[0]
-        if self.settings.form == "exact":
-            return predicted
-        change = self._through_codec({name: self.now[name] - predicted[name] for name in predicted})
-        return {name: self.now[name] - change[name] for name in change}
+        gradient = {name: sum(s[name] for s in sums) / sum(counts) for name in self.x}
+        return self._stepped(gradient, lr, self.x, self.m, self.v, self.steps + 1)[0]
 
-    def _through_codec(self, values: Weights) -> Weights:
+    def _land(self) -> None:
+        if self.landed is not None:
+            self.now, self.landed = self.landed, None
+
+    def _coded_sums(self, sums: Sequence[Weights]) -> list[Weights]:
+        assert self.settings.bits
+        lost = self.lost or [{name: torch.zeros_like(w) for name, w in self.x.items()} for _ in sums]
+        sums = [{n: g + e[n] for n, g in s.items()} for s, e in zip(sums, lost, strict=True)]
+        coded = [self._through_codes(s, self.settings.bits[0]) for s in sums]
+        self.lost = [{n: g - c[n] for n, g in s.items()} for s, c in zip(sums, coded, strict=True)]
+        return coded
+
+    def _through_codes(self, values: Weights, bits: int) -> Weights:
         def code(flat: Tensor, flats: Flat) -> Tensor:
-            return torch.cat([self._coded(part) for part in flat.chunk(flats.owners)])
+            return torch.cat([self._coded(part.float(), bits) for part in flat.chunk(flats.owners)])
 
         return self._by_layout([values], lambda given, flats: code(given[0], flats))
 
     @staticmethod
-    def _coded(part: Tensor) -> Tensor:
-        part = part.float()
-        payload, decoded = torch.empty(INT4.encoded_bytes(part.numel()), dtype=torch.uint8), torch.empty_like(part)
-        codec.quantize(part, payload, INT4, None, None, 0)
-        codec.dequantize(payload, decoded, INT4, None)
+    def _coded(part: Tensor, bits: int) -> Tensor:
+        fmt = PayloadFormat(f"int{bits}", block=128, scale="bf16")
+        payload, decoded = torch.empty(fmt.encoded_bytes(part.numel()), dtype=torch.uint8), torch.empty_like(part)
+        codec.quantize(part, payload, fmt, None, None, 0)
+        codec.dequantize(payload, decoded, fmt, None)
         return decoded
-
-    def _of_owner(self, replicas: Sequence[Weights]) -> Weights:
-        """Take each element from the replica that owns it."""
-
-        def pick(given: list[Tensor], flats: Flat) -> Tensor:
-            return torch.cat([g.chunk(flats.owners)[owner] for owner, g in enumerate(given)])
-
-        return self._by_layout(replicas, pick)
 
     def _by_layout(self, given: Sequence[Weights], make: Callable[[list[Tensor], Flat], Tensor]) -> Weights:
         whole = [torch.cat([w[name].reshape(-1) for name in self.x]) for w in given]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from geotrain.config import AccoConfig
 from geotrain.inner.acco import communication_thread
-from geotrain.inner.acco import optimizer as acco_optimizer
 from geotrain.inner.acco.flat_buffer import FlatBuffer
+from geotrain.inner.zero import codes
 from geotrain.parallelism.acco_forms import CODE_BLOCK, first_part
 from geotrain.parallelism.local_parameters import local_parameters
 from geotrain.parallelism.whole_matrices import pack
@@ -52,12 +52,16 @@ class Case(Layout):
         return self.acco.partition(",")[0]
 
     @property
+    def bits(self) -> tuple[int, int] | None:
+        return (8, 4) if "coded" in self.precision and self.replicas > 1 else None
+
+    @property
     def unequal(self) -> bool:
         return "balanced" in self.acco
 
     @property
     def settings(self) -> AccoConfig:
-        return AccoConfig(prediction=self.form, synchronous_steps=SYNCHRONOUS, balance=self.unequal)  # type: ignore[arg-type]
+        return AccoConfig(form=self.form, synchronous_steps=SYNCHRONOUS, balance=self.unequal)  # type: ignore[arg-type]
 
     def part_sizes(self, step: int) -> tuple[int, int]:
         """The worker's micro-batches before and after the last commit arrives."""
@@ -93,7 +97,7 @@ def _run(case: Case, folder: Path) -> list[Step]:
     if not case.chunks:
         return _run_whole(case, folder)
     with (
-        mock.patch.object(acco_optimizer, "CODED_AT_ONCE", 2 * CODE_BLOCK),
+        mock.patch.object(codes, "CODED_AT_ONCE", 2 * CODE_BLOCK),
         mock.patch.object(communication_thread, "_EXCHANGE_BYTES", 4096),
     ):
         return _run_whole(case, folder)
@@ -105,7 +109,7 @@ def _run_whole(case: Case, folder: Path) -> list[Step]:
     engine = start(MODELS[case.model], case.parallel, block, case.recompute, case.settings)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     schedule, optimizer = engine._run_schedule, engine.optimizer
-    assert not case.chunks or len(optimizer._prediction._chunks[0]) > 1
+    assert optimizer._flat.shard_numel > 2 * CODE_BLOCK
 
     def watched(batches: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         part = int(optimizer._predicting is not None)
@@ -232,6 +236,7 @@ def reference(case: Case, gradient: Gradient) -> Reference:
         lambda name: 0.1 * decays[name],
         SYNCHRONOUS,
         lambda name: case.optimizer == "Muon" and name.endswith("_proj.weight"),
+        case.bits,
     )
     weights = {name: w.double() for name, w in canonical_weights(a).items()}
     return Reference(settings, weights, gradient, flats(case))

@@ -147,7 +147,7 @@ def start(
     from geotrain.inner.build import build_engine
 
     if isinstance(acco, str):
-        acco = AccoConfig(prediction=acco, synchronous_steps=1)  # type: ignore[arg-type]
+        acco = AccoConfig(form=acco, synchronous_steps=1)  # type: ignore[arg-type]
     gc.collect()  # the threads of a former engine's groups, two dozen that look for work all the time, end with it
     run = run_config(model, block, recompute, acco)
     engine = build_engine(run, parallel, block, 120, end_of_document=end_of_document, precision=precision)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from geotrain.config import AccoConfig, ParallelConfig
-from geotrain.parallelism.acco_forms import FORMS, check_acco
+from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import accumulation_steps, check_layout
 from tests.support.families import DEEPSEEK, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, MUON, QWEN_2, SEQUENCE, architecture, deepspeed_block
@@ -43,8 +43,8 @@ CHOICES: dict[str, tuple[Value, ...]] = {
     "expert": ("1", "2", "2 by gathering"),
     "zero": ("0", "1", "2", "1 offloaded"),
     "optimizer": ("AdamW", "Muon"),
-    "precision": ("fp32", "bf16", "bf16, fp32 sums"),
-    "acco": ("off", *FORMS, "none, balanced"),
+    "precision": ("fp32", "bf16", "bf16, fp32 sums", "fp32, coded"),
+    "acco": ("off", "exact", "delayed", "delayed, balanced"),
     "recompute": ("none", "full", "selective"),
 }
 
@@ -87,16 +87,18 @@ class Layout:
         if "offloaded" in self.zero:
             zero["offload_optimizer"] = {"device": "cpu"}
         more: dict[str, Any] = dict(MUON) if self.optimizer == "Muon" else {}
-        if self.precision != "fp32":
+        if self.precision == "fp32, coded":
+            zero |= {"gradient_bits": 8, "weight_bits": 4}
+        elif self.precision != "fp32":
             more["bf16"] = {"enabled": True}
-        if "fp32 sums" in self.precision:
+        if "bf16, fp32 sums" in self.precision:
             more["data_types"] = {"grad_accum_dtype": "fp32"}
         return deepspeed_block(0, micro=2, **more) | {"zero_optimization": zero}
 
     @property
     def predicts(self) -> bool:
         """Whether a single process predicts the same: from the same part of a step, and without rounding."""
-        return self.acco in ("stale", "none", "none, balanced") or (self.acco == "exact" and self.replicas == 1)
+        return "delayed" in self.acco or (self.acco == "exact" and self.replicas == 1)
 
     def acco_config(self, steps: int) -> AccoConfig | None:
         """ACCO's settings, for a training of so many steps; where it does not predict, these are synchronous ones."""
@@ -104,7 +106,7 @@ class Layout:
             return None
         form, _, balanced = self.acco.partition(", ")
         synchronous = 2 if self.predicts else steps
-        return AccoConfig(prediction=form, synchronous_steps=synchronous, balance=bool(balanced))  # type: ignore[arg-type]
+        return AccoConfig(form=form, synchronous_steps=synchronous, balance=bool(balanced))  # type: ignore[arg-type]
 
     @property
     def single(self) -> Layout:
@@ -121,8 +123,8 @@ class Layout:
 
     @property
     def pairs(self) -> set[frozenset[Choice]]:
-        """What it tries together: two choices each. In bf16 figures are rough, so that it shows for that choice
-        alone."""
+        """What it tries together: two choices each. In bf16, and coded, figures are rough, so that it shows for that
+        choice alone."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen["kind"] = "dense" if self.model in DENSE else "sparse"
         met = {frozenset(((one, chosen[one]), (other, chosen[other]))) for one, other in pairs_of(chosen)}

@@ -102,7 +102,7 @@ def try_outer_loops() -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     # In steps that wait for their own commit: they are ZeRO-1's.
-    balanced = AccoConfig(prediction="stale", synchronous_steps=STEPS, balance=True)
+    balanced = AccoConfig(synchronous_steps=STEPS, balance=True)
     validated = {"monitor": MonitorConfig(validate_every_samples=4 * BATCH)}
     for name, outer in [("alone", None), *OUTER.items()]:
         run = run_of(
@@ -151,7 +151,7 @@ def try_outer_loops() -> dict[str, Any]:
     return results
 
 
-ACCO = ("int4", "stale")
+ACCO = ("exact", "delayed")
 # θ = x − 1·(x − θ) of the worker's own weights, a step late: what was trained meanwhile is given up.
 A_STEP_BACK = TAKES_THE_WORKERS_WEIGHTS.model_copy(
     update={"local_steps": 2, "overlap": OverlapConfig(steps=1, adopt="mix", mix=0.0)}
@@ -163,7 +163,7 @@ def try_acco(form: Any) -> dict[str, Any]:
     its masters by itself."""
     from geotrain.worker.trainer import Trainer
 
-    run = run_of(A_STEP_BACK, AccoConfig(prediction=form, synchronous_steps=1))
+    run = run_of(A_STEP_BACK, AccoConfig(form=form, synchronous_steps=1))
     servers, loader = LocalServers(run), loader_of()
     engine = start(MODEL, ParallelConfig(), run.deepspeed, acco=form)
     write(engine, {name: view.clone() for name, view in servers.parameter_map.split(0, servers.top.weights(0))})

@@ -18,7 +18,7 @@ from geotrain.inner.engine.engine import GeoEngine, StepReader, StepResult
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import group_of
 from geotrain.optimizers.inner_optimizer import InnerOptimizer
-from geotrain.parallelism.acco_forms import FORMS, first_part
+from geotrain.parallelism.acco_forms import first_part
 from geotrain.parallelism.mesh import RankMesh
 
 _queues = count()  # numbers the queues made in this process; every rank makes the same ones, so numbers agree
@@ -46,11 +46,10 @@ class AccoEngine(GeoEngine):
             optimizer,
             self._placed,
             self.mesh,
-            FORMS[self._acco.prediction],
+            self._acco,
             self.gradient_clipping(),
             self.get_data_types()[1],
-            self._acco.synchronous_steps,
-            self._acco.timeout_s,
+            self.bits,
             self._on_commit,
         )
 
@@ -64,6 +63,8 @@ class AccoEngine(GeoEngine):
         queue = self._queue
         own = self._checked(batch.own, of_replica) if queue is None else ()
         lr = self._begin_step(schedule_step)
+        if self.residuals:
+            self._wait_for_readers()  # who save them, before gradients are added
 
         def part(begin: int, end: int) -> Iterable[Sequence[Tensor]]:
             """Yield this replica's micro-batches of one part of the window, in groups that one schedule takes.
@@ -81,14 +82,9 @@ class AccoEngine(GeoEngine):
         self._wait_for_readers()
         optimizer.use_arrived_weights()  # from the last window's commit, which travelled meanwhile
         if first < of_replica:
-            if optimizer.form.predicts_separately:
-                self._sum_partial_gradients()
-                optimizer.predict()
-                # The gradients now hold sums over several ranks, and will be summed again when the second part's have
-                # been added. Divided by the number of ranks that share them, the first part's come out the same.
-                for gradients, sharers in zip(self._partial_gradients(), (2, self.mesh.tp_size), strict=True):
-                    for gradient in gradients:
-                        gradient.div_(sharers)
+            self._sum_partial_gradients()
+            optimizer.predict()
+            self._divide_residuals()  # the first part's sums come out the same when the second part's are added
             self._accumulate(part(first, of_replica))
             optimizer.use_arrived_weights()  # from the prediction, for the next window's first part
         self._sum_partial_gradients()
@@ -96,6 +92,8 @@ class AccoEngine(GeoEngine):
         self._uncommitted.append(result)
         self.set_gradient_accumulation_boundary(True)
         self.step()
+        if self.residuals:
+            self._divide_residuals()
         return result
 
     def _accumulate(self, groups: Iterable[Sequence[Tensor]]) -> None:
@@ -119,13 +117,7 @@ class AccoEngine(GeoEngine):
         if self._queue is not None:
             self._queue.close()
 
-    def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
-        """Mean loss at the committed weights, not at predicted ones."""
-        with self.optimizer.committed():
-            return super().evaluate(micro_batches)
-
-    def _use_masters(self) -> None:
-        """Do nothing: `evaluate` gathers the masters by itself; predicted weights must stay for the next window."""
+    _weights_differ = True
 
     @torch.no_grad()
     def refresh(self, changed: Collection[str] | None = None) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from geotrain.parallelism.acco_forms import CODE_BLOCK
-from geotrain.parallelism.whole_matrices import merged_spans
 
 
 class FlatBuffer:
@@ -25,13 +24,9 @@ class FlatBuffer:
     mixes two groups or two shards.
     """
 
-    def __init__(self, numels: Sequence[Sequence[int]], ranks: int, whole: Sequence[bool] = ()) -> None:
-        """Lay out parameters of these sizes.
-
-        numels: elements of each parameter, by group. ranks: data-parallel ranks. whole: for each group, whether
-        `chunks` cuts none of its parameters; by default it cuts all.
-        """
-        self._whole = tuple(whole) or (False,) * len(numels)
+    def __init__(self, numels: Sequence[Sequence[int]], ranks: int) -> None:
+        """Lay out parameters of these sizes. numels: elements of each parameter, by group. ranks: data-parallel
+        ranks."""
         self.offsets: list[list[int]] = []
         self.groups: list[tuple[int, int]] = []
         begin = 0
@@ -49,20 +44,9 @@ class FlatBuffer:
         low, high = (min(max(x - start, 0), self.shard_numel) for x in (begin, end))
         return low, high
 
-    def chunks(self, rank: int, numel: int) -> list[slice]:
-        """Cut a rank's shard into chunks of about `numel` elements, counted from the shard's beginning."""
-        bounds = {0, self.shard_numel}
-        for (begin, end), offsets, whole in zip(self.groups, self.offsets, self._whole, strict=True):
-            low, high = self.owned(rank, begin, end)
-            if whole:
-                bounds.update(low for low, _ in (self.owned(rank, o, o) for o in (*offsets, end)))
-            else:
-                bounds.update(range(-(-low // numel) * numel, high, numel))
-        return [slice(*span) for span in merged_spans(sorted(bounds), numel)]
-
 
 class RotatingBuffers:
-    """Three flat tensors that change roles: weights, their gradients, and what is being communicated.
+    """Flat tensors of weights, of their gradients and, unless codes travel, of what is being communicated.
 
     The parameters are views of the weights, and what accumulates their gradients are views of the second. Where
     gradients are accumulated in the type of the weights, the tensors exchange roles and nothing is copied between
@@ -71,32 +55,29 @@ class RotatingBuffers:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], offsets: Sequence[int], total: int, accumulated: torch.dtype
+        self,
+        parameters: Sequence[nn.Parameter],
+        offsets: Sequence[int],
+        total: int,
+        accumulated: torch.dtype,
+        coded: bool,
     ) -> None:
-        """Allocate the tensors and let the parameters view them. accumulated: the type in which gradients are."""
+        """Allocate the tensors and let the parameters view them. accumulated: the type in which gradients are. coded:
+        whether codes travel, for which there is no tensor here."""
         first = parameters[0]
         self._wide = accumulated != first.dtype
-        self.weights, self.in_flight = (torch.zeros(total, dtype=first.dtype, device=first.device) for _ in "ab")
+        self.weights = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.in_flight = self.weights.new_zeros(0 if coded else total)
         self.gradients = torch.zeros(total, dtype=accumulated, device=first.device)
-        self._parameters = parameters
-        self._views = {id(flat): _views(flat, parameters, offsets) for flat in (self.weights, self.in_flight)}
-        self._sums = _views(self.gradients, parameters, offsets)
-        # Between windows the gradients are zero, and their memory serves for weights.
-        self._spare = self.gradients.view(first.dtype)[:total] if self._wide else self.gradients
-        self._views[id(self._spare)] = _views(self._spare, parameters, offsets)
+        self._parameters, self._offsets = parameters, offsets
         self._hooks: list[RemovableHandle] = []
-        for parameter, view in zip(parameters, self._views[id(self.weights)], strict=True):
+        for parameter, view in zip(parameters, _views(self.weights, parameters, offsets), strict=True):
             view.copy_(parameter.data)
         if self._wide:
-            for parameter, view in zip(parameters, self._sums, strict=True):
+            for parameter, view in zip(parameters, _views(self.gradients, parameters, offsets), strict=True):
                 parameter._hp_grad = view  # type: ignore[attr-defined]  # DeepSpeed's name for it
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_add, view)))
         self._point()
-
-    @property
-    def spare(self) -> Tensor:
-        """Memory for other weights, to be zeroed before the next window begins."""
-        return self._spare if self._wide else self.gradients
 
     def use_arrived_weights(self) -> None:
         """Compute at the weights that arrived in `in_flight`, and free the buffer of the old ones."""
@@ -112,19 +93,19 @@ class RotatingBuffers:
         self.gradients.zero_()
         self._point()
 
-    def compute_at(self, flat: Tensor) -> None:
-        """Let the parameters view another of the tensors, until the next rotation or call."""
-        for parameter, view in zip(self._parameters, self._views[id(flat)], strict=True):
-            parameter.data = view
-
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
     def _point(self) -> None:
-        self.compute_at(self.weights)
+        for parameter, view in zip(
+            self._parameters, _views(self.weights, self._parameters, self._offsets), strict=True
+        ):
+            parameter.data = view
         if not self._wide:
-            for parameter, view in zip(self._parameters, self._views[id(self.gradients)], strict=True):
+            for parameter, view in zip(
+                self._parameters, _views(self.gradients, self._parameters, self._offsets), strict=True
+            ):
                 parameter.grad = view
 
 

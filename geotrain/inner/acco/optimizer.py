@@ -1,9 +1,14 @@
-"""ACCO inside a region (arXiv 2406.02613): ZeRO-1 whose communication is hidden behind the next window's compute.
+"""ACCO inside a region: ZeRO-1 whose communication is hidden behind the next window's compute.
 
 A window is one optimizer step. Its commit is what ZeRO-1 does in a step: reduce-scatter, clip, AdamW or Muon on the
-owned shard, all-gather. The commit begins when the window's gradients are complete, and is awaited only when the
-first part of the next window has been computed. `geotrain.parallelism.acco_forms` says at which weights that part is
-computed. Training changes the fp32 masters and moments in commits only; `settle` waits for the last one.
+owned shard, all-gather. The commit begins when the window's gradients are complete. Training changes the fp32 masters
+and moments in commits only; `settle` waits for the last one. There are two forms:
+
+exact     as published (arXiv 2406.02613). The commit travels while the first part of the next window is computed, at
+          weights predicted from the last window's first part; the prediction travels while the second part is.
+delayed   the commit travels while all of the next window is computed, which so lacks one step. Weights are handed out
+          as they would be after one step more, by the same gradient, and gradients are near to what they should be.
+          Gradients and weights' changes may travel in codes (`geotrain.inner.zero.codes`).
 """
 
 from __future__ import annotations
@@ -11,22 +16,23 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from geotrain.config import AccoConfig
 from geotrain.inner.acco.communication_thread import AccoError, CommunicationJob, CommunicationThread
 from geotrain.inner.acco.flat_buffer import FlatBuffer, RotatingBuffers
-from geotrain.inner.acco.prediction import WeightPrediction
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import first_line
 from geotrain.inner.zero.buckets import joined_spans, owned_parts
+from geotrain.inner.zero.codes import Codes
 from geotrain.optimizers.inner_optimizer import InnerOptimizer, moments, set_step_count, step_count
 from geotrain.optimizers.updates import Step
-from geotrain.parallelism.acco_forms import CODED_AT_ONCE, Form
+from geotrain.parallelism.acco_forms import CODE_BLOCK
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
 
@@ -35,6 +41,7 @@ with platform.quiet_imports():
     from deepspeed.utils import link_hp_params
 
 T = TypeVar("T")
+PIECES = 8  # in which gradients' codes are exchanged
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,62 @@ class CommitResult:
     micro_batches: int
 
 
+class CodedExchange:
+    """Codes of a window's gradients and of the weights' changes, which travel in place of the values.
+
+    Compute's part are `send_gradients` and `use_arrived_weights`; the others run as jobs of the communication thread.
+    The buffers are allocated once.
+    """
+
+    def __init__(self, bits: tuple[int, int], buffers: RotatingBuffers, communication: CommunicationThread) -> None:
+        """Allocate the buffers. bits: of a gradient, and of a weight's change."""
+        self._buffers, self._communication = buffers, communication
+        self._gradients, self._weights = map(Codes, bits)
+        self._own = torch.zeros_like(communication.own(buffers.weights), dtype=torch.float32)
+        ranks, numel = communication.ranks, self._own.numel()
+        step = -(-numel // (PIECES * CODE_BLOCK)) * CODE_BLOCK
+        self._pieces = [slice(begin, min(begin + step, numel)) for begin in range(0, numel, step)]
+        empty = partial(torch.zeros, dtype=torch.uint8, device=self._own.device)
+        # Of each piece of the shards, a row a rank.
+        self._sent, self._arrived = (
+            [empty(ranks, self._gradients.bytes([self._own[piece]])) for piece in self._pieces] for _ in "sa"
+        )
+        self._changes = empty(ranks, self._weights.bytes([self._own]))
+
+    def send_gradients(self) -> None:
+        """Encode the gradients, which then hold what their codes lose."""
+        parts = self._buffers.gradients.view(self._communication.ranks, -1)
+        for piece, rows in zip(self._pieces, self._sent, strict=True):
+            for part, row in zip(parts, rows, strict=True):
+                self._gradients.encode_sums([part[piece]], row)
+
+    def reduced(self) -> Tensor:
+        """Exchange the codes; returns the owned shard's gradients, fp32, to be replaced by the weights wanted."""
+        arrived, sent = ([rows.view(-1) for rows in pieces] for pieces in (self._arrived, self._sent))
+        self._communication.exchange(arrived, sent)
+        for piece, rows in zip(self._pieces, self._arrived, strict=True):
+            for rank, row in enumerate(rows):
+                self._gradients.decode(row, [self._own[piece]], first=rank == 0)
+        return self._own
+
+    def gather(self) -> None:
+        """Bring to all ranks how the weights that they hold must change to become those wanted."""
+        own = self._changes[self._communication.rank]
+        self._weights.encode_changes([self._communication.own(self._buffers.weights)], [self._own], own)
+        self._communication.all_gather(self._changes.view(-1))
+
+    @torch.no_grad()
+    def use_arrived_weights(self) -> None:
+        """Change the weights."""
+        for row, part in zip(self._changes, self._buffers.weights.view(len(self._changes), -1), strict=True):
+            self._weights.change(row, [part])
+
+
 class AccoOptimizer(ZeROOptimizer):
     """ZeRO-1 whose communication overlaps the next window, in place of DeepSpeed's.
 
     What DeepSpeed asks of an optimizer is at the class's end. The thread that computes goes through a window so; the
-    second line only if the form predicts separately:
+    second line only in the form `exact`:
 
         accumulate gradients of its first part;  use_arrived_weights()
         predict();  accumulate those of its second part;  use_arrived_weights()
@@ -65,11 +123,10 @@ class AccoOptimizer(ZeROOptimizer):
         basic: InnerOptimizer,
         placed: Sequence[tuple[nn.Parameter, LocalParameter]],
         mesh: RankMesh,
-        form: Form,
+        acco: AccoConfig,
         clip: float,
         accumulated: torch.dtype,
-        synchronous_steps: int,
-        timeout_s: float,
+        bits: tuple[int, int] | None,
         on_commit: Callable[[CommitResult], None],
     ) -> None:
         """Take over an optimizer's groups and state. Makes process groups: every rank must call it.
@@ -77,32 +134,39 @@ class AccoOptimizer(ZeROOptimizer):
         basic: over the parameters; it never steps by itself. With Muon its last group is that of the matrices, laid
         out so that no shard cuts one.
 
-        placed: the parameters with their places. form: how the next weights are predicted. clip: the largest gradient
-        norm; 0 for no clipping. accumulated: the type in which a window's gradients are summed; they travel in that
-        of the weights. synchronous_steps: so many steps at the start wait for their own commit. timeout_s: the
-        longest that each collective may wait. on_commit: called with each commit's numbers, on the thread that waits
-        for it.
+        placed: the parameters with their places. clip: the largest gradient norm; 0 for no clipping. accumulated: the
+        type in which a window's gradients are summed; they travel in that of the weights, or in codes. bits: of the
+        codes of a gradient and of a weight's change; None: values are sent. on_commit: called with each commit's
+        numbers, on the thread that waits for it.
         """
         super().__init__()
-        self.form, self._clip, self._synchronous_steps, self._on_commit = form, clip, synchronous_steps, on_commit
+        self._delayed, self._clip, self._on_commit = acco.form == "delayed", clip, on_commit
+        self._synchronous_steps, timeout_s = acco.synchronous_steps, acco.timeout_s
         self._timeout_s, self._mesh, self.optimizer = timeout_s, mesh, basic
         self.param_groups, self.state, self.dp_process_group = basic.param_groups, basic.state, mesh.dp_group
         self.communication = CommunicationThread(mesh, timeout_s)
         self.bit16_groups: list[list[nn.Parameter]] = [list(group["params"]) for group in basic.param_groups]
         numels = [[p.numel() for p in group] for group in self.bit16_groups]
-        whole = [bool(group.get("is_matrices")) for group in basic.param_groups]
-        flat = FlatBuffer(numels, mesh.dp_size, whole)
+        flat = FlatBuffer(numels, mesh.dp_size)
         self._flat = flat
         parameters = [p for group in self.bit16_groups for p in group]
         offsets = [o for group in flat.offsets for o in group]
         device = parameters[0].device
-        self._buffers = RotatingBuffers(parameters, offsets, flat.numel, accumulated)
+        coded = bits is not None and mesh.dp_size > 1
+        self._buffers = RotatingBuffers(parameters, offsets, flat.numel, accumulated, coded)
         # [begin, end) of each parameter group in this rank's shard.
         self._owned = [flat.owned(mesh.dp_rank, *group) for group in flat.groups]
         self._masters = self._take_over(basic, device)
         self._counted, self._trained = self._counted_spans(placed), len(placed)
-        chunks = [flat.chunks(rank, CODED_AT_ONCE) for rank in range(mesh.dp_size)]
-        self._prediction = WeightPrediction(form, self.communication, chunks, self._estimate)
+        self._codes = CodedExchange(bits, self._buffers, self.communication) if bits is not None and coded else None
+        own = self.communication.own(self._buffers.gradients)
+        # By the optimizer's tensor: what codes lost of this rank's part of the gradients, once it was moved here.
+        self.residuals: dict[int, Tensor] = {
+            id(master): own[begin:end]
+            for group, (begin, end) in zip(basic.param_groups, self._owned, strict=True)
+            for master in group["params"]
+            if coded
+        }
         self._steps_committed = 0  # the last step that the masters hold
         self._steps_begun = 0  # the last step whose commit was begun: equal, or one more
         self._commit: CommunicationJob[CommitResult] | None = None  # under way, as is the next
@@ -174,7 +238,7 @@ class AccoOptimizer(ZeROOptimizer):
         """Wait for what is being communicated, and compute at the weights that it brought, if any."""
         self._wait_for_communication()
         if self.has_prediction:
-            self._buffers.use_arrived_weights()
+            (self._buffers if self._codes is None else self._codes).use_arrived_weights()
             self.has_prediction = False
 
     def predict(self) -> None:
@@ -182,28 +246,29 @@ class AccoOptimizer(ZeROOptimizer):
 
         The gradients must be complete over the ranks of each replica.
         """
-        buffers, count = self._buffers, self._micro_batches
-        weights, in_flight = buffers.weights, buffers.in_flight
-        # Compute goes on to change the gradients, so what the prediction needs of them is read before the job starts.
+        in_flight, count = self._buffers.in_flight, self._micro_batches
+        # Compute goes on to change the gradients, so they are copied before the job starts.
         with torch.no_grad():
-            self._prediction.prepare(weights, buffers.gradients, in_flight, count)
-        job = partial(self._prediction.communicate, weights, in_flight, count)
-        self._predicting = self.communication.start(job)
+            in_flight.copy_(self._buffers.gradients)
+        self._predicting = self.communication.start(partial(self._prediction_job, in_flight, self._rates(), count))
 
     def step(self) -> None:
         """Begin the commit of the window, whose gradients must be complete over the ranks of each replica."""
         synchronous = self.synchronous
         self._steps_begun += 1
-        self._buffers.send_gradients()
+        with torch.no_grad():
+            (self._buffers if self._codes is None else self._codes).send_gradients()
         # The job gets its own references to what the next window replaces meanwhile.
         in_flight, loss, count = self._buffers.in_flight, self._loss, self._micro_batches
-        rates = [float(group["lr"]) for group in self.param_groups]
-        look_ahead = self.form.predicts_in_commit and not synchronous
         self._loss, self._micro_batches = torch.zeros_like(loss), 0
-        job = partial(self._commit_job, in_flight, rates, loss, count, look_ahead)
+        look_ahead = self._delayed and not synchronous
+        job = partial(self._commit_job, in_flight, self._rates(), loss, count, look_ahead)
         self._commit = self.communication.start(job)
         if synchronous:
             self.use_arrived_weights()
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.param_groups]
 
     def settle(self) -> None:
         """Wait until the masters hold every step that was begun. Predicted weights stay for the next window."""
@@ -244,8 +309,11 @@ class AccoOptimizer(ZeROOptimizer):
         rates: the learning rate of each group. loss: sum over this replica's `count` micro-batches. look_ahead:
         whether the weights handed out are one more step ahead of the masters, predicted with the same gradient.
         """
-        self.communication.reduce_scatter(flat)
-        own = self.communication.own(flat)
+        if self._codes is None:
+            self.communication.reduce_scatter(flat)
+            own = self.communication.own(flat)
+        else:
+            own = self._codes.reduced()
         counted = [own[b:e] for b, e in self._counted]
         norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [torch.zeros_like(loss)]
         # Both numbers go to the host in one copy, because each copy waits for the device.
@@ -255,32 +323,31 @@ class AccoOptimizer(ZeROOptimizer):
         norm = math.sqrt(square) / total
         factor = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
         step = self._steps_committed + 1
-        for i, (begin, end) in enumerate(self._owned):
-            (master,), gradient = self.param_groups[i]["params"], own[begin:end]
-            this = Step(rates[i], step, factor / total, look_ahead=look_ahead)
-            update = self.optimizer.update(self.param_groups[i], master)
-            # The new low-precision weights replace the gradient, in place.
-            update(master, moments(self.optimizer, master), gradient, this, out=gradient)
+        # The new weights replace the gradient, in place.
+        self._update(own, rates, Step(0.0, step, factor / total, look_ahead=look_ahead))
         # Counted before the gathering: the masters hold this step even if the gathering fails.
         self._steps_committed = step
-        self.communication.all_gather(flat)
+        if self._codes is None:
+            self.communication.all_gather(flat)
+        else:
+            self._codes.gather()
         return CommitResult(loss_sum / total, norm, int(total) // self._mesh.cp_size)
 
-    def _estimate(self, gradients: Tensor, scale: float, begin: int, out: Tensor) -> None:
-        """Write to `out` what a step would make of the shard from `begin` on, and change neither masters nor moments.
+    def _prediction_job(self, flat: Tensor, rates: list[float], count: int) -> None:
+        """Predict: `flat` holds the gradients of `count` micro-batches at the beginning, the weights that a step with
+        them would give at the end. It does not clip."""
+        (total,) = self.communication.sum(of_replicas=[count])
+        self.communication.reduce_scatter(flat)
+        own = self.communication.own(flat)
+        self._update(own, rates, Step(0.0, self._steps_committed + 1, 1 / total, commit=False))
+        self.communication.all_gather(flat)
 
-        gradients: of that part, to be multiplied by `scale`. The prediction does not clip.
-        """
-        end, step = begin + gradients.numel(), self._steps_committed + 1
-        for i, owned in enumerate(self._owned):
-            low, high = max(begin, owned[0]), min(end, owned[1])
-            if low < high:
-                (master,), part = self.param_groups[i]["params"], slice(low - begin, high - begin)
-                inside = slice(low - owned[0], high - owned[0])
-                state = {name: moment[inside] for name, moment in moments(self.optimizer, master).items()}
-                this = Step(float(self.param_groups[i]["lr"]), step, scale, commit=False)
-                update = self.optimizer.update(self.param_groups[i], master)
-                update(master[inside], state, gradients[part], this, out=out[part], begin=inside.start)
+    def _update(self, own: Tensor, rates: list[float], step: Step) -> None:
+        """Replace the gradients of the shard by the weights that a step makes. rates: of each group."""
+        for group, rate, (begin, end) in zip(self.param_groups, rates, self._owned, strict=True):
+            (master,), gradient = group["params"], own[begin:end]
+            update = self.optimizer.update(group, master)
+            update(master, moments(self.optimizer, master), gradient, replace(step, rate=rate), out=gradient)
 
     # ------------------------------------------------------------------------- committed weights, checkpoints
 
@@ -288,11 +355,11 @@ class AccoOptimizer(ZeROOptimizer):
         """Compute at masters that were overwritten, and forget predictions. Call `settle` before overwriting them.
 
         The name is DeepSpeed's: its optimizers update their low-precision parameters so. changed: the parameters
-        whose masters were overwritten; None: all. Where the last commit handed out weights one step ahead, no other
-        rank has the rest of the committed ones, and all travel.
+        whose masters were overwritten; None: all. Where the last commit handed out weights one step ahead, or codes
+        of changes, no other rank has the rest of the committed ones, and all travel.
         """
         self._wait_for_communication()
-        ahead = self.has_prediction and self.form.predicts_in_commit
+        ahead = self._codes is not None or (self.has_prediction and self._delayed)
         if ahead or changed is None or len(changed) == self._trained:
             parts = None
         else:
@@ -321,14 +388,31 @@ class AccoOptimizer(ZeROOptimizer):
         All ranks must enter it, and only between windows.
         """
         self.settle()
-        spare = self._buffers.spare
-        self._gather(spare, self._masters)
-        self._buffers.compute_at(spare)
+        weights = self._buffers.weights
+        held = self.communication.own(weights).clone()
+        self._gather(weights, self._masters)
         try:
             yield
         finally:
-            self._buffers.compute_at(self._buffers.weights)
-            spare.zero_()
+            self._gather(weights, held)
+
+    def move_residuals(self) -> None:
+        """Move what codes lost of gradients to the owners: as it is saved, and as training goes on from it."""
+
+        def job() -> None:
+            gradients = self._buffers.gradients
+            self.communication.reduce_scatter(gradients)
+            own = self.communication.own(gradients).clone()
+            gradients.zero_()
+            self.communication.own(gradients).copy_(own)
+
+        if self._codes is not None:
+            self._wait_for(self.communication.start(job), f"sum of residuals after step {self._steps_begun}")
+
+    def forget_residuals(self) -> None:
+        """Forget what codes lost of gradients."""
+        if self._codes is not None:
+            self._buffers.gradients.zero_()
 
     def _gather(self, flat: Tensor, own: Tensor, parts: Sequence[tuple[int, Tensor]] | None = None) -> None:
         """Write `own` into the rank's shard of `flat` and bring it to all ranks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.config import Architecture
-from geotrain.config.deepspeed import WSD
+from geotrain.config.deepspeed import OURS, WSD
 from geotrain.inner.engine.schedule import WarmupStableDecayLR
 from geotrain.inner.model.context_parallel import Parts
 from geotrain.inner.model.documents import cu_seqlens
@@ -22,6 +22,7 @@ from geotrain.inner.runtime.parallel import EXPERTS
 from geotrain.inner.runtime.shards import OwnedShard, owned_shards
 from geotrain.inner.zero.of_deepspeed import update_weights
 from geotrain.inner.zero.optimizer import OverlappedZero1
+from geotrain.parallelism.checks import coded_bits
 from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
 from geotrain.parallelism.mesh import RankMesh, SampleRanks
 
@@ -114,6 +115,10 @@ class GeoEngine(DeepSpeedEngine):
         # overrides and which needs them.
         self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
         self._placed = [(parameter, place) for parameter, place in placed if not place.untrained]  # what is trained
+        self.bits = coded_bits(config)
+        if self.bits is not None:
+            zero = {key: value for key, value in config["zero_optimization"].items() if key not in OURS}
+            config = {**config, "zero_optimization": zero}
         super().__init__(
             args=None,
             model=model,
@@ -144,7 +149,7 @@ class GeoEngine(DeepSpeedEngine):
         if self.zero_optimization_stage() != 1 or self.zero_cpu_offload():
             return super()._configure_zero_optimizer(optimizer)
         clip, accumulated, wire = self.gradient_clipping(), self.get_data_types()[1], self.communication_data_type
-        how = clip, accumulated, wire, self.zero_reduce_bucket_size(), self.has_moe_layers
+        how = clip, accumulated, wire, self.zero_reduce_bucket_size(), self.has_moe_layers, self.bits
         return OverlappedZero1(optimizer, self.module, self._placed, self.mesh, self.param_names, *how)
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -161,6 +166,8 @@ class GeoEngine(DeepSpeedEngine):
         """
         micro_batches = self._checked(batch.own, self.gradient_accumulation_steps())
         lr = self._begin_step(schedule_step)
+        if self.residuals:
+            self._wait_for_readers()  # who save them, before gradients are added
         if self.zero_optimization_partition_gradients():
             loss = self._backward_partitioned(micro_batches)
         elif isinstance(self.optimizer, OverlappedZero1):
@@ -181,6 +188,8 @@ class GeoEngine(DeepSpeedEngine):
                 self.clip_fp32_gradients()  # DeepSpeed calls it only where it clips; here the norm is wanted always
         self._wait_for_readers()
         self.step()
+        if self.residuals:
+            self._divide_residuals()
         update_biases(self.module)
         norm = self._global_grad_norm
         norm = torch.nan if norm is None else norm  # where zero_optimization.compute_grad_norm is off
@@ -254,10 +263,12 @@ class GeoEngine(DeepSpeedEngine):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
-        """Mean loss over the worker's micro-batches. Each replica brings equally many, shaped as for train_step."""
+        """Mean loss over the worker's micro-batches, at the masters. Each replica brings equally many, shaped as for
+        train_step."""
         self._checked(micro_batches, len(micro_batches))
         self.module.eval()
-        return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
+        with self.optimizer.committed() if self._weights_differ else nullcontext():
+            return float(self._worker_mean(self._run_schedule(micro_batches, forward_only=True)))
 
     @torch.no_grad()
     def evaluate_swapped_in(self, swapped_in: AbstractContextManager[None], micro_batches: Sequence[Tensor]) -> float:
@@ -273,8 +284,14 @@ class GeoEngine(DeepSpeedEngine):
         return loss
 
     def _use_masters(self) -> None:
-        """Make the next `evaluate` use masters that were overwritten for it."""
-        self.refresh()
+        """Make the next `evaluate` use masters that were overwritten for it, unless it takes these by itself."""
+        if not self._weights_differ:
+            self.refresh()
+
+    @property
+    def _weights_differ(self) -> bool:
+        """Whether a forward takes weights other than the masters, rounded: with codes, and with ACCO."""
+        return self.bits is not None
 
     def _checked(self, micro_batches: Sequence[Tensor], count: int) -> Sequence[Tensor]:
         """Return the micro-batches. Raises ValueError if their number, shape or dtype is wrong."""
@@ -367,6 +384,15 @@ class GeoEngine(DeepSpeedEngine):
         self._all_reduce(ends, self.mesh.embedding_group)
         self._all_reduce(partial, self.mesh.tp_group)
 
+    def _divide_residuals(self) -> None:
+        """Divide what partial gradients leave, of codes or of a part of a step, by the ranks that share them.
+
+        It is the same on all of them, and will be summed again when the next gradients have been added.
+        """
+        for gradients, sharers in zip(self._partial_gradients(), (2, self.mesh.tp_size), strict=True):
+            for gradient in gradients:
+                gradient.div_(sharers)
+
     @staticmethod
     def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         """Sum each tensor over the group, in place. All of them travel in one collective."""
@@ -439,6 +465,11 @@ class GeoEngine(DeepSpeedEngine):
         return loss
 
     # --------------------------------------------------------------------------------------------- shards
+
+    @property
+    def residuals(self) -> dict[int, Tensor]:
+        """What codes lost of gradients, of this rank's part, by the id of the optimizer's tensor; empty: none."""
+        return getattr(self.optimizer, "residuals", {})
 
     def shards(self) -> tuple[OwnedShard, ...]:
         """The parts of the fp32 masters that this rank owns, in canonical order; valid as long as the engine is."""

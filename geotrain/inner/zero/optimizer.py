@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.inner.runtime import platform
-from geotrain.inner.zero.buckets import Bucket, joined_spans, owned_parts
+from geotrain.inner.zero.buckets import Bucket, BucketCodes, joined_spans, owned_parts
+from geotrain.inner.zero.codes import Codes
 from geotrain.parallelism.checks import BUCKETS_IN_FLIGHT
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
@@ -61,6 +62,7 @@ class OverlappedZero1(BF16_Optimizer):
         wire: torch.dtype,
         bucket: int,
         experts: bool,
+        bits: tuple[int, int] | None = None,
     ) -> None:
         """Take over an optimizer's groups.
 
@@ -69,7 +71,9 @@ class OverlappedZero1(BF16_Optimizer):
 
         names: of parameters, as DeepSpeed knows them. clip: the largest gradient norm; 0 for no clipping.
         accumulated, wire: the types in which gradients are accumulated, and travel. bucket: elements of a bucket of
-        matrices. experts: whether data-parallel ranks divide experts.
+        matrices. experts: whether data-parallel ranks divide experts. bits: of the codes of a gradient and of a
+        weight's change; None: values are sent. With codes, sums of gradients are residuals between steps, and weights
+        follow the masters: what their codes lost is still to come.
         """
         # Twice a bucket DeepSpeed's constructor reports the memory in use, and collects garbage before it does.
         with mock.patch.object(bf16_optimizer, "see_memory_usage", lambda *_, **__: None):
@@ -86,6 +90,21 @@ class OverlappedZero1(BF16_Optimizer):
             )
         self._dp_size, self._micro_batches = mesh.dp_size, 0
         self._gradients: dict[nn.Parameter, _Gradient] = {}
+        # Of each group, whether its ranks send codes, and where the sums of this rank's gradients are.
+        self._coded = [bits is not None and len(parts) > 1 for parts in self.bf16_partitioned_groups]
+        self._reduced: list[Tensor] = [
+            torch.zeros_like(own, dtype=torch.float32) if coded else own
+            for coded, own in zip(self._coded, self.fp32_groups_gradient_flat_partition, strict=True)
+        ]
+        self._codes = [Codes(each) for each in bits or ()]
+        # By the optimizer's tensor: what codes lost of this rank's part of the gradients, once it was moved here.
+        self.residuals: dict[int, Tensor] = {
+            id(master): own
+            for master, own, coded in zip(
+                self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, self._coded, strict=True
+            )
+            if coded
+        }
         buckets = self._make_buckets(placed, wire, bucket)
         # The same order on all ranks, that of forward. Gradients come in the opposite one.
         self._forward = sorted(buckets, key=lambda bucket: bucket.position)
@@ -122,15 +141,24 @@ class OverlappedZero1(BF16_Optimizer):
             for chunk in [ordered] if whole else _chunks(ordered, size):
                 parts = {p: list(owned_parts(weights, offsets[p], offsets[p] + p.numel(), shard)) for p in chunk}
                 if whole:
-                    sums = [[x] for x in gradients.split(shard)]
+                    spans = [[(shard * rank, shard * (rank + 1))] for rank in range(ranks)]
                 else:
-                    sums = [[] for _ in range(ranks)]
+                    spans = [[] for _ in range(ranks)]
                     for p in chunk:
-                        sums[offsets[p] // shard].append(gradients[offsets[p] : offsets[p] + p.numel()])
+                        spans[offsets[p] // shard].append((offsets[p], offsets[p] + p.numel()))
+                sums, held = ([[t[b:e] for b, e in mine] for mine in spans] for t in (gradients, weights))
+                group_of_ranks = self.real_dp_process_group[i]
+                codes = None
+                if self._coded[i]:
+                    rank = dist.get_rank(group_of_ranks)
+                    reduced, wanted = (
+                        [t[b - rank * shard : e - rank * shard] for b, e in spans[rank]]
+                        for t in (self._reduced[i], self.fp32_groups_flat_partition[i].detach())
+                    )
+                    codes = BucketCodes(self._codes[0], self._codes[1], reduced, held, wanted)
                 flat = (gradients, weights) if whole else None
                 late = bool(settings.get("late"))
-                group_of_ranks = self.real_dp_process_group[i]
-                bucket = Bucket(group_of_ranks, sums, parts, wire, late, position[chunk[0]], flat)
+                bucket = Bucket(group_of_ranks, sums, parts, wire, late, position[chunk[0]], flat, codes)
                 buckets.append(bucket)
                 for p in chunk:
                     begin = offsets[p]
@@ -145,8 +173,8 @@ class OverlappedZero1(BF16_Optimizer):
         pushes = {parameter for parameter, place in placed if place.pushes}
         counted: list[Tensor] = []
         for i, group in enumerate(self.bf16_groups):
-            own = self.fp32_groups_gradient_flat_partition[i]
-            first = own.storage_offset() - self.fp32_groups_gradients_flat[i].storage_offset()
+            own = self._reduced[i]
+            first = dist.get_rank(self.real_dp_process_group[i]) * own.numel()
             bounds = pairwise(accumulate((p.numel() for p in group), initial=-first))
             owned = ((max(begin, 0), min(end, own.numel())) for begin, end in bounds)
             spans = joined_spans(span for p, span in zip(group, owned, strict=True) if p in pushes)
@@ -169,7 +197,7 @@ class OverlappedZero1(BF16_Optimizer):
         """Add a parameter's gradient of one micro-batch, and reduce a bucket that is complete; a hook of autograd."""
         computed, parameter.grad = parameter.grad, None
         assert computed is not None
-        if gradient.times == 0:  # what an earlier step left there need not be zeroed first
+        if gradient.times == 0 and gradient.bucket.codes is None:  # what an earlier step left there is of no use
             gradient.sum.copy_(computed)
         else:
             gradient.sum.add_(computed)
@@ -195,7 +223,7 @@ class OverlappedZero1(BF16_Optimizer):
     def finish_reduction(self) -> None:
         """Reduce what is left, and wait for all. Late gradients must be complete."""
         for gradient in self._gradients.values():
-            if gradient.times == 0:  # no micro-batch used the parameter
+            if gradient.times == 0 and gradient.bucket.codes is None:  # no micro-batch used the parameter
                 gradient.sum.zero_()
         self._launch(all_of_them=True)
         while self._travelling:
@@ -215,11 +243,12 @@ class OverlappedZero1(BF16_Optimizer):
         self.overflow = not math.isfinite(norm)
         if self.overflow:
             self._global_grad_norm = math.inf
+            self.forget_residuals()  # they are not finite either
             return
         self._global_grad_norm = norm
         factor = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
         masters = self.fp32_groups_flat_partition
-        gradients = [gradient.float() for gradient in self.fp32_groups_gradient_flat_partition]
+        gradients = [gradient.float() for gradient in self._reduced]
         torch._foreach_mul_(gradients, factor / self._dp_size)
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
@@ -227,21 +256,75 @@ class OverlappedZero1(BF16_Optimizer):
         for master in masters:
             master.grad = None
         self._lazy_init_hp_params_optimizer_state()
-        self.update_lp_params()
+        self.update_lp_params(by_codes=True)
 
     @torch.no_grad()
-    def update_lp_params(self, changed: Collection[nn.Parameter] | None = None) -> None:
+    def update_lp_params(self, changed: Collection[nn.Parameter] | None = None, by_codes: bool = False) -> None:
         """Write the masters into the weights: at once on their owner, on other ranks when they have arrived.
 
         changed: the parameters whose masters were overwritten; None: any. Weights of the last step that have not left
-        yet leave as they are now; of those that other ranks have already, only the changed ones travel.
+        yet leave as they are now; of those that other ranks have already, only the changed ones travel. by_codes:
+        where codes are sent, weights only move towards the masters, by coded changes.
         """
+        if any(self._coded):
+            self.wait_for_weights()  # all ranks hold the same then, which codes of a step are to change
         for bucket in self._forward:
             bucket.finish_gathering()  # what is sent must not be overwritten
+            bucket.by_codes = by_codes and bucket.codes is not None
+        all_of_them = changed is None and not by_codes
+        self._write_masters([all_of_them or not coded for coded in self._coded], changed or ())
+        self._gather(self._gradients if changed is None else changed)
+
+    def _write_masters(self, whole: Sequence[bool], others: Collection[nn.Parameter]) -> None:
+        """Write this rank's masters into its weights. whole: by group, whether all; of other groups, these
+        parameters': where ranks hold weights that are not the masters, all must go on to hold the same."""
+        wanted = set(others)
         for i, master in enumerate(self.fp32_groups_flat_partition):
-            own = dist.get_rank(self.real_dp_process_group[i])
-            self.bf16_partitioned_groups[i][own].copy_(master)
-        for parameter in self._gradients if changed is None else changed:
+            rank = dist.get_rank(self.real_dp_process_group[i])
+            own = self.bf16_partitioned_groups[i][rank]
+            if whole[i]:
+                own.copy_(master)
+                continue
+            for parameter in wanted.intersection(self.bf16_groups[i]):
+                for owner, view in self._gradients[parameter].bucket.parts(parameter):
+                    if owner == rank:
+                        begin = view.storage_offset() - own.storage_offset()
+                        view.copy_(master[begin : begin + view.numel()])
+
+    @contextlib.contextmanager
+    def committed(self) -> Iterator[None]:
+        """Let the weights be the masters inside this context, if codes make them differ. All ranks must enter it."""
+        if not any(self._coded):
+            yield
+            return
+        self.wait_for_weights()
+        ranks = [dist.get_rank(group) for group in self.real_dp_process_group]
+        own = [parts[rank] for parts, rank in zip(self.bf16_partitioned_groups, ranks, strict=True)]
+        held = [weights.clone() for weights in own]
+        self.update_lp_params()
+        try:
+            yield
+        finally:
+            self.wait_for_weights()
+            torch._foreach_copy_(own, held)
+            self._gather(self._gradients)
+
+    @torch.no_grad()
+    def move_residuals(self) -> None:
+        """Move what codes lost of gradients to the owners: as it is saved, and as training goes on from it."""
+        for bucket in self._forward:
+            bucket.move_residuals()
+
+    @torch.no_grad()
+    def forget_residuals(self) -> None:
+        """Forget what codes lost of gradients."""
+        for gradients, coded in zip(self.fp32_groups_gradients_flat, self._coded, strict=True):
+            if coded:
+                gradients.zero_()
+
+    def _gather(self, parameters: Collection[nn.Parameter]) -> None:
+        """Begin to gather the weights of these parameters, as their owners hold them."""
+        for parameter in parameters:
             self._gradients[parameter].bucket.changed.add(parameter)
         self._to_gather = deque(bucket for bucket in self._forward if bucket.changed)
         self._stale = set(self._to_gather)

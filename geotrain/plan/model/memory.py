@@ -5,9 +5,15 @@ from __future__ import annotations
 from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup, codec_config
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
-from geotrain.parallelism.acco_forms import flat_bytes, scratch_bytes
-from geotrain.parallelism.checks import accumulates_in_fp32, offloads_masters, trains_in_bf16
-from geotrain.parallelism.memory import MemoryPerRank, fp8_weights, memory_per_rank, moment_bytes
+from geotrain.parallelism.acco_forms import flat_bytes
+from geotrain.parallelism.checks import (
+    CODED_AT_ONCE,
+    accumulates_in_fp32,
+    coded_bits,
+    offloads_masters,
+    trains_in_bf16,
+)
+from geotrain.parallelism.memory import MemoryPerRank, fp8_weights, memory_per_rank, moment_bytes, saved_bytes
 from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.parallelism.whole_matrices import ShardSize, shard_size
 from geotrain.staging.cuda import CHUNK
@@ -33,9 +39,9 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         in_fp8 = 2 * fp8_weights(architecture, setup.parallel, memory.stage) if setup.precision.fp8 else 0
         state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
-        flat = flat_bytes(run.acco.prediction, shard, size, summed)
-        scratch = scratch_bytes(run.acco.prediction, shard, size)
-        state["buffers"] = flat - state["weights"] - state["gradients"] + scratch
+        flat = flat_bytes(shard, size, summed, block, _copies(setup, worker))
+        zeros = 2 * min(shard.adamw + shard.matrices, CODED_AT_ONCE) if coded_bits(block) is not None else 0
+        state["buffers"] = flat - state["weights"] - state["gradients"] + zeros
         state["weights"] += in_fp8
     outer = 0 if outer_on_host(run, setup) else outer_bytes(run, shard.adamw + shard.matrices)
     return {**state, "activations": memory.activations_bytes, "outer": outer}
@@ -59,7 +65,9 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         "optimizer": 4 * owned + moment_bytes(shard, block) if offloaded else 0,
         "outer": outer_bytes(run, owned) if outer_on_host(run, setup) else 0,
         "pinned": pinned,
-        "checkpoint": memory.checkpoint_bytes if run.acco is None else moment_bytes(shard, block),
+        "checkpoint": memory.checkpoint_bytes
+        if run.acco is None
+        else saved_bytes(shard, block, _copies(setup, worker)),
     }
 
 
@@ -71,8 +79,13 @@ def _fullest(
     parallel, block = setup.parallel, setup.deepspeed
     length, recompute, fp8 = run.data.sequence_length, run.model.recompute, setup.precision.fp8 is not None
     memory = memory_per_rank(architecture, parallel, worker.ranks, block, length, recompute, fp8)
-    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
+    dp = _copies(setup, worker)
     return setup, memory, shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
+
+
+def _copies(setup: WorkerSetup, worker: WorkerConfig) -> int:
+    """Count the ranks that have the same parameters."""
+    return worker.ranks // (setup.parallel.tensor * setup.parallel.pipeline)
 
 
 def outer_on_host(run: RunConfig, setup: WorkerSetup) -> bool:

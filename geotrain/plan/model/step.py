@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
-from geotrain.parallelism.acco_forms import FORMS, first_part
+from geotrain.parallelism.acco_forms import first_part
 from geotrain.parallelism.checks import (
     accumulation_steps,
+    code_bytes,
+    coded_bits,
     gradient_wire_bytes,
     overlaps_reduction,
     reduction_bucket,
@@ -84,14 +86,14 @@ def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> St
     sent = Sent(float)
     part_s, busiest, count = _pipelines(work, table, network, (first, micro_batches - first), sent)
     reduction_s, reduced, refresh_s, gathered = _between_replicas(work, table, network)
-    exposed_s, settle_s, ahead = reduction_s, 0.0, 0.0
+    exposed_s, settle_s, ahead, gather_s = reduction_s, 0.0, 0, refresh_s * _gathered_share(work)
     if work.acco is None and overlaps_reduction(work.deepspeed):
-        buckets, scattered_s = _buckets(work), reduction_s - refresh_s
-        exposed_s = _exposed(refresh_s, busiest.forward_s, buckets)
+        buckets, scattered_s = _buckets(work), reduction_s - gather_s
+        exposed_s = _exposed(gather_s, busiest.forward_s, buckets)
         exposed_s += _exposed(scattered_s, busiest.backward_s, buckets)
     if work.acco is not None:
-        # The reduction hides behind the first part, what is sent ahead of it behind the second.
-        ahead = FORMS[work.acco.prediction].prediction_traffic(work.bytes_per_weight)
+        # The reduction hides behind the first part; a prediction, which sends as much, behind the second.
+        ahead = int(work.acco.form == "exact")
         settle_s = min(part_s[0], reduction_s)  # what the first part would have hidden
         exposed_s = max(part_s[0], reduction_s) + max(part_s[1], ahead * reduction_s) - sum(part_s)
     for pair, count_bytes in reduced.items():
@@ -111,7 +113,7 @@ def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> St
         settle_s=settle_s,
         refresh_s=refresh_s,
         refresh_bytes=gathered,
-        refreshes_all=work.acco is not None and FORMS[work.acco.prediction].predicts_in_commit,
+        refreshes_all=work.acco is not None and work.acco.form == "delayed",
     )
 
 
@@ -240,7 +242,7 @@ def _between_replicas(
     work: Work, table: RankTable, network: LinkTable
 ) -> tuple[float, Sent, float, dict[tuple[str, str], float]]:
     """Compute (seconds and bytes between regions of a step's gradients and new weights; the same of the weights
-    alone), of all stages at once.
+    alone, whole, as the outer loop has them refreshed), of all stages at once.
 
     ZeRO-1 and ACCO reduce-scatter gradients, DeepSpeed's other stages all-reduce their buckets
     (`use_multi_rank_bucket_allreduce`; without it, each part goes to its owner only), ZeRO 2 after every micro-batch.
@@ -251,12 +253,15 @@ def _between_replicas(
     sent = Sent(float)
     zero = work.deepspeed.get("zero_optimization", {})
     stage = zero_stage(work.deepspeed)
-    gradient_bytes = work.bytes_per_weight if work.acco is not None else gradient_wire_bytes(work.deepspeed)
+    gradient_bytes: float = work.bytes_per_weight if work.acco is not None else gradient_wire_bytes(work.deepspeed)
     scattered = work.acco is not None or overlaps_reduction(work.deepspeed)
     rounds = 1.0 if scattered or not zero.get("use_multi_rank_bucket_allreduce", True) else 2.0
     if stage == 2:
         rounds *= accumulation_steps(work.deepspeed, table.replicas)
-    gathered_bytes, gathers = (work.bytes_per_weight, 1) if stage else (0, 0)
+    refreshed_bytes, gathers = (float(work.bytes_per_weight), 1) if stage else (0.0, 0)
+    gathered_bytes = refreshed_bytes * _gathered_share(work)
+    if (bits := coded_bits(work.deepspeed)) is not None:
+        gradient_bytes = _code_bytes(bits[0])
     per_parameter = rounds * gradient_bytes + gathered_bytes
     reduction_s, refresh_s = [0.0] * table.pp, [0.0] * table.pp
     for apart in sorted({1, table.ep}):  # of the ranks with the same parameters, every so many-th
@@ -282,15 +287,26 @@ def _between_replicas(
             byte_s = max(8e-9 * _share(flows, line) / line.gbps for line in hops)
             latency_s = max(line.latency_s for line in hops)
             hop_s = per_parameter * parameters * byte_s + (rounds + gathers) * latency_s
-            gather_s = gathered_bytes * parameters * byte_s + gathers * latency_s
+            gather_s = refreshed_bytes * parameters * byte_s + gathers * latency_s
             slowest[s] = max(slowest[s], ((ranks - 1) * hop_s, (ranks - 1) * gather_s))
             group = members[s, t, e]
             for one, other in zip(group, (*group[1:], group[0]), strict=True):
                 _count(sent, one, other, (ranks - 1) * (parameters * per_parameter))
         reduction_s = [total + one[0] for total, one in zip(reduction_s, slowest, strict=True)]
         refresh_s = [total + one[1] for total, one in zip(refresh_s, slowest, strict=True)]
-    weights = {pair: count * gathered_bytes / per_parameter for pair, count in sent.items() if gathered_bytes}
+    weights = {pair: count * refreshed_bytes / per_parameter for pair, count in sent.items() if refreshed_bytes}
     return max(reduction_s), sent, max(refresh_s), weights
+
+
+def _gathered_share(work: Work) -> float:
+    """Bytes of a step's new weights over those of the weights themselves: less than 1 where changes are coded."""
+    bits = coded_bits(work.deepspeed)
+    return 1.0 if bits is None else _code_bytes(bits[1]) / work.bytes_per_weight
+
+
+def _code_bytes(bits: int) -> float:
+    many = 1 << 20
+    return code_bytes(many, bits) / many
 
 
 def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent) -> float:

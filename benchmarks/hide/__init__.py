@@ -1,0 +1,1 @@
+"""Communication inside a region, hidden behind compute."""

@@ -1,0 +1,178 @@
+"""Coded collectives of ZeRO-1: each step against plain torch and the codecs' reference, bit for bit; residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from geotrain.config import ParallelConfig
+from geotrain.inner.zero.codes import Codes
+from geotrain.kernels import reference
+from geotrain.kernels.payload_format import PayloadFormat
+from tests.support.families import QWEN_MOE
+from tests.support.inner_worlds import LLAMA, MUON, deepspeed_block, micro_batches, run_world, start, stop
+
+SIZES = (1, 127, 128, 300, 5000)
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+WORLDS: dict[str, tuple[dict[str, Any], ParallelConfig, dict[str, Any]]] = {
+    "AdamW": (LLAMA, ParallelConfig(), {}),
+    "Muon, bf16": (LLAMA, ParallelConfig(), {**MUON, "bf16": {"enabled": True}, **SUMS}),
+    "experts": (QWEN_MOE, ParallelConfig(expert=2), {}),
+}
+
+
+def drawn(sizes: Sequence[int], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, generator=generator) * torch.rand(n, generator=generator) ** 4 for n in sizes]
+
+
+def through(values: Tensor, bits: int) -> Tensor:
+    """What a code says, by the reference."""
+    fmt, values = PayloadFormat(f"int{bits}"), values.float()
+    payload, decoded = torch.empty(fmt.encoded_bytes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+    reference.quantize(values, payload, fmt, None, None, 0)
+    reference.dequantize(payload, decoded, fmt, None)
+    return decoded
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("at_once", [128, 1 << 20])
+def test_what_was_sent_and_what_is_left_are_all_that_was_given(
+    bits: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over many steps; and what is left is less than one code apart."""
+    monkeypatch.setattr("geotrain.inner.zero.codes.CODED_AT_ONCE", at_once)
+    codes, sums = Codes(bits), [torch.zeros(n) for n in SIZES]
+    given, sent = [torch.zeros(n, dtype=torch.float64) for n in SIZES], [torch.zeros(n) for n in SIZES]
+    payload = torch.empty(codes.bytes(sums), dtype=torch.uint8)
+    for step in range(20):
+        for total, whole, new in zip(sums, given, drawn(SIZES, step), strict=True):
+            total += new
+            whole += new
+        largest = [total.abs().max() for total in sums]
+        codes.encode_sums(sums, payload)
+        codes.decode(payload, sent, first=step == 0)
+    for left, said, whole, most in zip(sums, sent, given, largest, strict=True):
+        torch.testing.assert_close(said.double() + left, whole, rtol=1e-5, atol=1e-5)
+        assert left.abs().max() <= 0.51 * most / (2 ** (bits - 1) - 1) * 1.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_held_come_to_those_wanted(dtype: torch.dtype) -> None:
+    codes, wanted = Codes(4), drawn(SIZES, 1)
+    held = [torch.zeros(n, dtype=dtype) for n in SIZES]
+    payload = torch.empty(codes.bytes(held), dtype=torch.uint8)
+    for _ in range(12):
+        codes.encode_changes(held, wanted, payload)
+        codes.change(payload, held)
+    for ours, theirs in zip(held, wanted, strict=True):
+        apart = (ours.float() - theirs).abs().max() / theirs.abs().max()
+        assert apart < (1e-6 if dtype == torch.float32 else 2**-8)
+
+
+# ----------------------------------------------------------------------------------------- an engine's steps
+
+
+def play(name: str) -> dict[str, Any]:
+    """Three steps. Of each bucket: this rank's sums as they are encoded, and what it has afterwards."""
+    from geotrain.inner.zero.buckets import Bucket
+
+    model, parallel, more = WORLDS[name]
+    block = deepspeed_block(1, micro=1) | more
+    block["zero_optimization"] = {"stage": 1, "gradient_bits": 8, "weight_bits": 4}
+    engine = start(model, parallel, block)
+    optimizer, begin = engine.optimizer, Bucket.begin_reduction
+    finish, steps, sums, reduced = Bucket.finish_reduction, [], dict[Any, Any](), dict[Any, Any]()
+
+    def watched_begin(bucket: Any) -> None:
+        sums[bucket] = copies(bucket._gradients)
+        begin(bucket)
+
+    def watched_finish(bucket: Any) -> None:
+        finish(bucket)
+        if bucket.codes is not None:  # a step scales them later
+            (reduced[bucket],) = copies([bucket.codes.reduced])
+
+    coded = [bucket for bucket in optimizer._forward if bucket.codes is not None]
+    Bucket.begin_reduction, Bucket.finish_reduction = watched_begin, watched_finish  # type: ignore[method-assign]
+    for step in range(3):
+        optimizer.wait_for_weights()
+        held = [copies(bucket.codes.held) for bucket in coded]
+        engine.train_step(micro_batches(engine, step), step)
+        optimizer.wait_for_weights()
+        steps.append(
+            [
+                {
+                    "sums": sums[bucket],
+                    "left": copies(bucket._gradients),
+                    "reduced": reduced[bucket],
+                    "before": before,
+                    "held": copies(bucket.codes.held),
+                    "wanted": copies([bucket.codes.wanted])[0],
+                }
+                for bucket, before in zip(coded, held, strict=True)
+            ]
+        )
+    Bucket.begin_reduction, Bucket.finish_reduction = begin, finish  # type: ignore[method-assign]
+    total = [t.clone() for t in optimizer.fp32_groups_gradients_flat]
+    optimizer.move_residuals()
+    moved = [t.clone() for t in optimizer.fp32_groups_gradients_flat]
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    loss = engine.evaluate(micro_batches(engine, 0))
+    optimizer.wait_for_weights()
+    after = [p.detach() for p in engine.module.parameters()]
+    kept = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    engine.bits = None  # from here on it evaluates at what it holds
+    at_held = engine.evaluate(micro_batches(engine, 0))
+    engine.refresh()
+    at_masters = engine.evaluate(micro_batches(engine, 0))
+    losses = {"ours": loss, "held": at_held, "masters": at_masters}
+    seen = {"steps": steps, "total": total, "moved": moved, "losses": losses, "kept": kept}
+    seen["coded"] = optimizer._coded
+    stop(engine)
+    return seen
+
+
+def copies(tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    return [[t.clone() for t in views] for views in tensors]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_world(2, play, request.param)
+
+
+def test_a_step_is_that_of_the_reference(ranks: list[dict[str, Any]]) -> None:
+    for step, of_ranks in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True)):
+        for buckets in zip(*of_ranks, strict=True):
+            for owner, mine in enumerate(buckets):
+                for i, reduced in enumerate(mine["reduced"]):
+                    said = [through(theirs["sums"][owner][i], 8) for theirs in buckets]
+                    assert torch.equal(reduced, said[0] + said[1])
+                    for theirs, word in zip(buckets, said, strict=True):
+                        assert torch.equal(theirs["left"][owner][i], theirs["sums"][owner][i] - word)
+                    before, wanted = mine["before"][owner][i], mine["wanted"][i]
+                    expected = (before.float() + through(wanted - before.float(), 4)).to(before.dtype)
+                    for theirs in buckets:
+                        assert torch.equal(theirs["held"][owner][i], expected), step
+
+
+def test_residuals_move_to_the_owners_and_none_is_lost(ranks: list[dict[str, Any]]) -> None:
+    for i, coded in enumerate(ranks[0]["coded"]):
+        if not coded:
+            continue
+        one, other = (rank["total"][i] for rank in ranks)
+        own = [rank["moved"][i].chunk(2) for rank in ranks]
+        torch.testing.assert_close(torch.cat((own[0][0], own[1][1])), one + other, rtol=1e-6, atol=1e-9)
+        assert not own[0][1].any() and not own[1][0].any() and one.any()
+    assert any(ranks[0]["coded"])
+
+
+def test_an_evaluation_is_at_the_masters_and_leaves_weights_as_they_are(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        losses = rank["losses"]
+        assert losses["ours"] == losses["masters"] != losses["held"] and rank["kept"]
