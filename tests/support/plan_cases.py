@@ -11,9 +11,9 @@ import numpy as np
 
 from geotrain.commands.plan import default_run
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, parse
-from geotrain.plan.inventory import Pins, PlanTask, task_of
+from geotrain.plan.inventory import Pins, PlanTask, Wish, task_of
 from geotrain.plan.placement.cost import Problem, problem_from_links
-from geotrain.plan.planner import Plan, Wish, plan
+from geotrain.plan.planner import Plan, plan
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 WORLD = CONFIGS / "clusters/world-inventory.json"

@@ -20,7 +20,12 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     outer: what the outer loop keeps for each parameter that the rank owns (`outer_bytes`), unless it lies in host
     memory (`host_memory`).
     """
-    setup, memory, shard = _fullest(run, architecture, worker)
+    return setup_memory(run, architecture, WorkerSetup.of(run, worker), worker.ranks)
+
+
+def setup_memory(run: RunConfig, architecture: Architecture, setup: WorkerSetup, ranks: int) -> dict[str, int]:
+    """Estimate the same for a worker of that setup and so many ranks."""
+    memory, shard = _fullest(run, architecture, setup, ranks)
     block = setup.deepspeed
     state = {
         "weights": memory.weights_bytes,
@@ -47,7 +52,8 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     carry chunks of masters, and as large as what is sent and received where that crosses whole; and the copy of a
     checkpoint while it is written, at most, pinned where there is a GPU. What comes and goes with an exchange, and
     the process's own, come on top. Raises ConfigError."""
-    setup, memory, shard = _fullest(run, architecture, worker)
+    setup = WorkerSetup.of(run, worker)
+    memory, shard = _fullest(run, architecture, setup, worker.ranks)
     block = setup.deepspeed
     owned, offloaded = shard.adamw + shard.matrices, offloads_masters(block)
     up, down = run.outer.worker_codecs
@@ -64,15 +70,14 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
 
 
 def _fullest(
-    run: RunConfig, architecture: Architecture, worker: WorkerConfig
-) -> tuple[WorkerSetup, MemoryPerRank, ShardSize]:
-    """A worker's setup, the memory of its fullest rank, and that rank's shard of the optimizer."""
-    setup = WorkerSetup.of(run, worker)
+    run: RunConfig, architecture: Architecture, setup: WorkerSetup, ranks: int
+) -> tuple[MemoryPerRank, ShardSize]:
+    """The memory of a worker's fullest rank, and that rank's shard of the optimizer."""
     parallel, block = setup.parallel, setup.deepspeed
     length, recompute, fp8 = run.data.sequence_length, run.model.recompute, setup.precision.fp8 is not None
-    memory = memory_per_rank(architecture, parallel, worker.ranks, block, length, recompute, fp8)
-    dp = worker.ranks // (parallel.tensor * parallel.pipeline)
-    return setup, memory, shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
+    memory = memory_per_rank(architecture, parallel, ranks, block, length, recompute, fp8)
+    dp = ranks // (parallel.tensor * parallel.pipeline)
+    return memory, shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
 
 
 def outer_on_host(run: RunConfig, setup: WorkerSetup) -> bool:

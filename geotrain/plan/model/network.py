@@ -101,21 +101,23 @@ class LinkTable:
         self.cluster = cluster
         self.links = {frozenset(link.regions): link for link in cluster.links}
 
-    def device(self, host: HostConfig, whose: str) -> DeviceConfig:
-        """Return the kind of a host's accelerators. Raises ConfigError when the host names none."""
+    def device(self, host: HostConfig, whose: str, region: str) -> DeviceConfig:
+        """Return the kind of a host's accelerators, at their price in that region. Raises ConfigError when
+        the host names none."""
         if host.device is None:
             kinds = ", ".join(sorted(self.cluster.devices)) or "describe one there"
             raise ConfigError(
                 f"{whose}: host {host.host!r} names no device, so its memory and speed are unknown; "
                 f'add "device": a key of the cluster\'s `devices` ({kinds})'
             )
-        return self.cluster.devices[host.device]
+        return self.cluster.device(region, host)
 
     def ranks(self, region: str, worker: WorkerConfig) -> list[RankDevice]:
         """The worker's ranks, in their order."""
         return [
-            RankDevice(host.region or region, host.host, self.device(host, f"worker {worker.name!r}"))
+            RankDevice(place, host.host, self.device(host, f"worker {worker.name!r}", place))
             for host in worker.hosts
+            for place in (host.region or region,)
             for _ in range(host.slots)
         ]
 
@@ -157,4 +159,4 @@ class LinkTable:
         if len(hosts) > 1:
             return self.between_regions(region, region)  # says what is missing
         host = next(iter(hosts.values()))
-        return Line((), self.device(host, f"region {region!r}").host_gbps, 0.0)
+        return Line((), self.device(host, f"region {region!r}", region).host_gbps, 0.0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from typing import Any
 
 Transfer = tuple[str, int, int]  # "forward" or "backward"; the edge, counted from its upper stage; the micro-batch
 
@@ -44,39 +45,55 @@ def pipeline_seconds(stages: Stages, micro_batches: int) -> float:
 
 @lru_cache(maxsize=4096)
 def timetable(stages: Stages, micro_batches: int) -> float:
-    """Plays every operation of every stage; returns when the last one ends (s).
-
-    A stage runs until it needs a transfer whose other end has not come yet. The end that comes second fixes when the
-    transfer is over, and puts the stage at the first end back on the list of those that can go on.
-    """
+    """Plays every operation of every stage; returns when the last one ends (s)."""
     p = len(stages.forward_s)
-    operations = [_operations(s, p, micro_batches) for s in range(p)]
     work_s = {"forward": stages.forward_s, "backward": stages.backward_s, "": (0.0,) * p}
-    at, now = [0] * p, [0.0] * p
-    ready: dict[Transfer, float] = {}  # a transfer that one end waits for → since when
-    ends: dict[Transfer, float] = {}
+    now, ends = [0.0] * p, list[float]()
+    for kind, s, what in _program(p, micro_batches):
+        if kind == "compute":
+            now[s] += work_s[what][s]
+        elif kind == "transfer":
+            ends.append(max(now[s], now[s + 1]) + stages.edge_s[s])
+        elif ends[what] > now[s]:
+            now[s] = ends[what]
+    return max(now)
+
+
+@lru_cache(maxsize=64)  # of many stages' times the planner asks the same
+def _program(p: int, micro_batches: int) -> list[tuple[str, int, Any]]:
+    """List what the stages do, in an order in which each time follows from those before it: ("compute", stage,
+    forward or backward), ("transfer", edge, 0), in turn numbered from 0, ("wait", stage, for which transfer).
+
+    A stage runs until it needs a transfer whose other end has not come yet. The end that comes second begins the
+    transfer, and puts the stage at the first end back on the list of those that can go on.
+    """
+    operations = [_operations(s, p, micro_batches) for s in range(p)]
+    program: list[tuple[str, int, Any]] = []
+    at, runnable = [0] * p, list(range(p))
+    came: set[Transfer] = set()  # one end waits for it
+    numbers: dict[Transfer, int] = {}  # both ends have come
     computed = [False] * p  # the arithmetic of the stage's current operation is done
-    runnable = list(range(p))
     while runnable:
         s = runnable.pop()
         while at[s] < len(operations[s]):
             work, transfers = operations[s][at[s]]
             if not computed[s]:
-                now[s] += work_s[work][s]
+                program.append(("compute", s, work))
                 computed[s] = True
                 for transfer in transfers:
                     edge = transfer[1]
-                    if transfer in ready:
-                        ends[transfer] = max(ready.pop(transfer), now[s]) + stages.edge_s[edge]
+                    if transfer in came:
+                        numbers[transfer] = len(numbers)
+                        program.append(("transfer", edge, 0))
                         runnable.append(edge if s == edge + 1 else edge + 1)
                     else:
-                        ready[transfer] = now[s]
-            if any(transfer not in ends for transfer in transfers):
+                        came.add(transfer)
+            if any(transfer not in numbers for transfer in transfers):
                 break
-            now[s] = max([now[s], *(ends[transfer] for transfer in transfers)])
+            program += [("wait", s, numbers[transfer]) for transfer in transfers]
             at[s] += 1
             computed[s] = False
-    return max(now)
+    return program
 
 
 def _operations(s: int, p: int, m: int) -> list[tuple[str, tuple[Transfer, ...]]]:
