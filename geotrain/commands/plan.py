@@ -17,7 +17,7 @@ from geotrain.launch.launchers.base import WorkerPlace, hostfile_path
 from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.explain import alternatives, doubts, outer_text, reasons
+from geotrain.plan.explain import alternatives, doubts, expected_gap, outer_text, reasons
 from geotrain.plan.inventory import MOST_WORKERS, Objective, PlanError, Wish, pins_of, task_of
 from geotrain.plan.picture import draw
 from geotrain.plan.planner import Plan
@@ -124,8 +124,13 @@ def as_json(found: Plan) -> dict[str, Any]:
     p, tokens = found.prediction, found.wish.tokens
     configs = {"run": found.run, "cluster": found.cluster}
     files = {k: v.model_dump(by_alias=True, mode="json", exclude_defaults=True) for k, v in configs.items()}
-    figures = {"tokens_per_s": p.tokens_per_s, "utilization": p.utilization, "seconds": p.seconds(tokens)}
+    figures: dict[str, float | None] = {
+        "tokens_per_s": p.tokens_per_s,
+        "utilization": p.utilization,
+        "seconds": p.seconds(tokens),
+    }
     workers = {name: asdict(worker) for name, worker in p.workers.items()}
+    figures |= {"available": found.available, "expected_gap": expected_gap(len(workers))}
     return {**files, **figures, "usd": p.usd(tokens), "workers": workers, "notes": list(found.notes)}
 
 
@@ -201,6 +206,9 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     cost = "no price: `usd_per_hour` of a device is missing" if usd is None else f"{usd:,.0f} USD"
     seconds = 3600 * forecast["hours"] / found.available
     console.print(f"{wish.tokens:.3g} tokens: {duration(seconds)}, {cost}")
+    gap = expected_gap(len(found.workers))
+    against = "more of them than any study of it had" if gap is None else f"{gap:.1%} above data parallelism's"
+    console.print(f"final loss of {len(found.workers)} workers on as many tokens: {against} (docs/evidence.md)")
     if found.available < 1:
         spot = sum(host.spot * w.layout.slots for w in found.workers.values() for host in w.layout.hosts)
         console.print(

@@ -260,6 +260,12 @@ class ClusterConfig(Block):
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
                 if host.region is not None and host.region not in known - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
+                place = host.region or region.name
+                if host.spot and (host.device is None or self.offer(place, host.device).spot_usd_per_hour is None):
+                    raise ValueError(
+                        f"host {host.host!r}: spot = true needs its price: regions' {place!r} "
+                        f"offers.{host.device or '<device>'}.spot_usd_per_hour"
+                    )
             for kind, offer in region.offers.items():
                 place = f"region {region.name!r}: offers.{kind}"
                 if kind not in self.devices:

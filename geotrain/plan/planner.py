@@ -105,7 +105,7 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
     task, workers = decided.task, decided.workers
     place, setting = decided.places[0], decided.settings[0]
     if wish.objective == "tokens":
-        wish = replace(wish, tokens=speed(workers) * task.tokens_per_step * wish.utilization * wish.seconds)
+        wish = replace(wish, tokens=speed(workers) * task.tokens_per_step * setting.utilization * wish.seconds)
     named = name_workers(task, workers)
     run, cluster = resolve(task, named, place.region, setting.outer, wish.tokens, setting.shards)
     notes = []

@@ -35,6 +35,7 @@ def test_no_plan_is_beyond_the_bound_nor_below_one_job(scenario: str) -> None:
     sailor = Sailor("OPT-350")
     pool = {key: rows[0] for key, rows in sailor.data["availability"][scenario].items()}
     plan = planned(sailor, inventory(sailor, pool))
+    assert plan is not None
     most, least = sailor.bounds(pool)
     every = jobs(sailor, pool)
     assert most >= plan.it_s >= max(it_s for it_s, _ in every)
@@ -44,4 +45,5 @@ def test_no_plan_is_beyond_the_bound_nor_below_one_job(scenario: str) -> None:
         kind = layout.hosts[0].kind
         assert sailor.fits(kind, layout.parallel.pipeline, layout.parallel.tensor, layout.micro_batch)
     cheap = planned(sailor, inventory(sailor, pool), objective="cost", tokens_per_s=0.5 * plan.it_s)
-    assert cheap.it_s >= 0.5 * plan.it_s and cheap.usd_it <= plan.usd_it
+    assert cheap is not None and cheap.it_s >= 0.5 * plan.it_s and cheap.usd_it <= plan.usd_it
+    assert planned(sailor, inventory(sailor, pool), objective="cost", tokens_per_s=1.01 * most) is None
