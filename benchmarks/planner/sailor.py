@@ -38,7 +38,7 @@ from geotrain.config import ClusterConfig, ParallelConfig, RunConfig, parse
 from geotrain.plan.choice import usd_per_hour
 from geotrain.plan.grouping import Workers, speed
 from geotrain.plan.inventory import Host, Pins, PlanError, PlanTask, Wish, task_of
-from geotrain.plan.layouts import KEPT, ParallelLayout, Refusals
+from geotrain.plan.layouts import ParallelLayout, Refusals
 from geotrain.plan.model.step import StepTime
 from geotrain.plan.planner import decide
 
@@ -128,7 +128,7 @@ class Sailor:
         buckets = [BUCKET] * int(whole) + [rest] * (rest > 0)
         return sum(2 * (replicas - 1) * _seconds(bucket / replicas, coefficients) for bucket in buckets)
 
-    def layouts(self, task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[ParallelLayout]:
+    def layouts(self, task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept: int) -> list[ParallelLayout]:
         """Find the fastest layouts of one worker on these hosts, complete search; in place of the cost model's."""
         zone, kind, ranks = hosts[0].region, hosts[0].kind, SLOTS * len(hosts)
         found = []
@@ -143,7 +143,7 @@ class Sailor:
                     step = StepTime(step_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0.0, 0.0, {}, False)
                     need = int(self.fullest(pipeline, tp, micro))
                     found.append(ParallelLayout(tuple(hosts), SLOTS, parallel, micro, step, need))
-        return sorted(found, key=lambda layout: layout.order)[:KEPT]
+        return sorted(found, key=lambda layout: layout.order)[:kept]
 
     def bounds(self, available: dict[str, int]) -> tuple[float, float]:
         """(most iterations a second, least dollars an iteration) of any plan: accelerator-seconds of each layer of a

@@ -58,7 +58,7 @@ Workers = tuple[Worker, ...]
 Group = list[Workers]  # alternatives on the same hosts, the fastest first
 Groups = list[Group]
 Known = dict[object, list[ParallelLayout]]
-Find = Callable[[PlanTask, Sequence[Host], Refusals], list[ParallelLayout]]
+Find = Callable[[PlanTask, Sequence[Host], Refusals, int], list[ParallelLayout]]
 Alike = tuple[str, str, int, bool]  # region, kind, accelerators of a host, whether on the spot market
 
 
@@ -148,14 +148,14 @@ def like_workers(
     them. known: gets the layouts that were found, for regions whose hosts are linked as fast. most: workers."""
     n, inside = len(hosts), task.network.link(hosts[0].region, hosts[0].region)
     linked = None if inside is None else (inside.gbps, inside.rtt_ms, inside.usd_per_gb)
-    by_count = {}
-    for count in range(1, n + 1):
-        key = (hosts[0].kind, hosts[0].slots, linked, count)
+
+    def best(count: int, kept: int) -> list[ParallelLayout]:
+        key = (hosts[0].kind, hosts[0].slots, linked, count, kept)
         if key not in known:
-            known[key] = find(task, hosts[:count], refused)
-        if known[key]:
-            by_count[count] = known[key]
-    rate = {count: 1 / found[0].step.step_s for count, found in by_count.items()}
+            known[key] = find(task, hosts[:count], refused, kept)
+        return known[key]
+
+    rate = {count: 1 / found[0].step.step_s for count in range(1, n + 1) if (found := best(count, 1))}
     group: Group = []
     for number in range(n, 0, -1) if partial else (n,):
         if number < min(rate, default=n + 1):
@@ -166,7 +166,8 @@ def like_workers(
         ):
             mine = tuple(hosts[used : used + count])
             used += count
-            workers.append(Worker(by_count[count][0], tuple(by_count[count][1:])).on(mine))
+            first, *others = best(count, KEPT)
+            workers.append(Worker(first, tuple(others)).on(mine))
         if tuple(workers) not in group:
             group.append(tuple(workers))
     return group

@@ -169,8 +169,8 @@ def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro:
     return sum(times) + (m - 1) * max(times)
 
 
-def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[ParallelLayout]:
-    """Find the fastest few parallel layouts of one worker that uses all these hosts, which are of one kind and
+def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept: int = KEPT) -> list[ParallelLayout]:
+    """Find the `kept` fastest parallel layouts of one worker that uses all these hosts, which are of one kind and
     region."""
     tried: list[tuple[float, int, ParallelConfig, int]] = []
     speed = max(host.device.tflops * host.device.efficiency for host in hosts) * 1e12
@@ -189,7 +189,7 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Pa
     best: dict[tuple[int, ParallelConfig], ParallelLayout] = {}
     for bound, slots, parallel, micro in sorted(tried, key=lambda t: (t[0], -t[3])):
         ranked = sorted(layout.step.step_s for layout in best.values())
-        if len(ranked) >= KEPT and bound > ranked[KEPT - 1]:
+        if len(ranked) >= kept and bound > ranked[kept - 1]:
             break
         known = best.get((slots, parallel))  # of layouts that differ in the micro-batch alone one is kept
         if known is not None and bound >= known.step.step_s:
@@ -197,7 +197,7 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Pa
         found = evaluated(task, hosts, slots, parallel, micro, refused)
         if found is not None and (known is None or found.order < known.order):
             best[slots, parallel] = found
-    return sorted(best.values(), key=lambda layout: layout.order)[:KEPT]
+    return sorted(best.values(), key=lambda layout: layout.order)[:kept]
 
 
 def evaluated(

@@ -100,6 +100,7 @@ class LinkTable:
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
         self.links = {frozenset(link.regions): link for link in cluster.links}
+        self._between: dict[tuple[str, str, str, str], Line] = {}
 
     def device(self, host: HostConfig, whose: str, region: str) -> DeviceConfig:
         """Return the kind of a host's accelerators, at their price in that region. Raises ConfigError when
@@ -140,6 +141,12 @@ class LinkTable:
     def between(self, one: RankDevice, other: RankDevice) -> Line:
         """Find the line between two ranks. A region's line to another is shared by all that goes that way, a host's
         by what leaves the host."""
+        ends = one.region, one.host, other.region, other.host
+        if ends not in self._between:
+            self._between[ends] = self._line(one, other)
+        return self._between[ends]
+
+    def _line(self, one: RankDevice, other: RankDevice) -> Line:
         if one.region != other.region:
             return self.between_regions(one.region, other.region)
         if one.host == other.host:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from typing import Any
 
 Transfer = tuple[str, int, int]  # "forward" or "backward"; the edge, counted from its upper stage; the micro-batch
 
@@ -46,29 +45,30 @@ def pipeline_seconds(stages: Stages, micro_batches: int) -> float:
 @lru_cache(maxsize=4096)
 def timetable(stages: Stages, micro_batches: int) -> float:
     """Plays every operation of every stage; returns when the last one ends (s)."""
-    p = len(stages.forward_s)
-    work_s = {"forward": stages.forward_s, "backward": stages.backward_s, "": (0.0,) * p}
-    now, ends = [0.0] * p, list[float]()
-    for kind, s, what in _program(p, micro_batches):
-        if kind == "compute":
-            now[s] += work_s[what][s]
-        elif kind == "transfer":
-            ends.append(max(now[s], now[s + 1]) + stages.edge_s[s])
-        elif ends[what] > now[s]:
-            now[s] = ends[what]
+    work_s = {"forward": stages.forward_s, "backward": stages.backward_s}
+    now, ends = [0.0] * len(stages.forward_s), list[float]()
+    for s, number, work in _program(len(now), micro_batches):
+        if work:
+            now[s] += work_s[work][s]
+        elif number is None:
+            one, other = now[s], now[s + 1]
+            ends.append((one if one > other else other) + stages.edge_s[s])
+        elif ends[number] > now[s]:
+            now[s] = ends[number]
     return max(now)
 
 
 @lru_cache(maxsize=64)  # of many stages' times the planner asks the same
-def _program(p: int, micro_batches: int) -> list[tuple[str, int, Any]]:
-    """List what the stages do, in an order in which each time follows from those before it: ("compute", stage,
-    forward or backward), ("transfer", edge, 0), in turn numbered from 0, ("wait", stage, for which transfer).
+def _program(p: int, micro_batches: int) -> list[tuple[int, int | None, str]]:
+    """List what the stages do, in an order in which each time follows from those before it: (stage, None, the way
+    that it computes); (edge, None, "") for a transfer, numbered from 0 as they come; (stage, number, "") for the wait
+    for one.
 
     A stage runs until it needs a transfer whose other end has not come yet. The end that comes second begins the
     transfer, and puts the stage at the first end back on the list of those that can go on.
     """
     operations = [_operations(s, p, micro_batches) for s in range(p)]
-    program: list[tuple[str, int, Any]] = []
+    program: list[tuple[int, int | None, str]] = []
     at, runnable = [0] * p, list(range(p))
     came: set[Transfer] = set()  # one end waits for it
     numbers: dict[Transfer, int] = {}  # both ends have come
@@ -78,19 +78,19 @@ def _program(p: int, micro_batches: int) -> list[tuple[str, int, Any]]:
         while at[s] < len(operations[s]):
             work, transfers = operations[s][at[s]]
             if not computed[s]:
-                program.append(("compute", s, work))
+                program += [(s, None, work)] if work else []
                 computed[s] = True
                 for transfer in transfers:
                     edge = transfer[1]
                     if transfer in came:
                         numbers[transfer] = len(numbers)
-                        program.append(("transfer", edge, 0))
+                        program.append((edge, None, ""))
                         runnable.append(edge if s == edge + 1 else edge + 1)
                     else:
                         came.add(transfer)
             if any(transfer not in numbers for transfer in transfers):
                 break
-            program += [("wait", s, numbers[transfer]) for transfer in transfers]
+            program += [(s, numbers[transfer], "") for transfer in transfers]
             at[s] += 1
             computed[s] = False
     return program
