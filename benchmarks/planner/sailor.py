@@ -45,6 +45,7 @@ from geotrain.plan.planner import decide
 SLOTS = 4  # accelerators of a virtual machine
 BUCKET = 500_000_000
 BYTES_A_PARAMETER = 24
+FASTEST_LINKS = ("GH-96", "A100-40", "V100-16")
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,6 @@ def planned(sailor: Sailor, cluster: ClusterConfig, **wish: Any) -> Planned | No
         except PlanError:
             continue  # so few reach too little, or parts of the batch are too small
         workers, setting = decided.workers, decided.settings[0]
-        if len(workers) > parts:
-            continue
         alone = len(workers) == 1  # synchronous; nothing is exchanged
         it_s = speed(workers) * (1.0 if alone else setting.utilization) / parts
         traffic = 0.0 if alone else setting.traffic_usd_per_hour
@@ -249,9 +248,9 @@ def planned(sailor: Sailor, cluster: ClusterConfig, **wish: Any) -> Planned | No
 
 def jobs(sailor: Sailor, pool: dict[str, int]) -> list[tuple[float, float]]:
     """(iterations a second, dollars each) of single synchronous jobs that mix kinds, on the assumption that all zones
-    are one, whose links are the fastest: more than any such job reaches. Either each stage has replicas of several
-    kinds, each with its own tensor parallelism; or the first stages are of one kind, the others of another, with
-    layers of any number."""
+    are one, and that links between unlike kinds are those of the faster: more than any such job reaches. Either each
+    stage has replicas of several kinds, each with its own tensor parallelism; or the first stages are of one kind, the
+    others of another, with layers of any number."""
     batch, kinds = sailor.model["batch"], list(dict.fromkeys(key.split()[1] for key in pool))
     count = {kind: sum(n for key, n in pool.items() if key.split()[1] == kind) for kind in kinds}
     price = {kind: sailor.data["usd_per_hour"][kind] / 3600 for kind in kinds}
@@ -259,13 +258,13 @@ def jobs(sailor: Sailor, pool: dict[str, int]) -> list[tuple[float, float]]:
 
     def add(
         micro: int, most: int, tps: dict[str, int], used: dict[str, int], stages: list[tuple[int, int]],
-        computed: list[float],
+        computed: list[float], on: list[list[str]],
     ) -> None:  # fmt: skip
         """Add jobs of up to `most` replicas. used: accelerators of each kind, of all of these. computed: seconds of
-        each stage."""
+        each stage. on: kinds of which a stage has several replicas."""
         if not most:
             return
-        tp, fast = min(tps.values()), "GH-96" if "GH-96" in used else min(kinds)  # whose links are the fastest
+        tp, fast = min(tps.values()), next(kind for kind in FASTEST_LINKS if kind in used)
         took = [
             a + b for a, b in zip(computed, sailor.transfers(f"{zone} {fast} {max(tps.values())}", stages, micro),
                                   strict=True)
@@ -273,8 +272,9 @@ def jobs(sailor: Sailor, pool: dict[str, int]) -> list[tuple[float, float]]:
         sync = [4 * (sailor.parameters[1][end] - sailor.parameters[1][begin]) / tp for begin, end in stages]
         for micro_batches in {ceil(batch / (micro * replicas)) for replicas in range(1, most + 1)}:
             replicas = ceil(batch / (micro * micro_batches))
-            alone = sailor.data["gbytes_per_s"][f"{zone} {fast} 1"]
-            reduced = max(sailor.reduction(size, replicas, alone) for size in sync) if replicas > 1 else 0.0
+            rings = [(size, kind) for size, of in zip(sync, on, strict=True) for kind in of if replicas > 1]
+            alone = {kind: sailor.data["gbytes_per_s"][f"{zone} {kind} 1"] for kind in used}
+            reduced = max((sailor.reduction(size, replicas, alone[kind]) for size, kind in rings), default=0.0)
             step_s = (micro_batches - 1) * max(took) + sum(took) + reduced
             usd_s = sum(price[kind] * number for kind, number in used.items()) * replicas / most
             found.append((1 / step_s, usd_s * step_s))
@@ -295,7 +295,8 @@ def jobs(sailor: Sailor, pool: dict[str, int]) -> list[tuple[float, float]]:
                 sums = [sailor.profiles[k].compute_s[micro, tp] for k, tp in mixed.items()]
                 took = [max(c[end] - c[begin] for c in sums) for begin, end in stages]
                 used = {k: each[k] * pipeline * tp for k, tp in mixed.items()}
-                add(micro, sum(each.values()), mixed, used, stages, took)
+                several = [k for k in mixed if each[k] > 1]
+                add(micro, sum(each.values()), mixed, used, stages, took, [several] * pipeline)
         for first, other in permutations(kinds, 2):
             for n, m, tp, tq in product(range(1, 5), range(1, 5), known[first], known[other]):
                 for layers in range(n, sailor.layers - m + 1, n):
@@ -316,7 +317,7 @@ def jobs(sailor: Sailor, pool: dict[str, int]) -> list[tuple[float, float]]:
                         ]
                         most = min(count[first] // (n * tp), count[other] // (m * tq))
                         used = {first: most * n * tp, other: most * m * tq}
-                        add(micro, most, {first: tp, other: tq}, used, stages, took)
+                        add(micro, most, {first: tp, other: tq}, used, stages, took, [[k] for k, _ in places])
     return found
 
 

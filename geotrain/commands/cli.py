@@ -434,7 +434,7 @@ def plan(
     usd: Annotated[float | None, typer.Option(min=0, help="Most to pay for accelerators.")] = None,
     tokens_per_s: Annotated[float | None, typer.Option(min=0, help="The least speed.")] = None,
     most_workers: Annotated[
-        int | None, typer.Option(min=1, help="More train on staler weights; 16 without it, as docs/evidence.md has.")
+        int | None, typer.Option(min=1, help="The fastest are kept. Without it: 16, or one of each kind and region.")
     ] = None,
     pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
     utilization: Annotated[

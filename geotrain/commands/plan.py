@@ -18,7 +18,7 @@ from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.explain import alternatives, doubts, expected_gap, outer_text, reasons
-from geotrain.plan.inventory import MOST_WORKERS, Objective, PlanError, Wish, pins_of, task_of
+from geotrain.plan.inventory import Objective, PlanError, Wish, pins_of, task_of
 from geotrain.plan.picture import draw
 from geotrain.plan.planner import Plan
 from geotrain.plan.planner import plan as make_plan
@@ -60,7 +60,7 @@ def plan(
         run = load_run(run_path)
     cluster = load_cluster(cluster_path)
     wanted = tokens or run.data.train_samples * run.data.sequence_length
-    wish = Wish(float(wanted), objective, within_days, utilization, usd, tokens_per_s, most_workers or MOST_WORKERS)
+    wish = Wish(float(wanted), objective, within_days, utilization, usd, tokens_per_s, most_workers)
     found = make_plan(task_of(run, pins_of(raw, pin_global), cluster, imbalance), wish)
     check_together(found.run, found.cluster)
     forecast = forecast_run(found.run, found.cluster, found.prediction)

@@ -36,8 +36,8 @@ class Wish:
     """What the user asks of a plan. tokens: how many to train. objective: most tokens a second; fewest dollars a
     token; or most tokens within `usd` and `within_days`, in place of `tokens`. within_days: the latest end, for which
     cost takes as many hosts as it needs. utilization: that workers should reach in spite of the outer loop. usd: most
-    to pay, traffic left out. tokens_per_s: the least speed. most_workers: shared out among groups of like hosts, of
-    which each may have one."""
+    to pay, traffic left out. tokens_per_s: the least speed. most_workers: of which the fastest are
+    kept; None: MOST_WORKERS, shared out among groups of like hosts, of which each may have one."""
 
     tokens: float
     objective: Objective = "speed"
@@ -45,7 +45,7 @@ class Wish:
     utilization: float = 0.95
     usd: float | None = None
     tokens_per_s: float | None = None
-    most_workers: int = MOST_WORKERS
+    most_workers: int | None = None
 
     def __post_init__(self) -> None:
         if self.objective == "tokens" and (self.usd is None or self.within_days is None):

@@ -28,7 +28,7 @@ from geotrain.config import (
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.choice import choose
 from geotrain.plan.grouping import Find, Worker, Workers, form_workers, speed
-from geotrain.plan.inventory import Host, PlanTask, Wish, hosts_of
+from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask, Wish, hosts_of
 from geotrain.plan.layouts import Refusals, home_of, layouts, nothing_fits, worker_of
 from geotrain.plan.model.work import useful_flops
 from geotrain.plan.predict import RunPrediction, predict
@@ -81,7 +81,7 @@ def decide(task: PlanTask, wish: Wish, find: Find = layouts) -> Decided:
     # The fastest workers, without recomputation where that makes no difference.
     choices = [task.pins.recompute] if task.pins.recompute is not None else ["none", "full"]
     formed = [
-        (tasked, form_workers(tasked, refused, wish.partial, wish.most_workers, find))
+        (tasked, form_workers(tasked, refused, wish.partial, wish.most_workers or MOST_WORKERS, find))
         for tasked in map(task.with_recompute, choices)
     ]
     task, groups = max(formed, key=lambda entry: speed(w for group in entry[1] for w in group[0]))
@@ -89,6 +89,9 @@ def decide(task: PlanTask, wish: Wish, find: Find = layouts) -> Decided:
         raise nothing_fits(task, refused)
     every = tuple(w for group in groups for w in group[0])
     workers = choose(task, wish, groups) if wish.priced else every
+    if wish.most_workers is not None:
+        fastest = sorted(workers, key=lambda worker: -speed((worker,)))[: wish.most_workers]
+        workers = tuple(worker for worker in workers if worker in fastest)
     homes = list(dict.fromkeys(home_of(w.layout.hosts) for w in workers))
     model_bytes = 2 * parameter_count(task.architecture)  # bf16: which codec is chosen does not change the order
     where = places(task, homes, model_bytes)

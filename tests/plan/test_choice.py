@@ -106,6 +106,14 @@ def test_spot_hosts_are_taken_where_they_are_cheaper_with_what_they_lose() -> No
     assert bought.available == 1.0
 
 
+def test_the_fastest_of_so_many_workers_are_kept() -> None:
+    cluster = inventory({"a": [(8, "d")], "b": [(8, "slow")], "c": [(8, "d")]}, slow={"tflops": 60.0})
+    assert set(planned(small_run(), cluster).workers) == {"a-0", "b-0", "c-0"}
+    two = planned(small_run(), cluster, most_workers=2)
+    holds(two)
+    assert set(two.workers) == {"a-0", "c-0"}
+
+
 def test_quotas_and_prices_of_a_region() -> None:
     cluster = offered(inventory({"a": [(4, "d")] * 3}), a={"quota": 9, "usd_per_hour": 3.0})
     plan = planned(small_run(), cluster)
