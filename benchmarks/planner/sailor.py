@@ -248,9 +248,9 @@ def planned(sailor: Sailor, cluster: ClusterConfig, **wish: Any) -> Planned | No
 
 def jobs(sailor: Sailor, pool: dict[str, int]) -> list[tuple[float, float]]:
     """(iterations a second, dollars each) of single synchronous jobs that mix kinds, on the assumption that all zones
-    are one, and that links between unlike kinds are those of the faster: more than any such job reaches. Either each
-    stage has replicas of several kinds, each with its own tensor parallelism; or the first stages are of one kind, the
-    others of another, with layers of any number."""
+    are one, and links between unlike kinds those of the faster: more than any such job reaches. Either each stage has
+    replicas of several kinds, each with its own tensor parallelism; or the first stages are of one kind, the others
+    of another, with layers of any number."""
     batch, kinds = sailor.model["batch"], list(dict.fromkeys(key.split()[1] for key in pool))
     count = {kind: sum(n for key, n in pool.items() if key.split()[1] == kind) for kind in kinds}
     price = {kind: sailor.data["usd_per_hour"][kind] / 3600 for kind in kinds}
