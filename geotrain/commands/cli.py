@@ -427,15 +427,11 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
     tokens: Annotated[float | None, typer.Option(min=1, help="Tokens to train, as in 1e11.")] = None,
-    objective: Annotated[
-        Objective, typer.Option(help="Tokens a second, dollars a token, or most tokens for --usd in --within-days.")
-    ] = "speed",
+    objective: Annotated[Objective, typer.Option(help="Tokens/s, dollars a token, tokens for --usd.")] = "speed",
     within_days: Annotated[float | None, typer.Option(min=0, help="The latest end.")] = None,
     usd: Annotated[float | None, typer.Option(min=0, help="Most to pay for accelerators.")] = None,
     tokens_per_s: Annotated[float | None, typer.Option(min=0, help="The least speed.")] = None,
-    most_workers: Annotated[
-        int | None, typer.Option(min=1, help="The fastest are kept. Without it: 16, or one of each kind and region.")
-    ] = None,
+    most_workers: Annotated[int | None, typer.Option(min=1, help="The fastest are kept; without it, 16.")] = None,
     pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
     utilization: Annotated[
         float, typer.Option(min=0.01, max=1, help="Utilization that workers are to reach.")

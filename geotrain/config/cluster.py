@@ -260,12 +260,6 @@ class ClusterConfig(Block):
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
                 if host.region is not None and host.region not in known - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
-                place = host.region or region.name
-                if host.spot and (host.device is None or self.offer(place, host.device).spot_usd_per_hour is None):
-                    raise ValueError(
-                        f"host {host.host!r}: spot = true needs its price: regions' {place!r} "
-                        f"offers.{host.device or '<device>'}.spot_usd_per_hour"
-                    )
             for kind, offer in region.offers.items():
                 place = f"region {region.name!r}: offers.{kind}"
                 if kind not in self.devices:
@@ -279,16 +273,6 @@ class ClusterConfig(Block):
                         "state their price, or leave it out"
                     )
         return self
-
-    def device(self, region: str, host: HostConfig) -> DeviceConfig:
-        """A host's kind of accelerator, at its price in that region. The host must name one."""
-        device, offer = self.devices[str(host.device)], self.offer(region, str(host.device))
-        price = offer.spot_usd_per_hour if host.spot else offer.usd_per_hour
-        return device if price is None else device.model_copy(update={"usd_per_hour": price})
-
-    def offer(self, region: str, kind: str) -> OfferConfig:
-        """What a region's provider says of a kind of accelerator."""
-        return self.region(region).offers.get(kind, OfferConfig())
 
     @property
     def sites(self) -> dict[str, Site]:

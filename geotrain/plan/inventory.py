@@ -199,7 +199,7 @@ def task_of(run: RunConfig, pins: Pins, cluster: ClusterConfig, imbalance: float
         for host in hosts:
             device = network.device(host, f"region {region.name!r}", host.region or region.name)
             place, kind = host.region or region.name, str(host.device)
-            offer = cluster.offer(place, kind)
+            offer = network.offer(place, kind)
             one = Host(place, host.host, host.slots, kind, device, offer, host.spot)
             if offer.quota is not None and used[place, kind] + host.slots > offer.quota:
                 beyond.append(one)

@@ -276,10 +276,6 @@ HOST = {"host": "a", "slots": 8}
         ({}, "a region needs workers, or hosts"),
         ({"hosts": [{**HOST, "device": "h100"}]}, "device 'h100' is not among `devices`: h200"),
         ({"hosts": [{**HOST, "region": "mars"}]}, "no region is called 'mars'"),
-        (
-            {"hosts": [{**HOST, "device": "h200", "spot": True}]},
-            "spot = true needs its price: .*offers.h200.spot_usd",
-        ),
         ({"hosts": [HOST], "offers": {"h100": {}}}, "region 'eu': offers.h100 is no kind among `devices`: h200"),
         (
             {"hosts": [HOST], "offers": {"h200": {"preemptions_per_hour": 0.1}}},

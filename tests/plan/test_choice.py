@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import ClusterConfig
+from geotrain.config import ClusterConfig, ConfigError
 from geotrain.parallelism import local_parameters
 from geotrain.plan import layouts
 from geotrain.plan.choice import frontier, on_spot, usd_per_hour
@@ -16,8 +16,7 @@ from geotrain.plan.inventory import PlanError
 from geotrain.plan.layouts import Refusals
 from geotrain.plan.planner import Plan
 from geotrain.plan.predict import predict
-from tests.plan.test_planner import holds
-from tests.support.plan_cases import changed, inventory, planned, run_of, small_run
+from tests.support.plan_cases import changed, holds, inventory, planned, run_of, small_run
 
 REGIONS = {"a": [(4, "d")] * 3, "b": [(4, "dear")] * 2, "c": [(4, "d")]}
 
@@ -123,6 +122,11 @@ def test_quotas_and_prices_of_a_region() -> None:
     assert plan.prediction.usd_per_hour == pytest.approx(24.0, rel=0.01)
     with pytest.raises(PlanError, match=r"no host is within its region's offers.<kind>.quota"):
         planned(small_run(), offered(cluster, a={"quota": 3}))
+    unpriced = changed(cluster, lambda raw: raw["regions"][0]["hosts"][1].update(spot=True))
+    with pytest.raises(
+        ConfigError, match=r"region 'a': host 'a-1' has spot = true and no price; add spot_usd_per_hour"
+    ):
+        planned(small_run(), unpriced)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from geotrain.config import (
     DeviceConfig,
     HostConfig,
     LinkConfig,
+    OfferConfig,
     ParallelConfig,
     WorkerConfig,
 )
@@ -103,15 +104,26 @@ class LinkTable:
         self._between: dict[tuple[str, str, str, str], Line] = {}
 
     def device(self, host: HostConfig, whose: str, region: str) -> DeviceConfig:
-        """Return the kind of a host's accelerators, at their price in that region. Raises ConfigError when
-        the host names none."""
+        """Return the kind of a host's accelerators, at their price in that region. Raises ConfigError when the host
+        names none, or is a spot host without a price."""
         if host.device is None:
             kinds = ", ".join(sorted(self.cluster.devices)) or "describe one there"
             raise ConfigError(
                 f"{whose}: host {host.host!r} names no device, so its memory and speed are unknown; "
                 f'add "device": a key of the cluster\'s `devices` ({kinds})'
             )
-        return self.cluster.device(region, host)
+        device, offer = self.cluster.devices[host.device], self.offer(region, host.device)
+        price = offer.spot_usd_per_hour if host.spot else offer.usd_per_hour
+        if host.spot and price is None:
+            raise ConfigError(
+                f"{whose}: host {host.host!r} has spot = true and no price; add spot_usd_per_hour to region "
+                f"{region!r}, offers.{host.device}"
+            )
+        return device if price is None else device.model_copy(update={"usd_per_hour": price})
+
+    def offer(self, region: str, kind: str) -> OfferConfig:
+        """Return what a region's provider says of a kind of accelerator."""
+        return self.cluster.region(region).offers.get(kind, OfferConfig())
 
     def ranks(self, region: str, worker: WorkerConfig) -> list[RankDevice]:
         """The worker's ranks, in their order."""
