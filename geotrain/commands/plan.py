@@ -208,7 +208,7 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     console.print(f"{wish.tokens:.3g} tokens: {duration(seconds)}, {cost}")
     gap = expected_gap(len(found.workers))
     against = "more of them than any study of it had" if gap is None else f"{gap:.1%} above data parallelism's"
-    console.print(f"final loss of {len(found.workers)} workers on as many tokens: {against} (docs/evidence.md)")
+    console.print(f"final loss, {len(found.workers)} workers: {against}, of as many tokens (docs/evidence.md)")
     if found.available < 1:
         spot = sum(host.spot * w.layout.slots for w in found.workers.values() for host in w.layout.hosts)
         console.print(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.cluster.hierarchy import linkage
 
 from geotrain.config import ConfigError
@@ -181,7 +182,10 @@ def fewest_workers(rate: Mapping[int, float], hosts: int, most: int = MOST_WORKE
     """
     bound = hosts * max(r / count for count, r in rate.items())
     counts, each = np.array(list(rate)), np.array(list(rate.values()))
-    totals, taken = [np.zeros(hosts + 1)], list[np.ndarray]()  # by hosts: the best of so many workers; its last one
+    totals, taken = (
+        [np.zeros(hosts + 1)],
+        list[NDArray[np.intp]](),
+    )  # by hosts: the best of so many workers; its last one
     for _ in range(min(most, hosts // min(rate))):
         left = np.arange(hosts + 1)[:, None] - counts
         grown = np.where(left >= 0, totals[-1][np.maximum(left, 0)] + each, -np.inf)
