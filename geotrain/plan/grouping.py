@@ -182,10 +182,8 @@ def fewest_workers(rate: Mapping[int, float], hosts: int, most: int = MOST_WORKE
     """
     bound = hosts * max(r / count for count, r in rate.items())
     counts, each = np.array(list(rate)), np.array(list(rate.values()))
-    totals, taken = (
-        [np.zeros(hosts + 1)],
-        list[NDArray[np.intp]](),
-    )  # by hosts: the best of so many workers; its last one
+    totals = [np.zeros(hosts + 1)]  # by hosts: of the best so many workers
+    taken: list[NDArray[np.intp]] = []  # likewise, the last one of these
     for _ in range(min(most, hosts // min(rate))):
         left = np.arange(hosts + 1)[:, None] - counts
         grown = np.where(left >= 0, totals[-1][np.maximum(left, 0)] + each, -np.inf)
