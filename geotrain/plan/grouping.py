@@ -83,7 +83,7 @@ def form_workers(
     hosts: dict[Alike, list[Host]] = {}
     for host in (host for every in task.hosts.values() for host in every):
         hosts.setdefault((host.region, host.kind, host.slots, host.spot), []).append(host)
-    alone = {}
+    alone: dict[Alike, Group] = {}
     for alike, of in hosts.items():
         most = max(1, most_workers * len(of) // every)
         alone[alike] = like_workers(task, of, refused, known, partial, most, find)
