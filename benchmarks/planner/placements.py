@@ -16,10 +16,10 @@ from benchmarks.planner.random_matrices import on_a_globe
 from geotrain.commands.plan import default_run
 from geotrain.common.files import whole_file
 from geotrain.config import ClusterConfig, RunConfig, parse
-from geotrain.plan.inventory import Pins, task_of
+from geotrain.plan.inventory import Pins, Wish, task_of
 from geotrain.plan.placement.cost import Placement, Problem, problem_from_links, quick_bound, table_costs
 from geotrain.plan.placement.search import search
-from geotrain.plan.planner import Wish, plan
+from geotrain.plan.planner import plan
 
 T = TypeVar("T")
 SCENARIOS = DATA / "dtfm_scenarios.json"

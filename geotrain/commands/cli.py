@@ -34,7 +34,7 @@ PICTURES = (".png", ".svg", ".pdf")
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.json", help="The run: model, data, DeepSpeed, outer loop.")]
 ClusterFile = Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="The cluster: regions, hosts, links.")]
 DType = Literal["float32", "bfloat16", "float16"]
-Objective = Literal["speed", "cost"]
+Objective = Literal["speed", "cost", "tokens"]
 
 
 def _drawn(path: Path | None) -> Path | None:
@@ -375,8 +375,11 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Why this plan, and what came next.")] = False,
     tokens: Annotated[float | None, typer.Option(min=1, help="Tokens to train, as in 1e11.")] = None,
-    objective: Annotated[Objective, typer.Option(help="Tokens a second, or dollars a token.")] = "speed",
+    objective: Annotated[Objective, typer.Option(help="Tokens/s, dollars a token, tokens for --usd.")] = "speed",
     within_days: Annotated[float | None, typer.Option(min=0, help="The latest end.")] = None,
+    usd: Annotated[float | None, typer.Option(min=0, help="Most to pay for accelerators.")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(min=0, help="The least speed.")] = None,
+    most_workers: Annotated[int | None, typer.Option(min=1, help="The fastest are kept; without it, 16.")] = None,
     pin_global: Annotated[str | None, typer.Option(metavar="REGION", help="Where the global server must be.")] = None,
     utilization: Annotated[
         float, typer.Option(min=0.01, max=1, help="Utilization that workers are to reach.")
@@ -392,8 +395,8 @@ def plan(
     from geotrain.commands.plan import as_json
     from geotrain.commands.plan import plan as make_plan
 
-    choices = tokens, objective, within_days, pin_global, utilization, imbalance
-    return Told(as_json(make_plan(run, cluster, out, explain, *choices)))
+    wish = tokens, objective, within_days, utilization, usd, tokens_per_s, most_workers
+    return Told(as_json(make_plan(run, cluster, out, explain, *wish, pin_global=pin_global, imbalance=imbalance)))
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")

@@ -17,10 +17,10 @@ from geotrain.launch.launchers.base import WorkerPlace, hostfile_path
 from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.explain import alternatives, doubts, outer_text, reasons
-from geotrain.plan.inventory import Objective, PlanError, pins_of, task_of
+from geotrain.plan.explain import alternatives, doubts, expected_gap, outer_text, reasons
+from geotrain.plan.inventory import Objective, PlanError, Wish, pins_of, task_of
 from geotrain.plan.picture import draw
-from geotrain.plan.planner import Plan, Wish
+from geotrain.plan.planner import Plan
 from geotrain.plan.planner import plan as make_plan
 from geotrain.simulate.forecast import forecast_run
 
@@ -37,8 +37,12 @@ def plan(
     tokens: float | None = None,
     objective: Objective = "speed",
     within_days: float | None = None,
-    pin_global: str | None = None,
     utilization: float = 0.95,
+    usd: float | None = None,
+    tokens_per_s: float | None = None,
+    most_workers: int | None = None,
+    *,
+    pin_global: str | None = None,
     imbalance: float = 1.0,
 ) -> Plan:
     """Plan a run and print the plan with its forecast. Raises ConfigError (PlanError) and UnsupportedModelError with
@@ -56,15 +60,20 @@ def plan(
         run = load_run(run_path)
     cluster = load_cluster(cluster_path)
     wanted = tokens or run.data.train_samples * run.data.sequence_length
-    wish = Wish(float(wanted), objective, within_days, utilization)
+    wish = Wish(float(wanted), objective, within_days, utilization, usd, tokens_per_s, most_workers)
     found = make_plan(task_of(run, pins_of(raw, pin_global), cluster, imbalance), wish)
     check_together(found.run, found.cluster)
     forecast = forecast_run(found.run, found.cluster, found.prediction)
-    days = forecast["hours"] / 24
-    if within_days is not None and days > within_days:
+    days, per_s = forecast["hours"] / 24 / found.available, forecast["tokens_per_s"] * found.available
+    if within_days is not None and days > within_days and objective != "tokens":
         raise PlanError(
             f"{wanted:.3g} tokens within {within_days:g} days cannot be had: this plan needs {days:.3g} days, "
             f"{forecast['utilization']:.0%} of them at work; allow more days, train fewer tokens, or add accelerators"
+        )
+    if tokens_per_s is not None and per_s < tokens_per_s:
+        raise PlanError(
+            f"--tokens-per-s {tokens_per_s:,.0f} cannot be had: this plan trains {per_s:,.0f} tokens/s, with "
+            f"{forecast['utilization']:.0%} of the time at work; ask for less, or add accelerators"
         )
     tell(found, forecast, console)
     if explain:
@@ -115,8 +124,13 @@ def as_json(found: Plan) -> dict[str, Any]:
     p, tokens = found.prediction, found.wish.tokens
     configs = {"run": found.run, "cluster": found.cluster}
     files = {k: v.model_dump(by_alias=True, mode="json", exclude_defaults=True) for k, v in configs.items()}
-    figures = {"tokens_per_s": p.tokens_per_s, "utilization": p.utilization, "seconds": p.seconds(tokens)}
+    figures: dict[str, float | None] = {
+        "tokens_per_s": p.tokens_per_s,
+        "utilization": p.utilization,
+        "seconds": p.seconds(tokens),
+    }
     workers = {name: asdict(worker) for name, worker in p.workers.items()}
+    figures |= {"available": found.available, "expected_gap": expected_gap(len(workers))}
     return {**files, **figures, "usd": p.usd(tokens), "workers": workers, "notes": list(found.notes)}
 
 
@@ -188,9 +202,19 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
         f"{tokens_per_s:,.0f} tokens/s: {of_these:.0%} of what these accelerators could reach without any "
         f"waiting, {share:.0%} of what the whole inventory could; no plan does more than 100 % of that"
     )
-    usd = None if p.usd_per_hour is None else p.usd_per_hour * forecast["hours"]
+    usd = None if p.usd_per_hour is None else p.usd_per_hour * forecast["hours"] / found.available
     cost = "no price: `usd_per_hour` of a device is missing" if usd is None else f"{usd:,.0f} USD"
-    console.print(f"{wish.tokens:.3g} tokens: {duration(3600 * forecast['hours'])}, {cost}")
+    seconds = 3600 * forecast["hours"] / found.available
+    console.print(f"{wish.tokens:.3g} tokens: {duration(seconds)}, {cost}")
+    gap = expected_gap(len(found.workers))
+    against = "more of them than any study of it had" if gap is None else f"{gap:.1%} above data parallelism's"
+    console.print(f"final loss, {len(found.workers)} workers: {against}, of as many tokens (docs/evidence.md)")
+    if found.available < 1:
+        spot = sum(host.spot * w.layout.slots for w in found.workers.values() for host in w.layout.hosts)
+        console.print(
+            f"{spot} accelerators at spot prices: {1 - found.available:.1%} of the time goes until hosts that were "
+            "taken back are replaced, and is in the time and the price; the rest of this page leaves it out"
+        )
     for note in (*found.notes, *doubts(found, forecast["exchanges"])):
         console.print(f"note: {note}", style="yellow")
     for warning in open_links(found.cluster):

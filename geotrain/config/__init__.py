@@ -24,6 +24,7 @@ from geotrain.config.cluster import (
     DeviceConfig,
     HostConfig,
     LinkConfig,
+    OfferConfig,
     RegionConfig,
     RestartConfig,
     WorkerConfig,

@@ -77,6 +77,25 @@ class DeviceConfig(Block):
     usd_per_hour: Annotated[float, Field(ge=0)] | None = Field(None, description="Price of one accelerator.")
 
 
+class OfferConfig(Block):
+    """Accelerators of one kind as a region's provider offers them, for planning."""
+
+    quota: PositiveInt | None = Field(None, description="Most of them that may be used here. null: all of `hosts`.")
+    usd_per_hour: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Price of one here. null: that of its kind in `devices`."
+    )
+    spot_usd_per_hour: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Price of one on a host that may be taken back. null: there are none."
+    )
+    preemptions_per_hour: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="How often such a host is taken back."
+    )
+    replaced_after_s: Annotated[float, Field(ge=0)] = Field(
+        600.0,
+        description="From there until its worker trains again, on it or another: the machine's and the worker's.",
+    )
+
+
 class HostConfig(Block):
     host: HostPattern = Field(description="Or several, as gpu[01-04,7].")
     slots: PositiveInt = Field(description="Accelerators (or CPU ranks) used on this host.")
@@ -84,6 +103,7 @@ class HostConfig(Block):
     region: Name | None = Field(
         None, description="The region it stands in, where that is not its worker's: a worker may span regions."
     )
+    spot: bool = Field(False, description="It may be taken back; `geotrain plan` chooses by the region's `offers`.")
 
 
 def _expanded(hosts: tuple[HostConfig, ...]) -> tuple[HostConfig, ...]:
@@ -138,6 +158,9 @@ class RegionConfig(Block):
     )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
     hosts: HostList = Field((), description="Hosts that `geotrain plan` may use here.")
+    offers: dict[str, OfferConfig] = Field(
+        {}, description="Quotas and prices here by kind of accelerator, a key of `devices`. A zone is a region."
+    )
 
     @model_validator(mode="after")
     def _has_something(self) -> RegionConfig:
@@ -237,6 +260,18 @@ class ClusterConfig(Block):
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")
                 if host.region is not None and host.region not in known - {"global"}:
                     raise ValueError(f"host {host.host!r}: no region is called {host.region!r}")
+            for kind, offer in region.offers.items():
+                place = f"region {region.name!r}: offers.{kind}"
+                if kind not in self.devices:
+                    kinds = ", ".join(sorted(self.devices)) or "none"
+                    raise ValueError(
+                        f"{place} is no kind among `devices`: {kinds}; describe it there, or leave it out"
+                    )
+                if offer.preemptions_per_hour and offer.spot_usd_per_hour is None:
+                    raise ValueError(
+                        f"{place}.preemptions_per_hour without spot_usd_per_hour: only spot hosts are taken back; "
+                        "state their price, or leave it out"
+                    )
         return self
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from geotrain.config import AccoConfig, Architecture, ConfigError, ParallelConfig, PrecisionConfig
 from geotrain.config.deepspeed import SCHEDULERS
 from geotrain.families import family_of
-from geotrain.parallelism.local_parameters import stage_parameters
+from geotrain.parallelism.local_parameters import first_like, stage_parameters
 from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_settings, uses_muon
 from geotrain.parallelism.whole_matrices import ALIGNED, shard_size
 
@@ -222,7 +222,7 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
 
 def _check_shards_are_filled(architecture: Architecture, parallel: ParallelConfig, dp: int) -> None:
     """Refuse so many ranks that whole matrices leave most of a shard, and of what travels, empty."""
-    for stage in range(parallel.pipeline):
+    for stage in sorted(set(first_like(architecture, parallel.pipeline))):
         held = stage_parameters(architecture, parallel, stage)
         total = shard_size(architecture, parallel, stage, dp, muon=True, together=False).total
         if total > 2 * held:

@@ -122,9 +122,29 @@ def _runs(parts: Sequence[Weight], tp: int, tp_rank: int) -> Iterator[StridedSli
                 yield StridedSlice(part * length, length, parameter=weight.name)
 
 
-@lru_cache(maxsize=64)  # the planner asks for the same stages again and again
+@lru_cache(maxsize=256)
+def first_like(a: Architecture, stages: int) -> tuple[int, ...]:
+    """List, for each of so many pipeline stages, the first one that holds parameters of the same shapes."""
+    layers, shapes = a.layers // stages, _layer_shapes(a)
+    kinds = [(s == 0, s == stages - 1, shapes[s * layers : (s + 1) * layers]) for s in range(stages)]
+    return tuple(kinds.index(kind) for kind in kinds)
+
+
+@lru_cache(maxsize=16)
+def _layer_shapes(a: Architecture) -> tuple[int, ...]:
+    """List, for each layer, the first one with the same weights."""
+    every = [tuple(family_of(a.model_type).layer(a, layer)) for layer in range(a.layers)]
+    return tuple(every.index(weights) for weights in every)
+
+
 def any_of_stage(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple[LocalParameter, ...]:
-    """List the parameters of one rank of a pipeline stage: its other tensor and expert ranks hold as many."""
+    """List the parameters of one rank of a pipeline stage, under the names of the first stage like it: the stage's
+    other tensor and expert ranks hold as many."""
+    return _of_first(a, parallel, first_like(a, parallel.pipeline)[stage])
+
+
+@lru_cache(maxsize=256)  # the planner asks for the same stages again and again
+def _of_first(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple[LocalParameter, ...]:
     return tuple(local_parameters(a, parallel, 0, stage))
 
 

@@ -22,7 +22,7 @@ from geotrain.parallelism.checks import (
     trains_in_bf16,
     zero_stage,
 )
-from geotrain.parallelism.local_parameters import stage_parameters
+from geotrain.parallelism.local_parameters import first_like, stage_parameters
 from geotrain.parallelism.optimizer_settings import optimizer_kind, uses_muon
 from geotrain.parallelism.whole_matrices import ShardSize, shard_size
 
@@ -77,7 +77,7 @@ def memory_per_rank(
     zero, size = zero_stage(block), 2 if trains_in_bf16(block) else _FP32_BYTES
     kept = _FP32_BYTES if accumulates_in_fp32(block) else size  # bytes of an accumulated gradient
     stages = []
-    for stage in range(parallel.pipeline):
+    for stage in sorted(set(first_like(architecture, parallel.pipeline))):  # which keeps most micro-batches of those
         parameters = stage_parameters(architecture, parallel, stage)
         whole = shard_size(architecture, parallel, stage, 1, muon, together=False)
         shard = shard_size(architecture, parallel, stage, copies, muon, together=False) if zero else whole

@@ -86,6 +86,11 @@ def pack(sizes: Sequence[int], ranks: int, head: int = 0, multiple: int = 1) -> 
     largest_first = sorted(range(len(room)), key=lambda i: -room[i])
     owners = _owners(room, largest_first, ranks, head, high * multiple)
     assert owners is not None, "one shard that holds everything"
+    if not head:  # what is left of equal rooms has the same order in any shard: it is as large as the fullest
+        filled = [0] * ranks
+        for item, owner in enumerate(owners):
+            filled[owner] += room[item]
+        low = high = max(low, max(filled) // multiple)
     while low < high:
         middle = (low + high) // 2
         tried = _owners(room, largest_first, ranks, head, middle * multiple)
@@ -146,9 +151,8 @@ def shard_size(
 
     together: all groups are one sequence, as ACCO has them; DeepSpeed shards each by itself.
     """
-    places = any_of_stage(a, parallel, stage)
     if together:
-        sizes, others = _matrices_and_others(places, muon)
+        sizes, others = _matrices_and_others(a, parallel, stage, muon, None)
         if not sizes:
             return ShardSize(-(-others // dp), 0, others)
         head = -(-others // ALIGNED) * ALIGNED
@@ -157,7 +161,7 @@ def shard_size(
         return ShardSize(adamw, shard - adamw, dp * shard)
     adamw = matrices = total = 0
     for expert in (False, True):
-        sizes, others = _matrices_and_others([p for p in places if p.expert == expert], muon)
+        sizes, others = _matrices_and_others(a, parallel, stage, muon, expert)
         ranks = max(1, dp // parallel.expert) if expert else dp  # that hold the same ones, and divide them
         shard = pack(sizes, ranks, 0, ALIGNED).shard_numel if sizes else 0
         adamw, matrices = adamw - (-others // ranks), matrices + shard
@@ -165,7 +169,12 @@ def shard_size(
     return ShardSize(adamw, matrices, total)
 
 
-def _matrices_and_others(places: Sequence[LocalParameter], muon: bool) -> tuple[list[int], int]:
-    """Count the elements of each parameter that Muon steps, and of all others together."""
+@lru_cache(maxsize=256)
+def _matrices_and_others(
+    a: Architecture, parallel: ParallelConfig, stage: int, muon: bool, expert: bool | None
+) -> tuple[list[int], int]:
+    """Count the elements of each parameter that Muon steps, and of all others together. expert: of divided experts
+    alone, or of what is none of them."""
+    places = [p for p in any_of_stage(a, parallel, stage) if expert is None or p.expert == expert]
     sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
     return sizes, sum(p.numel for p in places if not p.untrained) - sum(sizes)

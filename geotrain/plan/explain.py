@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import log2
+
+import numpy as np
 
 from geotrain.config import Topology
 from geotrain.parallelism.acco_forms import best_hiding, least_step_s
@@ -22,6 +25,7 @@ SHOWN = 3  # alternatives to each decision
 DISTINCT = 1.1  # times as many steps between exchanges
 MOST_WORKERS = 6  # whose layouts are explained; like ones once
 EXCHANGES = 100  # of fewer in a run, an outer momentum over a tenth of them (`momentum_share`) averages less than ten
+GAPS = {1: 0.0, 4: 0.020, 16: 0.026}  # workers → loss above data parallelism's, as docs/evidence.md has it (Muon)
 GAIN = 0.01  # of the tokens a second that a region should add
 
 PARTS = {
@@ -82,6 +86,13 @@ def reasons(plan: Plan) -> list[str]:
         for host, count, why in plan.idle
     ]
     return found
+
+
+def expected_gap(workers: int) -> float | None:
+    """Interpolate the final loss of so many workers over data parallelism's, less 1; None beyond what was tried."""
+    if workers > max(GAPS):
+        return None
+    return float(np.interp(log2(workers), [log2(count) for count in GAPS], list(GAPS.values())))
 
 
 def doubts(plan: Plan, exchanges: Mapping[str, float]) -> Iterator[str]:

@@ -1,34 +1,35 @@
-"""Groups hosts into workers: within each region, and across regions where the model does not fit into one.
+"""Groups hosts into workers: like hosts of a region, and unlike ones where the model does not fit on like ones.
 
-Within a region. Hosts of one kind and size are interchangeable, so a set of workers is a list of host counts. The
+Like hosts. Those of one region, kind and size are interchangeable, so a set of workers is a list of host counts. The
 fastest parallel layout is known for every count (`layouts`); dynamic programming over (workers, hosts) then gives the
 best total for each number of workers. A host belongs to one worker, and hosts that no worker gains from stay idle.
 
 More workers reach slightly more tokens a second, since they reduce gradients over fewer ranks, but they train on
 staler weights, and the cost model puts no price on that. So of all numbers of workers the smallest is taken that
-comes within SLACK of the best.
+comes within SLACK of the best, and no more than the user wants.
 
-Across regions. A region that is too small for the model by itself may be joined with others like it, and with the
-nearest one that is large enough. Not all sets of regions are tried (`joinable`), but the best division of the regions
-among the sets that are is found exactly.
+Unlike hosts. A group of like hosts that is too small for the model by itself may be joined with others like it, of
+the same region or not, and with the nearest one that is large enough. Not all sets of groups are tried (`joinable`),
+but the best division of the groups among the sets that are is found exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.cluster.hierarchy import linkage
 
 from geotrain.config import ConfigError
-from geotrain.plan.inventory import Host, PlanTask
+from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask
 from geotrain.plan.layouts import KEPT, ParallelLayout, Refusals, layouts
 from geotrain.plan.spanning import spanning_layouts
 
 SLACK = 0.05
-MOST_COMBINED = 3  # small regions of which every combination is tried
+MOST_COMBINED = 3  # small groups of which every combination is tried
 NO_LINK_S = 1e12
 
 
@@ -43,109 +44,157 @@ class Worker:
     def regions(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(host.region for host in self.layout.hosts))
 
+    @property
+    def available(self) -> float:
+        """Share of the time that no spot host of it has been taken back and not replaced."""
+        hosts = [host.offer for host in self.layout.hosts if host.spot]
+        return 1 / (1 + sum(offer.preemptions_per_hour * offer.replaced_after_s / 3600 for offer in hosts))
+
+    def on(self, hosts: tuple[Host, ...]) -> Worker:
+        """The same worker on other hosts, which are like its own."""
+        return Worker(replace(self.layout, hosts=hosts), tuple(replace(o, hosts=hosts) for o in self.others))
+
 
 Workers = tuple[Worker, ...]
+Group = list[Workers]  # alternatives on the same hosts, the fastest first
+Groups = list[Group]
+Known = dict[object, list[ParallelLayout]]
+Find = Callable[[PlanTask, Sequence[Host], Refusals, int], list[ParallelLayout]]
+Alike = tuple[str, str, int, bool]  # region, kind, accelerators of a host, whether on the spot market
 
 
 def speed(workers: Iterable[Worker]) -> float:
     """Add up the steps a second of all workers."""
-    return sum(1 / worker.layout.step.step_s for worker in workers)
+    return sum(worker.available / worker.layout.step.step_s for worker in workers)
 
 
-def form_workers(task: PlanTask, refused: Refusals) -> Workers:
-    """Form the workers of all regions; returns none when the model fits nowhere."""
-    alone: dict[str, Workers] = {}
-    for region, hosts in task.hosts.items():
-        kinds: dict[tuple[str, int], list[Host]] = {}
-        for host in hosts:
-            kinds.setdefault((host.kind, host.slots), []).append(host)
-        alone[region] = tuple(w for alike in kinds.values() for w in like_workers(task, alike, refused))
-    small = [region for region, workers in alone.items() if not workers]
-    if not small:
-        return tuple(w for workers in alone.values() for w in workers)
-    large = [region for region in alone if region not in small]
-    sets: dict[frozenset[str], Workers] = {frozenset((region,)): workers for region, workers in alone.items()}
-    for chosen in joinable(task, small):
-        nearest = sorted(large, key=lambda region: distance_s(task, region, chosen))[:1]
+def form_workers(
+    task: PlanTask,
+    refused: Refusals,
+    partial: bool = False,
+    most_workers: int = MOST_WORKERS,
+    find: Find = layouts,
+) -> Groups:
+    """Form the workers of all hosts: groups of hosts, of each the alternatives, the fastest first. Returns none when
+    the model fits nowhere. partial: workers on fewer hosts of a group are alternatives, too. most_workers: as in
+    `Wish`. find: layouts of one worker on like hosts."""
+    known: Known = {}
+    every = sum(map(len, task.hosts.values()))
+    hosts: dict[Alike, list[Host]] = {}
+    for host in (host for every in task.hosts.values() for host in every):
+        hosts.setdefault((host.region, host.kind, host.slots, host.spot), []).append(host)
+    alone: dict[Alike, Group] = {}
+    for alike, of in hosts.items():
+        most = max(1, most_workers * len(of) // every)
+        alone[alike] = like_workers(task, of, refused, known, partial, most, find)
+    small = [alike for alike, found in alone.items() if not found]
+    large = [alike for alike in alone if alike not in small]
+    sets: dict[frozenset[Alike], Group] = {frozenset((alike,)): found for alike, found in alone.items()}
+    for chosen in joinable(task, small) if small else ():
+        nearest = sorted(large, key=lambda alike: distance_s(task, alike, chosen))[:1]
         for joined in {chosen, chosen.union(nearest)}:
             if sets.get(joined):
                 continue
             try:
-                found = spanning_layouts(task, [h for r in sorted(joined) for h in task.hosts[r]], refused)
+                found = spanning_layouts(task, [h for alike in sorted(joined) for h in hosts[alike]], refused)
             except ConfigError as error:  # a link between the regions has no figure
                 found, refused.missing = [], refused.missing or str(error)
-            sets[joined] = (Worker(found[0], tuple(found[1:KEPT])),) if found else ()
-    return best_division(sets, list(alone))
+            sets[joined] = [(Worker(found[0], tuple(found[1:KEPT])),)] if found else []
+    return [sets[chosen] for chosen in best_division(sets, list(alone)) if sets[chosen]]
 
 
-def joinable(task: PlanTask, small: Sequence[str]) -> list[frozenset[str]]:
-    """List the sets of small regions that may be joined: all of them where they are few; else those that an
+def joinable(task: PlanTask, small: Sequence[Alike]) -> list[frozenset[Alike]]:
+    """List the sets of small groups that may be joined: all of them where they are few; else those that an
     average-linkage tree over the links between them joins, near ones first."""
     if len(small) <= MOST_COMBINED:
         return [frozenset(c) for count in range(1, len(small) + 1) for c in combinations(small, count)]
     apart = [distance_s(task, a, frozenset((b,))) for a, b in combinations(small, 2)]
-    clusters = [frozenset((region,)) for region in small]
+    clusters = [frozenset((alike,)) for alike in small]
     for one, other, *_ in linkage(np.array(apart), "average"):
         clusters.append(clusters[int(one)] | clusters[int(other)])
     return clusters
 
 
-def distance_s(task: PlanTask, region: str, others: frozenset[str]) -> float:
-    """Seconds to send a step's activations to the nearest of the other regions; NO_LINK_S where no link is known."""
-    size = 2 * task.tokens_per_step * task.architecture.hidden_size
-    known = (link for other in others if (link := task.network.link(region, other)) is not None)
+def distance_s(task: PlanTask, alike: Alike, others: frozenset[Alike]) -> float:
+    """Seconds to send a step's activations to the nearest of the other groups; NO_LINK_S where no link is known."""
+    size, region = 2 * task.tokens_per_step * task.architecture.hidden_size, alike[0]
+    if any(other[0] == region for other in others):
+        return 0.0
+    known = (link for other in others if (link := task.network.link(region, other[0])) is not None)
     return min((link.rtt_ms / 2000 + 8e-9 * size / link.gbps for link in known), default=NO_LINK_S)
 
 
-def best_division(sets: dict[frozenset[str], Workers], regions: Sequence[str]) -> Workers:
-    """Find the division of the regions into sets with the most steps a second. Every region is a set of its own
+def best_division(sets: Mapping[frozenset[Alike], Group], groups: Sequence[Alike]) -> tuple[frozenset[Alike], ...]:
+    """Find the division of the groups into sets with the most steps a second. Every group is a set of its own
     too."""
-    best: dict[frozenset[str], Workers] = {frozenset(): ()}
+    best: dict[frozenset[Alike], tuple[frozenset[Alike], ...]] = {frozenset(): ()}
 
-    def of(left: frozenset[str]) -> Workers:
+    def total(division: Iterable[frozenset[Alike]]) -> float:
+        return sum(speed(sets[chosen][0]) for chosen in division if sets[chosen])
+
+    def of(left: frozenset[Alike]) -> tuple[frozenset[Alike], ...]:
         if left not in best:
-            first = min(left, key=regions.index)
+            first = min(left, key=groups.index)
             fitting = [joined for joined in sets if first in joined and joined <= left]
-            options = [(*sets[joined], *of(left - joined)) for joined in fitting]
-            best[left] = max(options, key=speed)
+            best[left] = max(((joined, *of(left - joined)) for joined in fitting), key=total)
         return best[left]
 
-    return of(frozenset(regions))
+    return of(frozenset(groups))
 
 
-def like_workers(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Workers:
-    """Find the best workers on hosts of one kind, size and region."""
-    n = len(hosts)
-    by_count = {count: found for count in range(1, n + 1) if (found := layouts(task, hosts[:count], refused))}
-    if not by_count:
-        return ()
-    rate = {count: 1 / found[0].step.step_s for count, found in by_count.items()}
-    counts = fewest_workers(rate, n)
-    workers, used = [], 0
-    for count in sorted(counts, reverse=True):
-        mine = tuple(hosts[used : used + count])
-        used += count
-        moved = [replace(layout, hosts=mine) for layout in by_count[count]]  # hosts like those it was made for
-        workers.append(Worker(moved[0], tuple(moved[1:])))
-    return tuple(workers)
+def like_workers(
+    task: PlanTask, hosts: Sequence[Host], refused: Refusals, known: Known, partial: bool, most: int, find: Find
+) -> Group:
+    """Find the best workers on hosts of one kind, size and region; where `partial`, also on each smaller number of
+    them. known: gets the layouts that were found, for regions whose hosts are linked as fast. most: workers."""
+    n, inside = len(hosts), task.network.link(hosts[0].region, hosts[0].region)
+    linked = None if inside is None else (inside.gbps, inside.rtt_ms, inside.usd_per_gb)
+
+    def best(count: int, kept: int) -> list[ParallelLayout]:
+        key = (hosts[0].kind, hosts[0].slots, linked, count, kept)
+        if key not in known:
+            known[key] = find(task, hosts[:count], refused, kept)
+        return known[key]
+
+    rate = {count: 1 / found[0].step.step_s for count in range(1, n + 1) if (found := best(count, 1))}
+    group: Group = []
+    for number in range(n, 0, -1) if partial else (n,):
+        if number < min(rate, default=n + 1):
+            break
+        workers, used = [], 0
+        for count in sorted(
+            fewest_workers({c: r for c, r in rate.items() if c <= number}, number, most), reverse=True
+        ):
+            mine = tuple(hosts[used : used + count])
+            used += count
+            first, *others = best(count, KEPT)
+            workers.append(Worker(first, tuple(others)).on(mine))
+        if tuple(workers) not in group:
+            group.append(tuple(workers))
+    return group
 
 
-def fewest_workers(rate: Mapping[int, float], hosts: int) -> tuple[int, ...]:
+def fewest_workers(rate: Mapping[int, float], hosts: int, most: int = MOST_WORKERS) -> tuple[int, ...]:
     """Find the host counts of the fewest workers that are within SLACK of the most steps a second.
 
-    rate: steps a second of one worker by its number of hosts. No division does more than every host as part of the
-    best count: where that bound is reached to within SLACK, more workers need not be looked at.
+    rate: steps a second of one worker by its number of hosts. most: workers. No division does more than every host as
+    part of the best count: where that bound is reached to within SLACK, more workers need not be looked at.
     """
     bound = hosts * max(r / count for count, r in rate.items())
-    rows: list[list[tuple[float, tuple[int, ...]]]] = [[(0.0, ())] * (hosts + 1)]
-    for _ in range(hosts // min(rate)):
-        before, row = rows[-1], []
-        for h in range(hosts + 1):
-            grown = [(before[h - c][0] + r, (*before[h - c][1], c)) for c, r in rate.items() if c <= h]
-            row.append(max(grown, default=(0.0, ())))
-        rows.append(row)
-        if rows[-1][hosts][0] >= (1 - SLACK) * bound:
+    counts, each = np.array(list(rate)), np.array(list(rate.values()))
+    totals = [np.zeros(hosts + 1)]  # by hosts: of the best so many workers
+    taken: list[NDArray[np.intp]] = []  # likewise, the last one of these
+    for _ in range(min(most, hosts // min(rate))):
+        left = np.arange(hosts + 1)[:, None] - counts
+        grown = np.where(left >= 0, totals[-1][np.maximum(left, 0)] + each, -np.inf)
+        taken.append(grown.argmax(1))
+        totals.append(grown.max(1))
+        if totals[-1][hosts] >= (1 - SLACK) * bound:
             break
-    totals = [row[hosts] for row in rows[1:]]
-    enough = (1 - SLACK) * max(total for total, _ in totals)
-    return next(counts for total, counts in totals if total >= enough)
+    best = [total[hosts] for total in totals[1:]]
+    number = next(k for k, total in enumerate(best, 1) if total >= (1 - SLACK) * max(best))
+    found, left_over = list[int](), hosts
+    for row in reversed(taken[:number]):
+        found.append(int(counts[row[left_over]]))
+        left_over -= found[-1]
+    return tuple(found)

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from geotrain.config import Architecture, ConfigError, ParallelConfig, WorkerConfig, codec_config
+from geotrain.config import Architecture, ConfigError, ParallelConfig, WorkerConfig
 from geotrain.families import family_of
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.inventory import Host, PlanError, PlanTask
-from geotrain.plan.model.memory import rank_memory
+from geotrain.plan.model.memory import setup_memory
+from geotrain.plan.model.network import RankDevice
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import stage_flops
 from geotrain.plan.predict import work_of
 
 FULL_MICRO_TOKENS = 8192  # a micro-batch of so many tokens keeps the matrix units as busy as a larger one
-LOSSY = codec_config("bf16")
 KEPT = 4  # layouts of one worker that are remembered
 MOST_MORE_HOSTS = 256  # tried, to say how many are missing
 
@@ -134,12 +134,9 @@ def fitting(
 ) -> int | None:
     """Return the bytes of the fullest rank; None where this parallel layout is refused or does not fit the smallest
     accelerator. The reason is noted in `refused`."""
-    worker, run = worker_of("w", hosts, slots, parallel, micro), task.run
-    if "local" not in task.pins.outer and not run.outer.flat:
-        # The codec inside a region is chosen later (`settings.py`): a lossy one keeps 4 bytes an owned parameter.
-        run = run.model_copy(update={"outer": run.outer.model_copy(update={"local": LOSSY})})
+    ranks = slots * len(hosts)
     try:
-        need = sum(rank_memory(run, task.architecture, worker).values())
+        need = sum(setup_memory(task.base, task.architecture, task.setup(parallel, micro), ranks).values())
     except ConfigError as error:
         refused.rule = refused.rule or str(error)
         return None
@@ -148,7 +145,7 @@ def fitting(
         return need
     if refused.shortage_bytes is None or need - limit < refused.shortage_bytes:
         refused.shortage_bytes = need - limit
-        refused.shortage_of = f"{layout_text(parallel, worker.ranks, micro)} on {hosts[0].kind}"
+        refused.shortage_of = f"{layout_text(parallel, ranks, micro)} on {hosts[0].kind}"
     return None
 
 
@@ -172,8 +169,8 @@ def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro:
     return sum(times) + (m - 1) * max(times)
 
 
-def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[ParallelLayout]:
-    """Find the fastest few parallel layouts of one worker that uses all these hosts, which are of one kind and
+def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept: int = KEPT) -> list[ParallelLayout]:
+    """Find the `kept` fastest parallel layouts of one worker that uses all these hosts, which are of one kind and
     region."""
     tried: list[tuple[float, int, ParallelConfig, int]] = []
     speed = max(host.device.tflops * host.device.efficiency for host in hosts) * 1e12
@@ -192,7 +189,7 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Pa
     best: dict[tuple[int, ParallelConfig], ParallelLayout] = {}
     for bound, slots, parallel, micro in sorted(tried, key=lambda t: (t[0], -t[3])):
         ranked = sorted(layout.step.step_s for layout in best.values())
-        if len(ranked) >= KEPT and bound > ranked[KEPT - 1]:
+        if len(ranked) >= kept and bound > ranked[kept - 1]:
             break
         known = best.get((slots, parallel))  # of layouts that differ in the micro-batch alone one is kept
         if known is not None and bound >= known.step.step_s:
@@ -200,7 +197,7 @@ def layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> list[Pa
         found = evaluated(task, hosts, slots, parallel, micro, refused)
         if found is not None and (known is None or found.order < known.order):
             best[slots, parallel] = found
-    return sorted(best.values(), key=lambda layout: layout.order)[:KEPT]
+    return sorted(best.values(), key=lambda layout: layout.order)[:kept]
 
 
 def evaluated(
@@ -210,9 +207,9 @@ def evaluated(
     need = fitting(task, hosts, slots, parallel, micro, refused)
     if need is None:
         return None
-    worker = worker_of("w", hosts, slots, parallel, micro)
-    ranks = task.network.ranks(home_of(hosts), worker)
-    step = step_time(work_of(task.run, task.architecture, worker, task.imbalance), ranks, task.network)
+    ranks = [RankDevice(host.region, host.host, host.device) for host in hosts for _ in range(slots)]
+    work = work_of(task.run, task.architecture, task.setup(parallel, micro), task.imbalance)
+    step = step_time(work, ranks, task.network)
     return ParallelLayout(tuple(hosts), slots, parallel, micro, step, need)
 
 

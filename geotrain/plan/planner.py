@@ -1,16 +1,16 @@
 """The whole plan: workers, global server, outer settings; what it predicts, what came next, and how good it can be.
 
 Decisions are taken one after the other, each by complete search where its module says so: first the workers (most
-steps a second), then the place of the global server, then the outer settings that the links between them bear. A
-later decision never revises an earlier one. Of the whole only the distance from two bounds is proven,
-`RunPrediction.bound_tokens_per_s` and `Plan.inventory_tokens_per_s`: no plan on these accelerators trains more tokens
-a second than all of them would without any waiting.
+steps a second, or what the wish pays for), then the place of the global server, then the outer settings that the
+links between them bear. A later decision never revises an earlier one. Of the whole only the distance from two
+bounds is proven, `RunPrediction.bound_tokens_per_s` and `Plan.inventory_tokens_per_s`: no plan on these accelerators
+trains more tokens a second than all of them would without any waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from geotrain.common.names import GLOBAL
@@ -26,29 +26,16 @@ from geotrain.config import (
     parse,
 )
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.grouping import Worker, Workers, form_workers, speed
-from geotrain.plan.inventory import Host, Objective, PlanError, PlanTask, hosts_of
-from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of
+from geotrain.plan.choice import choose
+from geotrain.plan.grouping import Find, Worker, Workers, form_workers, speed
+from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask, Wish, hosts_of
+from geotrain.plan.layouts import Refusals, home_of, layouts, nothing_fits, worker_of
 from geotrain.plan.model.work import useful_flops
 from geotrain.plan.predict import RunPrediction, predict
 from geotrain.plan.settings import BUSY, SERVER_BUSY, TRAFFIC, ServerPlace, Setting, line_to, places, settings
 
-DAY_S = 86_400.0
 GLOBAL_PORT = 7070
 LONGEST_NAME = 28  # of a region, in the names of its workers
-NO_WORSE = 1.001  # prices a token within this factor are equal
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What the user asks of a plan. objective: most tokens a second, or fewest dollars a token. within_days: the
-    latest end, for which cost takes as many workers as it needs. utilization: that workers should reach in spite of
-    the outer loop. tokens: how many to train."""
-
-    tokens: float
-    objective: Objective = "speed"
-    within_days: float | None = None
-    utilization: float = 0.95
 
 
 @dataclass(frozen=True)
@@ -70,29 +57,59 @@ class Plan:
     inventory_tokens_per_s: float
     notes: tuple[str, ...] = field(default=())
 
+    @property
+    def available(self) -> float:
+        """Share of the predicted tokens that is trained in spite of preemptions."""
+        return speed(self.workers.values()) / sum(1 / w.layout.step.step_s for w in self.workers.values())
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Decisions, the best of each first. every: workers of all hosts, of which the wish takes some. places and
+    settings: of the global server and the outer loop."""
+
+    task: PlanTask
+    every: Workers
+    workers: Workers
+    places: Sequence[ServerPlace]
+    settings: Sequence[Setting]
+
+
+def decide(task: PlanTask, wish: Wish, find: Find = layouts) -> Decided:
+    """Take the decisions, one after the other. find: layouts of one worker on like hosts. Raises PlanError."""
+    refused = Refusals()
+    # The fastest workers, without recomputation where that makes no difference.
+    choices = [task.pins.recompute] if task.pins.recompute is not None else ["none", "full"]
+    formed = [
+        (tasked, form_workers(tasked, refused, wish.partial, wish.most_workers or MOST_WORKERS, find))
+        for tasked in map(task.with_recompute, choices)
+    ]
+    task, groups = max(formed, key=lambda entry: speed(w for group in entry[1] for w in group[0]))
+    if not groups:
+        raise nothing_fits(task, refused)
+    every = tuple(w for group in groups for w in group[0])
+    workers = choose(task, wish, groups) if wish.priced else every
+    if wish.most_workers is not None:
+        fastest = sorted(workers, key=lambda worker: -speed((worker,)))[: wish.most_workers]
+        workers = tuple(worker for worker in workers if worker in fastest)
+    homes = list(dict.fromkeys(home_of(w.layout.hosts) for w in workers))
+    model_bytes = 2 * parameter_count(task.architecture)  # bf16: which codec is chosen does not change the order
+    where = places(task, homes, model_bytes)
+    prices = [w.layout.usd_per_hour for w in workers]
+    hourly = None if None in prices else sum(p for p in prices if p is not None)
+    outer = settings(task, workers, where[0].region, wish.utilization, hourly)
+    return Decided(task, every, workers, where, outer)
+
 
 def plan(task: PlanTask, wish: Wish) -> Plan:
     """Make the plan. Raises PlanError when the model fits nowhere, a figure is missing, or what is pinned cannot be
     had."""
-    refused = Refusals()
-    # The fastest workers, without recomputation where that makes no difference.
-    choices = [task.pins.recompute] if task.pins.recompute is not None else ["none", "full"]
-    formed = [(tasked, form_workers(tasked, refused)) for tasked in map(task.with_recompute, choices)]
-    task, workers = max(formed, key=lambda entry: speed(entry[1]))
-    if not workers:
-        raise nothing_fits(task, refused)
-    every = workers
-    if wish.objective == "cost":
-        workers = cheapest(task, workers, wish)
+    decided = decide(task, wish)
+    task, workers = decided.task, decided.workers
+    place, setting = decided.places[0], decided.settings[0]
+    if wish.objective == "tokens":
+        wish = replace(wish, tokens=speed(workers) * task.tokens_per_step * setting.utilization * wish.seconds)
     named = name_workers(task, workers)
-    homes = list(dict.fromkeys(home_of(w.layout.hosts) for w in workers))
-    model_bytes = 2 * parameter_count(task.architecture)  # bf16: which codec is chosen does not change the order
-    found_places = places(task, homes, model_bytes)
-    place = found_places[0]
-    prices = [w.layout.usd_per_hour for w in workers]
-    hourly = None if None in prices else sum(p for p in prices if p is not None)
-    found_settings = settings(task, workers, place.region, wish.utilization, hourly)
-    setting = found_settings[0]
     run, cluster = resolve(task, named, place.region, setting.outer, wish.tokens, setting.shards)
     notes = []
     if setting.misses > 0:
@@ -111,35 +128,11 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
         workers=named,
         place=place,
         setting=setting,
-        places=tuple(found_places),
-        settings=tuple(found_settings),
-        idle=tuple(idle_hosts(task, workers, every)),
+        places=tuple(decided.places),
+        settings=tuple(decided.settings),
+        idle=tuple(idle_hosts(task, workers, decided.every)),
         inventory_tokens_per_s=1e12 * everything / useful_flops(task.architecture, task.run.data.sequence_length),
         notes=tuple(notes),
-    )
-
-
-def cheapest(task: PlanTask, workers: Workers, wish: Wish) -> Workers:
-    """Choose workers in the order of their price a token: as many as are needed to end in time; without a time, all
-    that are no dearer than the cheapest."""
-    unpriced = sorted({h.kind for w in workers for h in w.layout.hosts if h.device.usd_per_hour is None})
-    if unpriced:
-        raise PlanError(f"--objective cost: devices.{unpriced[0]} has no usd_per_hour; add it, or plan for speed")
-
-    def price(worker: Worker) -> float:
-        """Dollars a step; proportional to dollars a token."""
-        return (worker.layout.usd_per_hour or 0.0) * worker.layout.step.step_s
-
-    ranked = sorted(workers, key=price)
-    if wish.within_days is None:
-        return tuple(w for w in ranked if price(w) <= NO_WORSE * price(ranked[0]))
-    for count in range(1, len(ranked) + 1):
-        days = wish.tokens / (speed(ranked[:count]) * wish.utilization * task.tokens_per_step) / DAY_S
-        if days <= wish.within_days:
-            return tuple(ranked[:count])
-    raise PlanError(
-        f"{wish.tokens:.3g} tokens within {wish.within_days:g} days cannot be had: all workers together need "
-        f"{days:.1f} days at a utilization of {wish.utilization:.0%}"
     )
 
 
@@ -155,7 +148,7 @@ def idle_hosts(task: PlanTask, workers: Workers, every: Workers) -> list[tuple[H
             found.append((host, host.slots, "dearer a token" if place in dear else other))
         elif used[place] < host.slots:
             found.append((host, host.slots - used[place], "no parallel layout of its worker gains from them"))
-    return found
+    return found + [(host, host.slots, "beyond the quota of its region's offers") for host in task.beyond_quota]
 
 
 # ----------------------------------------------------- the decisions as the two files that `geotrain launch` takes

@@ -138,7 +138,7 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
     ranks = {name: network.ranks(region, worker) for name, (region, worker) in placed.items()}
     memory = {name: rank_memory(run, architecture, worker) for name, (_, worker) in placed.items()}  # checks layouts
     steps = {
-        name: step_time(work_of(run, architecture, worker, imbalance), ranks[name], network)
+        name: step_time(work_of(run, architecture, WorkerSetup.of(run, worker), imbalance), ranks[name], network)
         for name, (_, worker) in placed.items()
     }
     regions = list(dict.fromkeys(region for region, _ in placed.values()))
@@ -183,8 +183,8 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
     )
 
 
-def work_of(run: RunConfig, architecture: Architecture, worker: WorkerConfig, imbalance: float = 1.0) -> Work:
-    setup, length = WorkerSetup.of(run, worker), run.data.sequence_length
+def work_of(run: RunConfig, architecture: Architecture, setup: WorkerSetup, imbalance: float = 1.0) -> Work:
+    length = run.data.sequence_length
     return Work(architecture, length, run.model.recompute, setup.parallel, setup.deepspeed, run.acco, imbalance)
 
 
@@ -216,7 +216,7 @@ def _worker(
     paced: WorkerPace,
     memory: dict[str, int],
 ) -> WorkerPrediction:
-    work = work_of(run, architecture, worker)
+    work = work_of(run, architecture, WorkerSetup.of(run, worker))
     steps, job_s = paced.local_steps, paced.job_s
     tokens_per_s = steps * run.samples_per_step * run.data.sequence_length / job_s
     utilization = tokens_per_s * useful_flops(architecture, run.data.sequence_length) / _speed(ranks)

@@ -4,7 +4,8 @@ overlap, and how many shards a server has.
 The global server goes where the slowest region exchanges the whole model soonest (every region is compared; of
 equals, the one with the least sum of times wins).
 
-The outer settings are then found by trying all combinations of the tables below, except for what is pinned. A setting
+The outer settings are then found among all combinations of the tables below, except for what is pinned, in the order
+of a bound on their steps between exchanges. A setting
 is good enough when the workers reach the utilization asked for, the links stay below BUSY, and traffic costs no more
 than TRAFFIC of the accelerators' price. Among those the best has the fewest inner steps between two exchanges with
 the global server (the freshest weights; docs/algorithms.md), then the more precise codecs, then less overlap, then
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import inf
 from typing import Any
 
 from geotrain.common.names import GLOBAL
@@ -28,7 +30,7 @@ from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
 from geotrain.plan.model.network import Line
-from geotrain.plan.model.rounds import pace, server_times, worker_timing
+from geotrain.plan.model.rounds import WorkerTiming, pace, server_times, worker_timing
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.sizes import Sizes
 
@@ -41,6 +43,7 @@ LOCAL = tuple(codec_config(name) for name in ("fp32", "bf16"))
 OVERLAPS = (0, 1, 2, 4, 8, 16)  # τ; from 1 on, the model is streamed in fragments
 FRAGMENTS = 8
 SHARDS = (1, 2, 4, 8, 16)  # 1: in the server's own process
+RANKED = 2.0  # times the steps of the best: further settings are not looked at
 SERVER_BUSY = 0.5  # of its time that a server may work
 
 
@@ -122,8 +125,10 @@ def settings(
     wide = {home: line_to(task, home, place) for home in homes}
     near = {home: task.network.inside(home) for home in homes}
     rates = MEASURED.over(task.cluster.security is not None)
-    found = []
-    for outer in outers(task):
+    found, most = list[Setting](), inf
+    for least, outer in sorted(((least_steps(o, timings), o) for o in outers(task)), key=lambda entry: entry[0]):
+        if least > most:
+            break
         numels = fragment_sizes(task.architecture, outer.fragments.layers_per_fragment)
         sizes = Sizes(outer, numels)
         for shards in numbers_of_shards(task, outer, numels):
@@ -143,7 +148,20 @@ def settings(
         late = max(0.0, server_busy - SERVER_BUSY)
         misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear + late
         found.append(Setting(outer, shards, utilization, busy, server_busy, steps, traffic, misses))
+        if misses <= 0:
+            most = min(most, RANKED * steps)
     return sorted(found, key=lambda setting: setting.order)
+
+
+def least_steps(outer: OuterConfig, workers: Sequence[WorkerTiming]) -> float:
+    """Bound from below the inner steps between two exchanges with the global server: no worker ever waits."""
+    fastest, found = min(w.step_s for w in workers), 0.0
+    for region in dict.fromkeys(w.region for w in workers):
+        mine = [w.step_s for w in workers if w.region == region]
+        rate = sum(1 / (outer.local_steps * (fastest if outer.scale_local_steps else step_s)) for step_s in mine)
+        each = None if outer.flat or outer.rule.synchronous else outer.rule.updates_per_send
+        found = max(found, (each or len(mine)) / rate / min(mine))
+    return found
 
 
 def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int]) -> list[int]:

@@ -261,6 +261,15 @@ HOST = {"host": "a", "slots": 8}
         ({}, "a region needs workers, or hosts"),
         ({"hosts": [{**HOST, "device": "h100"}]}, "device 'h100' is not among `devices`: h200"),
         ({"hosts": [{**HOST, "region": "mars"}]}, "no region is called 'mars'"),
+        ({"hosts": [HOST], "offers": {"h100": {}}}, "region 'eu': offers.h100 is no kind among `devices`: h200"),
+        (
+            {"hosts": [HOST], "offers": {"h200": {"preemptions_per_hour": 0.1}}},
+            "offers.h200.preemptions_per_hour without spot_usd_per_hour",
+        ),
+        (
+            {"hosts": [HOST], "offers": {"h200": {"quota": 0}}},
+            r"offers.h200.quota = 0: Input should be",
+        ),
     ],
 )
 def test_inventories_that_make_no_sense(region: dict[str, Any], message: str) -> None:

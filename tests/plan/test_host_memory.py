@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import ConfigError, ParallelConfig, RunConfig, architecture_from_hf, load_cluster, load_run
 from geotrain.launch.check import check_worker
+from geotrain.parallelism.local_parameters import any_of_stage, first_like, local_parameters
 from geotrain.plan.model.memory import host_memory, rank_memory
+from tests.support.families import DEEPSEEK
+from tests.support.plan_cases import MODEL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKER = load_cluster(CONFIGS / "clusters/four-regions-ssh.json").regions[0].workers[0]
@@ -67,3 +70,16 @@ def test_fp8_keeps_weights_twice_more_and_half_of_what_products_read() -> None:
     assert plain["activations"] - fp8["activations"] == pytest.approx(2 * tokens * a.layers * less, rel=1e-6)
     (with_acco, _), (without, _) = both("acco={}", "precision.fp8=hybrid"), both("acco={}")
     assert with_acco["weights"] - without["weights"] == 2 * matrices // ranks
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model", [MODEL, DEEPSEEK])
+def test_a_stage_is_counted_by_the_first_like_it(model: dict[str, Any], tied: bool) -> None:
+    a = architecture_from_hf({**model, "num_hidden_layers": 6, "tie_word_embeddings": tied})
+    for pipeline in (1, 2, 3, 6):
+        parallel = ParallelConfig(pipeline=pipeline)
+        for stage in range(pipeline):
+            own = [place.numel for place in local_parameters(a, parallel, 0, stage)]
+            assert sorted(place.numel for place in any_of_stage(a, parallel, stage)) == sorted(own)
+    first = first_like(a, 6)
+    assert first[0] == 0 and first[5] == 5 and len(set(first)) < 6, "most stages are like another"

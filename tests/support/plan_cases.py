@@ -11,9 +11,10 @@ import numpy as np
 
 from geotrain.commands.plan import default_run
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, parse
-from geotrain.plan.inventory import Pins, PlanTask, task_of
+from geotrain.launch.check import check_together
+from geotrain.plan.inventory import Pins, PlanTask, Wish, task_of
 from geotrain.plan.placement.cost import Problem, problem_from_links
-from geotrain.plan.planner import Plan, Wish, plan
+from geotrain.plan.planner import Plan, plan
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 WORLD = CONFIGS / "clusters/world-inventory.json"
@@ -78,6 +79,22 @@ def task(run: RunConfig, cluster: ClusterConfig, pins: Pins | None = None) -> Pl
 
 def planned(run: RunConfig, cluster: ClusterConfig, pins: Pins | None = None, **wish: Any) -> Plan:
     return plan(task(run, cluster, pins), Wish(**{"tokens": 1e10, **wish}))
+
+
+def holds(plan: Plan) -> None:
+    """What must be true of every plan."""
+    check_together(plan.run, plan.cluster)
+    hosts = [h.host for r in plan.cluster.regions for w in r.workers for h in w.hosts]
+    assert len(hosts) == len(set(hosts)), "a host belongs to one worker"
+    for w in plan.prediction.workers.values():
+        assert w.memory_bytes <= w.memory_limit_bytes, w.name
+    used = sum(w.ranks for w in plan.prediction.workers.values())
+    everything = sum(s.slots for hosts in plan.task.hosts.values() for s in hosts)
+    assert used + sum(count for _, count, _ in plan.idle) == everything
+    assert (
+        plan.prediction.tokens_per_s <= plan.prediction.bound_tokens_per_s <= plan.inventory_tokens_per_s * 1.000001
+    )
+    assert plan.prediction.workers.keys() == plan.workers.keys()
 
 
 def random_problem(rng: np.random.Generator, stages: int, replicas: int, idle: int = 0) -> Problem:

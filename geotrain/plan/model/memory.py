@@ -26,7 +26,12 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     outer: what the outer loop keeps for each parameter that the rank owns (`outer_bytes`), unless it lies in host
     memory (`host_memory`).
     """
-    setup, memory, shard = _fullest(run, architecture, worker)
+    return setup_memory(run, architecture, WorkerSetup.of(run, worker), worker.ranks)
+
+
+def setup_memory(run: RunConfig, architecture: Architecture, setup: WorkerSetup, ranks: int) -> dict[str, int]:
+    """Estimate the same for a worker of that setup and so many ranks."""
+    memory, shard = _fullest(run, architecture, setup, ranks)
     block = setup.deepspeed
     state = {
         "weights": memory.weights_bytes,
@@ -39,7 +44,7 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         in_fp8 = 2 * fp8_weights(architecture, setup.parallel, memory.stage) if setup.precision.fp8 else 0
         state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
-        flat = flat_bytes(shard, size, summed, block, _copies(setup, worker))
+        flat = flat_bytes(shard, size, summed, block, _copies(setup, worker.ranks))
         zeros = 2 * min(shard.adamw + shard.matrices, CODED_AT_ONCE) if coded_bits(block) is not None else 0
         state["buffers"] = flat - state["weights"] - state["gradients"] + zeros
         state["weights"] += in_fp8
@@ -53,7 +58,8 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     carry chunks of masters, and as large as what is sent and received where that crosses whole; and the copy of a
     checkpoint while it is written, at most, pinned where there is a GPU. What comes and goes with an exchange, and
     the process's own, come on top. Raises ConfigError."""
-    setup, memory, shard = _fullest(run, architecture, worker)
+    setup = WorkerSetup.of(run, worker)
+    memory, shard = _fullest(run, architecture, setup, worker.ranks)
     block = setup.deepspeed
     owned, offloaded = shard.adamw + shard.matrices, offloads_masters(block)
     up, down = run.outer.worker_codecs
@@ -67,25 +73,24 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         "pinned": pinned,
         "checkpoint": memory.checkpoint_bytes
         if run.acco is None
-        else saved_bytes(shard, block, _copies(setup, worker)),
+        else saved_bytes(shard, block, _copies(setup, worker.ranks)),
     }
 
 
 def _fullest(
-    run: RunConfig, architecture: Architecture, worker: WorkerConfig
-) -> tuple[WorkerSetup, MemoryPerRank, ShardSize]:
-    """A worker's setup, the memory of its fullest rank, and that rank's shard of the optimizer."""
-    setup = WorkerSetup.of(run, worker)
+    run: RunConfig, architecture: Architecture, setup: WorkerSetup, ranks: int
+) -> tuple[MemoryPerRank, ShardSize]:
+    """The memory of a worker's fullest rank, and that rank's shard of the optimizer."""
     parallel, block = setup.parallel, setup.deepspeed
     length, recompute, fp8 = run.data.sequence_length, run.model.recompute, setup.precision.fp8 is not None
-    memory = memory_per_rank(architecture, parallel, worker.ranks, block, length, recompute, fp8)
-    dp = _copies(setup, worker)
-    return setup, memory, shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
+    memory = memory_per_rank(architecture, parallel, ranks, block, length, recompute, fp8)
+    dp = _copies(setup, ranks)
+    return memory, shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
 
 
-def _copies(setup: WorkerSetup, worker: WorkerConfig) -> int:
+def _copies(setup: WorkerSetup, ranks: int) -> int:
     """Count the ranks that have the same parameters."""
-    return worker.ranks // (setup.parallel.tensor * setup.parallel.pipeline)
+    return ranks // (setup.parallel.tensor * setup.parallel.pipeline)
 
 
 def outer_on_host(run: RunConfig, setup: WorkerSetup) -> bool:

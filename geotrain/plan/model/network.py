@@ -14,6 +14,7 @@ from geotrain.config import (
     DeviceConfig,
     HostConfig,
     LinkConfig,
+    OfferConfig,
     ParallelConfig,
     WorkerConfig,
 )
@@ -100,22 +101,36 @@ class LinkTable:
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
         self.links = {frozenset(link.regions): link for link in cluster.links}
+        self._between: dict[tuple[str, str, str, str], Line] = {}
 
-    def device(self, host: HostConfig, whose: str) -> DeviceConfig:
-        """Return the kind of a host's accelerators. Raises ConfigError when the host names none."""
+    def device(self, host: HostConfig, whose: str, region: str) -> DeviceConfig:
+        """Return the kind of a host's accelerators, at their price in that region. Raises ConfigError when the host
+        names none, or is a spot host without a price."""
         if host.device is None:
             kinds = ", ".join(sorted(self.cluster.devices)) or "describe one there"
             raise ConfigError(
                 f"{whose}: host {host.host!r} names no device, so its memory and speed are unknown; "
                 f'add "device": a key of the cluster\'s `devices` ({kinds})'
             )
-        return self.cluster.devices[host.device]
+        device, offer = self.cluster.devices[host.device], self.offer(region, host.device)
+        price = offer.spot_usd_per_hour if host.spot else offer.usd_per_hour
+        if host.spot and price is None:
+            raise ConfigError(
+                f"{whose}: host {host.host!r} has spot = true and no price; add spot_usd_per_hour to region "
+                f"{region!r}, offers.{host.device}"
+            )
+        return device if price is None else device.model_copy(update={"usd_per_hour": price})
+
+    def offer(self, region: str, kind: str) -> OfferConfig:
+        """Return what a region's provider says of a kind of accelerator."""
+        return self.cluster.region(region).offers.get(kind, OfferConfig())
 
     def ranks(self, region: str, worker: WorkerConfig) -> list[RankDevice]:
         """The worker's ranks, in their order."""
         return [
-            RankDevice(host.region or region, host.host, self.device(host, f"worker {worker.name!r}"))
+            RankDevice(place, host.host, self.device(host, f"worker {worker.name!r}", place))
             for host in worker.hosts
+            for place in (host.region or region,)
             for _ in range(host.slots)
         ]
 
@@ -138,6 +153,12 @@ class LinkTable:
     def between(self, one: RankDevice, other: RankDevice) -> Line:
         """Find the line between two ranks. A region's line to another is shared by all that goes that way, a host's
         by what leaves the host."""
+        ends = one.region, one.host, other.region, other.host
+        if ends not in self._between:
+            self._between[ends] = self._line(one, other)
+        return self._between[ends]
+
+    def _line(self, one: RankDevice, other: RankDevice) -> Line:
         if one.region != other.region:
             return self.between_regions(one.region, other.region)
         if one.host == other.host:
@@ -157,4 +178,4 @@ class LinkTable:
         if len(hosts) > 1:
             return self.between_regions(region, region)  # says what is missing
         host = next(iter(hosts.values()))
-        return Line((), self.device(host, f"region {region!r}").host_gbps, 0.0)
+        return Line((), self.device(host, f"region {region!r}", region).host_gbps, 0.0)

@@ -44,39 +44,56 @@ def pipeline_seconds(stages: Stages, micro_batches: int) -> float:
 
 @lru_cache(maxsize=4096)
 def timetable(stages: Stages, micro_batches: int) -> float:
-    """Plays every operation of every stage; returns when the last one ends (s).
+    """Plays every operation of every stage; returns when the last one ends (s)."""
+    work_s = {"forward": stages.forward_s, "backward": stages.backward_s}
+    now, ends = [0.0] * len(stages.forward_s), list[float]()
+    for s, number, work in _program(len(now), micro_batches):
+        if work:
+            now[s] += work_s[work][s]
+        elif number is None:
+            one, other = now[s], now[s + 1]
+            ends.append((one if one > other else other) + stages.edge_s[s])
+        elif ends[number] > now[s]:
+            now[s] = ends[number]
+    return max(now)
 
-    A stage runs until it needs a transfer whose other end has not come yet. The end that comes second fixes when the
-    transfer is over, and puts the stage at the first end back on the list of those that can go on.
+
+@lru_cache(maxsize=64)  # of many stages' times the planner asks the same
+def _program(p: int, micro_batches: int) -> list[tuple[int, int | None, str]]:
+    """List what the stages do, in an order in which each time follows from those before it: (stage, None, the way
+    that it computes); (edge, None, "") for a transfer, numbered from 0 as they come; (stage, number, "") for the wait
+    for one.
+
+    A stage runs until it needs a transfer whose other end has not come yet. The end that comes second begins the
+    transfer, and puts the stage at the first end back on the list of those that can go on.
     """
-    p = len(stages.forward_s)
     operations = [_operations(s, p, micro_batches) for s in range(p)]
-    work_s = {"forward": stages.forward_s, "backward": stages.backward_s, "": (0.0,) * p}
-    at, now = [0] * p, [0.0] * p
-    ready: dict[Transfer, float] = {}  # a transfer that one end waits for → since when
-    ends: dict[Transfer, float] = {}
+    program: list[tuple[int, int | None, str]] = []
+    at, runnable = [0] * p, list(range(p))
+    came: set[Transfer] = set()  # one end waits for it
+    numbers: dict[Transfer, int] = {}  # both ends have come
     computed = [False] * p  # the arithmetic of the stage's current operation is done
-    runnable = list(range(p))
     while runnable:
         s = runnable.pop()
         while at[s] < len(operations[s]):
             work, transfers = operations[s][at[s]]
             if not computed[s]:
-                now[s] += work_s[work][s]
+                program += [(s, None, work)] if work else []
                 computed[s] = True
                 for transfer in transfers:
                     edge = transfer[1]
-                    if transfer in ready:
-                        ends[transfer] = max(ready.pop(transfer), now[s]) + stages.edge_s[edge]
+                    if transfer in came:
+                        numbers[transfer] = len(numbers)
+                        program.append((edge, None, ""))
                         runnable.append(edge if s == edge + 1 else edge + 1)
                     else:
-                        ready[transfer] = now[s]
-            if any(transfer not in ends for transfer in transfers):
+                        came.add(transfer)
+            if any(transfer not in numbers for transfer in transfers):
                 break
-            now[s] = max([now[s], *(ends[transfer] for transfer in transfers)])
+            program += [(s, numbers[transfer], "") for transfer in transfers]
             at[s] += 1
             computed[s] = False
-    return max(now)
+    return program
 
 
 def _operations(s: int, p: int, m: int) -> list[tuple[str, tuple[Transfer, ...]]]:
