@@ -44,7 +44,7 @@ def setup_memory(run: RunConfig, architecture: Architecture, setup: WorkerSetup,
         in_fp8 = 2 * fp8_weights(architecture, setup.parallel, memory.stage) if setup.precision.fp8 else 0
         state.update(weights=size * shard.total, gradients=summed * shard.total)
         state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
-        flat = flat_bytes(shard, size, summed, block, _copies(setup, worker.ranks))
+        flat = flat_bytes(shard, size, summed, block, _copies(setup, ranks))
         zeros = 2 * min(shard.adamw + shard.matrices, CODED_AT_ONCE) if coded_bits(block) is not None else 0
         state["buffers"] = flat - state["weights"] - state["gradients"] + zeros
         state["weights"] += in_fp8
