@@ -64,6 +64,14 @@ BLOCKS = {  # key → the keys of its block, where these are looked into
 }
 OURS = _keys("gradient_bits weight_bits")  # of zero_optimization: this engine's own, which DeepSpeed does not get
 BLOCKS["zero_optimization"] |= OURS
+
+
+def without_ours(block: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a `deepspeed` block what DeepSpeed does not know."""
+    zero = {key: value for key, value in block.get("zero_optimization", {}).items() if key not in OURS}
+    return {**block, "zero_optimization": zero} if "zero_optimization" in block else block
+
+
 KEYS = frozenset(BLOCKS) | _keys(
     "activation_checkpointing aio autotuning checkpoint comet comms_logger communication_data_type compile "
     "csv_monitor data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather "

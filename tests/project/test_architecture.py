@@ -44,13 +44,13 @@ ONLY_IN = {  # who may import these
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
     "worker.loop": 5_700,
-    "net.transport.worker_client": 3_680,
+    "net.transport.worker_client": 3_850,
     "outer.server.server": 6_900,
-    "worker.trainer": 8_900,
-    "net.server.server_process": 14_150,
+    "worker.trainer": 9_060,
+    "net.server.server_process": 14_800,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 32_518, ("benchmarks",): 10_481}
+SIZES = {PRODUCT: 34_493, ("benchmarks",): 10_885}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself

@@ -37,6 +37,7 @@ class AccoEngine(GeoEngine):
         self._acco = acco  # set before DeepSpeed's __init__, because that makes the optimizer, which reads it
         self._uncommitted: deque[StepResult] = deque()
         super().__init__(*parts)
+        self._weights_differ = True
         self._first_part = first_part(acco, self.gradient_accumulation_steps())
         self._queue = MicroBatchQueue(self.mesh, acco.timeout_s) if acco.balance else None
 
@@ -116,8 +117,6 @@ class AccoEngine(GeoEngine):
         super().close()
         if self._queue is not None:
             self._queue.close()
-
-    _weights_differ = True
 
     @torch.no_grad()
     def refresh(self, changed: Collection[str] | None = None) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.config import Architecture
-from geotrain.config.deepspeed import OURS, WSD
+from geotrain.config.deepspeed import WSD, without_ours
 from geotrain.inner.engine.schedule import WarmupStableDecayLR
 from geotrain.inner.model.context_parallel import Parts
 from geotrain.inner.model.documents import cu_seqlens
@@ -116,9 +116,8 @@ class GeoEngine(DeepSpeedEngine):
         self.mesh, self.architecture, self.sequence_length = mesh, architecture, sequence_length
         self._placed = [(parameter, place) for parameter, place in placed if not place.untrained]  # what is trained
         self.bits = coded_bits(config)
-        if self.bits is not None:
-            zero = {key: value for key, value in config["zero_optimization"].items() if key not in OURS}
-            config = {**config, "zero_optimization": zero}
+        self._weights_differ = self.bits is not None  # whether a forward takes other weights than rounded masters
+        config = without_ours(config)
         super().__init__(
             args=None,
             model=model,
@@ -263,8 +262,7 @@ class GeoEngine(DeepSpeedEngine):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Tensor]) -> float:
-        """Mean loss over the worker's micro-batches, at the masters. Each replica brings equally many, shaped as for
-        train_step."""
+        """Mean loss at the masters over the worker's micro-batches: equally many a replica, shaped as in a step."""
         self._checked(micro_batches, len(micro_batches))
         self.module.eval()
         with self.optimizer.committed() if self._weights_differ else nullcontext():
@@ -287,11 +285,6 @@ class GeoEngine(DeepSpeedEngine):
         """Make the next `evaluate` use masters that were overwritten for it, unless it takes these by itself."""
         if not self._weights_differ:
             self.refresh()
-
-    @property
-    def _weights_differ(self) -> bool:
-        """Whether a forward takes weights other than the masters, rounded: with codes, and with ACCO."""
-        return self.bits is not None
 
     def _checked(self, micro_batches: Sequence[Tensor], count: int) -> Sequence[Tensor]:
         """Return the micro-batches. Raises ValueError if their number, shape or dtype is wrong."""
