@@ -71,7 +71,7 @@ def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
 
         told("running; 8.3% committed", "eu waits for b: its processes to join")
         assert say("expel", tmp_path, "b").text == "b: expelled; its leases go to others"
-        told("eu waits for b: the end of its quarantine, or `geotrain unban` (the operator expelled it)")
+        told(r"eu waits for b: the end of its quarantine, or `geotrain unban` \(the operator expelled it\)")
         assert say("unban", tmp_path, "b").text == "b: unbanned"
         told("eu waits for b: its processes to join")
         with RunDisplay(site.run, site.cluster, console, tmp_path):

@@ -159,7 +159,7 @@ class Engine:
         self.mesh = SimpleNamespace(tp_size=1, pp_size=1, replicas=1, cp_size=1, ep_size=1)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
 
-        self.device = self.weights.device
+        self.device, self.residuals = self.weights.device, dict[int, torch.Tensor]()
 
     def settle(self) -> None: ...
 
