@@ -18,7 +18,7 @@ from geotrain.commands.quickstart import PROMPTS
 from tests.chaos.faults.audit import accounts
 from tests.chaos.faults.goodput import goodput
 from tests.chaos.faults.scenario import PACKETS
-from tests.support.recorded_life import BATCH, CONFIGS, ENOUGH, RECORDED, STEPS, Life, in_wheel, played
+from tests.support.recorded_life import BAD_RECORD, BATCH, CONFIGS, ENOUGH, RECORDED, STEPS, Life, in_wheel, played
 from tests.support.small_runs import losses
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -87,7 +87,7 @@ def test_damaged_packets_came_through_as_none(life: Life) -> None:
     packets = life.run.impaired_packets()
     assert packets.keys() == {*PACKETS, "repaired"} and min(packets.values()) > 0, packets
     logs = "".join((life.run.folder / f"logs/{server}.log").read_text() for server in ("global", "eu"))
-    assert "DECRYPTION_FAILED_OR_BAD_RECORD_MAC" in logs  # TLS, of what had passed TCP's checksum
+    assert BAD_RECORD in logs
 
 
 def test_the_goodput_is_a_share(life: Life, audit: dict[str, Any]) -> None:

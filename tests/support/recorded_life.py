@@ -38,6 +38,7 @@ BUSY_S = 500.0  # until ranks have joined, on a busy machine
 ENOUGH = 1_000_000  # samples: no machine trains them before the run is stopped
 PACE_S = 0.2  # a step: workers that wait leave the processor to those who look at them
 STEPS, BATCH, LOCAL_STEPS = 48, 16, 4  # STEPS: after the run was resumed
+BAD_RECORD = "DECRYPTION_FAILED_OR_BAD_RECORD_MAC"  # what TLS says of what had passed TCP's checksum
 RECORDED = 2 * LOCAL_STEPS  # steps in a trace: an update leaves during them
 QUIET_S = 3.0  # several jobs
 LEARNING = {"total_num_steps": 2000, "warmup_num_steps": 8}
@@ -188,6 +189,12 @@ def _disturbed(life: Life) -> None:
     for fault in FAULTS:
         assert run.wait_for(lambda f=fault: run.happened(f.when), BUSY_S), (fault, run.log.read_text())
         run.play([fault], 0.0)
+    damage = next(fault for fault in FAULTS if fault.what == "corrupt")
+    logs = [run.folder / f"logs/{server}.log" for server in ("global", "eu")]
+    for _ in range(20):  # on a busy machine few packets pass in its time, and TCP finds all that is wrong with them
+        if until(lambda: any(BAD_RECORD in log.read_text() for log in logs), damage.for_s):
+            break
+        run.play([damage], 0.0)
     _trained(life, 2)
 
 
