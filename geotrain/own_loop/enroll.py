@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,6 @@ SENT_BYTES = 64 << 20  # so much is sent between two collectives, which have a d
 OTHERS_S = 3600.0  # how long others are waited for, who are to join or send the first weights
 
 
-@dataclass(frozen=True)
-class Enrolled(Welcomed):
-    """What a worker is given when it joins, and the parameter map of its model."""
-
-    parameter_map: ParameterMap
-
-
 def is_address(run: object) -> bool:
     return isinstance(run, str) and re.fullmatch(r"[^/\s]+:[0-9]{1,5}", run) is not None
 
@@ -48,7 +41,7 @@ def enroll(
     token: str | None,
     folder: str | Path | None,
     connect_s: float,
-) -> Enrolled:
+) -> tuple[Welcomed, ParameterMap]:
     """Enroll with the server at host:port, as the worker of a region. All ranks call it, which contains collectives.
 
     The first worker of the run sends the values of its parameters, which begin the run. folder: for this worker's
@@ -70,7 +63,7 @@ def enroll(
         reply = _attempt(address, known, region, said, trained, rank)
         if isinstance(reply, Welcomed):
             run = reply.run.model_copy(update={"folder": str(Path(folder or f"runs/{reply.run.name}").absolute())})
-            return Enrolled(run, reply.cluster, reply.trust, map_of_any(run, shapes, fixed))
+            return replace(reply, run=run), map_of_any(run, shapes, fixed)
         why, patience_s = reply
         if patience_s is None:
             raise Refused(why)

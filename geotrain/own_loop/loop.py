@@ -127,9 +127,9 @@ class OuterLoop:
             if every is None:
                 raise ConfigError("OuterLoop: state every=, the steps between two deltas")
             length = every, samples_per_step or 1
-            given = enroll(str(run), region, model, rank, *length, token, folder, connect_s)
+            given, parameter_map = enroll(str(run), region, model, rank, *length, token, folder, connect_s)
             run, cluster = given.run, given.cluster
-            linked = {"parameter_map": given.parameter_map, "trust": given.trust}
+            linked = {"parameter_map": parameter_map, "trust": given.trust}
         elif not isinstance(run, RunConfig):
             cluster = Path(run).parent / "cluster.json" if cluster is None else cluster
             run = load_run(run)
