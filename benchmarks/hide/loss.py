@@ -6,23 +6,33 @@ product's kernels. `ahead` is what the handed-out weights are: `gradient`, one s
 
     python -m benchmarks.hide.loss [--quick]
     python -m benchmarks.hide.loss --seeds 3 --steps 3000 --hidden 96 --layers 4      0.4 M parameters
+
+Finished trainings are kept in the results file (JSON lines) and not done again; one that was ended goes on from
+`--state`, which has it as it was a minute of its own time before at most.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
+import time
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
 from benchmarks.common import command_line, hardware, report, units_by_ending
-from benchmarks.small_runs import llama
 
-BYTES, SEQUENCE, RANKS, SAMPLES = 256, 64, 4, 2
+RESULTS = ROOT / "benchmarks/data/hide_loss.jsonl"
+BYTES, SEQUENCE, RANKS, HEADS = 256, 64, 4, 4
 HELD_OUT = 160  # samples that loss is taken from
 SYNCHRONOUS = 6  # a delayed run's start: one part of so many of its steps
+KEPT_EVERY_S = 60.0  # processor time after which a training's state is kept
+KEY = "optimizer", "seed", "way", "hidden", "layers", "samples", "steps", "rate"  # of a row
+STATE = "masters", "m", "v", "held", "lost", "under_way"
 
 
 @dataclass(frozen=True)
@@ -36,121 +46,180 @@ class Way:
 WAYS = {
     "zero1": Way(),
     "zero1, 8 and 4 bits": Way(gradients="int8", weights="int4"),
+    "delayed": Way(True, "gradient"),
+    "delayed, 8 and 4 bits": Way(True, "gradient", "int8", "int4"),
     "zero1, 4 bits": Way(gradients="int4", weights="int4"),
-    "delayed, gradient": Way(True, "gradient"),
+    "delayed, 4 bits": Way(True, "gradient", "int4", "int4"),
     "delayed, update": Way(True, "update"),
-    "delayed, gradient, 8 and 4 bits": Way(True, "gradient", "int8", "int4"),
-    "delayed, update, 8 and 4 bits": Way(True, "update", "int8", "int4"),
-    "delayed, gradient, 4 bits": Way(True, "gradient", "int4", "int4"),
-    "delayed, update, 4 bits": Way(True, "update", "int4", "int4"),
     "delayed, uncorrected": Way(True),
 }
 
 
+class Model:
+    """A small Llama over bytes. Its parameters lie in one vector, matrices of one shape side by side and first."""
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        self.hidden, self.layers, ffn = hidden, layers, 2 * hidden
+        square, wide = (4 * layers, hidden, hidden), (2 * layers, ffn, hidden)
+        self.shapes = {"qkvo": square, "up": wide, "down": (layers, hidden, ffn)}
+        self.matrices = sum(map(math.prod, self.shapes.values()))  # the elements that are Muon's
+        self.shapes |= {"embedding": (BYTES, hidden), "norms": (2 * layers + 1, hidden)}
+        self.numel = sum(map(math.prod, self.shapes.values()))
+
+    def parts(self, flat: Any) -> dict[str, Any]:
+        """Views of [..., numel] by name, [..., *shape] each."""
+        split = flat.split([math.prod(shape) for shape in self.shapes.values()], -1)
+        return {n: t.view(*flat.shape[:-1], *s) for (n, s), t in zip(self.shapes.items(), split, strict=True)}
+
+    def drawn(self, seed: int) -> Any:
+        import torch
+
+        flat = 0.02 * torch.randn(self.numel, generator=torch.Generator().manual_seed(seed))
+        self.parts(flat)["norms"].fill_(1.0)
+        return flat
+
+    def loss(self, flat: Any, tokens: Any) -> Any:
+        """Mean loss of each copy. flat: [copies, numel]. tokens: [copies, samples, SEQUENCE + 1]."""
+        import torch
+        from torch.nn import functional
+
+        parts, (copies, samples, _), size = self.parts(flat), tokens.shape, self.hidden // HEADS
+        inputs, labels = tokens[..., :-1].reshape(copies, -1), tokens[..., 1:].reshape(copies, -1)
+        angles = torch.outer(torch.arange(SEQUENCE), 1e4 ** -(torch.arange(0, size, 2) / size)).repeat(1, 2)
+        cos, sin = angles.cos(), angles.sin()
+
+        def normed(x: Any, i: int) -> Any:
+            return functional.rms_norm(x, (self.hidden,), eps=1e-6) * parts["norms"][:, i, None]
+
+        def rotated(x: Any) -> Any:
+            low, high = x.chunk(2, -1)
+            return x * cos + torch.cat((-high, low), -1) * sin
+
+        def heads(x: Any) -> Any:
+            return x.view(copies * samples, SEQUENCE, HEADS, size).transpose(1, 2)
+
+        x = parts["embedding"][torch.arange(copies)[:, None], inputs]
+        for i in range(self.layers):
+            q, k, v, o = (parts["qkvo"][:, 4 * i + j].mT for j in range(4))
+            y = normed(x, 2 * i)
+            seen = functional.scaled_dot_product_attention(
+                rotated(heads(y @ q)), rotated(heads(y @ k)), heads(y @ v), is_causal=True
+            )
+            x = x + seen.transpose(1, 2).reshape(x.shape) @ o
+            y = normed(x, 2 * i + 1)
+            gate, up = (parts["up"][:, 2 * i + j].mT for j in range(2))
+            x = x + (functional.silu(y @ gate) * (y @ up)) @ parts["down"][:, i].mT
+        logits = normed(x, 2 * self.layers) @ parts["embedding"].mT
+        each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return each.view(copies, -1).mean(1)
+
+
 class Training:
-    """A training of one way. The state is masters, momentum (and second moment), what ranks hold, and residuals."""
+    """A training of one way. The state is masters, momentum, second moment, what ranks hold, and residuals."""
 
     def __init__(self, way: Way, muon: bool, args: argparse.Namespace, seed: int) -> None:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
 
-        torch.manual_seed(seed)
-        shape = llama(args.hidden, args.layers, 4, 2 * args.hidden, BYTES, SEQUENCE)
-        self.model = LlamaForCausalLM(LlamaConfig(**shape))
-        self.way, self.muon, self.args, self.steps = way, muon, args, 0
-        self.named = dict(self.model.named_parameters())
-        self.masters = {n: p.detach().clone() for n, p in self.named.items()}
-        self.m = {n: torch.zeros_like(p) for n, p in self.masters.items()}
-        self.v = {n: torch.zeros_like(p) for n, p in self.masters.items()}
-        self.lost: list[dict[str, Any]] = [{n: torch.zeros_like(p) for n, p in self.m.items()} for _ in range(RANKS)]
-        self.under_way: dict[str, Any] | None = None
+        self.way, self.args, self.steps = way, args, 0
+        self.model = Model(args.hidden, args.layers)
+        self.masters = self.model.drawn(seed)
+        self.held = self.masters.clone()
+        self.m, self.v = torch.zeros_like(self.masters), torch.zeros_like(self.masters)
+        self.lost = torch.zeros(RANKS if way.gradients else 0, self.model.numel)  # a residual a rank
+        self.under_way: Any = None
+        self._matrices = self.model.matrices if muon else 0
+        self._decay = torch.full_like(self.masters, 0.1)
+        self.model.parts(self._decay)["norms"].zero_()
 
-    def step(self, batches: list[Any], number: int) -> None:
-        import torch
-
-        sums = [self._gradient(tokens) for tokens in batches]
-        if self.way.gradients:
-            sums = [self._through(s, self.way.gradients, lost) for s, lost in zip(sums, self.lost, strict=True)]
-        mean = {n: sum(s[n] for s in sums) / RANKS for n in self.m}
-        norm = math.sqrt(sum(float(g.square().sum()) for g in mean.values()))
-        mean = {n: g * min(1.0, 1.0 / (norm + 1e-6)) for n, g in mean.items()}
+    def step(self, tokens: Any) -> None:
+        """Make a step. tokens: [samples of all ranks, SEQUENCE + 1]."""
+        number, self.steps = self.steps, self.steps + 1
+        mean = self._mean_gradient(tokens)
+        mean *= min(1.0, 1.0 / (float(mean.norm()) + 1e-6))
         warm = max(1, self.args.steps // 10)
         done = max(0.0, (number - warm) / max(1, self.args.steps - warm))
         rate = self.args.rate * (min(1.0, (number + 1) / warm) * (0.55 + 0.45 * math.cos(math.pi * done)))
-        synchronous = number < self.args.steps // SYNCHRONOUS
         before = self.masters
-        self.steps += 1
-        self.masters, self.m, self.v = self._stepped(mean, rate, self.masters, self.m, self.v)
-        target = self.masters
-        if self.way.delayed and not synchronous and self.way.ahead == "gradient":
-            target = self._stepped(mean, rate, self.masters, self.m, self.v)[0]
-        elif self.way.delayed and not synchronous and self.way.ahead == "update":
-            target = {n: 2 * w - before[n] for n, w in self.masters.items()}
-        with torch.no_grad():
-            if self.way.delayed and not synchronous:
-                target, self.under_way = self.under_way, target
-            if target is None:
-                return
-            held = {n: p.detach() for n, p in self.named.items()}
-            change = {n: target[n] - held[n] for n in held}
-            if self.way.weights:
-                change = self._through(change, self.way.weights, None)
-            for n, p in self.named.items():
-                p.add_(change[n])
+        self.masters, self.m, self.v = self.stepped(mean, rate)
+        target: Any = self.masters
+        if self.way.delayed and number >= self.args.steps // SYNCHRONOUS:
+            target, self.under_way = self.under_way, self.ahead(mean, rate, before)
+        if target is None:
+            return
+        change = target - self.held
+        self.held += change if self.way.weights is None else decoded(change, self.way.weights)
 
-    def _gradient(self, tokens: Any) -> dict[str, Any]:
-        self.model.zero_grad()
-        self._loss(tokens).backward()
-        return {n: p.grad.clone() for n, p in self.named.items()}
+    def ahead(self, mean: Any, rate: float, before: Any) -> Any:
+        """What a delayed step hands out."""
+        if self.way.ahead == "gradient":
+            return self.stepped(mean, rate)[0]
+        return 2 * self.masters - before if self.way.ahead == "update" else self.masters
 
-    def _loss(self, tokens: Any) -> Any:
-        import torch
+    def _mean_gradient(self, tokens: Any) -> Any:
+        copies = len(self.lost) or 1
+        flat = self.held.repeat(copies, 1).requires_grad_()
+        self.model.loss(flat, tokens.unflatten(0, (copies, -1))).sum().backward()
+        if self.way.gradients is None:
+            return flat.grad[0]
+        sent = [decoded(g, self.way.gradients, lost) for g, lost in zip(flat.grad, self.lost, strict=True)]
+        return sum(sent) / RANKS
 
-        logits = self.model(tokens[:, :-1]).logits
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    def _stepped(self, g: dict[str, Any], rate: float, x: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-        from geotrain import kernels
-
-        new_x, new_m, new_v = {}, {}, {}
-        for n, w in x.items():
-            if self.muon and n.endswith("_proj.weight"):
-                new_m[n], new_v[n] = m[n].lerp(g[n], 0.05), v[n]
-                direction = kernels.orthogonalize(g[n].lerp(new_m[n], 0.95)[None])[0]
-                new_x[n] = w * (1 - 0.1 * rate) - rate * 0.2 * math.sqrt(max(w.shape)) * direction
-                continue
-            new_m[n], new_v[n] = m[n].lerp(g[n], 0.1), v[n].lerp(g[n].square(), 0.05)
-            root = (new_v[n] / (1 - 0.95**self.steps)).sqrt()
-            decay = 0.1 * rate * (w.dim() > 1)
-            new_x[n] = w * (1 - decay) - rate / (1 - 0.9**self.steps) * new_m[n] / (root + 1e-8)
-        return new_x, new_m, new_v
-
-    def _through(self, values: dict[str, Any], name: str, lost: dict[str, Any] | None) -> dict[str, Any]:
+    def stepped(self, g: Any, rate: float) -> tuple[Any, Any, Any]:
+        """Masters, momentum and second moment after one more step."""
         import torch
 
         from geotrain import kernels
-        from geotrain.kernels.payload_format import PayloadFormat
 
-        fmt, found = PayloadFormat(name), {}
-        for n, value in values.items():
-            residual = torch.zeros_like(value) if lost is None else lost[n]
-            payload, _ = kernels.quantize(value.contiguous(), fmt, residual=residual)
-            found[n] = torch.empty_like(value)
-            kernels.dequantize(payload, found[n], fmt)
-        return found
+        k = self._matrices
+        m = torch.cat((self.m[:k].lerp(g[:k], 0.05), self.m[k:].lerp(g[k:], 0.1)))
+        v = self.v.lerp(g.square(), 0.05)
+        root = (v / (1 - 0.95**self.steps)).sqrt_().add_(1e-8)
+        update = m / (1 - 0.9**self.steps) / root
+        if k:
+            nesterov = self.model.parts(g.lerp(m, 0.95))
+            for name, part in self.model.parts(update).items():
+                if name not in ("embedding", "norms"):
+                    part.copy_(kernels.orthogonalize(nesterov[name]) * 0.2 * math.sqrt(max(part.shape[1:])))
+        return self.masters * (1 - rate * self._decay) - rate * update, m, v
 
     def evaluate(self, tokens: Any) -> float:
         """Mean loss at the masters."""
         import torch
 
         with torch.no_grad():
-            for n, p in self.named.items():
-                p.copy_(self.masters[n])
-            return statistics.mean(float(self._loss(part)) for part in tokens.split(32))
+            return statistics.mean(float(self.model.loss(self.masters[None], part[None])) for part in tokens.split(32))
+
+    def keep(self, path: Path) -> None:
+        import torch
+
+        kept = {"steps": self.steps, **{name: getattr(self, name) for name in STATE}}
+        torch.save(kept, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def go_on_from(self, path: Path) -> None:
+        import torch
+
+        for name, value in torch.load(path).items():
+            setattr(self, name, value)
 
 
-def losses(args: argparse.Namespace, optimizer: str, seed: int) -> dict[str, float]:
-    """Held-out loss of each way, after the same batches."""
+def decoded(values: Any, name: str, lost: Any = None) -> Any:
+    """What arrives of values that are sent in codes. lost: what codes lost before, which is sent, too."""
+    import torch
+
+    from geotrain import kernels
+    from geotrain.kernels.payload_format import PayloadFormat
+    from geotrain.parallelism.whole_matrices import ALIGNED
+
+    fmt, found = PayloadFormat(name, block=ALIGNED), torch.empty_like(values)
+    residual = torch.zeros_like(values) if lost is None else lost
+    payload, _ = kernels.quantize(values.contiguous(), fmt, residual=residual)
+    kernels.dequantize(payload, found, fmt)
+    return found
+
+
+def trained(args: argparse.Namespace, row: dict[str, Any]) -> float:
+    """Held-out loss after the training of a row, from what is kept of it, if anything is."""
     import torch
 
     from geotrain.data.corpus import documents
@@ -159,36 +228,62 @@ def losses(args: argparse.Namespace, optimizer: str, seed: int) -> dict[str, flo
     border = int(0.98 * len(text))
 
     def drawn(low: int, high: int, count: int, key: str) -> Any:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{key} {seed}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{key} {row['seed']}".encode()))
         starts = torch.randint(low, high - SEQUENCE - 1, (count,), generator=generator)
         return torch.stack([text[i : i + SEQUENCE + 1] for i in starts.tolist()]).long()
 
-    found = {}
-    for name in args.ways or WAYS:
-        training = Training(WAYS[name], optimizer == "muon", args, seed)
-        for number in range(args.steps):
-            training.step(list(drawn(0, border, RANKS * SAMPLES, str(number)).chunk(RANKS)), number)
-        found[name] = training.evaluate(drawn(border, len(text), HELD_OUT, "held out"))
-        print(f"{optimizer}, seed {seed}: {name}: {found[name]:.4f}", flush=True)
-    return found
+    training = Training(WAYS[row["way"]], row["optimizer"] == "muon", args, row["seed"])
+    state = Path(args.state) / f"{zlib.crc32(json.dumps(row).encode())}.pt"
+    state.parent.mkdir(parents=True, exist_ok=True)
+    if state.exists():
+        training.go_on_from(state)
+    kept_s = time.process_time()
+    while training.steps < args.steps:
+        training.step(drawn(0, border, RANKS * args.samples, str(training.steps)))
+        if time.process_time() - kept_s > KEPT_EVERY_S:
+            training.keep(state)
+            kept_s = time.process_time()
+    loss = training.evaluate(drawn(border, len(text), HELD_OUT, "held out"))
+    state.unlink(missing_ok=True)
+    return loss
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"steps": 20, "seeds": 1, "hidden": 32, "layers": 1})
+    quick = {"steps": 20, "seeds": 1, "hidden": 32, "layers": 1, "results": None}
+    parser = command_line(__doc__, quick=quick)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=2, help="of each rank, in a step")
     parser.add_argument("--rate", type=float, default=8e-3)
     parser.add_argument("--optimizers", nargs="+", default=["muon", "adamw"], choices=("muon", "adamw"))
-    parser.add_argument("--ways", nargs="+", choices=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--results", default=str(RESULTS), help="JSON lines")
+    parser.add_argument("--state", default=str(ROOT / "runs/hide_loss"), help="folder of what is not finished")
     args = parser.parse_args()
+    path = None if args.results is None else Path(args.results)
+    lines = path.read_text().splitlines() if path is not None and path.exists() else ()
+    known = {tuple(row[key] for key in KEY): row["loss"] for row in map(json.loads, lines)}
     result: dict[str, Any] = {}
     for optimizer in args.optimizers:
-        seen = [losses(args, optimizer, seed) for seed in range(args.seeds)]
-        result[optimizer] = {
-            name: [one[name] / one["zero1"] for one in seen] for name in seen[0] if "zero1" in seen[0]
-        }
+        found: dict[str, list[float]] = {way: [] for way in args.ways}
+        for seed in range(args.seeds):
+            for way in args.ways:
+                row = {key: {**vars(args), "optimizer": optimizer, "seed": seed, "way": way}[key] for key in KEY}
+                if (loss := known.get(tuple(row.values()))) is None:
+                    loss = trained(args, row)
+                    line = json.dumps({**row, "loss": round(loss, 5)})
+                    print(line, flush=True)
+                    if path is not None:
+                        with path.open("a") as file:
+                            file.write(line + "\n")
+                found[way].append(loss)
+        if "zero1" in found:
+            result[optimizer] = {
+                way: [round(a / b, 4) for a, b in zip(losses, found["zero1"], strict=True)]
+                for way, losses in found.items()
+            }
     result["setting"] = {**vars(args), "hardware": hardware()}
     report("hide_loss", result, args, units_by_ending({}), left_out=("setting",))
 

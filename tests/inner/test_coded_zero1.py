@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,6 +99,18 @@ def play(name: str) -> dict[str, Any]:
             (reduced[bucket],) = copies([bucket.codes.reduced])
 
     coded = [bucket for bucket in optimizer._forward if bucket.codes is not None]
+    # All gradients that backward gives, laid out as the sums.
+    sums_of_groups = optimizer.fp32_groups_gradients_flat
+    given = {t.untyped_storage().data_ptr(): torch.zeros_like(t, dtype=torch.float64) for t in sums_of_groups}
+
+    def beside(view: Tensor) -> Tensor:
+        return given[view.untyped_storage().data_ptr()][view.storage_offset() :][: view.numel()]
+
+    def watch(into: Tensor, gradient: Tensor) -> None:
+        into += gradient.flatten()
+
+    for parameter, gradient in optimizer._gradients.items():
+        parameter.register_hook(partial(watch, beside(gradient.sum.view(-1))))
     Bucket.begin_reduction, Bucket.finish_reduction = watched_begin, watched_finish  # type: ignore[method-assign]
     for step in range(3):
         optimizer.wait_for_weights()
@@ -133,6 +146,7 @@ def play(name: str) -> dict[str, Any]:
     losses = {"ours": loss, "held": at_held, "masters": at_masters}
     seen = {"steps": steps, "total": total, "moved": moved, "losses": losses, "kept": kept}
     seen["coded"] = optimizer._coded
+    seen["given"] = [[[beside(view) for view in views] for views in bucket._gradients] for bucket in coded]
     stop(engine)
     return seen
 
@@ -159,6 +173,17 @@ def test_a_step_is_that_of_the_reference(ranks: list[dict[str, Any]]) -> None:
                     expected = (before.float() + through(wanted - before.float(), 4)).to(before.dtype)
                     for theirs in buckets:
                         assert torch.equal(theirs["held"][owner][i], expected), step
+
+
+def test_over_steps_all_gradients_arrive_but_what_the_last_codes_lost(ranks: list[dict[str, Any]]) -> None:
+    for b, of_ranks in enumerate(zip(*(rank["given"] for rank in ranks), strict=True)):
+        for owner, rank in enumerate(ranks):
+            for i, first in enumerate(rank["steps"][0][b]["reduced"]):
+                arrived = first + sum(step[b]["reduced"][i] for step in rank["steps"][1:])
+                left = sum(theirs["steps"][-1][b]["left"][owner][i] for theirs in ranks)
+                given = sum(theirs[owner][i] for theirs in of_ranks)
+                atol = 1e-6 * float(given.abs().max())
+                torch.testing.assert_close(arrived.double() + left, given, rtol=1e-5, atol=atol)
 
 
 def test_residuals_move_to_the_owners_and_none_is_lost(ranks: list[dict[str, Any]]) -> None:
