@@ -187,7 +187,9 @@ class Training:
         import torch
 
         with torch.no_grad():
-            return statistics.mean(float(self.model.loss(self.masters[None], part[None])) for part in tokens.split(32))
+            return statistics.mean(
+                float(self.model.loss(self.masters[None], part[None])) for part in tokens.split(32)
+            )
 
     def keep(self, path: Path) -> None:
         import torch
@@ -248,6 +250,24 @@ def trained(args: argparse.Namespace, row: dict[str, Any]) -> float:
     return loss
 
 
+def kept_rows(path: Path | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []
+
+
+def over_zero1(path: Path) -> dict[str, dict[str, float]]:
+    """By optimizer and way, the mean over seeds of the loss over ZeRO-1's, of the longest trainings that are kept."""
+    rows = kept_rows(path)
+    setting = [key for key in KEY if key not in ("optimizer", "seed", "way")]
+    longest = max(([row[key] for key in setting] for row in rows), key=lambda s: (s[-2], s), default=None)
+    rows = [row for row in rows if [row[key] for key in setting] == longest]
+    zero = {(row["optimizer"], row["seed"]): row["loss"] for row in rows if row["way"] == "zero1"}
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if base := zero.get((row["optimizer"], row["seed"])):
+            found.setdefault(row["optimizer"], {}).setdefault(row["way"], []).append(row["loss"] / base)
+    return {optimizer: {w: statistics.mean(x) for w, x in ways.items()} for optimizer, ways in found.items()}
+
+
 def main() -> None:
     quick = {"steps": 20, "seeds": 1, "hidden": 32, "layers": 1, "results": None}
     parser = command_line(__doc__, quick=quick)
@@ -263,8 +283,7 @@ def main() -> None:
     parser.add_argument("--state", default=str(ROOT / "runs/hide_loss"), help="folder of what is not finished")
     args = parser.parse_args()
     path = None if args.results is None else Path(args.results)
-    lines = path.read_text().splitlines() if path is not None and path.exists() else ()
-    known = {tuple(row[key] for key in KEY): row["loss"] for row in map(json.loads, lines)}
+    known = {tuple(row[key] for key in KEY): row["loss"] for row in kept_rows(path)}
     result: dict[str, Any] = {}
     for optimizer in args.optimizers:
         found: dict[str, list[float]] = {way: [] for way in args.ways}

@@ -58,9 +58,9 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the ranks. hold_s: least seconds of a micro-batch, in part waited. bf16: compute in it, and otherwise
-    in fp32. bytes_per_s: of ideal links, one of each rank, which pace its collectives; infinite: they are counted
-    only; 0: nor that. steps: of a block that is timed."""
+    """A job of the ranks. hold_s: seconds of a micro-batch, nearly all of them waited. bf16: compute in it, and
+    otherwise in fp32. bytes_per_s: of ideal links, one of each rank, which pace its collectives; infinite: they are
+    counted only. steps: of a block that is timed."""
 
     what: Literal["time", "hidden"]
     size: Size
@@ -69,7 +69,7 @@ class Job:
     steps: int = 3
     hold_s: float = 0.0
     bf16: bool = True
-    bytes_per_s: float = 0.0
+    bytes_per_s: float = math.inf
     optimizer: Literal["muon", "adamw"] = "muon"
     ranks: int = 2
 
@@ -96,8 +96,7 @@ def main() -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=port)
     # all ranks stand on this machine, with the slow link of gloo between them: not on one GPU, which NCCL refuses
     os.environ.update(GLOO_SOCKET_IFNAME=named[address], DS_ACCELERATOR="cpu")
-    if job.bytes_per_s:
-        pace(job, rank)
+    pace(job, rank)
     found = Rank(job, rank).measure()
     if rank == 0:
         answer.write_text(json.dumps(found))
@@ -117,7 +116,6 @@ class Rank:
         self.mesh = parallel.initialize(ParallelConfig(), 120.0)
         text = "\n".join(documents(1_000_000)).encode()
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.pause_s = 0.0  # waited in a micro-batch
 
     def measure(self) -> Any:
         import torch.distributed as dist
@@ -188,10 +186,13 @@ class Rank:
         return engine
 
     def block(self, way: Way) -> dict[str, Any]:
+        from geotrain.config import architecture_from_hf
+
         size = self.job.size
         zero: dict[str, Any] = {"stage": 1}
         if way.by_deepspeed:  # each gradient to its owner only: half the bytes over gloo
             zero |= {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}
+            zero["reduce_bucket_size"] = parameter_count(architecture_from_hf(model_config(size))) // 8
         if way.bits:
             zero |= dict(zip(("gradient_bits", "weight_bits"), way.bits, strict=True))
         batch = self.job.ranks * size.samples * size.micro_batches
@@ -203,38 +204,36 @@ class Rank:
     # ------------------------------------------------------------------------------------------------ figures
 
     def compute_s(self, engine: Any) -> float:
-        """Seconds of a step's forward and backward alone, waits included."""
+        """Seconds of a step's forward and backward alone."""
         import torch.distributed as dist
 
         dist.barrier()
         begin = time.perf_counter()
         engine.set_gradient_accumulation_boundary(False)
+        COMPUTE.begin_step()
         engine._run_schedule(self.batches(0), False)
         return time.perf_counter() - begin
 
-    def calibrate(self, engine: Any) -> None:
-        """Let the engine's layers wait so long that a micro-batch takes `hold_s`."""
-        self.compute_s(engine)
-        own_s = statistics.median(self.compute_s(engine) for _ in range(3)) / self.job.size.micro_batches
-        self.pause_s = max(0.0, self.job.hold_s - own_s)
-        wait_in_layers(engine.module, self.pause_s)
-
     def time(self) -> dict[str, Any]:
         """Measure in every round the seconds of compute and of each way's step, and bytes that this rank sent."""
+        import torch
+        import torch.distributed as dist
+
         engines = {name: self.engine(name) for name in self.job.ways}
         plain, found = engines[ZERO], {name: {"step_s": [], "sent_bytes": 0.0} for name in engines}
-        self.steps(plain, 1)
-        self.calibrate(plain)
-        for name, engine in engines.items():
-            if name != ZERO:
-                wait_in_layers(engine.module, self.pause_s)
+        for engine in engines.values():
+            self.steps(engine, 1)
+            engine.settle()
+            COMPUTE.wait_in_layers(engine.module, self.job.hold_s)
             self.steps(engine, 1)
             engine.settle()
         computed, shares = [], []
         for turn in range(self.job.rounds):
             processor_s, began_s = time.process_time(), time.perf_counter()
             computed += [self.compute_s(plain) for _ in range(2)]
-            shares.append((time.process_time() - processor_s) / (time.perf_counter() - began_s))
+            used = torch.tensor((time.process_time() - processor_s) / (time.perf_counter() - began_s))
+            dist.all_reduce(used)  # of all ranks, which share the machine
+            shares.append(float(used) / len(os.sched_getaffinity(0)))
             for name, engine in list(engines.items())[:: -1 if turn % 2 else 1]:
                 arrive = getattr(getattr(engine, "optimizer", None), "wait_for_weights", engine.settle)
                 arrive()
@@ -247,7 +246,8 @@ class Rank:
     def hidden(self) -> dict[str, list[float]]:
         """Seconds of a step in every round, with ZeRO-1's communication after the compute, beside it, and without."""
         engine = self.engine(ZERO)
-        self.calibrate(engine)
+        self.steps(engine, 1)
+        COMPUTE.wait_in_layers(engine.module, self.job.hold_s)
         optimizer = engine.optimizer
         launch = optimizer._launch
         buckets = {bucket: bucket._ranks for bucket in optimizer._forward}
@@ -292,6 +292,7 @@ class Rank:
 
         for step in range(count):
             batches = self.batches(step)
+            COMPUTE.begin_step()
             engine.train_step(StepBatch(batches, batches.__getitem__), 1000)
 
 
@@ -313,19 +314,61 @@ class DeepSpeedsOwn:
             for tokens in batch.own:
                 loss = self.engine(tokens[:, :-1], None, None, labels=tokens[:, 1:]).mean()
                 self.engine.backward(loss)
+                LINK.wait_until_free()
                 self.engine.step()
 
     def settle(self) -> None:
         pass
 
 
-def wait_in_layers(model: Any, pause_s: float) -> None:
-    """Wait so long in each micro-batch, divided among its layers: a third in forward, the rest in backward, where a
-    layer's gradients come after it."""
-    third_s = pause_s / 3 / len(model.decoder.layers)
-    for layer in model.decoder.layers:
-        layer.register_forward_hook(lambda *_: time.sleep(third_s))
-        layer.register_full_backward_pre_hook(lambda *_: time.sleep(2 * third_s))
+class Compute:
+    """Seconds that compute takes: layers wait until they have taken theirs, by a clock that stands still while this
+    thread waits for communication or steps the optimizer. What layers really compute is a part of these seconds."""
+
+    def __init__(self) -> None:
+        self._stood_still_s, self._depth, self._due_s = 0.0, 0, math.inf
+
+    def begin_step(self) -> None:
+        """Forget how late the last step's layers were."""
+        self._due_s = math.inf
+
+    def wait_in_layers(self, model: Any, hold_s: float) -> None:
+        """Let each micro-batch take so long: a third in forward, the rest in backward, where a layer's gradients come
+        after its wait."""
+        third_s = hold_s / 3 / len(model.decoder.layers)
+        model.decoder.layers[0].register_forward_pre_hook(self._begin)
+        for layer in model.decoder.layers:
+            layer.register_forward_hook(lambda *_: self._wait(third_s))
+            layer.register_full_backward_pre_hook(lambda *_: self._wait(2 * third_s))
+
+    def _begin(self, *_: Any) -> None:
+        if self._due_s == math.inf:
+            self._due_s = self._clock_s()
+
+    def _clock_s(self) -> float:
+        return time.perf_counter() - self._stood_still_s
+
+    def _wait(self, share_s: float) -> None:
+        self._due_s += share_s
+        time.sleep(max(0.0, self._due_s - self._clock_s()))
+
+    def apart(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function; on the thread that computes, the clock stands still in it."""
+
+        def timed(*args: Any, **more: Any) -> Any:
+            if self._depth or threading.current_thread() is not threading.main_thread():
+                return call(*args, **more)
+            begin, self._depth = time.perf_counter(), 1
+            try:
+                return call(*args, **more)
+            finally:
+                self._depth = 0
+                self._stood_still_s += time.perf_counter() - begin
+
+        return timed
+
+
+COMPUTE = Compute()
 
 
 class IdealLink:
@@ -341,6 +384,11 @@ class IdealLink:
             self._free_s = max(time.perf_counter(), self._free_s) + count / self.bytes_per_s
             return self._free_s
 
+    @COMPUTE.apart
+    def wait_until_free(self) -> None:
+        """Wait for all that was sent."""
+        time.sleep(max(0.0, self._free_s - time.perf_counter()))
+
 
 LINK = IdealLink()
 
@@ -351,6 +399,7 @@ class Travelling:
     def __init__(self, work: Any, arrival_s: float) -> None:
         self._work, self._arrival_s = work, arrival_s
 
+    @COMPUTE.apart
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
@@ -360,7 +409,12 @@ class Travelling:
 def pace(job: Job, rank: int) -> None:
     """Let the collectives of this process take as long as over ideal links, apart for each direction."""
     import deepspeed.comm as ds_comm
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
+    from geotrain.inner.acco.communication_thread import CommunicationJob
+
+    CommunicationJob.wait = COMPUTE.apart(CommunicationJob.wait)  # type: ignore[method-assign]
+    DeepSpeedEngine.step = COMPUTE.apart(DeepSpeedEngine.step)  # type: ignore[method-assign]
     LINK.bytes_per_s, others = job.bytes_per_s, job.ranks - 1
     # Bytes that a rank must send, by the call's arguments: each tensor's parts to their owners, or its own to all.
     least: dict[str, Callable[..., float]] = {
@@ -373,12 +427,16 @@ def pace(job: Job, rank: int) -> None:
         "reduce": lambda tensor, dst, *_: tensor.nbytes * (dst != rank),
     }
 
-    def paced(real: Any, bytes_of: Callable[..., float]) -> Any:
+    def paced(name: str, bytes_of: Callable[..., float]) -> Any:
+        real = getattr(ds_comm, name)
+
         def call(*args: Any, async_op: bool = False, **more: Any) -> Any:
             named = [more[key] for key in ("dst",) if key in more]
             arrival_s = LINK.arrival_s(bytes_of(*args, *named))
-            under_way = Travelling(real(*args, async_op=async_op, **more), arrival_s)
-            if async_op:
+            under_way = Travelling(COMPUTE.apart(real)(*args, async_op=async_op, **more), arrival_s)
+            # On a CPU DeepSpeed stands still in its reductions. On an accelerator they have a stream of their own,
+            # for which it waits after backward (`DeepSpeedsOwn`).
+            if async_op or name == "reduce":
                 return under_way
             under_way._work = None
             under_way.wait()
@@ -387,7 +445,7 @@ def pace(job: Job, rank: int) -> None:
         return call
 
     for name, bytes_of in least.items():
-        setattr(ds_comm, name, paced(getattr(ds_comm, name), bytes_of))
+        setattr(ds_comm, name, paced(name, bytes_of))
 
 
 def model_config(size: Size) -> dict[str, Any]:

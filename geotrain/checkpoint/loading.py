@@ -37,6 +37,8 @@ def load(engine: GeoEngine, files: CheckpointFolder, tag: str | None) -> dict[st
     if engine.residuals:
         engine.optimizer.forget_residuals()
     files.ranks.together(lambda: _read_rank(engine, files, manifest), place)
+    if engine.residuals:
+        engine.keep_residuals_once()
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
     for counter, value in manifest["counters"].items():
         setattr(engine, counter, value)

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from geotrain.checkpoint.state import RESIDUAL, state_of
 from geotrain.config import ParallelConfig
 from geotrain.inner.zero.codes import Codes
 from geotrain.kernels import reference
 from geotrain.kernels.payload_format import PayloadFormat
+from geotrain.parameters.parameter_map import canonical_parameters
+from tests.support.checkpoints import load, save
 from tests.support.families import QWEN_MOE
-from tests.support.inner_worlds import LLAMA, MUON, deepspeed_block, micro_batches, run_world, start, stop
+from tests.support.inner_worlds import (
+    LLAMA,
+    MUON,
+    QWEN_2,
+    deepspeed_block,
+    micro_batches,
+    run_world,
+    start,
+    stop,
+    train,
+)
 
 SIZES = (1, 127, 128, 300, 5000)
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -201,3 +215,50 @@ def test_an_evaluation_is_at_the_masters_and_leaves_weights_as_they_are(ranks: l
     for rank in ranks:
         losses = rank["losses"]
         assert losses["ours"] == losses["masters"] != losses["held"] and rank["kept"]
+
+
+# ------------------------------------------------------------------------------------------- another layout
+
+LAYOUTS = ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(), ParallelConfig(tensor=2)
+
+
+def resume_in_turn(folder: str) -> list[dict[str, Tensor]]:
+    """Of each layout, which resumes from the one before: what codes lost, as the next sums of gradients count it, of
+    the parameters whose gradients several ranks of a replica add up in some layout."""
+    import torch.distributed as dist
+
+    found = []
+    for i, parallel in enumerate(LAYOUTS):
+        block = deepspeed_block(1, micro=1)
+        block["zero_optimization"] = {"stage": 1, "gradient_bits": 8, "weight_bits": 4}
+        engine = start(QWEN_2, parallel, block)
+        if i:
+            load(engine, f"{folder}/{i - 1}")
+        else:
+            train(engine, range(2))
+        save(engine, f"{folder}/{i}", "it", {}, keep=1)
+        lost = {p.name: torch.zeros(p.shape) for p in canonical_parameters(engine.architecture)}
+        partial_ones = {id(gradient) for gradients in engine._partial_gradients() for gradient in gradients}
+        summed = {place.name for p, place in engine._placed if id(p._hp_grad) in partial_ones}
+        for shard in engine.shards():
+            if not shard.pushes and shard.runs[0].parameter not in summed:
+                continue  # a copy of what another rank counts
+            values, offset = state_of(engine, shard)[RESIDUAL], 0
+            for run in shard.runs:
+                rows = values[offset : offset + run.numel].view(run.count, run.length)
+                lost[run.parameter].view(-1).as_strided(rows.shape, (run.stride, 1), run.start).add_(rows)
+                offset += run.numel
+        for values in lost.values():
+            dist.all_reduce(values)
+        found.append({name: values for name, values in lost.items() if "norm" in name or "embed" in name})
+        stop(engine)
+    return found
+
+
+@pytest.mark.slow
+def test_what_codes_lost_is_resumed_once_in_whatever_layout(tmp_path: Path) -> None:
+    first, *others = run_world(4, resume_in_turn, str(tmp_path))[0]
+    assert any("q_norm" in name for name in first) and all(values.any() for values in first.values())
+    for layout, other in zip(LAYOUTS[1:], others, strict=True):
+        for name, values in first.items():
+            torch.testing.assert_close(other[name], values, rtol=1e-6, atol=1e-9, msg=f"{layout}: {name}")

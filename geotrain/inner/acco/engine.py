@@ -85,7 +85,7 @@ class AccoEngine(GeoEngine):
         if first < of_replica:
             self._sum_partial_gradients()
             optimizer.predict()
-            self._divide_residuals()  # the first part's sums come out the same when the second part's are added
+            self.keep_residuals_once()  # the first part's sums come out the same when the second part's are added
             self._accumulate(part(first, of_replica))
             optimizer.use_arrived_weights()  # from the prediction, for the next window's first part
         self._sum_partial_gradients()
@@ -94,7 +94,7 @@ class AccoEngine(GeoEngine):
         self.set_gradient_accumulation_boundary(True)
         self.step()
         if self.residuals:
-            self._divide_residuals()
+            self.keep_residuals_once()
         return result
 
     def _accumulate(self, groups: Iterable[Sequence[Tensor]]) -> None:

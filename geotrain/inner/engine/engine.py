@@ -188,7 +188,7 @@ class GeoEngine(DeepSpeedEngine):
         self._wait_for_readers()
         self.step()
         if self.residuals:
-            self._divide_residuals()
+            self.keep_residuals_once()
         update_biases(self.module)
         norm = self._global_grad_norm
         norm = torch.nan if norm is None else norm  # where zero_optimization.compute_grad_norm is off
@@ -360,16 +360,16 @@ class GeoEngine(DeepSpeedEngine):
                 self._all_reduce(self.optimizer.averaged_gradients[i], self.mesh.tp_group)
         return torch.stack(losses).mean()
 
-    def _partial_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _partial_gradients(self, copies: bool = False) -> tuple[list[Tensor], list[Tensor]]:
         """Gradients of which each rank of a replica computes only a summand, in two lists.
 
         First those to be summed over both ends of the pipeline: of a tied embedding, which the first stage uses as
         embedding and the last as head. Then those to be summed over all tensor ranks: of norms that see only a part
-        of the tokens or heads on each.
+        of the tokens or heads on each. copies: only where another rank pushes the parameter.
         """
         tied = tied_copies(self.architecture, self.mesh.pp_size)
-        ends = [_gradient(p) for p, place in self._placed if place.name in tied]
-        return ends, [_gradient(p) for p, place in self._placed if place.sums_over_tp]
+        held = [(p, place) for p, place in self._placed if not (copies and place.pushes)]
+        return [_gradient(p) for p, x in held if x.name in tied], [_gradient(p) for p, x in held if x.sums_over_tp]
 
     def _sum_partial_gradients(self) -> None:
         """Complete the partial gradients on all ranks of the replica, which Megatron-core leaves to the trainer."""
@@ -377,14 +377,14 @@ class GeoEngine(DeepSpeedEngine):
         self._all_reduce(ends, self.mesh.embedding_group)
         self._all_reduce(partial, self.mesh.tp_group)
 
-    def _divide_residuals(self) -> None:
-        """Divide what partial gradients leave, of codes or of a part of a step, by the ranks that share them.
+    def keep_residuals_once(self) -> None:
+        """Keep what partial gradients leave, of codes or of a part of a step, on the rank that pushes them alone.
 
-        It is the same on all of them, and will be summed again when the next gradients have been added.
+        All that share them have the same, and will sum it again when the next gradients have been added.
         """
-        for gradients, sharers in zip(self._partial_gradients(), (2, self.mesh.tp_size), strict=True):
+        for gradients in self._partial_gradients(copies=True):
             for gradient in gradients:
-                gradient.div_(sharers)
+                gradient.zero_()
 
     @staticmethod
     def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
