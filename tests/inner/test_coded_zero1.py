@@ -239,7 +239,7 @@ def resume_in_turn(folder: str) -> list[dict[str, Tensor]]:
         save(engine, f"{folder}/{i}", "it", {}, keep=1)
         lost = {p.name: torch.zeros(p.shape) for p in canonical_parameters(engine.architecture)}
         partial_ones = {id(gradient) for gradients in engine._partial_gradients() for gradient in gradients}
-        summed = {place.name for p, place in engine._placed if id(p._hp_grad) in partial_ones}
+        summed = {run.parameter for p, x in engine._placed for run in x.runs if id(p._hp_grad) in partial_ones}
         for shard in engine.shards():
             if not shard.pushes and shard.runs[0].parameter not in summed:
                 continue  # a copy of what another rank counts
