@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from geotrain.config import ParallelConfig
-from geotrain.parallelism.checks import overlaps_reduction, trains_in_bf16
+from geotrain.parallelism.checks import overlaps_reduction, trains_in_bf16, wire_bytes
 from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters
 from geotrain.plan.inventory import Host, PlanTask
 from geotrain.plan.layouts import ParallelLayout, Refusals, evaluated, fitting, least_step_s, micro_batches, parallels
@@ -133,7 +133,7 @@ def placement_problem(task: PlanTask, shape: PipelineShape, links: Links) -> Pro
         links.gbps[np.ix_(chosen, chosen)],
         stages=parallel.pipeline,
         replicas=shape.columns,
-        gradient_gigabytes=rounds * parameters * size / 1e9,
+        gradient_gigabytes=rounds * parameters * sum(wire_bytes(run.deepspeed, run.acco is not None)) / 2 / 1e9,
         activation_gigabytes=tokens * a.hidden_size * size * copies / 1e9,
         compute_s=[
             tokens * flops / (1e12 * s.device.tflops * s.device.efficiency * shape.slots) for s in shape.hosts

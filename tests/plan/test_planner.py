@@ -284,6 +284,20 @@ def test_a_worker_spans_regions_where_one_is_too_small() -> None:
     assert naive.step.step_s > 1.5 * layout.step.step_s
 
 
+def test_a_placement_counts_codes() -> None:
+    cluster = inventory({name: [(1, "d")] * 3 for name in "ab"}, 2.0, d={"memory_gb": 80.0})
+    seconds = []
+    for zero in ({"stage": 1}, {"stage": 1, "gradient_bits": 8, "weight_bits": 4}):
+        run = small_run()
+        asked = task(run.model_copy(update={"deepspeed": run.deepspeed | {"zero_optimization": zero}}), cluster)
+        hosts = [host for region in asked.hosts.values() for host in region]
+        links = link_tables(asked, hosts)
+        links = replace(links, delay_s=0 * links.delay_s)
+        shape = next(shape for shape in shapes(asked, hosts, Refusals()) if shape.columns > 1)
+        seconds.append(placement_problem(asked, shape, links).gradient_s.max())
+    assert seconds[1] / seconds[0] == pytest.approx((8.125 + 4.125) / 32)
+
+
 @pytest.mark.parametrize("gbps", [2.0, 10.0])
 @pytest.mark.parametrize("acco", [None, {"form": "exact"}, {"form": "exact", "balance": True}])
 def test_a_spanning_workers_shape_is_the_fastest_of_all(acco: dict[str, Any] | None, gbps: float) -> None:

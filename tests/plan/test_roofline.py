@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.config import ParallelConfig, load_run
+from geotrain.config import AccoConfig, ParallelConfig, load_run
 from geotrain.plan.model.roofline import (
     ACCELERATORS,
     CEILING,
@@ -99,6 +99,17 @@ def test_a_pipeline_waits_and_traffic_between_replicas_hides_where_there_is_comp
     assert found.step_s > slot and found.exposed_s == 0.0
     assert roofline(work, 4, replace(device, network=1e6)).exposed_s > found.step_s
     assert found.mfu < roofline(work, 4, device, CEILING).mfu
+
+
+def test_codes_take_fewer_bytes_between_replicas_and_a_prediction_as_many_again() -> None:
+    """Over a link so slow that next to nothing of them is hidden."""
+    plain, slow = replace(work_of("8b.json", tensor=1), acco=None), replace(ACCELERATORS[0], network=1.0, link=1.0)
+    bits = {"stage": 1, "gradient_bits": 8, "weight_bits": 4}
+    coded = replace(plain, deepspeed=plain.deepspeed | {"zero_optimization": bits})
+    exact = replace(plain, acco=AccoConfig(form="exact"))
+    values_s, codes_s, twice_s = (roofline(work, 16, slow).exposed_s for work in (plain, coded, exact))
+    assert codes_s / values_s == pytest.approx((8.125 + 4.125) / 32, rel=1e-4)
+    assert twice_s / values_s == pytest.approx(2.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("path", sorted(RUNS.glob("*.json")), ids=lambda path: path.stem)

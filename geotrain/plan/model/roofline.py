@@ -12,8 +12,8 @@ optimizer: see `optimizer_operations`. A trace of the real engine agrees (`bench
 tests/inner/test_trace.py).
 
 Ranks of a replica exchange activations four times a layer, hidden behind nothing: tensor ranks all of them, expert
-and context ranks what goes to others. Gradients and weights between replicas hide behind one micro-batch, with ACCO
-behind all. A pipeline of p stages and m micro-batches takes (m + p − 1) / m as long.
+and context ranks what goes to others. Gradients and weights between replicas, or their codes, hide as far as their
+way allows (`least_step_s`). A pipeline of p stages and m micro-batches takes (m + p − 1) / m as long.
 
 With FP8 the layers' products go at its peak, and read factors of a byte that were cast before; head, attention and
 all else stay in bf16. Utilization is then of FP8's peak. Weights are cast once a step, which is left out.
@@ -28,11 +28,12 @@ from functools import lru_cache
 
 from geotrain.families import Architecture, family_of
 from geotrain.families.weights import Weight
+from geotrain.parallelism.acco_forms import least_step_s
 from geotrain.parallelism.checks import (
     accumulates_in_fp32,
     accumulation_steps,
-    gradient_wire_bytes,
     overlaps_reduction,
+    wire_bytes,
     zero_stage,
 )
 from geotrain.parallelism.local_parameters import stage_parameters
@@ -149,10 +150,11 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
     )
     ranks = parallel.replica_ranks * replicas
     rate = shares.link * (device.link if ranks <= IN_HOST else device.network)
-    each = gradient_wire_bytes(work.deepspeed) + work.bytes_per_weight
-    traffic_s = each * held * (owners - 1) / owners / rate
-    hidden_s = slot_s * (micro_batches if work.acco else overlaps_reduction(work.deepspeed))
-    exposed_s = max(0.0, traffic_s - hidden_s)
+    sent_s = [each * held * (owners - 1) / owners / rate for each in wire_bytes(work.deepspeed, bool(work.acco))]
+    exposed_s = sum(sent_s)
+    if work.acco or overlaps_reduction(work.deepspeed):
+        slots_s = micro_batches * slot_s
+        exposed_s = least_step_s(work.acco and work.acco.form, micro_batches, slots_s, *sent_s) - slots_s
     pipeline_s = (stages - 1) * slot_s
     step_s = micro_batches * slot_s + pipeline_s + optimizer_s + exposed_s
     useful = useful_flops(a, work.sequence_length) * work.micro_tokens * micro_batches * replicas

@@ -21,11 +21,9 @@ from math import ceil, log2
 from geotrain.parallelism.acco_forms import first_part
 from geotrain.parallelism.checks import (
     accumulation_steps,
-    code_bytes,
-    coded_bits,
-    gradient_wire_bytes,
     overlaps_reduction,
     reduction_bucket,
+    wire_bytes,
     zero_stage,
 )
 from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters
@@ -86,7 +84,12 @@ def step_time(work: Work, ranks: Sequence[RankDevice], network: LinkTable) -> St
     sent = Sent(float)
     part_s, busiest, count = _pipelines(work, table, network, (first, micro_batches - first), sent)
     reduction_s, reduced, refresh_s, gathered = _between_replicas(work, table, network)
-    exposed_s, settle_s, ahead, gather_s = reduction_s, 0.0, 0, refresh_s * _gathered_share(work)
+    exposed_s, settle_s, ahead, gather_s = (
+        reduction_s,
+        0.0,
+        0,
+        refresh_s * wire_bytes(work.deepspeed, work.acco is not None)[1] / work.bytes_per_weight,
+    )
     if work.acco is None and overlaps_reduction(work.deepspeed):
         buckets, scattered_s = _buckets(work), reduction_s - gather_s
         exposed_s = _exposed(gather_s, busiest.forward_s, buckets)
@@ -253,16 +256,13 @@ def _between_replicas(
     sent = Sent(float)
     zero = work.deepspeed.get("zero_optimization", {})
     stage = zero_stage(work.deepspeed)
-    gradient_bytes: float = work.bytes_per_weight if work.acco is not None else gradient_wire_bytes(work.deepspeed)
+    gradient_bytes, weight_bytes = wire_bytes(work.deepspeed, work.acco is not None)
     scattered = work.acco is not None or overlaps_reduction(work.deepspeed)
     rounds = 1.0 if scattered or not zero.get("use_multi_rank_bucket_allreduce", True) else 2.0
     if stage == 2:
         rounds *= accumulation_steps(work.deepspeed, table.replicas)
     refreshed_bytes, gathers = (float(work.bytes_per_weight), 1) if stage else (0.0, 0)
-    gathered_bytes = refreshed_bytes * _gathered_share(work)
-    if (bits := coded_bits(work.deepspeed)) is not None:
-        gradient_bytes = _code_bytes(bits[0])
-    per_parameter = rounds * gradient_bytes + gathered_bytes
+    per_parameter = rounds * gradient_bytes + gathers * weight_bytes
     reduction_s, refresh_s = [0.0] * table.pp, [0.0] * table.pp
     for apart in sorted({1, table.ep}):  # of the ranks with the same parameters, every so many-th
         ranks = table.copies // apart
@@ -296,17 +296,6 @@ def _between_replicas(
         refresh_s = [total + one[1] for total, one in zip(refresh_s, slowest, strict=True)]
     weights = {pair: count * refreshed_bytes / per_parameter for pair, count in sent.items() if refreshed_bytes}
     return max(reduction_s), sent, max(refresh_s), weights
-
-
-def _gathered_share(work: Work) -> float:
-    """Bytes of a step's new weights over those of the weights themselves: less than 1 where changes are coded."""
-    bits = coded_bits(work.deepspeed)
-    return 1.0 if bits is None else _code_bytes(bits[1]) / work.bytes_per_weight
-
-
-def _code_bytes(bits: int) -> float:
-    many = 1 << 20
-    return code_bytes(many, bits) / many
 
 
 def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent) -> float:
