@@ -6,7 +6,7 @@ its bytes have crossed an ideal link of its rank, one after the other. What is l
 Every way is compared with the plain engine's overlapped ZeRO-1 and with DeepSpeed's own, which always steps AdamW.
 
     python -m benchmarks.hide [--quick] [--record]
-    python -m benchmarks.hide --step-s 0.4 --steps 2 --ways zero1 deepspeed zero1_8_4 delayed_8_4      ten minutes
+    python -m benchmarks.hide --step-s 0.8 --steps 1 --ways zero1 deepspeed delayed_8_4            in ten minutes
     python -m benchmarks.hide --ranks 4 --ratios 1 --ways zero1 delayed_8_4
     python -m benchmarks.hide --ranks 2 --ratios 1 --gloo                       over real gloo between namespaces
     python -m benchmarks.hide.loss                                              what each way costs in loss
@@ -38,8 +38,8 @@ from geotrain.parallelism.acco_forms import least_step_s
 from geotrain.parallelism.checks import code_bytes
 from geotrain.parameters.parameter_map import parameter_count
 
-# 0.7 M parameters, of which a bucket is an eighth; few tokens and small matrices: it computes little.
-MODEL = Size(96, 6, 256, 16, 1, 8)
+# 0.5 M parameters, of which a bucket is an eighth; few tokens and small matrices: it computes little.
+MODEL = Size(96, 4, 256, 16, 1, 8)
 UNIT = units_by_ending({"_s": "s", "_bytes": "bytes"})
 
 

@@ -222,15 +222,13 @@ class Rank:
         engines = {name: self.engine(name) for name in self.job.ways}
         plain, found = engines[ZERO], {name: {"step_s": [], "sent_bytes": 0.0} for name in engines}
         for engine in engines.values():
-            self.steps(engine, 1)
-            engine.settle()
             COMPUTE.wait_in_layers(engine.module, self.job.hold_s)
             self.steps(engine, 1)
             engine.settle()
         computed, shares = [], []
         for turn in range(self.job.rounds):
             processor_s, began_s = time.process_time(), time.perf_counter()
-            computed += [self.compute_s(plain) for _ in range(2)]
+            computed.append(self.compute_s(plain))
             used = torch.tensor((time.process_time() - processor_s) / (time.perf_counter() - began_s))
             dist.all_reduce(used)  # of all ranks, which share the machine
             shares.append(float(used) / len(os.sched_getaffinity(0)))
