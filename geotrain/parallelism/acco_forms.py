@@ -18,10 +18,7 @@ from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
 CODE_BLOCK = ALIGNED
 FIRST_SHARE = 0.5  # of a window's micro-batches, which the published form computes at predicted weights
 BITS = 8, 4  # of a gradient's code and of a weight's change, which together lose nothing that shows
-# What a step's delay is worth, in steps' time: with Muon it costs 0.8 % of loss (`benchmarks.hide.loss`), which is a
-# sixth of the steps where loss falls with the 20th root of compute.
-DELAY = 1.008**20
-ENOUGH = 1.02  # times the least time to a loss: of ways within it, the one that changes least
+ENOUGH = 1.02  # times the least step: of ways within it, the one that changes least
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def best_hiding(
     weights_s: float,
     bytes_each: tuple[int, int],
 ) -> Hiding:
-    """Choose the way that first comes to a loss, for the run's optimizer and the link's speed.
+    """Choose a way for the run's optimizer and the link's speed.
 
     muon: whether the optimizer is Muon, which bears a step's delay; AdamW does not. gradients_s, weights_s: of
     values, which have these bytes each.
@@ -72,8 +69,8 @@ def best_hiding(
         for form in forms
         for bits, seconds in ((None, (gradients_s, weights_s)), (BITS, least))
     ]
-    worth_s = [way.step_s * (DELAY if way.form else 1.0) for way in ways]
-    return next(way for way, each_s in zip(ways, worth_s, strict=True) if each_s <= ENOUGH * min(worth_s))
+    enough_s = ENOUGH * min(way.step_s for way in ways)
+    return next(way for way in ways if way.step_s <= enough_s)
 
 
 def first_part(acco: AccoConfig, micro_batches: int) -> int:

@@ -12,7 +12,6 @@ from geotrain.parallelism.acco_forms import BITS, best_hiding, least_step_s
     [
         (True, 0.05, None, None, 1.0),  # the last backward and the first forward hide it
         (True, 0.25, None, BITS, 1.12),
-        (True, 0.5, None, BITS, 1.29),  # not worth the loss that a delay costs
         (True, 1.0, "delayed", None, 1.88),
         (True, 2.0, "delayed", BITS, 2.88),
         (True, 4.0, "delayed", BITS, 3.18),
