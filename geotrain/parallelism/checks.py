@@ -56,8 +56,7 @@ def code_bytes(numel: int, bits: int) -> int:
 def wire_bytes(deepspeed_block: dict[str, Any], acco: bool) -> tuple[float, float]:
     """Bytes of a gradient, and of a new weight, as data-parallel ranks send them: values or codes."""
     if (bits := coded_bits(deepspeed_block)) is not None:
-        gradient, weight = (code_bytes(1 << 20, each) / (1 << 20) for each in bits)
-        return gradient, weight
+        return code_bytes(1 << 20, bits[0]) / (1 << 20), code_bytes(1 << 20, bits[1]) / (1 << 20)
     weight = 2.0 if trains_in_bf16(deepspeed_block) else 4.0
     return (weight if acco else gradient_wire_bytes(deepspeed_block)), weight
 
