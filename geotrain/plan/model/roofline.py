@@ -154,7 +154,7 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
     exposed_s = sum(sent_s)
     if work.acco or overlaps_reduction(work.deepspeed):
         slots_s = micro_batches * slot_s
-        exposed_s = least_step_s(work.acco and work.acco.form, micro_batches, slots_s, *sent_s) - slots_s
+        exposed_s = least_step_s(work.acco.form if work.acco else None, micro_batches, slots_s, *sent_s) - slots_s
     pipeline_s = (stages - 1) * slot_s
     step_s = micro_batches * slot_s + pipeline_s + optimizer_s + exposed_s
     useful = useful_flops(a, work.sequence_length) * work.micro_tokens * micro_batches * replicas
