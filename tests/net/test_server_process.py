@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -14,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from geotrain.net.server.server_process import keep_memory
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
 from geotrain.parameters.initial import initial_tensor
+from tests.support.forks import FORKS
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Site
 
@@ -49,6 +53,37 @@ def work(site: Site, jobs: int, incarnation: str) -> list[int]:
     for worker in workers:
         worker.close()
     return starts
+
+
+def faults(kept: bool, told: Any) -> None:
+    """Count the pages that a process maps for vectors of 48 MB on another thread, when it had such before."""
+    counts = list[int]()
+
+    def work() -> None:
+        for _ in range(4):
+            torch.ones(3, 4 << 20)
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+    if kept:
+        keep_memory()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    told.send(counts[3] - counts[1])
+
+
+def test_a_server_keeps_the_memory_of_large_vectors():
+    """Which malloc by itself maps anew each time, since it is above 32 MB."""
+    mapped = list[int]()
+    for kept in (False, True):
+        here, there = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=faults, args=(kept, there))
+        process.start()
+        assert here.poll(BUSY_S)
+        mapped.append(here.recv())
+        process.join(BUSY_S)
+    pages = 2 * 48 * (1 << 20) // resource.getpagesize()
+    assert mapped[1] < pages / 100 < pages / 2 < mapped[0]
 
 
 def test_a_run_from_start_to_end_with_a_pause(site):

@@ -127,7 +127,7 @@ def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | 
 
 def keep_memory() -> None:
     """Let this process keep the memory that it frees from here on for what comes next (glibc's malloc; others do as
-    they do), and give back what it has.
+    they do), and give back what is free now.
 
     malloc gives blocks above 32 MB back at once, and fresh pages take longer to map than to fill: an update of a
     large fragment would touch 10 bytes of them a parameter.
@@ -144,6 +144,7 @@ def serve(setup: ServerSetup, resume: bool) -> int:
 
     Where the disk is full it waits for room and begins again. resume: False: the folder must hold no state yet.
     """
+    keep_memory()
     folder = setup.folder
     try:
         while True:
@@ -245,7 +246,7 @@ def _recovered(
         setup.launch,
         kinds,
     )
-    keep_memory()
+    keep_memory()  # not what was read and made on the way, which was more
     for fault in recovered.faults:
         events.report(fault)
     events.write(Recovery(recovered.replayed))
