@@ -55,6 +55,7 @@ def work(site: Site, jobs: int, incarnation: str) -> list[int]:
 
 LARGE_VECTORS = """
 import resource, threading, torch
+from geotrain.net.server.server_process import keep_memory
 keep_memory()
 def work():
     for number in range(8):
