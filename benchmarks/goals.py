@@ -80,8 +80,8 @@ PARTS = (
         (
             Goal("region_bytes_per_parameter", most=20),
             Goal("global_bytes_per_parameter", most=13),
-            Goal("update_vs_memcpy", most=6),
-            Goal("stall_at_snapshot", most=2),
+            Goal("update_vs_memcpy", most=12),
+            Goal("stall_at_snapshot", most=1.5),
             Goal("simulated_over_measured", least=0.8, most=1.25),
             Goal("encrypted.simulated_over_measured", least=0.8, most=1.25),
             Goal("small.simulated_over_measured", least=0.8, most=1.25),
