@@ -1,13 +1,14 @@
 """Real servers, with sockets, journal and disk, of a model of half a billion parameters.
 
-    python -m benchmarks.servers [--parameters 0.5e9] [--rounds 4] [--folder DIR] [--record] [--rates]
+    python -m benchmarks.servers [--parameters 0.5e9] [--rounds 4] [--folder DIR] [--record] [--rates] [--members]
 
 One region and a global server as processes (`geotrain serve`), and two workers of two ranks each that push noise:
 bf16 inside the region, int4 up and down, K 2. Each round updates every fragment of each worker, one update after
 another, and waits until what goes up has come down. Between the updates of a round, a vector as long as the fragment
-is copied. No round begins after four minutes. Then the same in small, with shards as processes. `--rates` writes what
-was measured into the product, for `geotrain dry-run` and `simulate`, and renews the table of docs/operations.md. The
-last line printed is one JSON object:
+is copied. No round begins after four minutes. Then the same in small, with shards as processes. `--rates` measures
+only what plan, dry-run and simulate count with, in five minutes, writes it into the product, and renews the table of
+docs/operations.md; `--members` measures only how an update grows with members. The last line printed is one JSON
+object:
 
 region_bytes_per_parameter, global_bytes_per_parameter
                      the most resident memory of each process (without mapped files), snapshots included
@@ -16,8 +17,10 @@ update_vs_memcpy     seconds from the first byte that is pushed to the last byte
                      the update's fp32 vector once; median over the updates of large fragments, and its 95 % interval
 ns_per_parameter     of an update: from end to end; processor time of each server; and of each stage, on one thread
 simulated_over_measured
-                     ns of an update as plan, dry-run and simulate count them, over those measured here; encrypted:
-                     the same with TLS, of `--encrypted` parameters
+                     ns of an update as plan, dry-run and simulate count them (with `--rates`: from now on), over
+                     those measured here; small, encrypted: the same of `--encrypted` parameters, without and with TLS
+members_200_over_1   time of an update of one member of a region (4 M parameters) while 199 others are connected and
+                     send nothing, over that without them
 stall_at_snapshot    the longest update while snapshots of both servers are written, over the median one
 recovery_s_per_gb    of the region's server, killed with -9: seconds until it listens again, less those of a server
                      without a state, over the snapshot's size
@@ -40,6 +43,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,7 +54,7 @@ import torch
 
 from benchmarks.common import command_line, report, spread, units_by_ending
 from benchmarks.processes import PeakMemory
-from benchmarks.servers import mirrors, rates, shards, stages
+from benchmarks.servers import members, mirrors, rates, shards, stages
 from benchmarks.servers.world import (
     QUIET_S,
     REGION,
@@ -66,6 +70,7 @@ from geotrain.config import load_run
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
 from geotrain.parameters.parameter_map import parameter_map_of
+from geotrain.plan.model.server_rates import MEASURED
 
 UNITS = {
     "_mb_s": "MB/s",
@@ -75,12 +80,23 @@ UNITS = {
     "snapshot": "ratio",
     "measured": "ratio",
     "growth": "ratio",
+    "over_1": "ratio",
     "per_update": "ms",
     "parameters_per_s": "parameters/s",
 }
 ROUNDS_S = 240.0
 SHARDED_ROUNDS = 2
-QUICK = {"parameters": 4e6, "rounds": 1, "shards": [1, 2], "sharded": 1e6, "mirrored": 2e6, "encrypted": 2e6}
+RATES_PARAMETERS, RATES_ROUNDS = 2.4e8, 2  # so that `--rates` ends in five minutes
+MEMBERS_PARAMETERS = 4e6
+QUICK = {
+    "parameters": 4e6,
+    "rounds": 1,
+    "shards": [1, 2],
+    "sharded": 1e6,
+    "mirrored": 2e6,
+    "encrypted": 2e6,
+    "many": 8,
+}
 
 
 def main() -> None:
@@ -91,7 +107,10 @@ def main() -> None:
     parser.add_argument("--sharded", type=float, default=1.6e7, help="parameters in the worlds with shards")
     parser.add_argument("--mirrored", type=float, default=4.8e7, help="parameters beside four regions")
     parser.add_argument("--encrypted", type=float, default=6.4e7, help="parameters where links have TLS")
-    parser.add_argument("--rates", action="store_true", help="renew geotrain/plan/model/server_rates.py and docs")
+    parser.add_argument("--many", type=int, default=200, help="members, for `members_200_over_1`")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--rates", action="store_true", help="renew geotrain/plan/model/server_rates.py and docs")
+    only.add_argument("--members", action="store_true", help="measure `members_200_over_1` alone")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
     options = parser.parse_args()
     if 2 not in options.shards:
@@ -99,29 +118,49 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="servers-", dir=options.folder))
     servers: list[ServerProcess] = []
     try:
-        figures = measure(folder, options.parameters, options.rounds, servers)
-        for server in servers:
-            server.kill()
-        ns = figures["ns_per_parameter"]
-        ns["encrypted"] = encrypted_ns(folder / "encrypted", options.encrypted, options.rounds, servers)
-        figures["simulated_over_measured"] = rates.simulated_ns(False) / ns["end_to_end"]
-        figures["encrypted"] = {"simulated_over_measured": rates.simulated_ns(True) / ns["encrypted"]}
-        for server in servers:
-            server.kill()
-        figures |= shards.measure(folder / "shards", options.sharded, SHARDED_ROUNDS, options.shards)
-        figures["mirrors"] = mirrors.measure(folder / "mirrors", options.mirrored, SHARDED_ROUNDS)
+        if options.members:
+            figures = {
+                "parameters": MEMBERS_PARAMETERS,
+                **members.measure(folder / "many", MEMBERS_PARAMETERS, 2, options.many),
+            }
+        else:
+            figures = _figures(folder, options, servers)
     finally:
         for server in servers:
             server.kill()
         shutil.rmtree(folder, ignore_errors=True)
-    if options.rates:
-        rates.renew(figures, options.note or "python -m benchmarks.servers")
     unit = units_by_ending(UNITS)
     note = f"{figures['parameters'] / 1e6:.0f} M parameters"
     report("servers", figures, options, lambda metric: "ns" if "ns_per_parameter" in metric else unit(metric), note)
 
 
-def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess]) -> dict[str, Any]:
+def _figures(folder: Path, options: Namespace, servers: list[ServerProcess]) -> dict[str, Any]:
+    parameters, rounds = options.parameters, options.rounds
+    if options.rates:
+        parameters, rounds = min(parameters, RATES_PARAMETERS), min(rounds, RATES_ROUNDS)
+    figures = measure(folder, parameters, rounds, servers, whole=not options.rates)
+    for server in servers:
+        server.kill()
+    ns = figures["ns_per_parameter"]
+    for name, encrypted in (("small", False), ("encrypted", True)):
+        ns[name] = small_ns(folder / name, options.encrypted, rounds, servers, encrypted)
+    counted = MEASURED
+    if options.rates:
+        counted = rates.renew(figures, options.note or "python -m benchmarks.servers --rates")
+    figures["simulated_over_measured"] = rates.simulated_ns(counted, False) / ns["end_to_end"]
+    for name, encrypted in (("small", False), ("encrypted", True)):
+        figures[name] = {"simulated_over_measured": rates.simulated_ns(counted, encrypted) / ns[name]}
+    if not options.rates:
+        figures |= shards.measure(folder / "shards", options.sharded, SHARDED_ROUNDS, options.shards)
+        figures["mirrors"] = mirrors.measure(folder / "mirrors", options.mirrored, SHARDED_ROUNDS)
+        figures |= members.measure(folder / "many", MEMBERS_PARAMETERS, SHARDED_ROUNDS, options.many)
+    return figures
+
+
+def measure(
+    folder: Path, parameters: float, rounds: int, servers: list[ServerProcess], whole: bool = True
+) -> dict[str, Any]:
+    """Measure one world. whole: also updates while snapshots are written."""
     run_path = write_files(folder, parameters)
     parameter_map = parameter_map_of(load_run(run_path))
     sizes = [fragment.numel for fragment in parameter_map.fragments]
@@ -166,7 +205,9 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
 
     usual_s = {size: median(took for took, _, each in updates if each == size) for size in sizes}
     stalls = []
-    for server in servers:
+    if not whole:
+        command(region.address, rpc.Control("snapshot"), QUIET_S)
+    for server in servers if whole else ():
         with ThreadPoolExecutor(1) as pool:
             written = pool.submit(command, server.address, rpc.Control("snapshot"), QUIET_S)
             while not written.done():
@@ -196,17 +237,17 @@ def measure(folder: Path, parameters: float, rounds: int, servers: list[ServerPr
             "processor_of_the_global_server": processor["global"],
             **by_stage,
         },
-        "stall_at_snapshot": max(stalls),
+        **({"stall_at_snapshot": max(stalls)} if whole else {}),
         "recovery_s_per_gb": recovery,
         "snapshot_gb": size_gb,
         "first_weights_mb_s": 4 * parameter_map.numel / 1e6 / weights_s,
     }
 
 
-def encrypted_ns(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess]) -> float:
-    """Measure ns a parameter of an update from end to end over links with TLS."""
+def small_ns(folder: Path, parameters: float, rounds: int, servers: list[ServerProcess], encrypted: bool) -> float:
+    """Measure ns a parameter of an update from end to end, over links with TLS or without."""
     folder.mkdir()
-    run_path = write_files(folder, parameters, encrypted=True)
+    run_path = write_files(folder, parameters, encrypted=encrypted)
     sizes = [fragment.numel for fragment in parameter_map_of(load_run(run_path)).fragments]
     top, region = ServerProcess(run_path, "global"), ServerProcess(run_path, REGION)
     servers += [top, region]
@@ -224,6 +265,8 @@ def encrypted_ns(folder: Path, parameters: float, rounds: int, servers: list[Ser
             wait_until_quiet(region)
     for pipe in pipes:
         pipe.send(None)
+    for server in (top, region):
+        server.kill()
     return median(times)
 
 

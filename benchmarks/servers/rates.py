@@ -57,23 +57,25 @@ def of(stages: dict[str, float], recovery_s_per_gb: float, note: str) -> ServerR
     # What goes in and out, each of BYTES, takes the time that no stage does.
     beyond = stages["end_to_end"] - sum(stages[stage] for stage in UPDATE)
     of_byte["between"] = max(0.0, beyond) / (2 * BYTES)
-    of_byte["tls"] = max(0.0, stages["encrypted"] - stages["end_to_end"]) / (2 * BYTES)
+    of_byte["tls"] = max(0.0, stages["encrypted"] - stages["small"]) / (2 * BYTES)
     return ServerRates(hardware(), note, of_parameter, of_byte, recovery_s_per_gb)
 
 
-def simulated_ns(encrypted: bool) -> float:
-    """Nanoseconds of a parameter of a worker's update, by the rates that plan, dry-run and simulate count with."""
+def simulated_ns(counted: ServerRates, encrypted: bool) -> float:
+    """Nanoseconds of a parameter of a worker's update, as plan, dry-run and simulate count them with these rates."""
     place = place_of("region", parse(OuterConfig, OUTER, "outer"), WORKERS)
-    return 1e9 * update_s(place, BYTES, 1, BYTES, product.MEASURED.over(encrypted))
+    return 1e9 * update_s(place, BYTES, 1, BYTES, counted.over(encrypted))
 
 
-def renew(figures: dict[str, Any], note: str) -> None:
+def renew(figures: dict[str, Any], note: str) -> ServerRates:
+    """Write what was measured into the product and the page; returns it."""
     rates = rounded(of(figures["ns_per_parameter"], figures["recovery_s_per_gb"], note))
     path = Path(str(product.__file__))
     head, begin, _ = path.read_text().partition("# fmt: off\n")
     with whole_file(path) as file:
         file.write(f"{head}{begin}{literal(rates)}")
     replace_block(PAGE, "servers", markdown(rates))
+    return rates
 
 
 def literal(rates: ServerRates) -> str:

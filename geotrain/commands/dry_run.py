@@ -25,6 +25,7 @@ from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
 from geotrain.plan.model.sizes import Sizes
 from geotrain.plan.model.work import Work, useful_flops
 from geotrain.plan.predict import predict
+from geotrain.plan.settings import SERVER_BUSY, SHARDS
 from geotrain.simulate.forecast import forecast_run
 
 
@@ -230,6 +231,15 @@ def show_forecast(run: RunConfig, cluster: ClusterConfig, console: Console) -> d
         console.print(f"not foretold: {error}", highlight=False)
         return None
     console.print(report_text(forecast), highlight=False)
+    busy, name = max((server["busy"], name) for name, server in forecast["servers"].items())
+    shards = max(1, len(cluster.global_shards))
+    if busy > SERVER_BUSY and (more := [number for number in SHARDS if number >= shards * busy / SERVER_BUSY]):
+        console.print(
+            f"{name} works {busy:.0%} of the time: at least {more[0]} shards a server (global_shards, and each "
+            "region's shards) would let it rest for half of it; `geotrain plan` places them",
+            style="yellow",
+            highlight=False,
+        )
     return forecast
 
 

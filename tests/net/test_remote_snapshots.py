@@ -23,7 +23,8 @@ from geotrain.net.storage.recovery import recover
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, Uploader, newest_snapshot
 from geotrain.net.storage.snapshots import META, SnapshotStore, StoreError
 from geotrain.outer.events import Event
-from tests.support.net_worlds import BUSY_S, same
+from tests.net.test_resume import Breaking
+from tests.support.net_worlds import BUSY_S, Loop, same
 from tests.support.object_storage import make_bucket, s3_server
 from tests.support.outer_world import config, halves, make, random_deltas
 from tests.support.recorded_world import JournaledWorld
@@ -100,6 +101,99 @@ def test_what_follows_a_damaged_copy_is_newer_than_all_that_is_there(tmp_path, u
     number, checkpoint_id = max(elsewhere.checkpoint_ids().items())
     Copies(mirror, keep=1).upload(elsewhere.path(number), checkpoint_id)
     assert checkpoint_id > "00000003-a" and mirror.checkpoint_ids() == {checkpoint_id: True}
+
+
+class Cut(Breaking):
+    """A link that breaks once, and then stays so until it is mended."""
+
+    mended = False
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.broken and not self.mended:
+            writer.transport.abort()
+        else:
+            await super()._connected(reader, writer)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_copy_that_breaks_goes_on_where_it_broke(tmp_path, s3, loop, monkeypatch, way):
+    """The link breaks in the middle; all that goes over it is the snapshot once, and a tenth of it at most."""
+    monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote_module, "PART_BYTES", 1 << 16)
+    monkeypatch.setattr(s3fs.core.S3FileSystem, "retries", 1)
+    whole_bytes = 24 * 4 * 60_000
+    link = Cut(int(s3["AWS_ENDPOINT_URL"].rpartition(":")[2]), way, whole_bytes // 2, times=1)
+    port = loop.do(link.start())
+    for key, value in {**s3, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(key, value)
+    bucket = make_bucket(f"cut-{way}", s3)
+    s3fs.S3FileSystem.clear_instance_cache()
+    store, mirror = SnapshotStore(tmp_path / "here"), RemoteSnapshots(f"{bucket}/run")
+    state = {f"chunk.{i}.x": torch.randn(60_000) for i in range(24)}
+    store.save(FrozenState(state), {"checkpoint_id": "00000001-a"})
+    folder = tmp_path / "back/00000001"
+
+    def copy() -> None:
+        mirror.upload(store.path(1), "00000001-a") if way == "up" else mirror.fetch("00000001-a", folder)
+
+    if way == "down":
+        mirror.upload(store.path(1), "00000001-a")
+    with pytest.raises(StoreError, match="cannot be"):
+        copy()
+    assert link.broken == 1
+    link.mended = True
+    assert mirror.whole() == ([] if way == "up" else ["00000001-a"])
+    copy()
+    assert whole_bytes < link.moved[way] < 1.1 * whole_bytes
+    if way == "up":
+        mirror.fetch("00000001-a", folder)
+        assert not mirror._files.exists(mirror._path("00000001-a", remote_module.BEGUN))
+    assert same(SnapshotStore(tmp_path / "back").load(1).tensors, state)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_what_broke_is_not_taken_for_another_content_or_for_damage(tmp_path, url, monkeypatch):
+    """Files of the same sizes that an upload of other content has left, and what this machine's disk has lost."""
+    mirror, stores = RemoteSnapshots(url), [SnapshotStore(tmp_path / str(seed)) for seed in (1, 2)]
+    for seed, store in enumerate(stores):
+        store.save(FrozenState(tensors(seed)), {"checkpoint_id": "00000001-a"})
+    put, sent = mirror._files.put_file, list[str]()
+
+    def breaks(path: str, to: str) -> None:
+        sent.append(Path(path).name)
+        if len(sent) == 3:
+            raise ConnectionError("cut")
+        put(path, to)
+
+    monkeypatch.setattr(mirror._files, "put_file", breaks)
+    with pytest.raises(StoreError, match="cut"):
+        mirror.upload(stores[0].path(1), "00000001-a")
+    mirror.upload(stores[1].path(1), "00000001-a")
+    assert len(sent) == 3 + 4  # all of it again
+    folder = tmp_path / "back/00000001"
+    get, asked = mirror._files.cat_file, list[str]()
+
+    def cut_once(path: str, **part: Any) -> Any:
+        asked.append(path)
+        if len(asked) == 3:
+            raise ConnectionError("cut")
+        return get(path, **part)
+
+    monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(mirror._files, "cat_file", cut_once)
+    mirror.fetch("00000001-a", folder)  # it tries again by itself
+    assert len(asked) == 1 + 3 + 1
+    damaged = folder / "fragment.0.x.safetensors"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    mirror.fetch("00000001-a", folder)
+    assert same(SnapshotStore(tmp_path / "back").load(1).tensors, tensors(1)) and len(asked) == 1 + 3 + 1 + 1 + 4
 
 
 def test_another_content_under_a_number_replaces_it_and_the_same_is_not_sent_again(tmp_path, url, monkeypatch):

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
 import torch
 
+from geotrain.config import FragmentConfig
+from geotrain.net.server import grpc_service
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.transport import deadlines, rpc, wire
 from geotrain.net.transport.deadlines import FrameDeadline
+from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.net.transport.tcp_counters import TcpCounters
-from geotrain.outer.messages import Refused, UpdatePart
+from geotrain.outer.messages import Answer, Refused, UpdatePart
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from tests.support import net_worlds
 from tests.support.net_worlds import BUSY_S, FakeWorker, outer, whole
 
@@ -89,6 +95,30 @@ def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
     assert UPDATE_BYTES - link.broken * MB < wire_bytes < 1.5 * UPDATE_BYTES
     assert large.regions["eu"].server.members["a"].updates == (1 if way == "up" else 0)
     assert not large.regions["eu"].service.uploads._kept
+
+
+@pytest.mark.parametrize("wait_s", [rpc.MAX_WAIT_S, 0.05])
+def test_few_get_first_weights_at_a_time(make, monkeypatch, wait_s):
+    """All get them, in turn, also where their turn comes later than a call may wait."""
+    parameters = [Parameter("big", (3000, 1000), None, "ones")]
+    monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: ParameterMap(parameters))
+    monkeypatch.setattr(grpc_service, "FIRSTS_AT_ONCE", 1)
+    monkeypatch.setattr(rpc, "MAX_WAIT_S", wait_s)
+    sending, live, most = FragmentBytes.sending, set[int](), [0]
+
+    def watched(own: FragmentBytes, message: object, first: int = 0) -> Iterator[bytes]:
+        if isinstance(message, Answer):
+            live.add(id(own))
+            most.append(len(live))
+        yield from sending(own, message, first)
+        live.discard(id(own))
+
+    cluster = make(outer(fragments=FragmentConfig(), updates_per_send=50), {"eu": dict.fromkeys("abcd", whole)})
+    monkeypatch.setattr(FragmentBytes, "sending", watched)
+    with ThreadPoolExecutor(4) as joining:
+        workers = list(joining.map(cluster.joined, "abcd"))
+    assert all(torch.equal(worker.anchor[0], torch.ones(3_000_000)) for worker in workers)
+    assert max(most) == 1 and len(most) > 4
 
 
 def test_what_is_kept_of_one_update_is_not_taken_for_another(large):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,29 @@ def test_neither_the_sender_nor_who_waits_for_it_waits_for_the_work_for_others(t
         assert await second == 2
         assert server.gone_on >= 1  # before the next message was taken
 
+    run_slow(tmp_path, [], steps)
+
+
+def test_a_status_that_takes_long_is_not_made_for_every_message(tmp_path, monkeypatch):
+    """It grows with the members. Who asks for it when the thread rests gets that after the last message."""
+    made: list[int] = []
+
+    def status(server: Slow) -> dict[str, Any]:
+        made.append(server.taken)
+        time.sleep(0.2)
+        return {"taken": server.taken}
+
+    async def steps(thread: ServerThread, server: Slow) -> None:
+        server.may_go_on.set()
+        for _ in range(20):
+            await thread.say(Leave("eu"))
+        assert len(made) <= 5
+        while thread.status != {"taken": 20}:
+            await asyncio.sleep(0.01)
+        before = len(made)
+        assert thread.status == {"taken": 20} and len(made) == before
+
+    monkeypatch.setattr(Slow, "status", status)
     run_slow(tmp_path, [], steps)
 
 

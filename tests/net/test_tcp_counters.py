@@ -6,6 +6,8 @@ import contextlib
 import socket
 from pathlib import Path
 
+import pytest
+
 from geotrain.net.transport import tcp_counters
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
 from tests.support.net_worlds import BUSY_S, clusters, outer, wait_for, whole
@@ -44,6 +46,25 @@ def test_a_known_transfer_is_counted_on_both_sides_and_kept_when_the_sockets_clo
         assert (counters.total.sent_bytes, counters.total.received_bytes) == (size + 1, 1000)
         assert counters.total.peak_sent_bytes == size + 1
         counters.stop()
+
+
+def test_many_sockets_are_sampled_once_a_second(monkeypatch):
+    """A sample takes the longer the more sockets there are."""
+    counters, now_s, pauses = TcpCounters(), [0.0], list[float]()
+    monkeypatch.setattr(tcp_counters.time, "thread_time", lambda: now_s[0])
+    costs_s = iter((1e-6, 3e-3, 0.1))
+
+    def sample() -> None:
+        now_s[0] += next(costs_s)
+
+    def wait(pause_s: float) -> bool:
+        pauses.append(pause_s)
+        return len(pauses) == 4
+
+    monkeypatch.setattr(counters, "sample", sample)
+    monkeypatch.setattr(counters._stop, "wait", wait)
+    counters._run()
+    assert pauses == [0.2, 0.2, pytest.approx(0.6), 1.0]
 
 
 def test_the_peak_is_of_one_second():

@@ -19,13 +19,16 @@ from geotrain.outer.messages import (
     LeaseRequest,
     Refused,
 )
-from geotrain.outer.server.limits import LEAST_DEVIATION, MEMORY, NORMAL, PEAK, NormLimits, norm
+from geotrain.outer.server.limits import LEAST_DEVIATION, MEMORY, MOST_MEMORY, NORMAL, PEAK, NormLimits, norm
 from tests.support.outer_world import (
+    FakeWorker,
     World,
     config,
+    flat,
     halves,
     make,
     random_deltas,
+    whole,
 )
 
 sizes = st.floats(1e-6, 1e6)
@@ -145,6 +148,46 @@ def test_a_region_that_was_cut_off_may_bring_much():
     for job in range(1, 61):
         assert isinstance(world.top.handle(LeaseRequest("a", job)).reply, Lease)
     assert world.top.handle(many).reply
+
+
+class Looked(dict):
+    """A table that counts how often an entry is looked at."""
+
+    count = 0
+
+    def __getitem__(self, key):
+        self.count += 1
+        return super().__getitem__(key)
+
+    def _all(self):
+        for key in dict.__iter__(self):
+            self.count += 1
+            yield key, super().__getitem__(key)
+
+    items = _all
+
+    def values(self):
+        return (value for _, value in self._all())
+
+    def __iter__(self):
+        return (key for key, _ in self._all())
+
+
+def test_an_update_looks_at_as_many_members_however_many_have_joined():
+    looked, remembered = [], []
+    for members in (1, 200):
+        names = tuple(f"w{i}" for i in range(members))
+        top = flat(workers=names)
+        worker = FakeWorker("w0", top.parameter_map, whole(top.parameter_map))
+        top.members = Looked(top.members)
+        for _ in range(MOST_MEMORY):  # what it has sent is all that is remembered
+            [part] = worker.parts({f.index: torch.ones(f.numel) for f in top.parameter_map.fragments})
+            top.members.count = 0
+            assert top.handle(part).reply
+        looked.append(top.members.count)
+        remembered.append(len(top.norms.state()[0][0]))
+    assert looked[0] == looked[1] > 0
+    assert remembered == [MEMORY, MOST_MEMORY]  # of 200 members, 200 times as many would be sorted for each update
 
 
 def test_limits_can_be_switched_off():

@@ -14,8 +14,10 @@ from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
-from geotrain.outer.shards.protocol import Apply, NewIncarnation
+from geotrain.outer.shards import shard
+from geotrain.outer.shards.protocol import Apply, NewIncarnation, digest
 from geotrain.outer.shards.remote import RemoteShards
+from geotrain.outer.shards.shard import HeldPayload
 from geotrain.parameters.parameter_map import ParameterMapError
 from geotrain.staging.interface import to_bytes
 from tests.support.outer_world import (
@@ -155,8 +157,10 @@ def test_a_fault_in_one_chunk_refuses_the_whole_update_in_all_shards() -> None:
     assert applied
 
 
-def test_a_shard_applies_what_its_coordinator_has_judged() -> None:
-    """And nothing else that it may hold under the same number."""
+def test_a_shard_applies_what_its_coordinator_has_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else that it may hold under the same number. Each payload is digested once."""
+    digested: list[bytes] = []
+    monkeypatch.setattr(shard, "digest", lambda payload: digested.append(payload) or digest(payload))
     world = make(config(), cut_a=halves, **CHUNKS)
     region, worker = world.regions["eu"], world.workers["a"][1]
     machine = ShardServer(region.shards.all[0], 0, 1, tuple(region.members), "worker")
@@ -177,13 +181,14 @@ def test_a_shard_applies_what_its_coordinator_has_judged() -> None:
     payloads, before = machine.shard.members["a"].updates[1], [x.clone() for x in weights_of(region)]
     chunk = world.parameter_map.chunks_of[1][0].index
     right = payloads[1, chunk]
-    payloads[1, chunk] = bytes(len(right))
+    payloads[1, chunk] = HeldPayload(bytes(len(right.content)))
     with pytest.raises(PayloadLost, match=r"update a/1, .*: not what its coordinator has judged"):
         machine.handle(given[-1])
     assert all(map(torch.equal, weights_of(region), before))
     payloads[1, chunk] = right
+    digested.clear()
     machine.handle(given[-1])
-    assert not torch.equal(weights_of(region)[1], before[1])
+    assert not torch.equal(weights_of(region)[1], before[1]) and not digested
 
 
 def test_a_fault_in_one_chunk_of_global_weights_changes_no_mirror() -> None:

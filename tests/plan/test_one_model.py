@@ -89,6 +89,9 @@ def test_a_servers_shards_divide_its_work_in_the_simulator_too(tmp_path: Path) -
     alone = simulate(*files)
     assert shared["utilization"] > 1.5 * alone["utilization"]
     assert all(server["busy"] > 0.9 for name, server in alone["servers"].items() if name != "global")
+    words = io.StringIO()
+    dry_run.show_forecast(load_run(files[0]), load_cluster(files[1]), Console(file=words, width=400))
+    assert re.search(r"works \d+% of the time: at least [24] shards a server .global_shards", words.getvalue())
 
 
 def test_encrypted_links_cost_servers_time() -> None:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -51,7 +52,7 @@ class Machine:
         transport, loop = self.network.transport(), self.loop
         threads = SimpleNamespace(Thread=_NoThread, Event=None)
         put: list[tuple[Any, str, Any]] = [
-            (server_thread, "threading", SimpleNamespace(Thread=_InboxThread)),
+            (server_thread, "threading", SimpleNamespace(Thread=_InboxThread, Lock=Lock)),
             (server_thread, "queue", SimpleNamespace(SimpleQueue=_Inbox)),
             (process_host, "ThreadPoolExecutor", lambda *_, **__: _Writes(self)),
             (process_host, "wait", _wait),

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -69,6 +69,7 @@ SERVER_OPTIONS = (
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
     ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
 )
+FIRSTS_AT_ONCE = 4  # first weights that are sent at a time: whoever has them trains, while others get theirs
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 NOT_FINITE = "it says that its delta is not finite"
 OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
@@ -114,6 +115,7 @@ class GrpcService:
         self._granted: dict[str, Lease | Finished] = {}
         self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
         self._receiving: dict[tuple[str, int], asyncio.Task[Any]] = {}  # rank → the task that receives its update
+        self._firsts = asyncio.Semaphore(FIRSTS_AT_ONCE)
         self._grpc: aio.Server | None = None
 
     async def start(self, address: Address) -> int:
@@ -290,14 +292,22 @@ class GrpcService:
             return wanted if self.server.lacks_answer(*asked) else self.server.answer(*asked)
 
         wait_s = min(pull.wait_s, rpc.MAX_WAIT_S)
+        until_s = asyncio.get_running_loop().time() + wait_s
         while (answer := await self.server_thread.until(looked_for, wait_s)) is wanted:
             await self.server_thread.say(wanted)
         message = rpc.NotYet() if answer is None else answer
         header = next(wire.frames(message))
         # Data frames that the receiver has already are left out only if they are of this very answer.
         first = pull.data_frames if wire.crc_of(header) == pull.header else 0
-        for frame in self.fragment_bytes[pull.member].sending(message, first):
-            await self._deadlines[pull.member].frame(context.write(frame))
+        async with AsyncExitStack() as turn:
+            if answer is not None and not pull.sequence and not first:  # who was cut off goes on at once
+                try:
+                    left_s = until_s - asyncio.get_running_loop().time()
+                    await within(left_s, turn.enter_async_context(self._firsts))
+                except TimeoutError:
+                    message = rpc.NotYet()
+            for frame in self.fragment_bytes[pull.member].sending(message, first):
+                await self._deadlines[pull.member].frame(context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:
         ask = wire.unpack(request, rpc.AskLease)

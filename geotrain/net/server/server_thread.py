@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 GROUP = 64  # at most so many messages share one flush of the journal
 FULL_RETRY_S = 5.0
+STATUS_SHARE, STATUS_WAIT_S = 0.02, 0.02  # see `ServerThread`; how long a reader of the status waits for rest
 
 
 @dataclass
@@ -57,7 +58,9 @@ class ServerThread:
     deliver: called in the event loop with each thing that the server wants to send.
     write_event: called on the server's thread with each event, after each accepted message.
 
-    `status` is the server's status after the last message; reading it never waits for tensor work. `full` says why
+    `status` is the server's status after the last message; reading it never waits for tensor work. It grows with the
+    members, and the time of an update must not: while the thread is at work it may be that after an earlier message,
+    so that making it takes STATUS_SHARE of the time at most. `full` says why
     messages are refused for want of room on the disk; None while there is room. `failure` gets the exception if
     handling a message raised anything but Refused. The state is not to be trusted then, and the process must end;
     the journal holds what is needed to begin again.
@@ -72,7 +75,10 @@ class ServerThread:
     ) -> None:
         self.server, self.journal = server, journal
         self.deliver, self.write_event = deliver, write_event
-        self.status: dict[str, Any] = server.status()
+        self._status: dict[str, Any] = server.status()
+        self._status_due_s = 0.0  # when it may be made again at work; time.perf_counter()
+        self._changed = False  # whether the server may have changed since
+        self._working = threading.Lock()  # held while the server may change
         self.flushes, self.flush_s = 0, 0.0  # of the journal: how many so far, and their time
         self.calls = 0  # how many messages so far
         self.full: str | None = None
@@ -142,6 +148,15 @@ class ServerThread:
             watch.done.cancel()
 
     @property
+    def status(self) -> dict[str, Any]:
+        if self._changed and self._working.acquire(timeout=STATUS_WAIT_S):
+            try:
+                self._make_status()
+            finally:
+                self._working.release()
+        return self._status
+
+    @property
     def waiting(self) -> int:
         """Number of messages and calls that wait for the thread."""
         return self._queue.qsize()
@@ -171,7 +186,8 @@ class ServerThread:
                 else:
                     group.append(more)
             # Work whose caller was cancelled while it waited is left out.
-            self._work_on([each for each in group if each.done.set_running_or_notify_cancel()])
+            with self._working:
+                self._work_on([each for each in group if each.done.set_running_or_notify_cancel()])
             if closing:
                 return
 
@@ -203,11 +219,17 @@ class ServerThread:
     def _follow(self) -> None:
         """See to those who wait for what a message has changed, then do what it has made due."""
         self._look()
+        self._changed = True
         try:
             self._go_on()
         except Exception as error:
             self._loop.call_soon_threadsafe(self._fail, error)
-        self.status = self.server.status()
+
+    def _make_status(self) -> None:
+        began_s, self._changed = time.perf_counter(), False
+        self._status = self.server.status()
+        now_s = time.perf_counter()
+        self._status_due_s = now_s + (now_s - began_s) / STATUS_SHARE
 
     def _look(self) -> None:
         """Give those who wait what they wait for, if it is there now."""
@@ -263,11 +285,13 @@ class ServerThread:
 
     def _say(self, messages: tuple[Any, ...]) -> list[Any]:
         replies = list[Any]()
+        self._changed = True
         for message in messages:
             if replies:
                 self._go_on()
             replies.append(self._tell(self.server.take(message)))
-        self.status = self.server.status()
+        if time.perf_counter() >= self._status_due_s:
+            self._make_status()
         return replies
 
     def _go_on(self) -> None:

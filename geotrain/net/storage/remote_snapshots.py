@@ -3,9 +3,10 @@
     <url>/<checkpoint id>/<tensor>.safetensors, then <url>/<checkpoint id>/meta.json
 
 `meta.json` names every file with its length and checksum. It is copied last and removed first, so it is there only
-while all other files are: object stores cannot rename a folder, so it marks a copy as whole. A copy that was found
-damaged gets a file `damaged.txt`, and is whole no more. Credentials, end points and the like come from the
-environment, as each of fsspec's file systems documents.
+while all other files are: object stores cannot rename a folder, so it marks a copy as whole. Until then the same
+content stands in `begun.json`: an upload that broke goes on with the files that are not there, a download with the
+bytes. A copy that was found damaged gets a file `damaged.txt`, and is whole no more. Credentials, end points and the
+like come from the environment, as each of fsspec's file systems documents.
 
 A server with shards in processes of their own has copies for each process. A checkpoint is whole where all of them
 have it. The coordinator's copy is made last and removed first, as `meta.json` is.
@@ -48,7 +49,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 300.0  # between attempts to upload
-DAMAGED = "damaged.txt"
+DAMAGED, BEGUN = "damaged.txt", "begun.json"
+PART_BYTES = 32 << 20  # of a file that is fetched at once
 CHECKPOINT_ID = re.compile(r"\d{8}-[0-9a-f]+")
 
 
@@ -90,9 +92,16 @@ class RemoteSnapshots:
             if self._is_whole(checkpoint_id) and self._files.cat_file(self._path(checkpoint_id, META)) == meta:
                 return size
             self._remove(checkpoint_id, META, DAMAGED)
-            self._files.makedirs(self._path(checkpoint_id), exist_ok=True)
+            there, begun = self._sizes(checkpoint_id), self._path(checkpoint_id, BEGUN)
+            if BEGUN not in there or self._files.cat_file(begun) != meta:
+                self._remove(checkpoint_id, *there)  # of another content, be it that sizes are the same
+                there = {}
+                self._files.makedirs(self._path(checkpoint_id), exist_ok=True)
+                self._files.pipe_file(begun, meta)
             for path in (*files, folder / META):
-                self._files.put_file(str(path), self._path(checkpoint_id, path.name))
+                if there.get(path.name) != path.stat().st_size:
+                    self._files.put_file(str(path), self._path(checkpoint_id, path.name))
+            self._remove(checkpoint_id, BEGUN)
             self._condemned.discard(checkpoint_id)
         return size
 
@@ -126,24 +135,53 @@ class RemoteSnapshots:
         return ""
 
     def fetch(self, checkpoint_id: str, folder: Path) -> None:
-        """Copy a snapshot into a folder of this machine, which is made anew, and bring it to the disk.
+        """Copy a snapshot into a folder of this machine, and bring it to the disk. It goes on with what a call that
+        broke has left there, and tries again as long as something comes.
 
-        Raises also DamagedSnapshot if the copy is not whole. After an error nothing is left there.
+        Raises also DamagedSnapshot if the copy is not whole; then nothing is left there.
         """
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            with self._faults("cannot be read"):
+        with self._faults("cannot be read"):
+            meta: bytes = self._files.cat_file(self._path(checkpoint_id, META))
+            files = checked_meta(meta, f"{self.url}/{checkpoint_id}")["files"]
+            goes_on = (folder / META).exists() and (folder / META).read_bytes() == meta
+            if not goes_on:
+                shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-                meta: bytes = self._files.cat_file(self._path(checkpoint_id, META))
                 (folder / META).write_bytes(meta)
-                for name in checked_meta(meta, f"{self.url}/{checkpoint_id}")["files"]:
-                    self._files.get_file(
-                        self._path(checkpoint_id, f"{name}.safetensors"), str(folder / f"{name}.safetensors")
-                    )
-                check(folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        backoff, came_bytes = RetryBackoff(FIRST_PAUSE_S, LAST_PAUSE_S), 0
+        while True:
+            try:
+                with self._faults("cannot be read"):
+                    for name, (size, _) in files.items():
+                        self._fetch_file(checkpoint_id, folder / f"{name}.safetensors", size)
+                    return check(folder)
+            except DamagedSnapshot:
+                shutil.rmtree(folder, ignore_errors=True)
+                if not goes_on:
+                    raise
+                return self.fetch(checkpoint_id, folder)  # perhaps it was this machine's disk
+            except StoreError:
+                before, came_bytes = came_bytes, sum(path.stat().st_size for path in folder.iterdir())
+                if came_bytes == before:
+                    raise
+                time.sleep(backoff.pause_s())
+
+    def _fetch_file(self, checkpoint_id: str, path: Path, size: int) -> None:
+        """Append to a file what it lacks. Where the copy is shorter, so is the file."""
+        with path.open("ab") as file:
+            while (begin := file.tell()) < size:
+                end = min(size, begin + PART_BYTES)
+                part: bytes = self._files.cat_file(self._path(checkpoint_id, path.name), start=begin, end=end)
+                if file.write(part) < end - begin:
+                    break
+
+    def _sizes(self, checkpoint_id: str) -> dict[str, int]:
+        """Sizes of the files that are there of a copy, by name."""
+        try:
+            files = self._files.ls(self._path(checkpoint_id), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {each["name"].rpartition("/")[2]: each["size"] for each in files}
 
     def _is_whole(self, checkpoint_id: str) -> bool:
         exists = self._files.exists

@@ -48,6 +48,7 @@ META = "meta.json"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 DISPENSABLE = ("held.", "answer.")  # what members were sent: without it they are sent whole weights
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)  # what damage can look like
+SYNC_BYTES = 32 << 20  # of a file are brought to the disk at a time: the journal's next flush waits for no more
 HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
 
 
@@ -328,11 +329,15 @@ def _write_tensor(path: Path, name: str, state: FrozenState) -> tuple[int, int]:
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
     """Write a new file, which is on disk when this returns. Returns (bytes, crc32) of it."""
-    size = crc = 0
+    size = crc = synced = 0
     with path.open("xb") as file:
         for chunk in chunks:
             crc = crc32(chunk, crc)
             size += file.write(chunk)
+            if size - synced >= SYNC_BYTES:
+                file.flush()
+                os.fdatasync(file.fileno())
+                synced = size
         file.flush()
         os.fsync(file.fileno())
     return size, crc

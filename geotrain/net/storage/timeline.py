@@ -72,8 +72,8 @@ def write_timeline(folder: Path, timeline: Timeline) -> None:
 
 def clear_void(folder: Path) -> None:
     """Make the folder one without a state, if a process died while it exchanged the state. Raises OSError."""
-    shutil.rmtree(folder / FETCHED, ignore_errors=True)
     if (folder / VOID).exists():
+        shutil.rmtree(folder / FETCHED, ignore_errors=True)
         _exchange(folder, None)
 
 

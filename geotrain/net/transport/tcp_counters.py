@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from geotrain.common.files import out_of_room
 
 PERIOD_S = 0.2  # time between samples
+MOST_SHARE = 0.005  # of a processor: where there are many sockets, samples are up to WINDOW_S apart
 DESCRIPTORS = "/proc/self/fd"
 MAX_PEERS = 16384  # connections that are remembered, closed ones among them
 WINDOW_S = 1.0  # peaks are bytes within this time
@@ -59,7 +60,7 @@ class Traffic:
 
 
 class TcpCounters:
-    """Samples all sockets every PERIOD_S on a thread of its own. Peers are named "host:port".
+    """Samples all sockets every PERIOD_S, or less often, on a thread of its own. Peers are named "host:port".
 
     A socket's counters are gone when it closes, so what it moved after its last sample is not counted.
     counted: which peers belong to the sum `total`, whose peaks are those of the sum. `recent` is the same sum since
@@ -130,8 +131,11 @@ class TcpCounters:
                 del self._peers[peer]
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD_S):
+        took_s = 0.0
+        while not self._stop.wait(min(WINDOW_S, max(PERIOD_S, took_s / MOST_SHARE))):
+            began_s = time.thread_time()
             self.sample()
+            took_s = time.thread_time() - began_s
 
 
 def connections() -> Iterator[tuple[str, socket.socket]]:

@@ -13,7 +13,7 @@ A replay must accept and refuse as the server did. So nothing but journaled stat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from math import exp, fsum, inf, log, sqrt
 from statistics import median
 from typing import Any
@@ -21,7 +21,8 @@ from typing import Any
 from geotrain.config import LimitsConfig
 from geotrain.outer.messages import BadDelta, Refused
 
-MEMORY = 64  # norms remembered for each fragment, times the number of members
+# Norms remembered for each fragment: so many times the number of members, up to a number beyond which they cost time.
+MEMORY, MOST_MEMORY = 64, 512
 FAR = 4.0  # beyond so many times what would be usual by the others' updates, no history of a member's own helps it
 LEAST_OF_OTHERS = 4  # updates of others, by which one is measured
 PEAK = 2.0  # a norm up to this many times the largest remembered one passes
@@ -74,9 +75,10 @@ class NormLimits:
     """
 
     def __init__(self, config: LimitsConfig, fragments: int, members: int) -> None:
-        self.deviations, self.free = config.norm_deviations, config.norm_free_updates * members
-        # At least as many as are let through at first, or the check would never begin.
-        self._memory = max(MEMORY * members, self.free)
+        self.deviations = config.norm_deviations
+        # At least as many are remembered as are let through at first, or the check would never begin.
+        self.free = min(config.norm_free_updates * members, max(MOST_MEMORY, config.norm_free_updates))
+        self._memory = max(min(MEMORY * members, MOST_MEMORY), self.free)
         # For each fragment: (member, log of the norm, log of the norm over weight) of the last updates, oldest first.
         self._noted: list[deque[Noted]] = [deque(maxlen=self._memory) for _ in range(fragments)]
 
@@ -100,6 +102,10 @@ class NormLimits:
             limits = [factor * usual_limit(logs, self.deviations) for logs in histories]
             if size > limits[0] and size / weight > limits[1]:
                 raise _unusual(member, fragment, size, f"; up to {limits[0]:.3g} {whose}")
+
+    def senders(self, fragments: Iterable[int]) -> set[str]:
+        """Return the members whose norms of these fragments are remembered."""
+        return {noted[0] for fragment in fragments for noted in self._noted[fragment]}
 
     def note(self, member: str, fragment: int, size: float, weight: int) -> None:
         """Remember the norm of an update that was accepted. What was refused is never remembered: a member that keeps

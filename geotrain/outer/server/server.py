@@ -466,7 +466,8 @@ class Server(Membership):
         if self.norms is not None:
             sizes = [member.norms[fragment] for fragment in fragments]
             weight = min(first.weight, self.max_credible_weight(name))
-            at_work = {other for other, each in self.members.items() if not each.away}
+            known = self.norms.senders(fragments) & self.members.keys()
+            at_work = {sender for sender in known if not self.members[sender].away}
             for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
                 self.norms.check(name, fragment, size, weight, at_work)
             for fragment, size in zip(fragments, sizes, strict=True):

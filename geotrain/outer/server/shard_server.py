@@ -35,7 +35,6 @@ from geotrain.outer.shards.protocol import (
     StartOver,
     bare,
     counts,
-    digest,
     digest_of_all,
 )
 from geotrain.outer.shards.shard import ServerShard
@@ -122,7 +121,7 @@ class ShardServer:
                 continue
             known = self.shard.members[command.member]
             payloads = known.updates[command.sequence]
-            if judged != digest_of_all(digest(payloads[part, chunk]) for part in sorted(known.joins)):
+            if judged != digest_of_all(payloads[part, chunk].digest for part in sorted(known.joins)):
                 raise PayloadLost(
                     f"shard {self.index} of {self.name!r}: update {update_id(command.member, command.sequence)}, "
                     f"{self.parameter_map.called(chunk)}: not what its coordinator has judged: nothing is applied"
@@ -163,10 +162,11 @@ class ShardServer:
         return Handled(None, tuple(Send(COORDINATOR, message) for message in messages))  # type: ignore[arg-type]
 
     def _held(self, part: UpdatePart) -> HeldPart:
-        squares = {each.chunk: each for each in self.shard.measure(part.member, part.sequence, part.part)}
+        held = self.shard.members[part.member].updates[part.sequence]
         measured = [
-            Measured(d.chunk, len(d.payload), squares[d.chunk].squares, squares[d.chunk].fault, digest(d.payload))
-            for d in part.deltas
+            Measured(each.chunk, len(payload.content), each.squares, each.fault, payload.digest)
+            for each in self.shard.measure(part.member, part.sequence, part.part)
+            for payload in (held[part.part, each.chunk],)
         ]
         return HeldPart(bare(part), tuple(measured))
 
@@ -270,7 +270,7 @@ class ShardServer:
             yield from known.joins.values()
             for sequence, payloads in known.updates.items():
                 for part in sorted({part for part, _ in payloads}):
-                    deltas = [ChunkDelta(i, 0, payload) for (p, i), payload in sorted(payloads.items()) if p == part]
+                    deltas = [ChunkDelta(i, 0, payloads[p, i].content) for p, i in sorted(payloads) if p == part]
                     yield UpdatePart(name, known.joins[part].incarnation, sequence, part, tuple(deltas))
         yield from self.shard.received()
 

@@ -44,8 +44,9 @@ class LocalShards(Shards):
         return sorted(faults, key=lambda fault: fault.chunk)
 
     def as_received(self, part: UpdatePart) -> UpdatePart:
-        held = [self.of[d.chunk].members[part.member].updates[part.sequence] for d in part.deltas]
-        return with_payloads(part, [table[part.part, d.chunk] for table, d in zip(held, part.deltas, strict=True)])
+        tables = [self.of[d.chunk].members[part.member].updates[part.sequence] for d in part.deltas]
+        held = [table[part.part, d.chunk] for table, d in zip(tables, part.deltas, strict=True)]
+        return with_payloads(part, [each.content for each in held])
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
         return with_payloads(update, [self.of[delta.chunk].in_flight[delta.chunk] for delta in update.deltas])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +17,31 @@ from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
 from geotrain.outer.shards.bf16_state import in_fp32, round_to_bf16
-from geotrain.outer.shards.protocol import Apply, Command, Copy, Decoded, Forget, Freeze, Merge, SendUp, StartOver
+from geotrain.outer.shards.protocol import (
+    Apply,
+    Command,
+    Copy,
+    Decoded,
+    Forget,
+    Freeze,
+    Merge,
+    SendUp,
+    StartOver,
+    digest,
+)
 from geotrain.parameters.parameter_map import Chunk, ParameterMap, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
+
+
+class HeldPayload:
+    """Holds one rank's payload of a chunk, and its digest, which is computed once."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.content)
 
 
 @dataclass
@@ -27,7 +50,7 @@ class _Known:
 
     joins: dict[int, Join] = field(default_factory=dict)  # part → its slices
     # sequence → (part, chunk) → what came, and what was frozen
-    updates: dict[int, dict[tuple[int, int], bytes]] = field(default_factory=dict)
+    updates: dict[int, dict[tuple[int, int], HeldPayload]] = field(default_factory=dict)
     answers: dict[int, dict[tuple[int, int], ChunkWeights]] = field(default_factory=dict)
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
 
@@ -86,7 +109,7 @@ class ServerShard:
             case Join():
                 self._member(message.member).joins[message.part] = message
             case UpdatePart():
-                payloads = {(message.part, d.chunk): d.payload for d in message.deltas if d.chunk in own}
+                payloads = {(message.part, d.chunk): HeldPayload(d.payload) for d in message.deltas if d.chunk in own}
                 self._member(message.member).updates.setdefault(message.sequence, {}).update(payloads)
                 if self._decoded == (message.member, message.sequence):
                     self._decoded = ("", 0)  # a former incarnation's: the number is used again
@@ -154,7 +177,7 @@ class ServerShard:
                 slices = known.joins[part].pushes[chunk.index]
                 in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view
                 decoded = gather(vector, slices) if in_place else torch.empty(numel(slices))
-                found.append(self._decode(chunk.index, part, payloads[part, chunk.index], decoded))
+                found.append(self._decode(chunk.index, part, payloads[part, chunk.index].content, decoded))
                 if not in_place and not found[-1].fault:
                     scatter(decoded, slices, vector)
         return found
@@ -165,7 +188,7 @@ class ServerShard:
         buffer, slices = self._buffer(), known.joins[part].pushes
         self._spare.append(buffer)
         return [
-            self._decode(i, part, payload, buffer[: numel(slices[i])])
+            self._decode(i, part, payload.content, buffer[: numel(slices[i])])
             for (p, i), payload in known.updates.get(sequence, {}).items()
             if p == part
         ]
