@@ -17,8 +17,9 @@ from geotrain.launch.launchers.base import WorkerPlace, hostfile_path
 from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.explain import alternatives, doubts, expected_gap, outer_text, reasons
-from geotrain.plan.inventory import Objective, PlanError, Wish, pins_of, task_of
+from geotrain.plan.explain import alternatives, doubts, outer_text, reasons
+from geotrain.plan.inventory import MOST_WORKERS, Objective, PlanError, Wish, pins_of, task_of
+from geotrain.plan.model.loss import worth
 from geotrain.plan.picture import draw
 from geotrain.plan.planner import Plan
 from geotrain.plan.planner import plan as make_plan
@@ -130,7 +131,8 @@ def as_json(found: Plan) -> dict[str, Any]:
         "seconds": p.seconds(tokens),
     }
     workers = {name: asdict(worker) for name, worker in p.workers.items()}
-    figures |= {"available": found.available, "expected_gap": expected_gap(len(workers))}
+    gap = found.expected_gap
+    figures |= {"available": found.available, "expected_gap": gap, "worth": worth(gap)}
     return {**files, **figures, "usd": p.usd(tokens), "workers": workers, "notes": list(found.notes)}
 
 
@@ -206,9 +208,12 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     cost = "no price: `usd_per_hour` of a device is missing" if usd is None else f"{usd:,.0f} USD"
     seconds = 3600 * forecast["hours"] / found.available
     console.print(f"{wish.tokens:.3g} tokens: {duration(seconds)}, {cost}")
-    gap = expected_gap(len(found.workers))
-    against = "more of them than any study of it had" if gap is None else f"{gap:.1%} above data parallelism's"
-    console.print(f"final loss, {len(found.workers)} workers: {against}, of as many tokens (docs/evidence.md)")
+    gap, number = found.expected_gap, len(found.workers)
+    beyond = f"; no study had more than {MOST_WORKERS} workers" * (number > MOST_WORKERS)
+    console.print(
+        f"final loss, {number} workers: {gap:.1%} above data parallelism's of as many tokens, as of "
+        f"{worth(gap):.0%} of them (docs/evidence.md{beyond})"
+    )
     if found.available < 1:
         spot = sum(host.spot * w.layout.slots for w in found.workers.values() for host in w.layout.hosts)
         console.print(

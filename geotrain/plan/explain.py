@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import log2
-
-import numpy as np
 
 from geotrain.config import Topology
 from geotrain.parallelism.acco_forms import best_hiding, least_step_s
@@ -25,8 +22,6 @@ SHOWN = 3  # alternatives to each decision
 DISTINCT = 1.1  # times as many steps between exchanges
 MOST_WORKERS = 6  # whose layouts are explained; like ones once
 EXCHANGES = 100  # of fewer in a run, an outer momentum over a tenth of them (`momentum_share`) averages less than ten
-GAPS = {1: 0.0, 4: 0.020, 16: 0.026}  # workers → loss above data parallelism's, as docs/evidence.md has it (Muon)
-GAIN = 0.01  # of the tokens a second that a region should add
 
 PARTS = {
     "compute_s": "arithmetic",
@@ -88,13 +83,6 @@ def reasons(plan: Plan) -> list[str]:
     return found
 
 
-def expected_gap(workers: int) -> float | None:
-    """Interpolate the final loss of so many workers over data parallelism's, less 1; None beyond what was tried."""
-    if workers > max(GAPS):
-        return None
-    return float(np.interp(log2(workers), [log2(count) for count in GAPS], list(GAPS.values())))
-
-
 def doubts(plan: Plan, exchanges: Mapping[str, float]) -> Iterator[str]:
     """Find what may be planned, and is seldom wanted. exchanges: of the whole model, that each region makes in the
     run."""
@@ -107,12 +95,6 @@ def doubts(plan: Plan, exchanges: Mapping[str, float]) -> Iterator[str]:
             f"fewer than {EXCHANGES} exchanges with the global server in the whole run ({counted}): the outer loop "
             f"learns little from so few; lower outer.local_steps or updates_per_send, or train more tokens{link}"
         )
-    for region in p.regions if len(p.regions) > 1 else ():
-        others = {name: worker for name, worker in plan.workers.items() if p.workers[name].region != region}
-        resolved = resolve(plan.task, others, plan.place.region, outer, plan.wish.tokens, plan.setting.shards)
-        gain = p.tokens_per_s / predict(*resolved, plan.task.imbalance).tokens_per_s - 1
-        if gain < GAIN:
-            yield f"region {region!r} adds {gain:.1%} to the tokens a second: leave it out of the cluster file"
     if len(p.regions) == 1 and not outer.flat:
         yield (
             f"only region {next(iter(p.regions))!r} trains: a region server between its workers and the global "

@@ -5,8 +5,8 @@ fastest parallel layout is known for every count (`layouts`); dynamic programmin
 best total for each number of workers. A host belongs to one worker, and hosts that no worker gains from stay idle.
 
 More workers reach slightly more tokens a second, since they reduce gradients over fewer ranks, but they train on
-staler weights, and the cost model puts no price on that. So of all numbers of workers the smallest is taken that
-comes within SLACK of the best, and no more than the user wants.
+staler weights. So of all numbers of workers the smallest is taken that comes within SLACK of the best, and no more
+than the user wants. Which of them are worth their place beside the others `choice.py` says.
 
 Unlike hosts. A group of like hosts that is too small for the model by itself may be joined with others like it, of
 the same region or not, and with the nearest one that is large enough. Not all sets of groups are tried (`joinable`),
@@ -28,7 +28,7 @@ from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask
 from geotrain.plan.layouts import KEPT, ParallelLayout, Refusals, layouts
 from geotrain.plan.spanning import spanning_layouts
 
-SLACK = 0.05
+SLACK = 0.05  # of the tokens: about what twice as many workers cost in loss (`geotrain.plan.model.loss`)
 MOST_COMBINED = 3  # small groups of which every combination is tried
 NO_LINK_S = 1e12
 

@@ -26,7 +26,7 @@ from tests.support.plan_cases import MODEL, changed, holds, inventory, planned, 
 
 
 def test_the_world_inventory() -> None:
-    plan = planned(run_of("llama-8b"), world())
+    plan = planned(run_of("llama-8b"), world(), tokens=1.6e11)
     holds(plan)
     assert {w.region for w in plan.prediction.workers.values()} == {"us-east", "us-west", "europe", "asia"}
     assert plan.prediction.utilization > 0.85
@@ -149,7 +149,7 @@ def test_regions_are_divided_in_the_best_way() -> None:
 
 
 def test_the_global_server_stands_where_the_slowest_region_waits_least() -> None:
-    plan = planned(run_of("llama-8b"), world())
+    plan = planned(run_of("llama-8b"), world(), tokens=1.6e11)
     homes = [r.name for r in plan.cluster.regions]
     size = 2 * parameter_count(plan.task.architecture)
     worst = {
@@ -223,7 +223,6 @@ def test_servers_have_as_many_shards_as_their_work_needs() -> None:
     [
         ({"a": [(8, "d")], "b": [(8, "d")]}, {"a": 100.0, "b": 100.0}, ""),
         ({"a": [(8, "d")], "b": [(8, "d")]}, {"a": 99.0, "b": 100.0}, r"fewer than 100 exchanges .* \(a 99\)"),
-        ({"a": [(8, "d")] * 4, "b": [(1, "s")]}, {"a": 100.0, "b": 100.0}, "region 'b' adds 0.[1-9]% to the tokens"),
         ({"a": [(8, "d")]}, {"a": 100.0}, "only region 'a' trains: .* outer.levels = 1 leaves it out"),
     ],
 )
