@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,7 +172,13 @@ def like_workers(
             workers.append(Worker(first, tuple(others)).on(mine))
         if tuple(workers) not in group:
             group.append(tuple(workers))
-    return group
+    # Where one host that is taken back stops a whole worker, small workers lose less.
+    for count in rate if hosts[0].offer.preemptions_per_hour else ():
+        first, *others = best(count, KEPT)
+        each = [tuple(hosts[begin : begin + count]) for begin in range(0, n - count + 1, count)]
+        if len(each) <= most:
+            group.append(tuple(Worker(first, tuple(others)).on(mine) for mine in each))
+    return sorted(group, key=lambda workers: -speed(workers) * (1 - SLACK) ** log2(len(workers)))
 
 
 def fewest_workers(rate: Mapping[int, float], hosts: int, most: int = MOST_WORKERS) -> tuple[int, ...]:

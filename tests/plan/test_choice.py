@@ -106,6 +106,19 @@ def test_spot_hosts_are_taken_where_they_are_cheaper_with_what_they_lose() -> No
     assert bought.available == 1.0
 
 
+def test_hosts_that_are_often_taken_back_form_small_workers() -> None:
+    spot = {"spot_usd_per_hour": 0.5, "preemptions_per_hour": 0.5, "replaced_after_s": 1800}
+    cluster = changed(
+        offered(inventory({"a": [(4, "d")] * 4}), a=spot),
+        lambda raw: [host.update(spot=True) for host in raw["regions"][0]["hosts"]],
+    )
+    plan = planned(small_run(), cluster)
+    holds(plan)
+    assert [len(w.layout.hosts) for w in plan.workers.values()] == [1] * 4
+    seldom = offered(cluster, a={**spot, "preemptions_per_hour": 0.001})
+    assert [len(w.layout.hosts) for w in planned(small_run(), seldom).workers.values()] == [4]
+
+
 def test_the_fastest_of_so_many_workers_are_kept() -> None:
     cluster = inventory({"a": [(8, "d")], "b": [(8, "slow")], "c": [(8, "d")]}, slow={"tflops": 60.0})
     assert set(planned(small_run(), cluster).workers) == {"a-0", "b-0", "c-0"}
