@@ -403,6 +403,9 @@ def plan(
     live: Annotated[
         bool, typer.Option("--live", help="What to add, drop or move in the live run of that folder.")
     ] = False,
+    catalogue: Annotated[
+        Path | None, typer.Option(metavar="VMS.csv", help="Prices: a catalogue of SkyPilot's.")
+    ] = None,
 ) -> Told:
     """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
 
@@ -412,8 +415,14 @@ def plan(
     from geotrain.commands.plan import plan as make_plan
 
     wish = tokens, objective, within_days, utilization, usd, tokens_per_s, most_workers
-    kept = {"pin_global": pin_global, "imbalance": imbalance, "live": live}
-    return Told(as_json(*make_plan(run, cluster, out, explain, *wish, **kept)))
+    found = make_plan(
+        *(run, cluster, out, explain, *wish),
+        pin_global=pin_global,
+        imbalance=imbalance,
+        live=live,
+        catalogue=catalogue,
+    )
+    return Told(as_json(*found))
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")

@@ -28,6 +28,7 @@ from geotrain.launch.launchers.base import WorkerPlace, hostfile_path
 from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
+from geotrain.plan.catalogue import with_catalogue
 from geotrain.plan.explain import alternatives, doubts, outer_text, reasons
 from geotrain.plan.inventory import MOST_WORKERS, Objective, Pins, PlanError, Wish, pins_of, task_of
 from geotrain.plan.live import Change, as_measured, changes
@@ -58,16 +59,19 @@ def plan(
     pin_global: str | None = None,
     imbalance: float = 1.0,
     live: bool = False,
+    catalogue: Path | None = None,
 ) -> tuple[Plan, list[Change]]:
     """Plan a run and print the plan with its forecast; returns also what it changes in a live run. Raises ConfigError
     (PlanError) and UnsupportedModelError with one message; then nothing is written.
 
     run_path: a run file, whose parallel, outer and model.recompute keys are kept; or a model's config.json. live: it
     is the folder of a run that is on, for the rest of whose tokens is planned, with speeds as measured there.
+    catalogue: gives prices, see `geotrain.plan.catalogue`.
     out: a folder for run.json, cluster.json, hosts/ and placement.svg. tokens: to train; default: as the run file
     says, for a bare model 20 a parameter. imbalance: of tokens sent to experts, the fullest rank's over the mean.
     """
     console, cluster = new_console(), load_cluster(cluster_path)
+    cluster = with_catalogue(cluster, catalogue) if catalogue else cluster
     running = LiveRun(run_path) if live else None
     raw = read_json(run_path / "run.json" if live else run_path)
     if running is not None:
