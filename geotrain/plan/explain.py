@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 
-from geotrain.config import Topology
+from geotrain.config import ConfigError, Topology
 from geotrain.parallelism.acco_forms import best_hiding, least_step_s
 from geotrain.parallelism.checks import accumulation_steps, gradient_wire_bytes, trains_in_bf16, zero_stage
 from geotrain.parallelism.optimizer_settings import uses_muon
+from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.grouping import Worker
 from geotrain.plan.layouts import layout_text
+from geotrain.plan.model.loss import worth
 from geotrain.plan.planner import Plan, resolve
 from geotrain.plan.predict import RunPrediction, WorkerPrediction, predict
 from geotrain.plan.settings import BUSY, TRAFFIC, Setting
@@ -76,6 +79,7 @@ def reasons(plan: Plan) -> list[str]:
         f"a server's vectors {where}: the fewest with which every server rests half of the time (busiest: "
         f"{s.server_busy:.0%})"
     )
+    found += synchronous_text(plan)
     found += [
         f"idle: {count} of {host.slots} {host.kind} on {host.host} ({host.region}): {why}"
         for host, count, why in plan.idle
@@ -159,6 +163,33 @@ def hiding_text(plan: Plan, name: str) -> list[str]:
         f"{name}: gradients and weights of a step take {(gradients_s + weights_s) / compute_s:.2g} times as long as "
         f"its compute over these links; best hidden by {form}{bits}, at most {plain_s / best.step_s:.2f} times as "
         "fast as ZeRO-1"
+    ]
+
+
+def synchronous_text(plan: Plan) -> list[str]:
+    """Say what one synchronous worker of all regions would reach, and from which links on more than the plan is
+    worth: hierarchical data parallelism, as Megatron's distributed optimizer instances. Gradients are reduced within
+    regions, then a ring of regions reduces each rank's part, 2 · (R − 1) / R of them over the slowest link; nothing
+    of that is hidden, and compute is shared without waiting."""
+    task, homes = plan.task, list(plan.prediction.regions)
+    try:
+        lines = [task.network.between_regions(a, b) for a, b in combinations(homes, 2)]
+    except ConfigError:
+        return []  # no figure of a link, or one region
+    if not lines:
+        return []
+    block = Topology(plan.run, plan.cluster).workers[next(iter(plan.workers))].deepspeed
+    around = 2 * (len(homes) - 1)
+    gigabits = 8e-9 * around / len(homes) * gradient_wire_bytes(block) * parameter_count(task.architecture)
+    compute_s = 1 / sum(1 / w.layout.step.step_s for w in plan.workers.values())
+    latency_s = around * max(line.latency_s for line in lines)
+    reached = task.tokens_per_step / (compute_s + latency_s + gigabits / min(line.gbps for line in lines))
+    mine = plan.prediction.tokens_per_s * worth(plan.expected_gap)
+    left_s = task.tokens_per_step / mine - compute_s - latency_s  # for the bytes
+    better = f"more from {gigabits / left_s:,.0f} Gbit/s on" if left_s > 0 else "less over any, for their delays"
+    return [
+        f"as one synchronous worker of {len(homes)} regions, which no plan launches: {reached:,.0f} tokens/s over these "
+        f"links, where this plan's are worth {mine:,.0f} of data parallelism's; {better}"
     ]
 
 

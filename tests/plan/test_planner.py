@@ -12,7 +12,7 @@ import pytest
 from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.explain import doubts
+from geotrain.plan.explain import doubts, synchronous_text
 from geotrain.plan.grouping import SLACK, best_division, fewest_workers
 from geotrain.plan.inventory import Pins, PlanError, PlanTask
 from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layouts, micro_batches
@@ -233,6 +233,23 @@ def test_what_is_seldom_wanted_is_doubted(
     assert plan.prediction.regions.keys() == regions.keys()
     found = list(doubts(plan, exchanges))
     assert len(found) == bool(told) and re.search(told, "".join(found)), found
+
+
+def test_a_synchronous_worker_of_all_regions_is_told_beside_the_plan() -> None:
+    """It reaches what the plan's tokens are worth over links of the rate that is named."""
+
+    two = inventory({"a": [(8, "d")], "b": [(8, "d")]})
+
+    def told(gbps: float) -> tuple[float, float, float]:
+        near = changed(two, lambda raw: [link.update(rtt_ms=1.0, gbps=gbps) for link in raw["links"]])
+        (line,) = synchronous_text(planned(small_run(), near))
+        reached, mine, rate = re.findall(r"([\d,]+) (?:tokens/s|of data|Gbit)", line)
+        return float(reached.replace(",", "")), float(mine.replace(",", "")), float(rate.replace(",", ""))
+
+    assert told(1.0)[0] < 0.2 * told(1.0)[1]
+    slow, fast = told(0.8 * told(100.0)[2]), told(1.25 * told(100.0)[2])
+    assert slow[0] < slow[1] and fast[0] > fast[1]
+    assert synchronous_text(planned(small_run(), inventory({"a": [(8, "d")]}))) == []
 
 
 def test_dear_traffic_is_kept_small() -> None:
