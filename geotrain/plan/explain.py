@@ -188,8 +188,8 @@ def synchronous_text(plan: Plan) -> list[str]:
     left_s = task.tokens_per_step / mine - compute_s - latency_s  # for the bytes
     better = f"more from {gigabits / left_s:,.0f} Gbit/s on" if left_s > 0 else "less over any"
     return [
-        f"as one synchronous worker of {len(homes)} regions, which no plan launches: {reached:,.0f} tokens/s over these "
-        f"links, where this plan's are worth {mine:,.0f} of data parallelism's; {better}"
+        f"as one synchronous worker of {len(homes)} regions, which no plan launches: {reached:,.0f} tokens/s over "
+        f"these links, where this plan's are worth {mine:,.0f} of data parallelism's; {better}"
     ]
 
 
