@@ -43,8 +43,8 @@ def main() -> None:
     parser = command_line(__doc__, quick={})
     parser.add_argument("--only", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--each", type=int, default=1, help="random matrices of each kind")
-    for kind in KINDS[3:]:
-        parser.add_argument(f"--{kind}", action="store_const", dest="only", const=[kind], help=f"--only {kind}")
+    parser.add_argument("--sailor", action="store_const", dest="only", const=["sailor"], help="--only sailor")
+    parser.add_argument("--spot", action="store_const", dest="only", const=["spot"], help="--only spot")
     args = parser.parse_args()
     if not 1 <= args.each <= ALL:
         parser.error(f"--each: 1 to {ALL}")
