@@ -69,12 +69,14 @@ def launch(
     only: tuple[str, ...] = (),
     changes: tuple[str, ...] = (),
     launch_id: str = "",
+    added: bool = False,
 ) -> int:
     """Launch the run and wait until it is finished, fails, or is stopped by a signal. Returns the exit code.
 
     only: start only these sites ("global" or regions), on this machine; the others are started by hand or by jobs of
     their own, before or after. Then `resume` also begins sites that have no state yet. changes: of the run file, see
-    `load_run`. launch_id: names the launch, where that is to outlive this launcher.
+    `load_run`. launch_id: names the launch, where that is to outlive this launcher. added: the sites of `only` join a
+    run that is on, with the cluster that it has then, and stand here or behind ssh.
     Raises ConfigError, DataError, UnsupportedModelError, CertificateError, EmulationError and LaunchError.
     """
     console = new_console()
@@ -84,7 +86,7 @@ def launch(
         raise misfit
     before = _launched_before(run.run_folder.absolute()) if resume else None
     run = with_data_digest(run, before[0] if before else None)
-    if only:
+    if only and not added:
         cluster = _with_sites_here(cluster, only)
     hosts = {name: site.ssh for name, site in cluster.sites.items() if not only or name in only}
     here = tuple(site for site, host in hosts.items() if host is None)

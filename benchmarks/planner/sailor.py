@@ -45,6 +45,7 @@ from geotrain.plan.planner import decide
 SLOTS = 4  # accelerators of a virtual machine
 BUCKET = 500_000_000
 BYTES_A_PARAMETER = 24
+ITERATIONS = 160_000  # of a run: as many steps of each of 16 workers as evidence of their loss has
 FASTEST_LINKS = ("GH-96", "A100-40", "V100-16")
 
 
@@ -227,7 +228,8 @@ def planned(sailor: Sailor, cluster: ClusterConfig, **wish: Any) -> Planned | No
     None where no plan fulfils them."""
     batch = sailor.model["batch"]
     a_step = sailor.model["sequence"] * batch  # tokens of an iteration
-    asked = Wish(a_step, **{key: a_step * v if key == "tokens_per_s" else v for key, v in wish.items()})
+    per = {"tokens_per_s": a_step, "usd": ITERATIONS}
+    asked = Wish(ITERATIONS * a_step, **{k: per[k] * v if k in per else v for k, v in wish.items()})
     found: list[Planned] = []
     for parts in (1, 2, 4, 8, 16):
         task = task_of(run_of(sailor, batch // parts), Pins(recompute="none"), cluster)
@@ -240,7 +242,7 @@ def planned(sailor: Sailor, cluster: ClusterConfig, **wish: Any) -> Planned | No
         it_s = speed(workers) * (1.0 if alone else setting.utilization) / parts
         traffic = 0.0 if alone else setting.traffic_usd_per_hour
         usd_it = (usd_per_hour(workers) + traffic) / it_s / 3600
-        kept = asked.usd is None or usd_it <= asked.usd
+        kept = usd_it <= wish.get("usd", usd_it)
         if it_s >= wish.get("tokens_per_s", 0.0) and kept:
             found.append(Planned(workers, it_s, usd_it, setting.utilization))
     return min(found, key=lambda plan: plan.usd_it if asked.objective == "cost" else -plan.it_s, default=None)

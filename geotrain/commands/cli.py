@@ -163,6 +163,9 @@ def launch(
     ] = None,
     changes: Changes = None,
     launch_id: LaunchId = "",
+    apply: Annotated[
+        bool, typer.Option("--apply", help="RUN is on: start regions that CLUSTER adds, drain those that it lacks.")
+    ] = False,
 ) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
@@ -171,6 +174,12 @@ def launch(
     others; --resume then begins what has not begun, so that one command line serves a job that is requeued. With the
     job's number as --launch-id, one that is requeued after its end ends again, and trains no more.
     """
+    if apply:
+        if resume or only or changes or launch_id:
+            raise typer.BadParameter("--apply changes which regions take part, and nothing else: no other options")
+        with loading():
+            from geotrain.commands.change_regions import change_regions
+        raise typer.Exit(change_regions(run, cluster))
     with loading():
         from geotrain.launch.launcher import launch as start
     raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ()), launch_id))
@@ -369,7 +378,11 @@ def dry_run(
 @with_json
 def plan(
     run: Annotated[
-        Path, typer.Argument(metavar="MODEL.json|RUN.json", help="A Hugging Face config, or a run file with pins.")
+        Path,
+        typer.Argument(
+            metavar="MODEL.json|RUN.json",
+            help="A Hugging Face config, or a run file with pins; with --live a folder.",
+        ),
     ],
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER.json", help="Regions with hosts, devices, links.")],
     out: Annotated[Path | None, typer.Option(help="Folder for run, cluster, hostfiles and picture.")] = None,
@@ -387,6 +400,12 @@ def plan(
     imbalance: Annotated[
         float, typer.Option(min=1, help="Assumed ratio of the fullest rank's tokens to the mean, with experts.")
     ] = 1.0,
+    live: Annotated[
+        bool, typer.Option("--live", help="What to add, drop or move in the live run of that folder.")
+    ] = False,
+    catalogue: Annotated[
+        Path | None, typer.Option(metavar="VMS.csv", help="Prices: a catalogue of SkyPilot's.")
+    ] = None,
 ) -> Told:
     """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
 
@@ -396,7 +415,14 @@ def plan(
     from geotrain.commands.plan import plan as make_plan
 
     wish = tokens, objective, within_days, utilization, usd, tokens_per_s, most_workers
-    return Told(as_json(make_plan(run, cluster, out, explain, *wish, pin_global=pin_global, imbalance=imbalance)))
+    found = make_plan(
+        *(run, cluster, out, explain, *wish),
+        pin_global=pin_global,
+        imbalance=imbalance,
+        live=live,
+        catalogue=catalogue,
+    )
+    return Told(as_json(*found))
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")

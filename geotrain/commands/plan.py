@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from geotrain.commands.operate import LiveRun, RunState
 from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
-from geotrain.config import RunConfig, architecture_from_hf, load_cluster, load_run, parse, read_json
+from geotrain.config import (
+    ClusterConfig,
+    OuterConfig,
+    RunConfig,
+    architecture_from_hf,
+    load_cluster,
+    load_run,
+    parse,
+    read_json,
+)
 from geotrain.launch.check import check_together, open_links
 from geotrain.launch.launchers.base import WorkerPlace, hostfile_path
 from geotrain.launch.launchers.registry import worker_commands
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.explain import alternatives, doubts, expected_gap, outer_text, reasons
-from geotrain.plan.inventory import Objective, PlanError, Wish, pins_of, task_of
+from geotrain.plan.catalogue import with_catalogue
+from geotrain.plan.explain import alternatives, doubts, outer_text, reasons
+from geotrain.plan.inventory import MOST_WORKERS, Objective, Pins, PlanError, Wish, pins_of, task_of
+from geotrain.plan.live import Change, as_measured, changes
+from geotrain.plan.model.loss import worth
 from geotrain.plan.picture import draw
 from geotrain.plan.planner import Plan
 from geotrain.plan.planner import plan as make_plan
@@ -44,24 +58,33 @@ def plan(
     *,
     pin_global: str | None = None,
     imbalance: float = 1.0,
-) -> Plan:
-    """Plan a run and print the plan with its forecast. Raises ConfigError (PlanError) and UnsupportedModelError with
-    one message; then nothing is written.
+    live: bool = False,
+    catalogue: Path | None = None,
+) -> tuple[Plan, list[Change]]:
+    """Plan a run and print the plan with its forecast; returns also what it changes in a live run. Raises ConfigError
+    (PlanError) and UnsupportedModelError with one message; then nothing is written.
 
-    run_path: a run file, whose parallel, outer and model.recompute keys are kept; or a model's config.json.
+    run_path: a run file, whose parallel, outer and model.recompute keys are kept; or a model's config.json. live: it
+    is the folder of a run that is on, for the rest of whose tokens is planned, with speeds as measured there.
+    catalogue: gives prices, see `geotrain.plan.catalogue`.
     out: a folder for run.json, cluster.json, hosts/ and placement.svg. tokens: to train; default: as the run file
     says, for a bare model 20 a parameter. imbalance: of tokens sent to experts, the fullest rank's over the mean.
     """
-    console = new_console()
-    raw = read_json(run_path)
-    if isinstance(raw, dict) and "model_type" in raw and "deepspeed" not in raw:  # a bare model: nothing is pinned
-        run, raw = parse(RunConfig, default_run(run_path.stem, raw, tokens), str(run_path)), {}
+    console, cluster = new_console(), load_cluster(cluster_path)
+    cluster = with_catalogue(cluster, catalogue) if catalogue else cluster
+    running = LiveRun(run_path) if live else None
+    raw = read_json(run_path / "run.json" if live else run_path)
+    if running is not None:
+        run, pins, cluster, left = _of_live(running, cluster, pin_global)
+        tokens = tokens or left
+    elif isinstance(raw, dict) and "model_type" in raw and "deepspeed" not in raw:  # a bare model: nothing is pinned
+        run = parse(RunConfig, default_run(run_path.stem, raw, tokens), str(run_path))
+        pins = pins_of({}, pin_global)
     else:
-        run = load_run(run_path)
-    cluster = load_cluster(cluster_path)
+        run, pins = load_run(run_path), pins_of(raw, pin_global)
     wanted = tokens or run.data.train_samples * run.data.sequence_length
     wish = Wish(float(wanted), objective, within_days, utilization, usd, tokens_per_s, most_workers)
-    found = make_plan(task_of(run, pins_of(raw, pin_global), cluster, imbalance), wish)
+    found = make_plan(task_of(run, pins, cluster, imbalance), wish)
     check_together(found.run, found.cluster)
     forecast = forecast_run(found.run, found.cluster, found.prediction)
     days, per_s = forecast["hours"] / 24 / found.available, forecast["tokens_per_s"] * found.available
@@ -76,13 +99,41 @@ def plan(
             f"{forecast['utilization']:.0%} of the time at work; ask for less, or add accelerators"
         )
     tell(found, forecast, console)
+    changed = [] if running is None else list(changes(running.cluster, found))
+    for change in changed:
+        console.print(f"{change.what} {change.region}: {change.why}", highlight=False)
     if explain:
         tell_why(found, forecast, console)
     if out is not None:
         write(found, out)
         console.print(f"\nwritten to {out}: run.json, cluster.json, hosts/, placement.svg; start it with\n")
-        console.print(f"  geotrain launch {out / 'run.json'} {out / 'cluster.json'}", highlight=False)
-    return found
+        started = (
+            f"{run_path} {out / 'cluster.json'} --apply" if live else f"{out / 'run.json'} {out / 'cluster.json'}"
+        )
+        console.print(f"  geotrain launch {started}", highlight=False)
+    return found, changed
+
+
+def _of_live(
+    running: LiveRun, inventory: ClusterConfig, pin_global: str | None
+) -> tuple[RunConfig, Pins, ClusterConfig, float]:
+    """Return what is planned for a run that is on: its settings, what of them is kept, the inventory as measured,
+    and the tokens that are left. What all members agreed on cannot change: the outer loop, and its server's place."""
+    run, now = running.config, running.cluster
+    seen = running.see()
+    if seen.state is not RunState.RUNNING or not (top := seen.statuses.get(GLOBAL)):
+        raise PlanError(f"{running.folder}: the run is not on: {seen.headline}; plan it from its run file")
+    members = {name: m for status in seen.statuses.values() for name, m in status.get("members", {}).items()}
+    step_s = {
+        worker.name: m["compute_s"] / m["steps"]
+        for _, worker in now.workers
+        if (m := members.get(worker.name, {})).get("steps") and m.get("compute_s")
+    }
+    there = next((r.name for r in now.regions if now.global_ssh is not None and r.ssh == now.global_ssh), None)
+    agreed = frozenset(OuterConfig.model_fields)
+    pins = Pins(recompute=run.model.recompute, outer=agreed, global_region=pin_global or there)
+    left = (run.data.train_samples - top["committed_samples"]) * run.data.sequence_length
+    return run, pins, as_measured(run, now, inventory, step_s), float(max(left, 1))
 
 
 def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[str, Any]:
@@ -119,8 +170,8 @@ def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[
     }
 
 
-def as_json(found: Plan) -> dict[str, Any]:
-    """Return a plan as plain data: both files, and what is predicted of them."""
+def as_json(found: Plan, changed: Sequence[Change] = ()) -> dict[str, Any]:
+    """Return a plan as plain data: both files, what is predicted of them, and what changes in a live run."""
     p, tokens = found.prediction, found.wish.tokens
     configs = {"run": found.run, "cluster": found.cluster}
     files = {k: v.model_dump(by_alias=True, mode="json", exclude_defaults=True) for k, v in configs.items()}
@@ -130,8 +181,16 @@ def as_json(found: Plan) -> dict[str, Any]:
         "seconds": p.seconds(tokens),
     }
     workers = {name: asdict(worker) for name, worker in p.workers.items()}
-    figures |= {"available": found.available, "expected_gap": expected_gap(len(workers))}
-    return {**files, **figures, "usd": p.usd(tokens), "workers": workers, "notes": list(found.notes)}
+    gap = found.expected_gap
+    figures |= {"available": found.available, "expected_gap": gap, "worth": worth(gap)}
+    return {
+        **files,
+        **figures,
+        "usd": p.usd(tokens),
+        "workers": workers,
+        "notes": list(found.notes),
+        "changes": list(map(asdict, changed)),
+    }
 
 
 def write(found: Plan, out: Path) -> None:
@@ -206,9 +265,12 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     cost = "no price: `usd_per_hour` of a device is missing" if usd is None else f"{usd:,.0f} USD"
     seconds = 3600 * forecast["hours"] / found.available
     console.print(f"{wish.tokens:.3g} tokens: {duration(seconds)}, {cost}")
-    gap = expected_gap(len(found.workers))
-    against = "more of them than any study of it had" if gap is None else f"{gap:.1%} above data parallelism's"
-    console.print(f"final loss, {len(found.workers)} workers: {against}, of as many tokens (docs/evidence.md)")
+    gap, number = found.expected_gap, len(found.workers)
+    beyond = f"; no study had more than {MOST_WORKERS} workers" * (number > MOST_WORKERS)
+    console.print(
+        f"final loss, {number} workers: {gap:.1%} above data parallelism's of as many tokens, as of "
+        f"{worth(gap):.0%} of them (docs/evidence.md{beyond})"
+    )
     if found.available < 1:
         spot = sum(host.spot * w.layout.slots for w in found.workers.values() for host in w.layout.hosts)
         console.print(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
+    ClusterConfig,
     ConfigError,
     RunConfig,
     changed_run,
@@ -49,7 +50,26 @@ def run_server(
         cluster.region(site)  # raises ConfigError, which names the regions there are
     folder = run.run_folder / "servers" / (site if shard is None else shard_name(site, shard))
     evaluate = final_validation(run) if site == GLOBAL else None
-    return serve(ServerSetup(run, cluster, site, folder, shard, evaluate, launch), resume)
+    newest = regions_added(run.run_folder / "cluster.json") if site == GLOBAL and shard is None else None
+    return serve(ServerSetup(run, cluster, site, folder, shard, evaluate, launch, newest), resume)
+
+
+def regions_added(path: Path) -> Callable[[ClusterConfig], ClusterConfig]:
+    """Return what gives the cluster of a run's folder where regions were added to it, and else the one that is
+    served."""
+    looked_at = 0
+
+    def newest(served: ClusterConfig) -> ClusterConfig:
+        nonlocal looked_at
+        with suppress(OSError, ConfigError):
+            if (now := path.stat().st_mtime_ns) != looked_at:
+                looked_at, cluster = now, load_cluster(path)
+                before, after = ({r.name: [w.name for w in r.workers] for r in c.regions} for c in (served, cluster))
+                if before != after and after == {**after, **before}:
+                    return cluster
+        return served
+
+    return newest
 
 
 # Names under which rules are asked for where one server is all: its workers speak to the global one.

@@ -1,5 +1,5 @@
 """Chooses among the workers that could be formed, by their price: on how many of a region's hosts, bought or at the
-spot price.
+spot price; and leaves out those that the others do better without.
 
 Every group of hosts has alternatives: workers on all of its hosts, on some, on spot hosts. Of each group one is
 taken, or none. Their sums of (dollars an hour, steps a second) have a frontier, beyond which nothing is both as cheap
@@ -7,6 +7,9 @@ and as fast; it is found group by group, and is exact but for EQUAL. What the us
 
 A spot host that is taken back stops its worker until another has joined; nothing that was acknowledged is lost. So a
 worker trains for 1 / (1 + Σ preemptions an hour · hours until replaced) of the time, and is paid for all of it.
+
+Tokens of more workers, and of slower ones, are worth less (`geotrain.plan.model.loss`). Wishes are in tokens; what is
+compared is what they are worth.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 
 from geotrain.plan.grouping import Groups, Workers, speed
 from geotrain.plan.inventory import DAY_S, PlanError, PlanTask, Wish
+from geotrain.plan.model.loss import loss_gap, worth
 
 NO_WORSE = 1.001  # prices a token within this factor are equal
 EQUAL = 1e-3  # a dearer sum must be faster by this share to stay on the frontier
@@ -35,7 +39,10 @@ class Choice:
 
 
 def choose(task: PlanTask, wish: Wish, groups: Groups) -> Workers:
-    """Choose the workers that fulfil the wish. Raises PlanError, which says what could be had."""
+    """Choose the workers that fulfil the wish, and of those as cheap a token the ones whose tokens are worth most.
+    Raises PlanError, which says what could be had."""
+    if not wish.priced:
+        return helpful(task, wish, tuple(w for group in groups for w in group[0]))
     unpriced = {
         h.kind for group in groups for workers in group for w in workers for h in w.layout.hosts if h.unpriced
     }
@@ -74,7 +81,33 @@ def choose(task: PlanTask, wish: Wish, groups: Groups) -> Workers:
         )
     least = min(c.usd_per_step for c in paid)
     good = [c for c in paid if wish.objective != "cost" or c.usd_per_step <= NO_WORSE * least]
-    return max(good, key=lambda c: (c.steps_per_s, -c.usd_per_hour)).workers
+    return max(good, key=lambda c: (effective(task, wish, c.workers), -c.usd_per_hour)).workers
+
+
+def effective(task: PlanTask, wish: Wish, workers: Workers) -> float:
+    """Return the steps a second of data parallelism that these workers' are worth."""
+    return speed(workers) * worth(expected_gap(task, wish, workers))
+
+
+def expected_gap(task: PlanTask, wish: Wish, workers: Workers) -> float:
+    """Estimate the final loss over data parallelism's of as many tokens, less 1."""
+    tokens = wish.tokens
+    if wish.objective == "tokens":
+        tokens = speed(workers) * task.tokens_per_step * wish.utilization * wish.seconds
+    step_s = [w.layout.step.step_s for w in workers]
+    return loss_gap(step_s, tokens, task.tokens_per_step, task.run.outer.scale_local_steps)
+
+
+def helpful(task: PlanTask, wish: Wish, workers: Workers) -> Workers:
+    """Keep so many of the fastest workers that all of their steps are worth most, with at least the wished speed."""
+    ranked = sorted(workers, key=lambda worker: -speed((worker,)))
+    if wish.most_workers is not None:
+        ranked = ranked[: wish.most_workers]
+    every = [tuple(ranked[:count]) for count in range(len(ranked), 0, -1)]
+    a_step = task.tokens_per_step * wish.utilization
+    fast = [kept for kept in every if speed(kept) * a_step >= wish.least_tokens_per_s]
+    best = max(fast or every[:1], key=lambda kept: effective(task, wish, kept))
+    return tuple(worker for worker in workers if worker in best)
 
 
 def frontier(groups: Sequence[Sequence[Workers]]) -> list[Choice]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import log2
+from itertools import combinations
 
-import numpy as np
-
-from geotrain.config import Topology
+from geotrain.config import ConfigError, Topology
 from geotrain.parallelism.acco_forms import best_hiding, least_step_s
 from geotrain.parallelism.checks import accumulation_steps, gradient_wire_bytes, trains_in_bf16, zero_stage
 from geotrain.parallelism.optimizer_settings import uses_muon
+from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.grouping import Worker
 from geotrain.plan.layouts import layout_text
+from geotrain.plan.model.loss import worth
 from geotrain.plan.planner import Plan, resolve
 from geotrain.plan.predict import RunPrediction, WorkerPrediction, predict
 from geotrain.plan.settings import BUSY, TRAFFIC, Setting
@@ -25,8 +25,6 @@ SHOWN = 3  # alternatives to each decision
 DISTINCT = 1.1  # times as many steps between exchanges
 MOST_WORKERS = 6  # whose layouts are explained; like ones once
 EXCHANGES = 100  # of fewer in a run, an outer momentum over a tenth of them (`momentum_share`) averages less than ten
-GAPS = {1: 0.0, 4: 0.020, 16: 0.026}  # workers → loss above data parallelism's, as docs/evidence.md has it (Muon)
-GAIN = 0.01  # of the tokens a second that a region should add
 
 PARTS = {
     "compute_s": "arithmetic",
@@ -81,18 +79,12 @@ def reasons(plan: Plan) -> list[str]:
         f"a server's vectors {where}: the fewest with which every server rests half of the time (busiest: "
         f"{s.server_busy:.0%})"
     )
+    found += synchronous_text(plan)
     found += [
         f"idle: {count} of {host.slots} {host.kind} on {host.host} ({host.region}): {why}"
         for host, count, why in plan.idle
     ]
     return found
-
-
-def expected_gap(workers: int) -> float | None:
-    """Interpolate the final loss of so many workers over data parallelism's, less 1; None beyond what was tried."""
-    if workers > max(GAPS):
-        return None
-    return float(np.interp(log2(workers), [log2(count) for count in GAPS], list(GAPS.values())))
 
 
 def doubts(plan: Plan, exchanges: Mapping[str, float]) -> Iterator[str]:
@@ -107,12 +99,6 @@ def doubts(plan: Plan, exchanges: Mapping[str, float]) -> Iterator[str]:
             f"fewer than {EXCHANGES} exchanges with the global server in the whole run ({counted}): the outer loop "
             f"learns little from so few; lower outer.local_steps or updates_per_send, or train more tokens{link}"
         )
-    for region in p.regions if len(p.regions) > 1 else ():
-        others = {name: worker for name, worker in plan.workers.items() if p.workers[name].region != region}
-        resolved = resolve(plan.task, others, plan.place.region, outer, plan.wish.tokens, plan.setting.shards)
-        gain = p.tokens_per_s / predict(*resolved, plan.task.imbalance).tokens_per_s - 1
-        if gain < GAIN:
-            yield f"region {region!r} adds {gain:.1%} to the tokens a second: leave it out of the cluster file"
     if len(p.regions) == 1 and not outer.flat:
         yield (
             f"only region {next(iter(p.regions))!r} trains: a region server between its workers and the global "
@@ -177,6 +163,33 @@ def hiding_text(plan: Plan, name: str) -> list[str]:
         f"{name}: gradients and weights of a step take {(gradients_s + weights_s) / compute_s:.2g} times as long as "
         f"its compute over these links; best hidden by {form}{bits}, at most {plain_s / best.step_s:.2f} times as "
         "fast as ZeRO-1"
+    ]
+
+
+def synchronous_text(plan: Plan) -> list[str]:
+    """Say what one synchronous worker of all regions would reach, and from which links on more than the plan is
+    worth: hierarchical data parallelism, as Megatron's distributed optimizer instances. Gradients are reduced within
+    regions, then a ring of regions reduces each rank's part, 2 · (R − 1) / R of them over the slowest link; nothing
+    of that is hidden, and compute is shared without waiting."""
+    task, homes = plan.task, list(plan.prediction.regions)
+    try:
+        lines = [task.network.between_regions(a, b) for a, b in combinations(homes, 2)]
+    except ConfigError:
+        return []  # no figure of a link, or one region
+    if not lines:
+        return []
+    block = Topology(plan.run, plan.cluster).workers[next(iter(plan.workers))].deepspeed
+    around = 2 * (len(homes) - 1)
+    gigabits = 8e-9 * around / len(homes) * gradient_wire_bytes(block) * parameter_count(task.architecture)
+    compute_s = 1 / sum(1 / w.layout.step.step_s for w in plan.workers.values())
+    latency_s = around * max(line.latency_s for line in lines)
+    reached = task.tokens_per_step / (compute_s + latency_s + gigabits / min(line.gbps for line in lines))
+    mine = plan.prediction.tokens_per_s * worth(plan.expected_gap)
+    left_s = task.tokens_per_step / mine - compute_s - latency_s  # for the bytes
+    better = f"more from {gigabits / left_s:,.0f} Gbit/s on" if left_s > 0 else "less over any"
+    return [
+        f"as one synchronous worker of {len(homes)} regions, which no plan launches: {reached:,.0f} tokens/s over "
+        f"these links, where this plan's are worth {mine:,.0f} of data parallelism's; {better}"
     ]
 
 

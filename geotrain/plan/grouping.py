@@ -5,8 +5,8 @@ fastest parallel layout is known for every count (`layouts`); dynamic programmin
 best total for each number of workers. A host belongs to one worker, and hosts that no worker gains from stay idle.
 
 More workers reach slightly more tokens a second, since they reduce gradients over fewer ranks, but they train on
-staler weights, and the cost model puts no price on that. So of all numbers of workers the smallest is taken that
-comes within SLACK of the best, and no more than the user wants.
+staler weights. So of all numbers of workers the smallest is taken that comes within SLACK of the best, and no more
+than the user wants. Which of them are worth their place beside the others `choice.py` says.
 
 Unlike hosts. A group of like hosts that is too small for the model by itself may be joined with others like it, of
 the same region or not, and with the nearest one that is large enough. Not all sets of groups are tried (`joinable`),
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask
 from geotrain.plan.layouts import KEPT, ParallelLayout, Refusals, layouts
 from geotrain.plan.spanning import spanning_layouts
 
-SLACK = 0.05
+SLACK = 0.05  # of the tokens: about what twice as many workers cost in loss (`geotrain.plan.model.loss`)
 MOST_COMBINED = 3  # small groups of which every combination is tried
 NO_LINK_S = 1e12
 
@@ -171,7 +172,13 @@ def like_workers(
             workers.append(Worker(first, tuple(others)).on(mine))
         if tuple(workers) not in group:
             group.append(tuple(workers))
-    return group
+    # Where one host that is taken back stops a whole worker, small workers lose less.
+    for count in rate if hosts[0].offer.preemptions_per_hour else ():
+        first, *others = best(count, KEPT)
+        each = [tuple(hosts[begin : begin + count]) for begin in range(0, n - count + 1, count)]
+        if len(each) <= most:
+            group.append(tuple(Worker(first, tuple(others)).on(mine) for mine in each))
+    return sorted(group, key=lambda workers: -speed(workers) * (1 - SLACK) ** log2(len(workers)))
 
 
 def fewest_workers(rate: Mapping[int, float], hosts: int, most: int = MOST_WORKERS) -> tuple[int, ...]:

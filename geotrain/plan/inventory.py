@@ -22,12 +22,13 @@ from geotrain.config import (
     WorkerSetup,
     codec_config,
 )
+from geotrain.plan.model.loss import LOSS
 from geotrain.plan.model.network import LinkTable
 
 CUTS = ("tensor", "pipeline", "sequence", "context", "expert")  # keys of `parallel` that a plan chooses
 LOSSY = codec_config("bf16")
 DAY_S = 86_400.0
-MOST_WORKERS = 16  # docs/evidence.md tells what so many cost in loss, and of no more
+MOST_WORKERS = max(LOSS)
 Objective = Literal["speed", "cost", "tokens"]
 
 

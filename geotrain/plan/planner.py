@@ -26,7 +26,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.choice import choose
+from geotrain.plan.choice import choose, expected_gap
 from geotrain.plan.grouping import Find, Worker, Workers, form_workers, speed
 from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask, Wish, hosts_of
 from geotrain.plan.layouts import Refusals, home_of, layouts, nothing_fits, worker_of
@@ -62,6 +62,11 @@ class Plan:
         """Share of the predicted tokens that is trained in spite of preemptions."""
         return speed(self.workers.values()) / sum(1 / w.layout.step.step_s for w in self.workers.values())
 
+    @property
+    def expected_gap(self) -> float:
+        """Final loss over data parallelism's of as many tokens, less 1."""
+        return expected_gap(self.task, self.wish, tuple(self.workers.values()))
+
 
 @dataclass(frozen=True)
 class Decided:
@@ -88,10 +93,7 @@ def decide(task: PlanTask, wish: Wish, find: Find = layouts) -> Decided:
     if not groups:
         raise nothing_fits(task, refused)
     every = tuple(w for group in groups for w in group[0])
-    workers = choose(task, wish, groups) if wish.priced else every
-    if wish.most_workers is not None:
-        fastest = sorted(workers, key=lambda worker: -speed((worker,)))[: wish.most_workers]
-        workers = tuple(worker for worker in workers if worker in fastest)
+    workers = choose(task, wish, groups)
     homes = list(dict.fromkeys(home_of(w.layout.hosts) for w in workers))
     model_bytes = 2 * parameter_count(task.architecture)  # bf16: which codec is chosen does not change the order
     where = places(task, homes, model_bytes)
@@ -145,7 +147,8 @@ def idle_hosts(task: PlanTask, workers: Workers, every: Workers) -> list[tuple[H
         place = (host.region, host.host)
         if place not in used:
             other = "would not make any worker faster, or cannot hold the model"
-            found.append((host, host.slots, "dearer a token" if place in dear else other))
+            cost = "dearer a token, or costs more in loss than its tokens gain"
+            found.append((host, host.slots, cost if place in dear else other))
         elif used[place] < host.slots:
             found.append((host, host.slots - used[place], "no parallel layout of its worker gains from them"))
     return found + [(host, host.slots, "beyond the quota of its region's offers") for host in task.beyond_quota]

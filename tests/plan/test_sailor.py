@@ -7,6 +7,7 @@ from math import log2
 import pytest
 
 from benchmarks.planner.sailor import Sailor, inventory, jobs, planned
+from benchmarks.planner.spot import absences, measure
 
 
 def test_the_simulator_by_hand() -> None:
@@ -47,3 +48,13 @@ def test_no_plan_is_beyond_the_bound_nor_below_one_job(scenario: str) -> None:
     cheap = planned(sailor, inventory(sailor, pool), objective="cost", tokens_per_s=0.5 * plan.it_s)
     assert cheap is not None and cheap.it_s >= 0.5 * plan.it_s and cheap.usd_it <= plan.usd_it
     assert planned(sailor, inventory(sailor, pool), objective="cost", tokens_per_s=1.01 * most) is None
+
+
+def test_spot_hosts_train_nearly_what_a_clairvoyant_could() -> None:
+    """Before, a region's spot hosts formed the fewest workers, each of which stopped when one of its hosts went: 0.79
+    of the clairvoyant's steps."""
+    trace = [(0.0, 2), (10.0, 1), (30.0, 2), (60.0, 2)]
+    assert absences(trace, 0, 0.0) == [] and absences(trace, 1, 0.0) == [(10.0, 30.0)]
+    assert absences(trace, 1, 20.0) == [(0.0, 10.0), (50.0, 60.0)], "from its middle on, it goes round"
+    found = measure()
+    assert found["taken_back"] == 12 and found["share"] > 0.9
