@@ -24,6 +24,7 @@ from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
+    AnswerWanted,
     Join,
     LeaseRequest,
     Leave,
@@ -83,7 +84,7 @@ class RegionClient:
         elif above is not None:
             self.link = ShardedLink(address, *incarnation, trust, above)
         self.connected = False
-        self._updates: deque[UpdatePart | Trained | Leave] = deque()
+        self._updates: deque[UpdatePart | Trained | AnswerWanted | Leave] = deque()
         # "" → what is said to have been done, in order; worker → its requests, which may wait for long.
         self._said: dict[str, deque[Join | LeaseRequest | Release | TakeBack | Validated]] = {
             name: deque() for name in ("", *server.members)
@@ -94,7 +95,7 @@ class RegionClient:
     def deliver(self, send: Send) -> None:
         """Take something that the region server sends to the global server. Call it in the event loop."""
         message = send.message
-        if isinstance(message, UpdatePart | Trained | Leave):
+        if isinstance(message, UpdatePart | Trained | AnswerWanted | Leave):
             self._updates.append(message)
         else:
             lane = self._said[message.worker if isinstance(message, LeaseRequest) else ""]
@@ -179,6 +180,9 @@ class RegionClient:
                 raise _SessionOver
             if isinstance(message, Trained):
                 await self._persist(partial(self.link.trained, message.leases))
+            elif isinstance(message, AnswerWanted):
+                if self.server.last == 1:  # else they have come since it was said
+                    await self.server_thread.persist(await self._pull(0, message.fragments))
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
             elif message.sequence > last:
                 last = message.sequence
