@@ -57,6 +57,7 @@ class RegionClient:
     server: the region server on that thread.
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
     on_acknowledged: called with the sequence of each update that the global server has taken.
+    on_joined: called when the global server has taken the region.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
     above: the global server's shards, own: this region's, where they are processes of their own.
     """
@@ -70,12 +71,13 @@ class RegionClient:
         trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
         on_acknowledged: Callable[[int], None] = lambda sequence: None,
+        on_joined: Callable[[], None] = lambda: None,
         metrics: Callable[[], dict[str, float]] = dict,
         above: ShardsAbove | None = None,
         own: ShardSessions | None = None,
     ) -> None:
         self.server_thread, self.server = server_thread, server
-        self.on_lost, self.on_acknowledged = on_lost, on_acknowledged
+        self.on_lost, self.on_acknowledged, self.on_joined = on_lost, on_acknowledged, on_joined
         self.metrics = metrics
         incarnation = self.server.name, self.server.incarnation
         self.link: GrpcClient = GrpcClient(address, *incarnation, trust)
@@ -132,6 +134,7 @@ class RegionClient:
         join = await self.server_thread.read(self.server.join_message)
         welcome = await self.link.persist(lambda: self.link.join(join), within_s)
         lost = await self.server_thread.persist(welcome)
+        self.on_joined()
         if lost:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
@@ -182,6 +185,7 @@ class RegionClient:
                 await self._persist(partial(self.link.trained, message.leases))
             elif isinstance(message, AnswerWanted):
                 if self.server.last == 1:  # else they have come since it was said
+                    self.link.live_as(self.server.incarnation)  # with nothing of what came at the join
                     await self.server_thread.persist(await self._pull(0, message.fragments))
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
             elif message.sequence > last:

@@ -299,7 +299,7 @@ class RegionServer(RegionData):
         return ends and self.last < 2 and not self.rule.in_rounds
 
     def _on_global_weights(self, answer: Answer) -> None:
-        """Merge the answer to an update of ours, or begin with that to our join (sequence 0) or with the last weights.
+        """Merge the answer to an update of ours, or begin with that to our join (sequence 0) or the last weights.
 
         Raises Refused; then nothing has changed.
         """
