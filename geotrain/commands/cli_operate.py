@@ -78,6 +78,8 @@ def logs(
 
     Those of a far region lie in the same folder on its machine; here, REGION.ssh has what its launcher says.
 
+    With --json each line is an object of its own.
+
     With --update: when it was made, sent, applied and answered, by whom, and, if it has not arrived, what it waits
     for.
     """
@@ -88,11 +90,9 @@ def logs(
         found = trace_update(folder, update)
         print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(shown(found)))
         return
-    if as_json:
-        raise typer.BadParameter("--json: logs are lines; it goes with --update, and events/*.jsonl are JSON")
     with suppress(KeyboardInterrupt):
         for line in stream(folder, names or (), lines, lambda: follow and launcher_runs(folder) is True):
-            print(line, flush=follow)
+            print(json.dumps({"line": line}) if as_json else line, flush=follow)
 
 
 @command(epilog="Example: geotrain pause runs/mine")

@@ -79,7 +79,7 @@ class OuterLoop:
     from the environment, GEOTRAIN_TOKEN. folder: for this worker's state; None: runs/ and the run's name.
     model: any torch module, as it is trained: plain, under DDP, compiled, or sharded by FSDP2; or a DeepSpeed engine,
     of ZeRO 0 to 3. Its parameters are in fp32, or have fp32 masters; what is not trained, buffers too, is the same in
-    all regions, and stays so. When all data is trained it holds the newest weights of the server above.
+    all regions, and stays so. When all data is trained it holds the run's newest weights.
     Torch's default process group, if there is one, are the worker's ranks. Make this after the model is where it will
     train, and after the process group and the optimizer.
 

@@ -100,8 +100,8 @@ class WorkerLoop:
     validation that a lease asks for, before the lease is trained. save: called with a job's number when the worker's
     own state is to be saved. report: in place of the member's. peak_flops_per_token_s: the worker's peak FLOP/s over
     the FLOPs of one token, for the utilization (MFU); None: not known. expect: called with the lease after this one
-    once it is known, in another thread, for data that take long. adopt_last: whether the masters end as the newest
-    weights of the server above, and not as this worker trained them.
+    once it is known, in another thread, for data that take long. adopt_last: whether the masters end as the run's
+    newest weights, and not as this worker trained them.
     """
 
     def __init__(

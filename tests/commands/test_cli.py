@@ -6,22 +6,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from geotrain import __version__
+from geotrain.commands.cli import app
 from geotrain.commands.operate import RunState
 from tests.support.command_line import Run
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--tflops", "150", "--set", "data.train_samples=409600")
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
-COMMANDS = (
-    "quickstart", "prepare", "launch", "serve global", "serve region", "status", "logs", "pause", "resume", "set",
-    "drain",
-    "snapshot", "stop", "export", "picture", "eval", "sample", "dry-run", "plan", "probe", "simulate", "certs",
-    "schema",
-)  # fmt: skip
+SERVERS = ("serve", "serve global", "serve region", "serve shard")
+ROOT_COMMAND: Any = get_command(app)
+COMMANDS = (*(name for name, each in ROOT_COMMAND.commands.items() if not each.hidden), *SERVERS[1:])
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_every_command_has_an_example(command: str, geotrain: Run) -> None:
 def test_every_command_with_a_result_gives_it_as_json(command: str, geotrain: Run) -> None:
     """What runs until it is stopped has none: `status` tells of it."""
     said = geotrain(*command.split(), "--help").stdout
-    assert ("--json" in said) != (command in ("launch", "serve global", "serve region"))
+    assert ("--json" in said) != (command in ("launch", *SERVERS))
 
 
 def test_json_is_all_that_stands_on_standard_output(
@@ -101,7 +101,9 @@ def test_json_is_all_that_stands_on_standard_output(
         found[certified]["files"]
         == geotrain(*certified[:2], tmp_path / "certs2").stdout.replace("certs2", "certs").split()
     )
-    assert "it goes with --update" in refused("logs", tmp_path, "--json")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/eu.log").write_text("a line\n")
+    assert json.loads(geotrain("logs", tmp_path, "--json").stdout) == {"line": "a line"}
 
 
 def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> None:

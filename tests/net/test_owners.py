@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from geotrain.common.names import GLOBAL
-from geotrain.net.server.server_setup import ServerSetup
+from geotrain.net.server.server_setup import LISTENING, ServerSetup
 from geotrain.net.storage.frozen_state import FrozenState
-from geotrain.net.storage.owner import OtherOwnerError, Owner
+from geotrain.net.storage.owner import ORIGIN, OtherOwnerError, Owner
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import META, DamagedSnapshot, SnapshotStore, StoreError
 from geotrain.net.storage.timeline import Timeline, go_back, read_timeline, write_timeline
@@ -79,9 +79,11 @@ def two_runs(tmp_path: Path) -> Iterator[tuple[Site, Site]]:
 
 def test_a_process_takes_no_state_of_another_run_or_process(two_runs: tuple[Site, Site]) -> None:
     one, two = two_runs
+    origin = (two.folder / ORIGIN).read_text()
     cases = [
         ("global.shard-0", one, "global.shard-0", (GLOBAL,), "shard 0 of 'global': its state is of another run"),
         ("eu", one, "eu", (GLOBAL, "global.shard-0", "eu.shard-0"), "eu: its state is of another run of the name"),
+        ("eu", one, "eu", ("eu.shard-0",), "eu: holds the state of another run than "),  # no global server answers
         ("eu", two, GLOBAL, (), "holds the state of 'global' of run 'tiny', and this is 'eu' of 'tiny'"),
     ]
     logs = ("events.jsonl", "listening.json", "status.json", "traffic.json")
@@ -90,16 +92,20 @@ def test_a_process_takes_no_state_of_another_run_or_process(two_runs: tuple[Site
         place.rename(aside)
         shutil.copytree(whose.folder / folder, place)
         if whose is one and process == "eu":  # a server and its shards are of one run
-            shutil.copytree(two.folder / "eu.shard-0", two.folder / "aside-shard")
             shutil.rmtree(two.folder / "eu.shard-0")
             shutil.copytree(one.folder / "eu.shard-0", two.folder / "eu.shard-0")
+            (two.folder / ORIGIN).write_text(origin)
         but = logs if others else ()
         before = tree(place, *but)
-        servers = [two.serve(each, resume=True) for each in (*others, process)]
+        servers = [two.serve(each, resume=True) for each in others]
+        if GLOBAL in others:  # it stands on another machine
+            wait_for((two.folder / GLOBAL / LISTENING).exists)
+            (two.folder / ORIGIN).unlink()
+        servers.append(two.serve(process, resume=True))
         code, said = servers[-1].ended()
         assert code not in (0, None) and words in said, said
         after = tree(place, *but)
-        if process == "eu" and others:  # a region that is cut off goes on: it notes its restart before it is told
+        if GLOBAL in others and process == "eu":  # it notes its restart before it is told
             after = {name: after[name] for name in before if not name.startswith("journal")}
             before = {name: digest for name, digest in before.items() if not name.startswith("journal")}
         assert after == before

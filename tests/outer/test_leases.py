@@ -188,6 +188,22 @@ def test_what_fails_twice_is_set_aside_by_the_samples_that_both_had_and_no_more_
     assert back.state() == table.state() and back.set_aside_samples == 20
 
 
+def test_what_spoils_the_last_round_is_set_aside_for_what_its_worker_had_before_which_counts_once() -> None:
+    table = LeaseTable(16, 2, local_steps=2, rounds=("a", "b"))
+
+    def lease(worker: str, job: int) -> Lease:
+        return table.grant(LeaseRequest(worker, job))  # type: ignore[return-value]
+
+    assert table.commit([lease("a", 1).lease, lease("b", 1).lease]) == 8
+    bad = lease("a", 2).lease
+    assert table.fail([bad]) == [] and table.fail([bad]) == [(8, 4)]
+    again, other = lease("a", 2), lease("b", 2)
+    assert [(each.start, each.samples) for each in (again, other)] == [(0, 4), (12, 4)]
+    assert table.fail([again.lease]) == table.fail([again.lease]) == []  # its worker is to blame, not the data
+    assert table.commit([again.lease, other.lease]) == 4
+    assert table.finished and table.committed_samples + table.set_aside_samples == 16
+
+
 def test_skipped_samples_are_left_out_in_whole_steps_and_come_back_when_they_are_skipped_no_more() -> None:
     table = LeaseTable(24, 2, local_steps=4)
     table.skip_samples([(5, 6), (22, 23)])

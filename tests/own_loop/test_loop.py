@@ -125,12 +125,23 @@ def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:
     assert torch.equal(weights["0.weight"], torch.full((5, 3), float(STEPS))) and not weights["2.bias"].any()
 
 
+MIXES = {"overlap": {"adopt": "mix", "mix": 0.5}}
+
+
 @pytest.mark.parametrize("adopt_last", [True, False])
-def test_the_model_ends_as_the_servers_weights(tmp_path: Path, adopt_last: bool) -> None:
-    """Where a worker keeps some of its own at each exchange, as here a half, it ends elsewhere without."""
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {**MIXES, "rule": {"name": "sync", "lr": 0.5, "momentum": 0.0}},
+        {**MIXES, "rule": {"name": "halos", "updates_per_send": 3}, "down": {"name": "int8"}},
+    ],
+    ids=["sync", "halos"],
+)
+def test_the_model_ends_as_the_runs_weights(tmp_path: Path, adopt_last: bool, outer: dict[str, Any]) -> None:
+    """Where a worker keeps some of its own at each exchange, as here a half, or its region does, it ends elsewhere
+    without."""
     model = network()
-    mixes = {"overlap": {"adopt": "mix", "mix": 0.5}, "rule": {"name": "sync", "lr": 0.5, "momentum": 0.0}}
-    loop, servers = joined(write_run(tmp_path, **mixes), model, adopt_last=adopt_last)
+    loop, servers = joined(write_run(tmp_path, **outer), model, adopt_last=adopt_last)
     while not loop.finished:
         with torch.no_grad():
             model[0].weight += 1.0

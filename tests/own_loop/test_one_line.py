@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from torch.distributed.fsdp import fully_shard
 
 import geotrain
 from geotrain.commands.export import export_run
-from geotrain.config import ConfigError
+from geotrain.config import ConfigError, changed_run
+from geotrain.launch.check import free_ports
+from geotrain.net.server.enrollment_server import EnrollmentServer
 from geotrain.net.transport.certs import CertificateError
+from geotrain.net.transport.enrollment import EnrollmentClient
 from geotrain.outer.messages import Refused
 from tests.support.hub import hub_for_tests
 from tests.support.inner_worlds import run_world
@@ -180,6 +183,19 @@ def test_who_is_refused_changes_nothing(
     with pytest.raises(Refused, match=words):
         geotrain.OuterLoop(f"127.0.0.1:{serving.port}", folder=tmp_path / "us", **options)
     assert (serving.run / "cluster.json").read_bytes() == cluster and not (tmp_path / "us").exists()
+
+
+def test_the_first_worker_is_refused_before_it_sends_its_weights(tmp_path: Path) -> None:
+    raw = {
+        "name": "set", "model": {"weights": str(tmp_path / "weights.safetensors")},
+        "data": {"train_samples": 64, "samples_per_step": 1}, "outer": {"levels": 1},
+    }  # fmt: skip
+    at, port = free_ports(2)
+    server = EnrollmentServer(tmp_path, lambda *_: changed_run(raw, ("outer.local_steps=8",), ""), at, "127.0.0.1", 1)
+    server.listen(port)
+    client = EnrollmentClient(f"127.0.0.1:{port}", server.token)
+    with closing(client), pytest.raises(Refused, match=r"every is 16 at eu, and 8 in the run, as .* --set said"):
+        client.ask("eu", {"every": 16, "samples_per_step": 1, "shapes": {"w": (4,)}, "fixed": {}})
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ class SimulatedWorker(FakeWorker):
                 await self._pulled(answers, (f,))
                 self.sequence += 1
             self.job += 1
+        await self._pulled([c.pull(0, everything) for c in self.clients], everything)
         await asyncio.gather(*(client._leave() for client in self.clients))
 
     def _spoils(self, lease: Lease) -> None:

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from geotrain.config import RunConfig
-from geotrain.outer.messages import Answer, Join, LeaseRequest, Leave, UpdatePart, UpdateRejected, Validated, Welcome
+from geotrain.outer.messages import (
+    Answer,
+    AnswerWanted,
+    Join,
+    LeaseRequest,
+    Leave,
+    UpdatePart,
+    UpdateRejected,
+    Validated,
+    Welcome,
+)
 from geotrain.outer.rules import region_rule, updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
@@ -51,6 +61,8 @@ class LocalServers(InProcess):
             sent = self.deliver("eu")
             if isinstance(sent, UpdatePart):
                 self.answer("eu", sent.sequence, self.parameter_map.fragments_of([d.chunk for d in sent.deltas]))
+            elif isinstance(sent, AnswerWanted):
+                self.answer("eu", sent.sequence, sent.fragments)
         return reply
 
 
@@ -70,6 +82,7 @@ class LocalClient:
         return done(None)
 
     def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
+        self.servers.say(AnswerWanted(self.name, self.incarnation, sequence, fragments))
         answer = self.servers.region.answer(self.name, self.incarnation, 0, sequence, fragments)
         assert answer is not None, "a single worker is never kept waiting"
         return done(answer)

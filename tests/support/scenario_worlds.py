@@ -24,6 +24,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.outer.messages import (
+    AnswerWanted,
     BadDelta,
     Finished,
     Identity,
@@ -182,7 +183,10 @@ class InMemory(World):
         return reply
 
     def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
-        return self.servers(self.workers[worker][0]).answer(worker, incarnation, part, sequence, fragments)
+        server, asked = self.workers[worker][0], (worker, incarnation, part, sequence, fragments)
+        if self.servers(server).lacks_answer(*asked):
+            self.tell(server, AnswerWanted(worker, incarnation, sequence, fragments))
+        return self.servers(server).answer(*asked)
 
     def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
         region, _ = self.workers[worker]
@@ -235,6 +239,8 @@ class InMemory(World):
             world.tell(name, reply)
         elif isinstance(message, Leave):
             world.tell(name, message)
+        elif isinstance(message, AnswerWanted) and region.last == 1:
+            world.answer(name, message.sequence, message.fragments)
         return True
 
     def answer(self, region: str, update: int) -> None:

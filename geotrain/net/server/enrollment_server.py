@@ -146,10 +146,11 @@ class EnrollmentServer:
                 await say({"wait": "another worker sends the first weights"})
                 return
             async with self._sending:
+                run = self._settings(asked)  # before the weights travel
                 if self.run is None:
                     await say({"send": True})
                     await self._take_weights(asked, reader)
-                self._enroll(asked)
+                self._enroll(run, asked)
             await say(self._welcome(asked))
         except (ValueError, OSError) as error:  # a ConfigError is one
             with suppress(OSError, TimeoutError):
@@ -171,17 +172,21 @@ class EnrollmentServer:
                 file.write(block)
                 end -= len(block)
 
-    def _enroll(self, asked: Enrollment) -> None:
-        """Compare the worker with the run, and put its region into the cluster. Raises ConfigError."""
-        run, cluster = self.run or self.make_run(asked.every, asked.samples_per_step), self.cluster
+    def _settings(self, asked: Enrollment) -> RunConfig:
+        """Give the run, or that which the first worker begins. Raises ConfigError: its settings are others."""
+        run = self.run or self.make_run(asked.every, asked.samples_per_step)
+        _compare(asked, "every", run.outer.local_steps, asked.every)
+        _compare(asked, "samples_per_step", run.samples_per_step, asked.samples_per_step)
+        return run
+
+    def _enroll(self, run: RunConfig, asked: Enrollment) -> None:
+        """Compare the worker's model with the run's, and put its region into the cluster. Raises ConfigError."""
+        cluster = self.cluster
         for what, wanted, has in (
-            ("every", run.outer.local_steps, asked.every),
-            ("samples_per_step", run.samples_per_step, asked.samples_per_step),
             *_differences("parameter", read_shapes(self.folder / WEIGHTS), asked.shapes),
             *_differences("buffer or frozen parameter", read_fixed(self.folder / WEIGHTS), asked.fixed),
         ):
-            if wanted != has:
-                raise ConfigError(f"{what} is {has} at {asked.region}, and {wanted} in the run, as its first worker")
+            _compare(asked, what, wanted, has)
         known = [region.name for region in cluster.regions] if cluster else []
         if asked.region not in known:
             if run.outer.rule.synchronous and len(known) >= self.workers:
@@ -233,6 +238,13 @@ async def _hear(reader: asyncio.StreamReader, most_bytes: int) -> dict[str, Any]
     if not isinstance(said, dict):
         raise ValueError("not a JSON object")
     return said
+
+
+def _compare(asked: Enrollment, what: str, wanted: Any, has: Any) -> None:
+    if wanted != has:
+        raise ConfigError(
+            f"{what} is {has} at {asked.region}, and {wanted} in the run, as its first worker or --set said"
+        )
 
 
 def _differences(what: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 WORKER_SILENT_S = 60.0
 REGION_SILENT_S = 600.0  # longer, because a region that is cut off trains on, and its data should stay with it
 MISSED_BEATS = 3  # a member that was silent for the time of so many heartbeats counts as cut off
+OF_REGION = 2.0  # times a worker's patience: its server gives up first who hangs there, and the leases come back
 FAR = 10.0  # times what is usual among the others: what is believed of a member's slowness
 GAPS = 16  # times between its last updates, by which a member is judged
 NOBODY = -1  # in place of a rank's part, for a member of which no rank has joined yet
@@ -47,6 +48,7 @@ class FailureDetector:
     def __init__(self, server_thread: ServerThread, silent_s: float) -> None:
         self.server_thread, self.silent_s = server_thread, silent_s
         beat_s = rpc.REGION_BEAT_S if server_thread.server.member_role == "region" else rpc.BEAT_S
+        self.slack = OF_REGION if server_thread.server.member_role == "region" else 1.0
         self.missed_s = min(MISSED_BEATS * beat_s, silent_s)
         self._heard_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
@@ -124,7 +126,9 @@ class FailureDetector:
         patience_s = inf
         if server.over or said_s < inf:
             expected_s = said_s if any(lease.validate for lease in held.values()) else 0.0
-            patience_s = max(LEAST_PATIENCE_S, self.usual_s(name, said_s / PATIENCE) * PATIENCE, expected_s)
+            patience_s = self.slack * max(
+                LEAST_PATIENCE_S, self.usual_s(name, said_s / PATIENCE) * PATIENCE, expected_s
+            )
         seen = member.incarnation, member.sequence, bool(held), server.over
         before, since_s = self._progress.get(name, (None, now_s))
         if before is not None and before[0] == seen[0] and before[1] < seen[1] and before[2]:

@@ -24,6 +24,7 @@ from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
+    AnswerWanted,
     Join,
     LeaseRequest,
     Leave,
@@ -56,6 +57,7 @@ class RegionClient:
     server: the region server on that thread.
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
     on_acknowledged: called with the sequence of each update that the global server has taken.
+    on_joined: called when the global server has taken the region.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
     above: the global server's shards, own: this region's, where they are processes of their own.
     """
@@ -69,12 +71,13 @@ class RegionClient:
         trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
         on_acknowledged: Callable[[int], None] = lambda sequence: None,
+        on_joined: Callable[[], None] = lambda: None,
         metrics: Callable[[], dict[str, float]] = dict,
         above: ShardsAbove | None = None,
         own: ShardSessions | None = None,
     ) -> None:
         self.server_thread, self.server = server_thread, server
-        self.on_lost, self.on_acknowledged = on_lost, on_acknowledged
+        self.on_lost, self.on_acknowledged, self.on_joined = on_lost, on_acknowledged, on_joined
         self.metrics = metrics
         incarnation = self.server.name, self.server.incarnation
         self.link: GrpcClient = GrpcClient(address, *incarnation, trust)
@@ -83,7 +86,7 @@ class RegionClient:
         elif above is not None:
             self.link = ShardedLink(address, *incarnation, trust, above)
         self.connected = False
-        self._updates: deque[UpdatePart | Trained | Leave] = deque()
+        self._updates: deque[UpdatePart | Trained | AnswerWanted | Leave] = deque()
         # "" → what is said to have been done, in order; worker → its requests, which may wait for long.
         self._said: dict[str, deque[Join | LeaseRequest | Release | TakeBack | Validated]] = {
             name: deque() for name in ("", *server.members)
@@ -94,7 +97,7 @@ class RegionClient:
     def deliver(self, send: Send) -> None:
         """Take something that the region server sends to the global server. Call it in the event loop."""
         message = send.message
-        if isinstance(message, UpdatePart | Trained | Leave):
+        if isinstance(message, UpdatePart | Trained | AnswerWanted | Leave):
             self._updates.append(message)
         else:
             lane = self._said[message.worker if isinstance(message, LeaseRequest) else ""]
@@ -131,6 +134,7 @@ class RegionClient:
         join = await self.server_thread.read(self.server.join_message)
         welcome = await self.link.persist(lambda: self.link.join(join), within_s)
         lost = await self.server_thread.persist(welcome)
+        self.on_joined()
         if lost:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
@@ -179,6 +183,10 @@ class RegionClient:
                 raise _SessionOver
             if isinstance(message, Trained):
                 await self._persist(partial(self.link.trained, message.leases))
+            elif isinstance(message, AnswerWanted):
+                if self.server.last == 1:  # else they have come since it was said
+                    self.link.live_as(self.server.incarnation)  # with nothing of what came at the join
+                    await self.server_thread.persist(await self._pull(0, message.fragments))
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
             elif message.sequence > last:
                 last = message.sequence

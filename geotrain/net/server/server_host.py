@@ -35,7 +35,7 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.shard_sessions import FAREWELL_S, ShardLost, ShardSessions
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFull
-from geotrain.net.storage.owner import Owner
+from geotrain.net.storage.owner import Owner, note_origin
 from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped
 from geotrain.net.storage.remote_snapshots import Copies, Uploader
 from geotrain.net.storage.snapshots import StoreError
@@ -147,6 +147,8 @@ class ServerHost(ProcessHost[Server]):
         return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
 
     async def _before_service(self) -> None:
+        if self.server.name == GLOBAL:
+            note_origin(self.folder.parent, self.server.origin)
         skip = SkipSamples(*(tuple(each[end] for each in self.setup.run.data.skip) for end in (0, 1)))
         if self.server.name == GLOBAL and (skip.firsts or self.server.status()["skip"]):
             await self.server_thread.persist(skip)
@@ -428,6 +430,7 @@ class RegionServerHost(ServerHost):
             trust=self.trust("global", GLOBAL),
             on_lost=lambda updates: self.events.write(UpdatesLost(updates)),
             on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, incarnation, sequence)),
+            on_joined=lambda: note_origin(self.folder.parent, self.server.origin),
             metrics=self.sampler.metrics,
             above=self.setup.shards_above(),
             own=self.shards,

@@ -3,17 +3,25 @@
 Every snapshot names its owner: run, process and *origin*, which is drawn once, where the state of a server began. Its
 shards have the same one, in the names of their timelines, and a copy in object storage keeps it. Two runs of one name
 differ in it.
+
+A run has one, too, which its global server draws where the run begins. Regions are told it when they join, and it
+lies beside the folders of a run's servers on each machine, so that another run's state is known for that also while
+no global server answers.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from geotrain.common.files import OutputError, write_whole
 from geotrain.net.storage.snapshots import StoreError
+
+ORIGIN = "origin"  # beside the folders of a run's servers
 
 
 class OtherOwnerError(StoreError):
@@ -50,6 +58,23 @@ class Owner:
                 f"{place}: holds the state of another run of the name {self.run!r}. Nothing was changed: give each "
                 "run a folder, and a name or checkpoint.snapshots, of its own"
             )
+
+
+def note_origin(folder: Path, origin: str) -> None:
+    """Note to which run the servers in that folder belong, where there is room."""
+    with suppress(OutputError):
+        write_whole(folder / ORIGIN, origin)
+
+
+def check_origin(folder: Path, origin: str) -> None:
+    """Raise OtherOwnerError if the state in a server's folder is of another run than its neighbours'. origin: that of
+    the run to which the state belongs; "": it is of none yet. Raises OSError."""
+    noted = folder.parent / ORIGIN
+    if origin and noted.exists() and noted.read_text() != origin:
+        raise OtherOwnerError(
+            f"{folder}: holds the state of another run than {noted} names. Nothing was changed: bring this run's "
+            "state back, or move the folder away, to begin from the run's weights"
+        )
 
 
 def new_origin() -> str:

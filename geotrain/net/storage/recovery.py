@@ -15,7 +15,7 @@ import torch
 
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import Journal
-from geotrain.net.storage.owner import Owner
+from geotrain.net.storage.owner import Owner, check_origin
 from geotrain.net.storage.remote_snapshots import RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.outer.messages import MemberSilent, Message, Refused
@@ -92,7 +92,7 @@ def recover(
     none, or several processes must go back together (see `geotrain.net.storage.timeline`). mirror_store: where the
     machine's mirrors lie. launch: names that which this process is started by; "": one of its own. kinds: the types
     of messages in its journal.
-    Raises StoreError, JournalDamaged, ParameterMapError, OSError.
+    Raises StoreError, OtherOwnerError among them, JournalDamaged, ParameterMapError, OSError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
 
@@ -130,6 +130,8 @@ def recover(
                 # will be sent again after the next join.
                 with suppress(Refused):
                     server.handle(message)
+    if isinstance(server, Server) and (meta is not None or replayed):
+        check_origin(folder, server.origin)  # before anything is written
     if isinstance(server, ShardServer):
         server.end_incarnation()  # nothing else is lost with its process, and its journal says when the next begins
     else:

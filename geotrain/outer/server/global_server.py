@@ -205,6 +205,7 @@ class GlobalServer(Server):
         new = before.incarnation != join.incarnation
         back, lives = new and before.left, new or before.silent
         welcome = super()._on_join(join)
+        self.lease_table.pass_numbers(join.leases)
         named = self._given_to(join.member, join.leases)
         if lives:  # not when a join is said twice: it may have given some of them back since
             self.lease_table.take_back(named)
@@ -269,7 +270,11 @@ class GlobalServer(Server):
         return self.lease_table.commit(self._given_to(member, leases))
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, int]:
-        samples = self._commit(part.member, part.leases)
+        # A flat run's worker may name a lease of before this server came back from a backup, whose number is now that
+        # of a later job.
+        later = {n for n, lease in self.holds(part.member).items() if lease.job > part.job}
+        own = part.leases if self.member_role == "region" else tuple(n for n in part.leases if n not in later)
+        samples = self._commit(part.member, own)
         tokens = self.lease_table.committed_samples * self.sample_tokens
         loss = credible(part.metrics).get("loss") if self.reports_updates else None
         if loss is not None and (spike := self.losses.note(loss, tokens)):

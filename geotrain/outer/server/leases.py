@@ -131,7 +131,8 @@ class LeaseTable:
         unless it is `gone`.
         """
         self.take_back(leases)
-        samples = sum(lease.samples for number in leases if (lease := self._close(number)))
+        closed = [lease for number in leases if (lease := self._close(number))]
+        samples = sum(lease.samples for lease in closed if not self._repeats(lease))
         self.committed_samples += samples
         return samples
 
@@ -150,6 +151,11 @@ class LeaseTable:
                 self.pool = pool
                 del self.returned[lease.lease]
                 self.open[lease.lease] = self._held.setdefault(lease.worker, {})[lease.job] = lease
+
+    def pass_numbers(self, leases: Collection[int]) -> None:
+        """Give none of these numbers to leases to come: they are a region's, from before this table came back from a
+        backup, and what is trained with them is none of the new ones'."""
+        self.next_lease = max(self.next_lease, *(number + 1 for number in leases if number < MOST_JOBS), 1)
 
     def forget_returned(self, workers: Collection[str]) -> None:
         """Forget which leases of these workers came back: nobody has trained them."""
@@ -340,15 +346,21 @@ class LeaseTable:
         return pool if whole else None
 
     def _replace(self, lease: Lease) -> bool:
-        """Take other samples for a worker's place in a round; returns False where too few are left."""
-        assert self.rounds is not None
-        start, self.next_start = self.next_start, self.next_start + lease.samples
-        if self.next_start > self.train_samples:
-            self.next_start = start
-            return False
+        """Take other samples for a worker's place in a round: where too few are left, once more those that it has
+        trained in the round before. Returns False where there was none."""
+        place, last = (self.next_start, lease.samples), self.next_start + lease.samples > self.train_samples
+        if last:
+            if (before := self.laid_out.get(lease.job - 1, {}).get(lease.worker)) is None or self._repeats(lease):
+                return False
+            place = before
+        self.next_start += 0 if last else lease.samples
         self._close(lease.lease)
-        self.laid_out[lease.job][lease.worker] = start, lease.samples
+        self.laid_out[lease.job][lease.worker] = place
         return True
+
+    def _repeats(self, lease: Lease) -> bool:
+        """Whether a lease has the samples that its worker had in the round before, which count once."""
+        return self.laid_out.get(lease.job - 1, {}).get(lease.worker, (-1, 0))[0] == lease.start
 
     def _close(self, number: int) -> Lease | None:
         """Strike a lease off the list of those that are out; None when it is not on it."""

@@ -35,6 +35,7 @@ class RegionData(Server):
     wanted: dict[str, set[int]]
     spent: dict[str, int]
     asking_back: set[str]
+    last: int
     _due: bool
 
     def holds(self, name: str) -> dict[int, Lease]:
@@ -87,6 +88,7 @@ class RegionData(Server):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return
             self.leases.held[lease.worker][lease.job] = lease
+            self.last = 0
         if lease.job in self.wanted[lease.worker] and not done:
             self.wanted[lease.worker].discard(lease.job)
             self._sends.append(Send(lease.worker, lease))

@@ -19,6 +19,7 @@ from geotrain.config import OuterConfig
 from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered
 from geotrain.outer.messages import (
     Answer,
+    AnswerWanted,
     ChunkDelta,
     Finished,
     Identity,
@@ -53,7 +54,7 @@ from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 # Attributes that a snapshot keeps as they are.
-SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent", "every"
+SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent", "every", "last"
 
 
 class RegionServer(RegionData):
@@ -90,6 +91,9 @@ class RegionServer(RegionData):
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self.every = 0  # K, where an operator has set it
+        # The global weights with which workers end that ask for the server's once more: 0: nobody has asked; 1: they
+        # are wanted; 2: they have taken the place of the region's.
+        self.last = 0
         self._due = False  # `go_on` is to look for what must be sent up
         # Workers whose leases are asked for again. Lasts as long as the process: one request of each is under way.
         self.asking_back: set[str] = set()
@@ -113,6 +117,10 @@ class RegionServer(RegionData):
                 return self._on_welcome(message)
             case Answer():
                 return self._on_global_weights(message)
+            case AnswerWanted() if self._waits_for_last(message.member, message.sequence):
+                self.current(message.member, message.incarnation)
+                self.last, self._due = 1, True
+                return None
             case Lease() | Finished():
                 return self._on_lease(message)
             case TakenBack():
@@ -280,12 +288,22 @@ class RegionServer(RegionData):
             self._sends.append(Send(GLOBAL, Release(held)))
         self._events.append(StartedOver(reason))
 
+    def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
+        lacks = super().lacks_answer(name, incarnation, part, sequence, wanted)
+        return lacks and not (self.last == 1 and self._waits_for_last(name, sequence))
+
+    def _waits_for_last(self, name: str, sequence: int) -> bool:
+        """Whether this worker asks for the weights with which it ends, and they are not here: there was no data for
+        the job that it has asked for last. In rounds the region's weights are the global ones."""
+        ends = sequence == 0 and name in self.spent and self.spent[name] == self.leases.asked.get(name)
+        return ends and self.last < 2 and not self.rule.in_rounds
+
     def _on_global_weights(self, answer: Answer) -> None:
-        """Merge the answer to an update of ours or, without weights so far, to our join (sequence 0).
+        """Merge the answer to an update of ours, or begin with that to our join (sequence 0) or the last weights.
 
         Raises Refused; then nothing has changed.
         """
-        first = not self.fragments
+        first = not self.fragments or (answer.sequence == 0 and self.last == 1)
         if not first and answer.sequence not in self.in_flight:
             return  # a second copy of an answer: its changes must not be added to the mirror twice
         versions = self._versions_of(answer, first)
@@ -295,8 +313,10 @@ class RegionServer(RegionData):
             raise Refused(f"{self.name}: {where} of the global server: {fault.fault}")
         if self.newest is not None:
             self.newest |= versions.keys()
-        if first:
+        if not self.fragments:
             self.fragments = [Counts(version) for version in self.first_versions]
+        elif first:
+            self.last = 2
         else:
             self.leases.are_committed(self.in_flight.pop(answer.sequence).leases)
         for fragment, version in versions.items():
@@ -346,6 +366,7 @@ class RegionServer(RegionData):
     def begin_again(self) -> None:
         super().begin_again()
         self.over = self.gone = self.done = False
+        self.last = 0
         self.spent.clear()  # there may be more data now
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
@@ -412,13 +433,15 @@ class RegionServer(RegionData):
 
     def _last_words(self) -> list[Send]:
         """Return, at the end, the leases that are trained and will be in no update: without the ledger, those whose
-        training came while one travelled."""
+        training came while one travelled; and that the last weights are wanted."""
         if not self._at_rest or self.in_flight:
             return []
         pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
         trained = tuple(lease for lease, fragments in self.trained.items() if not fragments & pending)
         parts = [trained[at : at + MOST_LEASES] for at in range(0, len(trained), MOST_LEASES)]
-        return [Send(GLOBAL, Trained(self.name, part)) for part in parts]
+        wanted = AnswerWanted(self.name, self.incarnation, 0, tuple(range(len(self.fragments))))
+        said = *(Trained(self.name, part) for part in parts), *([wanted] if self.last == 1 else ())
+        return [Send(GLOBAL, message) for message in said]
 
     # -- inside
 

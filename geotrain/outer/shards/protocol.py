@@ -77,7 +77,7 @@ class SendUp:
 
 @dataclass(frozen=True)
 class Merge:
-    """Merge the received global weights of this fragment. first: the region has no weights yet."""
+    """Merge the received global weights of this fragment. first: they take the place of the region's own."""
 
     fragment: int
     first: bool

@@ -261,7 +261,11 @@ class ServerShard:
         if self.newest is not None:
             self.newest[i] = vector.bfloat16()
         if first:
-            self.vectors[i] = Vectors(vector.clone())
+            if i in self.vectors:
+                self.will_change(*self.vectors[i].all())
+                self.vectors[i].x.copy_(vector)
+            else:
+                self.vectors[i] = Vectors(vector.clone())
             rule.begin(self.vectors[i])
         else:
             self.in_flight.pop(i)
