@@ -2,7 +2,7 @@
 steps, from equal weights and tokens; of one rank, and of two that share the GPU over gloo. bf16 rounds otherwise on a
 GPU: losses are to agree within 1 %, norms within 5 %; in fp32 within 1e-4 and 1e-3.
 
-    python -m benchmarks.gpu.engines ANSWERS.jsonl CASE …        one rank, on the device that DS_ACCELERATOR chooses
+    python -m benchmarks.gpu.engines ANSWERS.jsonl CASE …        a rank, as the environment says which and where
 """
 
 from __future__ import annotations

@@ -42,6 +42,13 @@ def test_the_backend_and_the_device_of_a_rank(local_rank, shares, devices, backe
     assert platform.placed(env, devices) == (backend, number)
 
 
+def test_deepspeed_is_told_the_device_that_a_rank_shares():
+    env = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"} | {"LOCAL_RANK": "3", SHARE_DEVICES: "1"}
+    told = "import os; assert (os.environ['LOCAL_RANK'], str(platform.device()), platform.backend()) == {}"
+    script = "import torch; torch.cuda.device_count = lambda: 2; " + HAS_ONE + told.format(("1", "cuda:1", "gloo"))
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=100)
+
+
 def test_the_ranks_of_a_benchmark_on_one_machine_take_no_gpu(monkeypatch, tmp_path):
     """All have local rank 0; NCCL takes no two ranks on one GPU."""
     monkeypatch.setattr(os, "environ", {})

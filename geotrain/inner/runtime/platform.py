@@ -46,6 +46,10 @@ def placed(env: Mapping[str, str], devices: int) -> tuple[str, int | None]:
     return ("gloo", number % devices) if SHARE_DEVICES in env else ("nccl", number)
 
 
+if HAS_CUDA and SHARE_DEVICES in os.environ:  # DeepSpeed takes the device of this number
+    os.environ["LOCAL_RANK"] = str(placed(os.environ, DEVICES)[1])
+
+
 def device() -> torch.device:
     """Device of this rank's tensors."""
     _, number = placed(os.environ, DEVICES)
