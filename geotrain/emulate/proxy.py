@@ -60,7 +60,7 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way:
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
 
 
-class Link:
+class ProxiedLink:
     """One link, and the connections that cross it."""
 
     def __init__(self, rate: str, delay: str, host: str, ports: str) -> None:
@@ -82,7 +82,7 @@ class Link:
                     ways.create_task(carry(far_reader, writer, self.back))
 
 
-async def serve(links: list[Link]) -> None:
+async def serve(links: list[ProxiedLink]) -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     for link in links:
@@ -91,7 +91,7 @@ async def serve(links: list[Link]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    links, begin = [Link(*arguments[i : i + 4]) for i in range(0, len(arguments), 4)], time.monotonic()
+    links, begin = [ProxiedLink(*arguments[i : i + 4]) for i in range(0, len(arguments), 4)], time.monotonic()
     asyncio.run(serve(links))
     used = resource.getrusage(resource.RUSAGE_SELF)
     report = {
