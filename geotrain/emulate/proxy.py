@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 16
 QUEUE_S = 0.1  # so much traffic waits in front of a link; what is behind it stays with its sender
 
 
-class Way:
+class ShapedWay:
     """One direction of a link. It reads no clock."""
 
     def __init__(self, rate_bytes_s: float, delay_s: float) -> None:
@@ -36,7 +36,7 @@ class Way:
         return self._free_s + self._delay_s, self._free_s - QUEUE_S
 
 
-async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
+async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: ShapedWay) -> None:
     """Carry one direction of a connection, until its end."""
     under_way = asyncio.Queue[tuple[float, bytes]]()  # the rate and the delay bound it
 
@@ -64,7 +64,7 @@ class ProxiedLink:
     """One link, and the connections that cross it."""
 
     def __init__(self, rate: str, delay: str, host: str, ports: str) -> None:
-        self.there, self.back = (Way(float(rate), float(delay)) for _ in range(2))
+        self.there, self.back = (ShapedWay(float(rate), float(delay)) for _ in range(2))
         self._host, self._ports = host, [tuple(map(int, pair.split(":"))) for pair in ports.split(",")]
 
     async def listen(self) -> None:

@@ -25,7 +25,7 @@ RATE, DELAY_S, COUNT = 4_000_000, 0.1, 1_000_000
 
 
 def test_all_connections_of_a_way_share_its_rate() -> None:
-    way = proxy.Way(1000.0, 5.0)
+    way = proxy.ShapedWay(1000.0, 5.0)
     assert way.take(500, 10.0) == pytest.approx((15.5, 10.5 - proxy.QUEUE_S))
     assert way.take(1000, 10.0) == pytest.approx((16.5, 11.5 - proxy.QUEUE_S))  # behind what is under way
     assert way.take(100, 20.0) == pytest.approx((25.1, 20.1 - proxy.QUEUE_S))  # the line was free
