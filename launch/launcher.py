@@ -114,7 +114,7 @@ def launch(
         request.write_files(folder)
         if GLOBAL in hosts:
             (folder / OUTCOME).unlink(missing_ok=True)
-        starting, options = [pump_process(links)] if links else [], {}
+        starting, options = [pump_process(links)] if links else [], dict[str, tuple[str, ...]]()
         if cluster.emulate_links and not links and not run.outer.flat:
             shaping, options = proxied_links(request, folder)
             starting.append(shaping)

@@ -158,7 +158,7 @@ def proxied_links(request: LaunchRequest, folder: Path) -> tuple[ProcessSpec, di
     taken = {address.port for each in request.cluster.sites.values() for address in (each.server, *each.shards)}
     count = len(targets) * len(regions)
     ports = iter([port for port in free_ports(count + len(taken)) if port not in taken][:count])
-    arguments, options = list[str](), {}
+    arguments, options = list[str](), dict[str, tuple[str, ...]]()
     for region in regions:
         shaped = wan.shape(link_to_global(request.cluster, region.name))
         server, *shards = [address.model_copy(update={"port": next(ports)}) for address in targets]
