@@ -106,7 +106,8 @@ def against_torch(name: str, rounds: int) -> dict[str, float]:
         for i in range(MICRO_BATCHES)
     ]
     engine, model = engine_and_model(MODELS[name])
-    ours, theirs = engine_step(engine, batches), torch_step(model, batches)
+    there = engine.device  # both compute on it, also on a GPU
+    ours, theirs = engine_step(engine, batches), torch_step(model.to(there), [each.to(there) for each in batches])
     first = ours(), theirs()
     if not math.isclose(*first, rel_tol=1e-4):
         sys.exit(f"{name}: the engine's first loss is {first[0]}, torch's {first[1]}: these are not the same models")

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from geotrain.common.names import SHARE_DEVICES
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerSetup
 from geotrain.launch.far_hosts import ask
 from geotrain.launch.host_facts import MARK, HostFacts, read_host
@@ -64,6 +65,7 @@ def hosts_of(
                 (fixed_master_port(worker, number),) if fixed else (),
                 worker.env.get("DS_ACCELERATOR") == "cpu",
                 *asks,
+                SHARE_DEVICES in worker.env or (launcher.on_this_machine and SHARE_DEVICES in os.environ),
             )
             where = HERE if launcher.on_this_machine else host.host
             found.setdefault((launcher.name, where), []).append(needs)

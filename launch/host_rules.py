@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from geotrain.common.names import SHARE_DEVICES
 from geotrain.launch import cuda_driver
 from geotrain.launch.host_facts import MIB, GpuFacts, HostFacts
 from geotrain.parallelism.transformer_engine import dotted
@@ -12,7 +13,7 @@ from geotrain.parallelism.transformer_engine import dotted
 CLOCK_S = 5.0  # clocks may differ by so much: logs of two hosts can still be laid side by side
 SHM_BYTES = 1 << 30  # NCCL's buffers between the ranks of a host lie there; containers begin with 64 MiB
 BUSY_BYTES = 1 << 30  # more than this in use on an idle GPU belongs to somebody
-PROHIBITED = "Prohibited"  # a compute mode
+PROHIBITED, EXCLUSIVE = "Prohibited", "Exclusive_Process"  # compute modes
 _BROKEN = {  # in what nvidia-smi says → what to do
     "Driver/library version mismatch": "the driver was updated under way: start the machine again",
     "couldn't communicate": "load the driver (modprobe nvidia), or install it for the running kernel",
@@ -36,7 +37,7 @@ class HostNeeds:
     """The needs of one worker on one host. memory_bytes: of a rank on its device, by the estimate. checkpoint_bytes:
     one checkpoint of the ranks on the host. device: the kind that the cluster file names. ports: that must be free.
     on_cpu: its ranks take no GPU, by the worker's own environment. asks: a key, with its value, that needs
-    Transformer Engine and GPUs of at least this capability.
+    Transformer Engine and GPUs of at least this capability. shares: its ranks may share GPUs with others.
     """
 
     worker: str
@@ -48,6 +49,7 @@ class HostNeeds:
     on_cpu: bool = False
     asks: str = ""
     capability: tuple[int, int] = (0, 0)
+    shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,13 @@ def _check_devices(look: Look, ranks: int, tell: Tell) -> None:
         tell(f"nvidia-smi fails: {facts.smi_error}", next(known, "look at `nvidia-smi` and `dmesg` there"), False)
     kinds = ", ".join(sorted({needs.device for needs in look.needs if needs.device}))
     if facts.usable:
-        if ranks > facts.usable:
-            tell(f"{ranks} ranks, but {facts.usable} GPUs", "lower the host's `slots`, or show it more GPUs")
+        shared = all(needs.shares for needs in look.needs if not needs.on_cpu)
+        if ranks > facts.usable and not shared:
+            remedy = f"lower the host's `slots`, show it more GPUs, or set {SHARE_DEVICES}=1 in the workers' env"
+            tell(f"{ranks} ranks, but {facts.usable} GPUs", remedy)
         for gpu in facts.gpus[:ranks]:
-            _check_gpu(gpu, max(needs.memory_bytes for needs in look.needs), tell)
+            most = max(needs.memory_bytes for needs in look.needs)
+            _check_gpu(gpu, -(-ranks // facts.usable) if shared else 1, most, tell)
         if not facts.headers:
             tell("Python.h is missing: Triton compiles with it", "install Python's headers (Debian: python3-dev)")
         if not facts.compiler:
@@ -143,16 +148,18 @@ def _check_transformer_engine(look: Look, tell: Tell) -> None:
                 tell(what, "choose another recipe, or leave it out for this worker")
 
 
-def _check_gpu(gpu: GpuFacts, needed_bytes: int, tell: Tell) -> None:
-    name = f"GPU {gpu.index} ({gpu.name})"
-    if gpu.compute_mode == PROHIBITED:
-        tell(f"{name} is in compute mode {PROHIBITED}", f"nvidia-smi -i {gpu.index} -c DEFAULT")
+def _check_gpu(gpu: GpuFacts, ranks: int, rank_bytes: int, tell: Tell) -> None:
+    """Check one GPU. ranks: that use it. rank_bytes: the most that one needs."""
+    name, needed_bytes = f"GPU {gpu.index} ({gpu.name})", ranks * rank_bytes
+    if gpu.compute_mode == PROHIBITED or (ranks > 1 and gpu.compute_mode == EXCLUSIVE):
+        tell(f"{name} is in compute mode {gpu.compute_mode}", f"nvidia-smi -i {gpu.index} -c DEFAULT")
     elif gpu.processes or (gpu.used_bytes or 0) > BUSY_BYTES:
         by = ", ".join(gpu.processes) or "processes that this container does not show"
         used = "" if gpu.used_bytes is None else f", {_gb(gpu.used_bytes)}"
         tell(f"{name} is used by {by}{used}", "end what uses it, or hide it with CUDA_VISIBLE_DEVICES", False)
     elif gpu.memory_bytes is not None and gpu.memory_bytes < needed_bytes:
-        what = f"{name} has {_gb(gpu.memory_bytes)}, a rank needs about {_gb(needed_bytes)}"
+        who = "a rank needs" if ranks == 1 else f"its {ranks} ranks need"
+        what = f"{name} has {_gb(gpu.memory_bytes)}, {who} about {_gb(needed_bytes)}"
         tell(what, "see `geotrain dry-run`: more ranks, recomputation, or smaller batches", False)
 
 

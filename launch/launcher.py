@@ -41,7 +41,7 @@ from geotrain.launch.host_check import check_hosts, refuse, show
 from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.run_rules import misfits
-from geotrain.launch.site_processes import LaunchRequest, local_processes, pump_process, remote_site
+from geotrain.launch.site_processes import LaunchRequest, local_processes, proxied_links, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_status, new_console, share_of, size
 from geotrain.monitor.events import EventLog, ProcessDied, Trouble
@@ -116,8 +116,12 @@ def launch(
         request.write_files(folder)
         if GLOBAL in hosts:
             (folder / OUTCOME).unlink(missing_ok=True)
-        starting = [pump_process(links)] if links else []
-        starting += local_processes(request, folder, this_machine(), links.namespaces if links else {})
+        starting, options = [pump_process(links)] if links else [], dict[str, tuple[str, ...]]()
+        if cluster.emulate_links and not links and not run.outer.flat:
+            shaping, options = proxied_links(request, folder)
+            starting.append(shaping)
+        shaped, namespaces = bool(starting), links.namespaces if links else {}
+        starting += local_processes(request, folder, this_machine(), namespaces, options)
         prepare_far_hosts(request, folder)
         starting += [remote_site(request, site, host) for site, host in hosts.items() if host]
         events = stack.enter_context(event_log(run, folder, only))
@@ -136,7 +140,7 @@ def launch(
                 write_whole(folder / OUTCOME, json.dumps(dataclasses.asdict(outcome)))
             except OutputError as error:  # the exit code and the reason say the same
                 print(f"geotrain: {error}", file=sys.stderr)
-    if links:
+    if shaped:
         with contextlib.suppress(IndexError, ValueError, KeyError):  # the pump's last line reports what it did
             said = json.loads(tail(supervisor.log("wan"))[-1])
             share, carried = said["cpu_s"] / said["wall_s"], size(said["carried_bytes"])

@@ -160,6 +160,9 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
         told.append(
             f"LINKS ARE NOT EMULATED: {reason}. All regions use the plain loopback interface, as fast as it is: "
             "`links` in the cluster file has no effect"
+            if run.outer.flat
+            else f"links are shaped by a proxy in front of the global server: {reason}. Links between two regions "
+            "are as fast as the loopback interface, and no link can be disturbed"
         )
     return list(dict.fromkeys([*told, *open_links(cluster), *doubts(run, cluster)]))
 

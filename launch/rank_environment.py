@@ -25,12 +25,15 @@ DETERMINISTIC = {
 def rank_environment(env: Mapping[str, str], launcher: Launcher) -> dict[str, str]:
     """Translate what the ranks' launcher has put into `env` to torch's variables, for those that are not there.
 
-    Where a task sees one device only, as Slurm with `--gpus-per-task=1` has it, that device is number 0 to it.
+    Where a task sees one device only, as Slurm with `--gpus-per-task=1` has it, that device is number 0 to it. Of
+    ranks that share a device the launcher names it again for each: CUDA would then show none.
     """
     found = {
         ours: env[theirs] for ours, theirs in launcher.rank_variables.items() if ours not in env and theirs in env
     }
-    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    given = env.get("CUDA_VISIBLE_DEVICES", "")
+    if given != (visible := ",".join(dict.fromkeys(given.split(",")))):
+        found["CUDA_VISIBLE_DEVICES"] = visible
     if visible and "," not in visible and {**env, **found}.get("LOCAL_RANK", "0") != "0":
         found["LOCAL_RANK"] = "0"
     return found

@@ -29,8 +29,9 @@ from geotrain.config import (
     relocated,
     shard_name,
 )
+from geotrain.emulate import proxy, wan
 from geotrain.emulate.wan import DEVICE, Wan
-from geotrain.launch.check import free_ports
+from geotrain.launch.check import free_ports, link_to_global
 from geotrain.launch.guard import JOB
 from geotrain.launch.launchers.base import HostLauncher, LauncherCommand, WorkerPlace, regions_of
 from geotrain.launch.launchers.registry import launcher_of, worker_commands
@@ -92,27 +93,31 @@ def fixed_master_port(worker: WorkerConfig, number: int) -> int:
 
 
 def local_processes(
-    request: LaunchRequest, folder: Path, machine: HostMachine, namespaces: Mapping[str, int] | None = None
+    request: LaunchRequest,
+    folder: Path,
+    machine: HostMachine,
+    namespaces: Mapping[str, int] | None = None,
+    options: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[ProcessSpec]:
     """The processes to start here for the request's sites. Also writes the workers' hostfiles.
 
     Each site starts the ranks on its own hosts of a worker that spans regions; but a `WorldLauncher` starts all ranks
     from the worker's home region.
     folder: the run's, absolute. namespaces: the network namespace of each region's processes, as a file descriptor.
-    Raises ConfigError.
+    options: more of them for a region's servers. Raises ConfigError.
     """
-    namespaces = namespaces or {}
+    namespaces, options = namespaces or {}, options or {}
     here = {}
     for region, worker in request.cluster.workers:
         hosts = tuple(host for host in worker.hosts if (host.region or region) in request.sites)
         if hosts:
             here[worker.name] = worker.model_copy(update={"hosts": hosts})
     devices = assign_devices(here, machine)
-    started = _server(request, folder, GLOBAL, None) if GLOBAL in request.sites else []
+    started = _server(request, folder, GLOBAL, None, ()) if GLOBAL in request.sites else []
     if not request.run.outer.flat:
         regions = [region.name for region in request.cluster.serving if region.name in request.sites]
         for region in regions:
-            started += _server(request, folder, region, namespaces.get(region))
+            started += _server(request, folder, region, namespaces.get(region), options.get(region, ()))
     for number, (region, worker) in enumerate(request.cluster.workers):
         port = fixed_master_port(worker, number)
         started += _worker(request, folder, region, worker, port, devices.get(worker.name, ((), 1)), namespaces)
@@ -142,6 +147,31 @@ def pump_process(links: Wan) -> ProcessSpec:
     return ProcessSpec("wan", guarded(links.pump_command), role="helper", inherited_fds=links.pump_fds)
 
 
+def proxied_links(request: LaunchRequest, folder: Path) -> tuple[ProcessSpec, dict[str, tuple[str, ...]]]:
+    """The process that shapes links where there are no namespaces, in front of the global server and its shards.
+
+    Returns also, by region, the options with which its servers find the proxy in their place: a cluster file of their
+    own, which is written here. Raises ConfigError.
+    """
+    site, regions = request.cluster.sites[GLOBAL], request.cluster.serving
+    targets = (site.server, *site.shards)
+    taken = {address.port for each in request.cluster.sites.values() for address in (each.server, *each.shards)}
+    count = len(targets) * len(regions)
+    ports = iter([port for port in free_ports(count + len(taken)) if port not in taken][:count])
+    arguments, options = list[str](), dict[str, tuple[str, ...]]()
+    for region in regions:
+        shaped = wan.shape(link_to_global(request.cluster, region.name))
+        server, *shards = [address.model_copy(update={"port": next(ports)}) for address in targets]
+        pairs = ",".join(f"{near.port}:{far.port}" for near, far in zip((server, *shards), targets, strict=True))
+        arguments += [str(shaped.rate_bytes_s), str(shaped.one_way_s), server.host, pairs]
+        seen = request.cluster.model_copy(update={"global_server": server, "global_shards": tuple(shards)})
+        path = folder / f"cluster.{region.name}.json"
+        write_whole(path, seen.model_dump_json(by_alias=True, indent=2) + "\n")
+        options[region.name] = ("--cluster", str(path))
+    command = (sys.executable, "-I", "-S", str(Path(proxy.__file__).resolve()), *arguments)
+    return ProcessSpec("wan", guarded(command), role="helper"), options
+
+
 def remote_python(folder: str | None) -> str:
     """Python's path on another machine; folder: as `path_there` takes it."""
     return path_there(sys.executable, folder)
@@ -156,14 +186,16 @@ def path_there(path: str, folder: str | None) -> str:
     return path
 
 
-def _server(request: LaunchRequest, folder: Path, site: str, netns: int | None) -> list[ProcessSpec]:
-    """The server of a site, and its shards."""
+def _server(
+    request: LaunchRequest, folder: Path, site: str, netns: int | None, more: tuple[str, ...]
+) -> list[ProcessSpec]:
+    """The server of a site, and its shards. more: options of theirs."""
 
     launch = request.launch_id or request.launch
 
     def process(name: str, which: tuple[str, ...], above: str, resume: bool) -> ProcessSpec:
         shard = which[0] == "shard"
-        options = (*(("--resume",) if resume else ()), *(() if shard else ("--launch-id", launch)))
+        options = (*more, *(("--resume",) if resume else ()), *(() if shard else ("--launch-id", launch)))
         command = (sys.executable, "-m", "geotrain", "serve", *which, "--run", str(folder / "run.json"), *options)
         return ProcessSpec(
             name,

@@ -62,7 +62,7 @@ def tests(sizes: Sizes, rows: Path, tell: Tell) -> None:
 
 
 def compared_engines(sizes: Sizes, rows: Path, tell: Tell) -> None:
-    engines.compare([*engines.CASES][: sizes.cases], tell)
+    engines.compare([*engines.CASES][: sizes.cases] + [*engines.PAIRED][: sizes.cases], tell)
 
 
 def timed_kernels(sizes: Sizes, rows: Path, tell: Tell) -> None:
@@ -115,7 +115,7 @@ def outer_loop(sizes: Sizes, rows: Path, tell: Tell) -> None:
 # name: (seconds that it may take, what it does)
 PARTS: dict[str, tuple[float, Callable[[Sizes, Path, Tell], None]]] = {
     "tests": (110.0, tests),
-    "engines": (70.0, compared_engines),
+    "engines": (90.0, compared_engines),
     "kernels": (60.0, timed_kernels),
     "step": (120.0, one_step),
     "outer_loop": (70.0, outer_loop),

@@ -71,9 +71,10 @@ def test_a_part_that_takes_too_long_ends_with_all_that_it_started_and_its_rows_s
 
 def test_a_case_that_fails_is_named_and_the_others_are_compared() -> None:
     told: dict[str, float] = {}
-    with pytest.raises(RuntimeError, match="no figure of unknown;"):
-        engines.compare(["unknown", "fp32"], told.__setitem__)
-    assert told == {"engines.fp32": 0.0}
+    pair = "two ranks, tied, grouped"
+    with pytest.raises(RuntimeError, match="no figure of unknown, two ranks, unknown;"):
+        engines.compare(["unknown", "fp32", pair, "two ranks, unknown"], told.__setitem__)
+    assert told == {"engines.fp32": 0.0, f"engines.{pair}": 0.0}
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from geotrain.commands.operate import LiveRun
 from geotrain.commands.prepare import prepare_files
 from geotrain.commands.sample import sample
 from geotrain.common.files import write_whole
-from geotrain.common.names import GLOBAL
+from geotrain.common.names import GLOBAL, SHARE_DEVICES
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run, shipped_configs
 from geotrain.data.corpus import documents
 from geotrain.kernels.devices import cuda_devices, processor_has_bf16
@@ -59,7 +59,11 @@ def quickstart(
     changes = tuple(f"data.{what}={folder / 'data' / what}" for what in ("train", "validation", "tokenizer"))
     run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
     ranks = sum(worker.ranks for _, worker in cluster.workers)
-    if cuda_devices() < ranks:
+    devices = cuda_devices()
+    if 0 < devices < ranks:
+        console.print(f"{ranks} ranks share {devices} GPUs; they communicate over gloo, through the host's memory")
+        os.environ[SHARE_DEVICES] = "1"
+    if devices == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
         if shipped and not processor_has_bf16():
             console.print("fp32: this processor only emulates bf16, which would take several times as long")

@@ -1,3 +1,5 @@
 """Names that configuration, messages and plans share."""
 
 GLOBAL = "global"  # the global server, beside the names of regions
+# In a worker's environment, whatever its value: its ranks may share GPUs, in turn, and communicate over gloo.
+SHARE_DEVICES = "GEOTRAIN_SHARE_DEVICES"

@@ -227,7 +227,7 @@ class ClusterConfig(Block):
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
     links: tuple[LinkConfig, ...] = ()
     devices: dict[str, DeviceConfig] = Field({}, description="Kinds of accelerators, by the names that hosts use.")
-    emulate_links: bool = Field(False, description="Local runs: one network namespace a region, with its link.")
+    emulate_links: bool = Field(False, description="Local runs: a namespace or a proxy for each region's link.")
     security: SecurityConfig | None = None
     restart: RestartConfig = RestartConfig()
 

@@ -56,6 +56,7 @@ def build_engine(
     tokens = sequence_length * int(deepspeed_block["train_micro_batch_size_per_gpu"])
     check_transformer_engine(run, architecture, parallel, precision, bf16, tokens)
     check_device(precision, parallel, HAS_TRANSFORMER_ENGINE, platform.capability())
+    checks.check_shared_devices(parallel, platform.HAS_CUDA and platform.backend() == "gloo")
     platform.use_deterministic_algorithms(precision.deterministic_mode)
     mesh, settings = initialize(parallel, timeout_s), optimizer_settings(deepspeed_block)
     with platform.quiet_construction():

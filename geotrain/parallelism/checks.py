@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from geotrain.common.names import SHARE_DEVICES
 from geotrain.config import AccoConfig, Architecture, ConfigError, ParallelConfig, PrecisionConfig
 from geotrain.config.deepspeed import SCHEDULERS
 from geotrain.families import family_of
@@ -103,6 +104,18 @@ def check_deterministic(precision: PrecisionConfig, acco: AccoConfig | None) -> 
         raise ConfigError(
             "precision.deterministic_mode does not go with acco.balance, where the speed of replicas decides which "
             "of them computes a micro-batch; leave one of them out"
+        )
+
+
+def check_shared_devices(parallel: ParallelConfig, shared: bool) -> None:
+    """Check a layout for ranks that share GPUs: gloo has collectives of their tensors, but no messages of one rank to
+    another. Raises ConfigError."""
+    ring = parallel.context_exchange == "ring"
+    if shared and (ring or parallel.pipeline > 1):
+        raise ConfigError(
+            f"parallel.{'context_exchange' if ring else 'pipeline'}: ranks that share GPUs ({SHARE_DEVICES}) "
+            "communicate over gloo, which sends no tensor of a GPU from one rank to another; use tensor, expert, or "
+            "data parallelism, or give each rank a GPU"
         )
 
 

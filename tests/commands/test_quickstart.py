@@ -1,12 +1,15 @@
 """`geotrain quickstart`: the text that it prepares, and what it computes in."""
 
+import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from geotrain.commands import quickstart
 from geotrain.commands.prepare import prepare_files
+from geotrain.common.names import SHARE_DEVICES
 from geotrain.config import load_run
 from geotrain.data.dataset import read_manifest
 
@@ -34,3 +37,24 @@ def test_the_quickstart_computes_in_what_the_processor_has(
     monkeypatch.setattr(quickstart, "launch", launch)
     assert quickstart.quickstart(CONFIGS / "runs/quickstart.json" if mine else None, None, resume=False) == (3, {})
     assert seen == [has_bf16 or mine]
+
+
+@pytest.mark.parametrize(
+    ("devices", "variable"), [(0, "DS_ACCELERATOR"), (1, SHARE_DEVICES), (3, SHARE_DEVICES), (4, "")]
+)
+def test_the_quickstart_of_four_ranks_takes_the_gpus_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, devices: int, variable: str
+) -> None:
+    """Fewer are shared, none are the CPU."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", SHARE_DEVICES)}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(quickstart, "cuda_devices", lambda: devices)
+    seen: list[set[str]] = []
+
+    def launch(*_: Any, **__: Any) -> int:
+        seen.append({"DS_ACCELERATOR", SHARE_DEVICES} & environment.keys())
+        return 3
+
+    monkeypatch.setattr(quickstart, "launch", launch)
+    assert quickstart.quickstart(None, None, resume=True) == (3, {})
+    assert seen == [{variable} - {""}]

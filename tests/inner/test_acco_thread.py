@@ -40,6 +40,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(communication_thread.platform, "HAS_CUDA", True)
+    monkeypatch.setattr(communication_thread.platform, "DEVICES", 2)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(seen))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)

@@ -22,7 +22,7 @@ from geotrain.config import (
 from geotrain.inner.model.context_parallel import Parts
 from geotrain.launch.check import check_worker
 from geotrain.launch.host_check import hosts_of
-from geotrain.parallelism.checks import check_deterministic, check_layout
+from geotrain.parallelism.checks import check_deterministic, check_layout, check_shared_devices
 from geotrain.parallelism.transformer_engine import asked_by, check_device, check_transformer_engine
 from tests.support.families import DEEPSEEK, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, architecture, deepspeed_block, run_config, run_world, start, stop, train
@@ -108,6 +108,10 @@ def test_settings_that_do_nothing_are_refused() -> None:
         parse(PrecisionConfig, {"fp8_recipe": "mxfp8"}, "run.json")
     with pytest.raises(ConfigError, match=r"'ring' does nothing with parallel\.context = 1"):
         check_layout(architecture(WIDE), ParallelConfig(context_exchange="ring"), 1, deepspeed_block(1), 16)
+    for key, layout in (("pipeline", ParallelConfig(pipeline=2)), ("context_exchange", RING)):
+        check_shared_devices(layout, False)
+        with pytest.raises(ConfigError, match=rf"parallel\.{key}: ranks that share GPUs"):
+            check_shared_devices(layout, True)
     with pytest.raises(ConfigError, match=r"deterministic_mode does not go with acco\.balance"):
         check_deterministic(PrecisionConfig(deterministic_mode=True), AccoConfig(balance=True))
 

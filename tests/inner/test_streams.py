@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -44,7 +45,7 @@ def run(cuda: Cuda, form: str | None, folder: Path | None = None) -> None:
             stack.enter_context(mock.patch.object(module, "platform", GPU))
         stack.enter_context(mock.patch.object(platform, "_cpu_stand_ins", lambda: stand_ins))
         with cuda.in_place():
-            engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=4), acco=form)
+            engine = start(MODEL, ParallelConfig(), deepspeed_block(1, micro=2), acco=form)
         given = [micro_batches(engine, step) for step in range(3)]
         stack.enter_context(cuda.emulated())
         for batches in given:
@@ -76,10 +77,11 @@ def every_form(folder: str) -> dict[str, Any]:
     return seen
 
 
-def test_every_use_waits_for_what_it_needs(tmp_path: Path) -> None:
-    (seen,) = run_world(1, every_form, str(tmp_path))
-    for form, (faults, timelines) in seen.items():
-        assert not faults and timelines > 2, (form, faults)
+@pytest.mark.parametrize("ranks", [1, 2])  # two share the device: what they exchange lies there, and gloo carries it
+def test_every_use_waits_for_what_it_needs(tmp_path: Path, ranks: int) -> None:
+    for seen in run_world(ranks, every_form, str(tmp_path)):
+        for form, (faults, timelines) in seen.items():
+            assert not faults and timelines > 2, (form, faults)
 
 
 def leaving_out(waits: str) -> list[str]:

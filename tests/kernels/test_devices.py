@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import benchmarks.hide.ranks as hide_ranks
+from geotrain.common.names import SHARE_DEVICES
 from geotrain.config import ConfigError
+from geotrain.inner.runtime import platform
 from geotrain.kernels import devices
 from geotrain.launch.machine import this_machine
 
@@ -21,6 +23,30 @@ HAS_ONE = "import torch; torch.cuda.is_available = lambda: True; from geotrain.i
 
 def test_processes_of_the_suite_take_no_gpu():
     subprocess.run([sys.executable, "-c", HAS_ONE + "assert platform.backend() == 'gloo'"], check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "shares", "devices", "backend", "number"),
+    [
+        ("1", False, 0, "gloo", None),
+        ("1", True, 0, "gloo", None),
+        ("1", False, 2, "nccl", 1),
+        ("1", False, 1, "nccl", 1),  # CUDA says that there is no such device
+        ("1", True, 1, "gloo", 0),
+        ("5", True, 2, "gloo", 1),
+        ("0", True, 2, "gloo", 0),  # all ranks of a worker agree, whatever devices each sees
+    ],
+)
+def test_the_backend_and_the_device_of_a_rank(local_rank, shares, devices, backend, number):
+    env = {"LOCAL_RANK": local_rank} | ({SHARE_DEVICES: "1"} if shares else {})
+    assert platform.placed(env, devices) == (backend, number)
+
+
+def test_deepspeed_is_told_the_device_that_a_rank_shares():
+    env = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"} | {"LOCAL_RANK": "3", SHARE_DEVICES: "1"}
+    told = "import os; assert (os.environ['LOCAL_RANK'], str(platform.device()), platform.backend()) == {}"
+    script = "import torch; torch.cuda.device_count = lambda: 2; " + HAS_ONE + told.format(("1", "cuda:1", "gloo"))
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=100)
 
 
 def test_the_ranks_of_a_benchmark_on_one_machine_take_no_gpu(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from geotrain.launch import cuda_driver
 from geotrain.launch.host_facts import MARK, GpuFacts, HostFacts, parse_gpus, visible
-from geotrain.launch.host_rules import HostNeeds, Look, findings
+from geotrain.launch.host_rules import EXCLUSIVE, HostNeeds, Look, findings
 
 GB = 10**9
 # Of nvidia-smi with --format=csv,noheader,nounits, by its manual and by what users report of it.
@@ -38,8 +38,8 @@ WITHOUT = replace(GOOD, usable=0, gpus=(), driver=None, nccl=None, cuda=None)
 OLD = "this machine has GPUs (nvidia0) that torch cannot use: too old. Driver: 550. Install a torch that fits, or so"
 
 
-def look(facts: HostFacts, needs: HostNeeds = NEEDS) -> Look:
-    return Look(facts, (needs,), 999.0, 1001.0)
+def look(facts: HostFacts, *needs: HostNeeds) -> Look:
+    return Look(facts, needs or (NEEDS,), 999.0, 1001.0)
 
 
 def test_output_of_nvidia_smi() -> None:
@@ -90,7 +90,7 @@ def test_good_hosts_have_no_findings() -> None:
         ({"smi_error": "Unable to determine the device handle for GPU 0000:5E:00.0: GPU is lost.  Reboot"},
          "GPU is lost", "start the machine again", False),
         ({"smi_error": "something new"}, "nvidia-smi fails: something new", "dmesg", False),
-        ({"usable": 1}, "2 ranks, but 1 GPUs", "slots", True),
+        ({"usable": 1}, "2 ranks, but 1 GPUs", "GEOTRAIN_SHARE_DEVICES=1", True),
         ({"gpus": parse_gpus(H100S, PROCESSES)},
          "GPU 1 (NVIDIA H100 80GB HBM3) is used by python3 (process 4242), [Not Found] (process 4243), 64.2 GB",
          "CUDA_VISIBLE_DEVICES", False),
@@ -107,6 +107,19 @@ def test_good_hosts_have_no_findings() -> None:
 def test_a_host_with_one_thing_wrong(change: dict, told: str, remedy: str, refuses: bool) -> None:
     (found,) = findings({"h": look(replace(GOOD, **change))})
     assert found.host == "h" and told in found.what and remedy in found.remedy and found.refuses == refuses
+
+
+def test_ranks_that_share_a_gpu_need_its_memory_together_and_its_consent() -> None:
+    needs = replace(NEEDS, shares=True)
+    assert findings({"h": look(replace(GOOD, usable=1, gpus=GOOD.gpus[:1]), needs)}) == []  # 80 of 81 GB
+    (alone,) = findings({"h": look(replace(GOOD, usable=1), needs, replace(NEEDS, worker="v", ranks=1))})
+    assert "3 ranks, but 1 GPUs" in alone.what  # whoever does not share wants one of its own
+    (full,) = findings({"h": look(replace(GOOD, usable=1, gpus=GOOD.gpus[:1]), needs, replace(needs, worker="v"))})
+    assert "has 85.5 GB, its 4 ranks need about 160.0 GB" in full.what and not full.refuses
+    own = parse_gpus(H100S.splitlines()[0].replace("Default", EXCLUSIVE), "")
+    (refused,) = findings({"h": look(replace(GOOD, usable=1, gpus=own), needs)})
+    assert f"compute mode {EXCLUSIVE}" in refused.what and refused.refuses
+    assert findings({"h": look(replace(GOOD, gpus=own), replace(NEEDS, ranks=1))}) == []
 
 
 def test_what_a_host_bears_with() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from geotrain.common.names import SHARE_DEVICES
 from geotrain.config import ConfigError, HostConfig, WorkerConfig
 from geotrain.launch.launchers.base import SCRIPT, LauncherCommand, WorkerCommands, WorkerPlace, hostfile_path
 from geotrain.launch.launchers.registry import launcher_of, launchers, worker_commands
@@ -211,6 +212,18 @@ def test_local_workers_share_the_machine() -> None:
     assert found == {"a": ((0, 2), 1), "b": ((3, 7), 1), "cpu": ((), 1)}
     with pytest.raises(ConfigError, match=r"want 4 CUDA devices \(a 2, b 2\), this machine has 3"):
         assign_devices(workers, HostMachine(4, (0, 1, 2)))
+    # Shared in turn: by all, or by none.
+    for devices, (a, b) in {
+        (5,): ((5, 5), (5, 5)),
+        (0, 1, 2): ((0, 1), (2, 0)),
+        (0, 2, 3, 7): ((0, 2), (3, 7)),
+    }.items():
+        shared = assign_devices(workers, HostMachine(4, devices, shares=True))
+        assert (shared["a"], shared["b"], shared["cpu"]) == ((a, 1), (b, 1), ((), 1))
+    one, other = worker(env={SHARE_DEVICES: "1"}), worker()
+    assert assign_devices({"a": one, "b": one}, HostMachine(4, (1,))) == {"a": ((1, 1), 1), "b": ((1, 1), 1)}
+    with pytest.raises(ConfigError, match=f"this machine has 1; .*{SHARE_DEVICES}=1 for all of them"):
+        assign_devices({"a": one, "b": other}, HostMachine(4, (1,)))
 
 
 def run_job(job: LauncherCommand, made: WorkerCommands, place: WorkerPlace, script: str, path: Path) -> list[Any]:

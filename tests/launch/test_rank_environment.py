@@ -43,10 +43,12 @@ def test_rank_environment_leaves_what_is_set() -> None:
     assert rank_environment({**slurm, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, launchers()["slurm"]) == {}
 
 
-@pytest.mark.parametrize(("visible", "local"), [("3", "0"), ("0,1", "1"), ("", "1"), (None, "1")])
+@pytest.mark.parametrize(("visible", "local"), [("3", "0"), ("3,3", "0"), ("0,1", "1"), ("", "1"), (None, "1")])
 def test_the_only_device_that_a_task_sees_is_its_first(visible: str | None, local: str) -> None:
     env = {"SLURM_LOCALID": "1"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    assert rank_environment(env, launchers()["slurm"])["LOCAL_RANK"] == local
+    found = rank_environment(env, launchers()["slurm"])
+    assert found["LOCAL_RANK"] == local
+    assert found.get("CUDA_VISIBLE_DEVICES") == ("3" if visible == "3,3" else None)  # CUDA shows none named twice
 
 
 def settings(env: dict[str, str], tensor: int = 1, acco: bool = False, **others: Any) -> dict[str, str]:

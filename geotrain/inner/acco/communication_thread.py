@@ -64,11 +64,12 @@ class CommunicationThread:
         # One rank of each part of a replica's tokens, one that knows the loss.
         self._speaks = mesh.is_last_stage and mesh.tp_rank == 0
         timeout = timedelta(seconds=timeout_s)
+        self._over_nccl = platform.backend() == "nccl"
         self._group = group_like(mesh.dp_group, platform.backend(), timeout)
         self._world = dist.new_group(timeout=timeout, backend="gloo")  # for a few numbers, on the host
         # NCCL waits for a lost rank without end and does not raise. So before each collective of NCCL, the ranks meet
         # in a collective of gloo, which has a deadline and raises.
-        self._meeting = group_like(mesh.dp_group, "gloo", timeout) if platform.HAS_CUDA else None
+        self._meeting = group_like(mesh.dp_group, "gloo", timeout) if self._over_nccl else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="acco", initializer=_use_own_device)
         self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None
         self._scratch: Tensor | None = None
@@ -111,14 +112,14 @@ class CommunicationThread:
         """Sum `own(flat)` over the data-parallel ranks, in place. The rest of `flat` is left undefined."""
         if self.ranks == 1:
             return
-        if platform.HAS_CUDA:
+        if self._over_nccl:
             with self._collective():
                 ds_comm.reduce_scatter_fn(self.own(flat), flat, group=self._group)
             return
         # gloo implements reduce-scatter by an all-reduce, which sends twice the bytes. Instead each rank sends every
         # other its part, and the parts are summed here, in fp32.
         if self._scratch is None:
-            self._scratch = torch.empty(2 * _EXCHANGE_BYTES // flat.element_size(), dtype=flat.dtype)
+            self._scratch = flat.new_empty(2 * _EXCHANGE_BYTES // flat.element_size())
         parts, own = flat.view(self.ranks, -1), self.own(flat)
         step = _EXCHANGE_BYTES // flat.element_size() // self.ranks
         for begin in range(0, own.numel(), step):

@@ -13,30 +13,47 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from geotrain.common.names import SHARE_DEVICES
 from geotrain.kernels.devices import cuda_devices
 
 # DeepSpeed 0.19 still calls functions by the names that torch 2.13 deprecates.
 warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
 
-HAS_CUDA = cuda_devices() > 0
+DEVICES = cuda_devices()  # that this rank sees
+HAS_CUDA = DEVICES > 0
 _UNUSED = ("torch.utils.tensorboard", "wandb")  # Megatron-core imports them where they are installed: 0.7 s of 3
 
 if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed probes for accelerators and logs that
 
 
+def placed(env: Mapping[str, str], devices: int) -> tuple[str, int | None]:
+    """Choose a rank's backend of torch.distributed, and the number of its CUDA device; None: the CPU.
+
+    env: the rank's environment. devices: how many it sees. NCCL refuses two ranks on a device, so all ranks of a
+    worker that may share devices use gloo, which carries tensors through the host's memory.
+    """
+    if devices == 0:
+        return "gloo", None
+    number = int(env.get("LOCAL_RANK", "0"))
+    return ("gloo", number % devices) if SHARE_DEVICES in env else ("nccl", number)
+
+
+if HAS_CUDA and SHARE_DEVICES in os.environ:  # DeepSpeed takes the device of this number
+    os.environ["LOCAL_RANK"] = str(placed(os.environ, DEVICES)[1])
+
+
 def device() -> torch.device:
     """Device of this rank's tensors."""
-    if not HAS_CUDA:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    _, number = placed(os.environ, DEVICES)
+    return torch.device("cpu") if number is None else torch.device("cuda", number)
 
 
 def capability() -> tuple[int, int] | None:
@@ -56,7 +73,7 @@ def use_deterministic_algorithms(wanted: bool) -> None:
 
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
-    return "nccl" if HAS_CUDA else "gloo"
+    return placed(os.environ, DEVICES)[0]
 
 
 def _not_compiled(function: Any = None, **_: Any) -> Any:
@@ -138,6 +155,11 @@ def _scatter_unequal(summed: torch.Tensor, sent: list[torch.Tensor], group: Any 
     summed.copy_(summands.unflatten(0, (len(sent), len(summed))).sum(0))
 
 
+def _gloo_stand_ins() -> list[tuple[Any, str, Any]]:
+    """List (owner, attribute, stand-in) of each collective that gloo lacks: of tokens, among tensor ranks."""
+    return [(dist, "all_gather", _gather_unequal), (dist, "reduce_scatter", _scatter_unequal)]
+
+
 def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
     """List (owner, attribute, stand-in) of each CUDA function that Megatron-core calls even without CUDA."""
     with quiet_imports():
@@ -159,8 +181,6 @@ def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),  # called for a tied embedding
         (torch.cuda, "current_device", device),  # where new weights, pipeline messages go
         (token_dispatcher, "maybe_move_tensor_to_cpu", on_host),  # it leaves what is there already as a tensor
-        (dist, "all_gather", _gather_unequal),  # of tokens behind the all-to-all, among tensor ranks
-        (dist, "reduce_scatter", _scatter_unequal),
         (torch.cuda, "Stream", _HostStream),  # on one the all-to-all dispatcher of tokens copies their counts
         (torch.cuda, "current_stream", _HostStream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
@@ -181,16 +201,16 @@ def compile_no_ops() -> None:
 
 @contextlib.contextmanager
 def megatron_runtime() -> Iterator[None]:
-    """Let `cuda` mean the CPU inside this context, where there is no CUDA; every call into Megatron-core belongs in
-    it.
+    """Let `cuda` mean the CPU inside this context, where there is no CUDA, and give gloo what it lacks; every call
+    into Megatron-core belongs in it.
 
     The functions are replaced one by one, and not by a TorchFunctionMode, because a mode slows every torch call: it
     took a fifth of a small model's step.
     """
-    if device().type == "cuda":
-        yield
-        return
+    stand_ins = [] if HAS_CUDA else _cpu_stand_ins()
+    if backend() == "gloo":
+        stand_ins += _gloo_stand_ins()
     with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in _cpu_stand_ins():
+        for owner, name, stand_in in stand_ins:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield

@@ -112,7 +112,7 @@ class Bucket:
             sent = _joined([view for views in self._gradients for view in views], wire)
         else:
             sent = self._flat[0].to(wire)
-        if self._flat is not None and platform.HAS_CUDA:
+        if self._flat is not None and platform.backend() == "nccl":
             arrived = sent.new_empty(own)
             work = ds_comm.reduce_scatter_fn(arrived, sent, group=self._group, async_op=True)
         else:
