@@ -163,6 +163,12 @@ def launch(
     ] = None,
     changes: Changes = None,
     launch_id: LaunchId = "",
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE=HOST,…", help="Where a site is, in place of the file's hosts. May be given again."
+        ),
+    ] = None,
 ) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
@@ -173,7 +179,35 @@ def launch(
     """
     with loading():
         from geotrain.launch.launcher import launch as start
-    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ()), launch_id))
+    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ()), launch_id, tuple(at or ())))
+
+
+@app.command(epilog="Example: geotrain up run.json --gpu aws:8xh100@us-east-2,gcp:8xa100@europe-west4 --dry-run")
+@with_json
+def up(
+    run: RunFile,
+    cluster: Annotated[
+        Path | None, typer.Argument(metavar="[CLUSTER]", help="As `plan` wrote it; regions: CLOUD-REGION.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(metavar="CLOUD:COUNTxKIND@REGION,…", help="In place of CLUSTER.")] = "",
+    results: Annotated[str | None, typer.Option(metavar="URL", help="Of the export: hf://…, s3://….")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, metavar="USD", help="Stop in good order before it.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken back, with --gpu.")] = False,
+    image: Annotated[str | None, typer.Option(metavar="docker:NAME", help="A container with GeoTrain.")] = None,
+    setup: Annotated[str | None, typer.Option(metavar="COMMAND", help="Instead of installing this checkout.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print tasks and price; start nothing.")] = False,
+    down: Annotated[bool, typer.Option("--down", help="End the run's machines; start nothing.")] = False,
+    changes: Changes = None,
+) -> Told:
+    """Get machines from clouds, Kubernetes or Slurm by SkyPilot, train on them, export, and tear them down.
+
+    The program `sky` must be there (uv tool install 'skypilot[aws,gcp]'). Ctrl-C leaves the machines at work.
+    """
+    from geotrain.commands.sky_tasks import Wanted
+    from geotrain.commands.up import up as start
+
+    wanted = Wanted(gpu, spot, image, setup, results, budget)
+    return start(run, cluster, wanted, dry_run, down, tuple(changes or ()))
 
 
 @app.command("launch-site", hidden=True)

@@ -7,6 +7,7 @@ differ in it.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -53,4 +54,10 @@ class Owner:
 
 
 def new_origin() -> str:
-    return uuid.uuid4().hex[:16]
+    """Draw an origin. It begins with the Unix time, so that a state knows when its run began (`begun_s`)."""
+    return f"{int(time.time()):08x}{uuid.uuid4().hex[:8]}"
+
+
+def begun_s(origin: str) -> int:
+    """The Unix time at which a state of that origin began."""
+    return int(origin[:8], 16)
