@@ -226,6 +226,9 @@ def export(
     folder: RunFolder,
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder to write, or hf://OWNER/NAME.")],
     dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
+    dcp: Annotated[
+        bool, typer.Option("--dcp", help="As torchtitan's checkpoints of a Llama, into a folder.")
+    ] = False,
 ) -> Told:
     """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive.
 
@@ -234,8 +237,10 @@ def export(
     from geotrain.commands.export import export_run, export_to_hub
 
     if output.startswith("hf://"):
+        if dcp:
+            raise typer.BadParameter("a hub takes Hugging Face checkpoints: leave --dcp out, or name a folder")
         return Told({"commit": (commit := export_to_hub(folder, output, dtype))}, commit)
-    export_run(folder, Path(output), dtype)
+    export_run(folder, Path(output), dtype, dcp)
     return Told({"folder": output}, output)
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def up(
     if dry_run:
         return Told({"tasks": tasks, "usd_per_hour": total}, json.dumps(tasks, indent=2))
     write(folder, content, cluster, tasks)
-    code = start_and_follow(sky, run, folder, list(tasks), console)
+    code = start_and_follow(sky, run, folder, tasks, console)
     return Told({"code": code}, code=code)
 
 
@@ -196,11 +197,13 @@ def write(folder: Path, run: dict[str, Any], cluster: ClusterConfig, tasks: dict
         write_whole(folder / f"{name}.json", json.dumps(content, indent=2) + "\n")
 
 
-def start_and_follow(sky: Sky, run: RunConfig, folder: Path, sites: list[str], console: Console) -> int:
+def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str, Any], console: Console) -> int:
     """Start the tasks, print the global server's log until the run is over, tear all down; returns the exit code."""
-    top, files = task_name(run, GLOBAL), {site: str(folder / "tasks" / f"{site}.json") for site in sites}
+    sites, top = list(tasks), task_name(run, GLOBAL)
+    files = {site: str(folder / "tasks" / f"{site}.json") for site in sites}
+    secrets = [word for name in tasks[GLOBAL].get("secrets", ()) for word in ("--secret", name)]
     try:
-        sky.need("launch", "-y", "-d", "-c", top, files[GLOBAL], within_s=START_S)
+        sky.need("launch", "-y", "-d", "-c", top, *secrets, files[GLOBAL], within_s=START_S)
         address = sky.need("status", "--ip", top).splitlines()[-1].strip()
         console.print(f"{top} is at {address}")
         for site in sites[1:]:

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 SHORT = ("--tflops", "150", "--set", "data.train_samples=409600")
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
 COMMANDS = (
-    "quickstart", "prepare", "launch", "up", "rollback", "serve global", "serve region", "status", "logs", "pause", "resume", "set",
-    "drain",
+    "quickstart", "prepare", "launch", "up", "serve global", "serve region", "status", "logs", "pause", "resume",
+    "set", "drain", "rollback",
     "snapshot", "stop", "export", "picture", "eval", "sample", "dry-run", "plan", "probe", "simulate", "certs",
     "schema",
 )  # fmt: skip

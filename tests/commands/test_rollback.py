@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from geotrain.commands.export import export_run
 from geotrain.commands.rollback import roll_back, snapshots_of
-from geotrain.config import ConfigError
+from geotrain.config import ConfigError, load_run
 from geotrain.net.storage.snapshots import checked_meta
+from geotrain.parameters.dcp import read_dcp
 from tests.support.small_runs import launched, prepare_text, status, weights, write_files
 
 
@@ -25,6 +27,9 @@ def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(tmp_path: P
     listed = snapshots_of(tmp_path / "run")
     older = next(each for each in listed if 0 < each["committed_samples"] < 160)
     known, before = older["committed_samples"], weights(files[0])
+    export_run(tmp_path / "run", tmp_path / "dcp", "float32", as_dcp=True)
+    architecture = load_run(files[0]).architecture
+    assert all(torch.equal(value, before[name]) for name, value in read_dcp(tmp_path / "dcp", architecture))
     for number, out, told in (
         (999, tmp_path / "new", r"--to 999: .* has snapshots 1, "),
         (older["snapshot"], tmp_path / "data", r"--out .*data exists"),

@@ -120,16 +120,16 @@ def test_a_site_that_cannot_be_started_by_itself(found: ClusterConfig, site: str
 
 
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("found", "place", "told"),
     [
-        ("mars=a", r"--at mars=a: write SITE=HOST,HOST…, with one of the cluster's sites: global, eu, us"),
-        ("eu=,", r"--at eu=,: write SITE=HOST"),
-        ("us=a", r"--at us=a: region 'us' has 2 workers; hosts are given to one"),
+        (apart(), "mars=a", r"--at mars=a: write SITE=HOST,HOST…, with one of the cluster's sites: global, eu, us"),
+        (apart(), "eu=,", r"--at eu=,: write SITE=HOST"),
+        (load_cluster(CONFIGS / "clusters/slurm.json"), "here=a", r"--at here=a: region 'here' has 2 workers; hosts"),
     ],
 )
-def test_a_place_that_no_site_has(place: str, told: str) -> None:
+def test_a_place_that_no_site_has(found: ClusterConfig, place: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        launcher.placed(apart(), (place,))
+        launcher.placed(found, (place,))
 
 
 def test_sites_get_the_hosts_that_are_known_only_now() -> None:
