@@ -227,7 +227,7 @@ def export(
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder to write, or hf://OWNER/NAME.")],
     dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
     dcp: Annotated[
-        bool, typer.Option("--dcp", help="As torchtitan's checkpoints of a Llama, into a folder.")
+        bool, typer.Option("--dcp", help="As torchtitan's checkpoints (Llama, Qwen3), into a folder.")
     ] = False,
 ) -> Told:
     """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive.

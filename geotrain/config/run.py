@@ -52,7 +52,7 @@ class ModelConfig(Block):
     init_from: str | None = Field(
         None,
         description="Checkpoint whose weights start the run: a Hugging Face folder, hf://OWNER/NAME, or a DCP folder "
-        "with torchtitan's names of a Llama.",
+        "with torchtitan's names (Llama, Qwen3).",
     )
     init_changes: tuple[str, ...] = Field(
         (), description="Keys of config in which the model differs from that checkpoint on purpose, as rope_theta."

@@ -1,5 +1,5 @@
 """Weights ↔ a checkpoint of torch.distributed.checkpoint (DCP) with the names and rotary order of torchtitan's Llama
-(0.3, `models/llama3/state_dict_adapter.py`), which it loads as its own: `checkpoint.initial_load_path`."""
+and Qwen3 (0.3, `models/*/state_dict_adapter.py`), which it loads as its own: `checkpoint.initial_load_path`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from geotrain.families import Architecture, UnsupportedModelError
 from geotrain.parameters.hf_checkpoint import DType, HFCheckpointError, read_start
 from geotrain.parameters.parameter_map import canonical_parameters
 
+ROTATES_PAIRS = {"llama": True, "qwen3": False}  # there, by family; here all rotate halves
 METADATA = ".metadata"  # the file by which such a folder is known
 NAMES = {
     r"model\.embed_tokens": "tok_embeddings",
     r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj": r"layers.\1.attention.qkv_linear.w\2",
+    r"model\.layers\.(\d+)\.self_attn\.([qk])_norm": r"layers.\1.attention.\2_norm",
     r"model\.layers\.(\d+)\.self_attn\.o_proj": r"layers.\1.attention.wo",
     r"model\.layers\.(\d+)\.mlp\.gate_proj": r"layers.\1.feed_forward.w1",
     r"model\.layers\.(\d+)\.mlp\.down_proj": r"layers.\1.feed_forward.w2",
@@ -34,8 +36,8 @@ NAMES = {
 
 
 def names_of(architecture: Architecture) -> dict[str, str]:
-    """Map a Llama's canonical names to torchtitan's. Raises UnsupportedModelError for another family."""
-    if architecture.model_type != "llama":
+    """Map canonical names to torchtitan's. Raises UnsupportedModelError for other families."""
+    if architecture.model_type not in ROTATES_PAIRS:
         raise UnsupportedModelError(f"DCP: {architecture.model_type!r} has no layout here; export it without --dcp")
     found = {}
     for parameter in canonical_parameters(architecture):
@@ -46,9 +48,9 @@ def names_of(architecture: Architecture) -> dict[str, str]:
 
 
 def turned(name: str, tensor: Tensor, architecture: Architecture, to_pairs: bool) -> Tensor:
-    """Reorder the rows of a query's or key's projection: a head's halves are rotated against each other here, and
-    neighbours as pairs there. to_pairs: from here to there."""
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+    """Reorder the rows of a query's or key's projection, where a head's halves are rotated against each other here,
+    and neighbours as pairs there. to_pairs: from here to there."""
+    if not (ROTATES_PAIRS[architecture.model_type] and name.endswith(("q_proj.weight", "k_proj.weight"))):
         return tensor
     shape = (2, architecture.head_dim // 2) if to_pairs else (architecture.head_dim // 2, 2)
     return tensor.unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from geotrain.config import Architecture, ConfigError, architecture_from_hf, load_run
+from geotrain.config import Architecture, ConfigError, UnsupportedModelError, architecture_from_hf, load_run
 from geotrain.parameters.dcp import read_dcp, start_weights, write_dcp
 from geotrain.parameters.hf_checkpoint import HFCheckpointError
 from geotrain.parameters.parameter_map import canonical_parameters
@@ -115,8 +115,8 @@ def test_a_run_starts_from_a_checkpoint_with_other_things_in_it(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        ({"num_hidden_layers": 3}, "'layers.2.attention_norm.weight' is not there, in the run's model [48]"),
-        ({"vocab_size": 265}, "'tok_embeddings.weight' is [264, 48], in the run's model [265, 48]"),
+        ({"num_hidden_layers": 3}, "'layers.2.attention_norm.weight' is not there, in the run's model [32]"),
+        ({"vocab_size": 265}, "'tok_embeddings.weight' is [264, 32], in the run's model [265, 32]"),
     ],
 )
 def test_another_models_checkpoint(tmp_path: Path, model: dict[str, Any], told: str) -> None:
@@ -124,6 +124,12 @@ def test_another_models_checkpoint(tmp_path: Path, model: dict[str, Any], told: 
     write_dcp(weights(architecture).items(), architecture, tmp_path / "out")
     with pytest.raises(HFCheckpointError, match=re.escape(told)):
         read_dcp(tmp_path / "out", architecture_from_hf({**LLAMA, **model}))
+
+
+def test_other_families_are_refused(tmp_path: Path) -> None:
+    architecture = architecture_from_hf({**families.MIXTRAL, "vocab_size": 264})
+    with pytest.raises(UnsupportedModelError, match="DCP: 'mixtral' has no layout here; export it without --dcp"):
+        write_dcp((), architecture, tmp_path / "out")
 
 
 def test_nothing_is_left_of_what_cannot_be_written(tmp_path: Path) -> None:
