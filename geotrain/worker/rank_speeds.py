@@ -41,8 +41,6 @@ class RankSpeeds:
         self._device, self._trouble, self._rank, self._clock = device, trouble, rank, clock
         self._measure = measure or Product().seconds
         self._keys = [f"geotrain.speed.{each}" for each in range(ranks)]
-        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        self._me = [kind, socket.gethostname()]
         self._due_s, self._turn = clock() + EVERY_S, 0
         self._slow, self._seen = Counter[int](), dict[int, int]()  # by rank: times in a row; the last turn compared
 
@@ -54,7 +52,9 @@ class RankSpeeds:
         seconds = self._measure(self._device)
         if seconds is not None:
             self._turn += 1
-            self._store.set(self._keys[self._rank], json.dumps([*self._me, seconds, self._turn]))
+            kind = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
+            said = [kind, socket.gethostname(), seconds, self._turn]
+            self._store.set(self._keys[self._rank], json.dumps(said))
         if self._rank == 0:
             self._compare(self._store)
 
