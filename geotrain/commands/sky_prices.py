@@ -18,7 +18,8 @@ def usd_per_hour(sky: Any, config: dict[str, Any]) -> float | None:
         print(error, file=sys.stderr)
         return None
     if not prices:
-        raise ValueError(f"{task.name}: no machine of {wanted} is in SkyPilot's catalogue (`sky gpus list`)")
+        where = wanted.region or "any region"
+        raise ValueError(f"{task.name}: SkyPilot's catalogue has no {wanted} in {where} (`sky gpus list`)")
     return float(min(prices) * task.num_nodes)
 
 

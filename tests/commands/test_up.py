@@ -183,8 +183,8 @@ def test_skypilot_takes_the_tasks_and_prices_them_from_its_catalogue(
     ("gpu", "budget", "told"),
     [
         ("aws:8xh100@us-east-2", 1.0, "--budget 1: the machines cost 55.29 USD an hour"),
-        ("aws:8xh100@mars-1", None, "SkyPilot refuses the tasks: .*mars-1"),
-        ("aws:8xa100@us-east-2", None, "no machine of .*A100.* is in SkyPilot's catalogue"),
+        ("aws:8xh100@mars-1", None, "SkyPilot refuses the tasks: .*: SkyPilot's catalogue has no .* in mars-1"),
+        ("aws:8xa100@us-east-2", None, "mine-aws-us-east-2: SkyPilot's catalogue has no .*A100.* in us-east-2"),
         ("gcp:8xa100@europe-west4", 10.0, "--budget: SkyPilot knows no prices here"),
     ],
 )
