@@ -24,8 +24,10 @@ QUEUES = ("slurm",)
 PORT = 7070
 GRACE_S = 900  # from the time to stop until regions are ended that have not stopped
 HERE = "geotrain-run"  # folder of the run's files in a machine's home
-INPUTS = ("data.train", "data.train.*.prefix", "data.validation", "data.tokenizer")
-INPUTS += ("model.init_from", "monitor.token_file")
+INPUTS = (
+    *("data.train", "data.train.*.prefix", "data.validation", "data.tokenizer"),
+    *("model.init_from", "monitor.token_file"),
+)
 OWN_FOLDERS = ("checkpoint.folder", "data.cache_folder", "monitor.tensorboard")
 # SkyPilot puts uv there. Its own Python may be older than 3.11.
 INSTALL = (

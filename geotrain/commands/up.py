@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +105,17 @@ def up(
     """
     console, run = new_console(), load_run(run_path, changes)
     folder = run.run_folder.absolute() / "up"
+    started = sorted(path.stem for path in (folder / "tasks").glob("*.json"))
     if down:
         sky = Sky()
-        sites = sorted(path.stem for path in (folder / "tasks").glob("*.json"))
-        if not sites:
+        if not started:
             raise ConfigError(f"{folder}: nothing was started from here")
-        return Told({"down": tear_down(sky, run, sites, console)})
+        return Told({"left": (left := tear_down(sky, run, folder, started, console))}, code=1 if left else 0)
+    if started and not dry_run:
+        raise ConfigError(
+            f"{folder}/tasks: machines were started, and not ended: `geotrain up RUN --down`; or remove that folder, "
+            "if `sky status` and `sky jobs queue` show none"
+        )
     if bool(wanted.gpu) == (cluster_path is not None):
         raise ConfigError(
             "name the machines: --gpu CLOUD:COUNTxKIND@REGION,…, or the cluster file of `geotrain plan`"
@@ -211,7 +216,7 @@ def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str,
             sky.need("jobs", "launch", "-y", "-d", "-n", name, "--env", f"GEOTRAIN_GLOBAL={address}", files[site])
             console.print(f"{name} is asked for; SkyPilot starts it, and again when its machines are taken back")
     except BaseException:
-        tear_down(sky, run, sites, console)
+        tear_down(sky, run, folder, sites, console)
         raise
     try:
         code = follow(sky, top)
@@ -223,7 +228,7 @@ def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str,
             f"sky logs {top} ends with {code}, {TRIES} times: the machines go on; `geotrain up RUN --down`"
         )
     console.print(f"{top} {ENDED[code]}")
-    tear_down(sky, run, sites, console)
+    tear_down(sky, run, folder, sites, console)
     return 0 if code == 0 else 1
 
 
@@ -237,11 +242,16 @@ def follow(sky: Sky, cluster: str) -> int:
     return code
 
 
-def tear_down(sky: Sky, run: RunConfig, sites: list[str], console: Console) -> list[str]:
-    """End all tasks of the run; returns their names. What SkyPilot could not end is told."""
-    names = [task_name(run, site) for site in sites]
-    for site, name in zip(sites, names, strict=True):
+def tear_down(sky: Sky, run: RunConfig, folder: Path, sites: Sequence[str], console: Console) -> list[str]:
+    """End all tasks of the run; returns the names of those that SkyPilot could not end, and keeps the tasks' files
+    while there are any."""
+    left = []
+    for site in sites:
+        name = task_name(run, site)
         words = ("down", "-y", name) if site == GLOBAL else ("jobs", "cancel", "-y", "-n", name)
         code, said = sky.run(*words)
+        left += [name] * bool(code)
         console.print(f"sky {' '.join(words)}: {said if code else 'done'}", highlight=False, soft_wrap=True)
-    return names
+    if not left:
+        shutil.rmtree(folder / "tasks")
+    return left

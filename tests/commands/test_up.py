@@ -204,6 +204,11 @@ def test_what_cannot_be_started_is_torn_down(run_file: Path, sky: Path, capsys: 
     folder = load_run(run_file).run_folder.absolute() / "up"
     assert {path.stem for path in (folder / "tasks").iterdir()} == {"global", "aws-us-east-2"}
     assert (folder / "certs/region-aws-us-east-2.key").exists()
+    with pytest.raises(
+        ConfigError, match=r"up/tasks: machines were started, and not ended: `geotrain up RUN --down`"
+    ):
+        up(run_file, None, Wanted("aws:8xh100@us-east-2", results="s3://bucket"))
+    assert up(run_file, None, Wanted(), down=True).data == {"left": ["mine-aws-us-east-2", "mine-global"]}
 
 
 def test_without_skypilot_one_is_told_where_to_get_it(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
