@@ -50,9 +50,7 @@ class ModelConfig(Block):
         "parameters with initial values, as `geotrain.save_parameters` writes it.",
     )
     init_from: str | None = Field(
-        None,
-        description="Checkpoint whose weights start the run: a Hugging Face folder, hf://OWNER/NAME, or a DCP folder "
-        "with torchtitan's names (Llama, Qwen3).",
+        None, description="Checkpoint whose weights start the run: a folder (Hugging Face, DCP), or hf://OWNER/NAME."
     )
     init_changes: tuple[str, ...] = Field(
         (), description="Keys of config in which the model differs from that checkpoint on purpose, as rope_theta."

@@ -8,6 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 EVERY_S, IN_A_ROW = 12.0, 3  # told within a minute
 FACTOR = 2.0  # times the others' median
-TURNS = 3  # of which the fastest counts: what else the host does for a moment is no fault
+TURNS = 4  # of which the fastest counts: what else the host does for a moment is no fault
 
 
 class RankSpeeds:
@@ -32,14 +33,14 @@ class RankSpeeds:
         store: dist.Store | None = None,
         rank: int = 0,
         ranks: int = 1,
-        measure: Callable[[torch.device], float | None] | None = None,
+        measure: Callable[[torch.device], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if store is None and dist.is_initialized():
             store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         self._store = store if ranks > 1 else None
         self._device, self._trouble, self._rank, self._clock = device, trouble, rank, clock
-        self._measure = measure or Product().seconds
+        self._measure = measure or product_s
         self._keys = [f"geotrain.speed.{each}" for each in range(ranks)]
         self._due_s, self._turn = clock() + EVERY_S, 0
         self._slow, self._seen = Counter[int](), dict[int, int]()  # by rank: times in a row; the last turn compared
@@ -49,12 +50,10 @@ class RankSpeeds:
         if self._store is None or self._clock() < self._due_s:
             return
         self._due_s = self._clock() + EVERY_S
-        seconds = self._measure(self._device)
-        if seconds is not None:
-            self._turn += 1
-            kind = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
-            said = [kind, socket.gethostname(), seconds, self._turn]
-            self._store.set(self._keys[self._rank], json.dumps(said))
+        self._turn += 1
+        kind = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
+        said = [kind, socket.gethostname(), self._measure(self._device), self._turn]
+        self._store.set(self._keys[self._rank], json.dumps(said))
         if self._rank == 0:
             self._compare(self._store)
 
@@ -75,27 +74,12 @@ class RankSpeeds:
                 )
 
 
-class Product:
-    """Times a matrix product. On an accelerator a time is read a turn later, so that nothing waits for the device."""
-
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-
-    def seconds(self, device: torch.device) -> float | None:
-        """The fastest of some turns, in seconds; None: there is no time yet."""
-        if device.type != "cuda":
-            a, times = torch.ones(256, 256), []
-            for _ in range(TURNS):
-                begin = time.perf_counter()
-                torch.mm(a, a)
-                times.append(time.perf_counter() - begin)
-            return min(times)
-        pairs = zip(self._events, self._events[1:], strict=False)
-        found = min((begin.elapsed_time(end) / 1e3 for begin, end in pairs if end.query()), default=None)
-        a = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device)
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(TURNS + 1)]
-        for number, event in enumerate(self._events):
-            event.record()
-            if number < TURNS:
-                torch.mm(a, a)
-        return found
+def product_s(device: torch.device) -> float:
+    """Time a matrix product: the fastest of some turns, in seconds. The first one also waits for what the device has
+    to do."""
+    a = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device) if device.type == "cuda" else torch.ones(256, 256)
+    times = [time.perf_counter()]
+    for _ in range(TURNS):
+        torch.mm(a, a)[0, 0].item()
+        times.append(time.perf_counter())
+    return min(end - begin for begin, end in pairwise(times))

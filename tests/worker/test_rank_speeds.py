@@ -15,7 +15,8 @@ STEP_S = 0.5
 
 
 class Ranks:
-    """Ranks of one worker in virtual time, over a store of torch's. seconds: of each one's product; may change."""
+    """Ranks of one worker in virtual time, over a store of torch's. seconds: of each one's product, which may change;
+    None: it hangs."""
 
     def __init__(self, *seconds: float | None) -> None:
         self.seconds, self.now_s, self.told = list(seconds), 0.0, list[tuple[float, str]]()
@@ -28,7 +29,7 @@ class Ranks:
                 store,
                 number,
                 len(seconds),
-                measure=lambda device: self.seconds[number],
+                measure=lambda device: self.seconds[number] or 0.0,
                 clock=lambda: self.now_s,
             )
 
@@ -38,8 +39,9 @@ class Ranks:
         end_s = self.now_s + for_s
         while self.now_s < end_s:
             self.now_s += STEP_S
-            for rank in self.ranks:
-                rank.after_step()
+            for rank, seconds in zip(self.ranks, self.seconds, strict=True):
+                if seconds is not None:
+                    rank.after_step()
 
 
 def test_a_slow_rank_is_told_once_within_a_minute_of_its_fault() -> None:
@@ -74,7 +76,7 @@ def test_a_moment_is_no_fault_and_a_rank_that_hangs_is_not_compared() -> None:
     assert ranks.told == []
     ranks.seconds[1] = 5e-3
     ranks.run(EVERY_S)
-    ranks.seconds[1] = None  # nothing new is said
+    ranks.seconds[1] = None
     ranks.run(20 * EVERY_S)
     assert ranks.told == []
 
