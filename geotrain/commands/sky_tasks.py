@@ -22,6 +22,7 @@ FORM = "write CLOUD:[HOSTSx]COUNTxKIND[@REGION], as aws:8xh100@us-east-2 or slur
 # SkyPilot opens no ports there, asks for no spot machines, stops no idle ones, and often does not know their memory.
 QUEUES = ("slurm",)
 PORT = 7070
+IDLE_MINUTES = 60  # of the global server's machine after its job, so that a run that failed can be looked at
 GRACE_S = 900  # from the time to stop until regions are ended that have not stopped
 HERE = "geotrain-run"  # folder of the run's files in a machine's home
 INPUTS = (
@@ -132,7 +133,9 @@ def cluster_of(run: RunConfig, machines: tuple[Machines, ...], planned: ClusterC
         hosts = tuple(HostConfig(host=f"host-{n}", slots=each.slots) for n in range(each.hosts))
         env = {"DS_ACCELERATOR": "cpu", **old.env} if each.kind == "cpu" else old.env
         launcher = "ssh" if each.hosts > 1 else "local"
-        worker = old.model_copy(update={"hosts": hosts, "launcher": launcher, "env": env})
+        worker = old.model_copy(
+            update={"name": f"{each.region}-w0", "hosts": hosts, "launcher": launcher, "env": env}
+        )
         server = Address(host="127.0.0.1", port=PORT + 1 + i, bind="0.0.0.0")
         regions.append(RegionConfig(name=each.region, server=server, workers=(worker,)))
     return ClusterConfig(
@@ -176,7 +179,7 @@ def tasks_of(
     task["resources"]["cpus"] = "4+"
     if first.cloud not in QUEUES:
         task["resources"] |= {"memory": f"{shipment.memory_gb}+", "ports": [PORT]}
-        task["resources"]["autostop"] = {"idle_minutes": 10, "down": True}
+        task["resources"]["autostop"] = {"idle_minutes": IDLE_MINUTES, "down": True}
     lines = [_launch(GLOBAL, shipment, "--at global=127.0.0.1 & launcher=$!")]
     if shipment.ends_s is not None:  # this machine keeps the time, so that the money ends with no one looking
         lines.append(
@@ -192,7 +195,7 @@ def tasks_of(
             output = str(PurePosixPath("/geotrain-results", bucket[2] or run.name))
         elif bucket is not None:
             task["secrets"] = {"HF_TOKEN": None}
-        lines.append(f"geotrain export runs/{run.name} {shlex.quote(output)}")
+        lines.append(f"geotrain export runs/{run.name} {shlex.quote(output)} || code=$?")
     task["run"] = FOUND + "\n".join((*lines, "exit $code"))
     for each in machines:
         certs = f"region-{each.region}", f"worker-{each.region}-w0"

@@ -22,6 +22,7 @@ import geotrain
 from geotrain.commands.dry_run import needs
 from geotrain.commands.sky_tasks import (
     GRACE_S,
+    IDLE_MINUTES,
     Machines,
     Shipment,
     Wanted,
@@ -98,7 +99,7 @@ def up(
     down: bool = False,
     changes: tuple[str, ...] = (),
 ) -> Told:
-    """Start the run on machines of SkyPilot, follow it to its end, and tear all down; returns its exit code.
+    """Start the run on machines of SkyPilot, follow it to its end, and tear all down.
 
     Nothing is started unless SkyPilot takes every task. Where starting fails, what was started is torn down. dry_run:
     only tell. down: only tear down. Raises ConfigError, SkyError.
@@ -155,8 +156,8 @@ def up(
     if dry_run:
         return Told({"tasks": tasks, "usd_per_hour": total}, json.dumps(tasks, indent=2))
     write(folder, content, cluster, tasks)
-    code = start_and_follow(sky, run, folder, tasks, console)
-    return Told({"code": code}, code=code)
+    start_and_follow(sky, run, folder, tasks, console)
+    return Told({"down": list(tasks)})
 
 
 def hourly(prices: list[float | None]) -> float | None:
@@ -202,8 +203,8 @@ def write(folder: Path, run: dict[str, Any], cluster: ClusterConfig, tasks: dict
         write_whole(folder / f"{name}.json", json.dumps(content, indent=2) + "\n")
 
 
-def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str, Any], console: Console) -> int:
-    """Start the tasks, print the global server's log until the run is over, tear all down; returns the exit code."""
+def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str, Any], console: Console) -> None:
+    """Start the tasks, print the global server's log until the run is over, tear all down. Raises SkyError."""
     sites, top = list(tasks), task_name(run, GLOBAL)
     files = {site: str(folder / "tasks" / f"{site}.json") for site in sites}
     secrets = [word for name in tasks[GLOBAL].get("secrets", ()) for word in ("--secret", name)]
@@ -222,14 +223,18 @@ def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str,
         code = follow(sky, top)
     except KeyboardInterrupt:
         console.print(f"\nthe machines go on: `sky logs {top}` shows the run, `geotrain up RUN --down` ends them")
-        return 0
+        return
     if code not in ENDED:
         raise SkyError(
             f"sky logs {top} ends with {code}, {TRIES} times: the machines go on; `geotrain up RUN --down`"
         )
     console.print(f"{top} {ENDED[code]}")
-    tear_down(sky, run, folder, sites, console)
-    return 0 if code == 0 else 1
+    tear_down(sky, run, folder, sites if code == 0 else sites[1:], console)  # what it holds may not be exported
+    if code:
+        raise SkyError(
+            f"{top} {ENDED[code]}: its machine stays for {IDLE_MINUTES} minutes (`sky logs {top}`, `ssh {top}`); then, "
+            "or by `geotrain up RUN --down`, it ends"
+        )
 
 
 def follow(sky: Sky, cluster: str) -> int:
@@ -252,6 +257,6 @@ def tear_down(sky: Sky, run: RunConfig, folder: Path, sites: Sequence[str], cons
         code, said = sky.run(*words)
         left += [name] * bool(code)
         console.print(f"sky {' '.join(words)}: {said if code else 'done'}", highlight=False, soft_wrap=True)
-    if not left:
+    if not left and GLOBAL in sites:
         shutil.rmtree(folder / "tasks")
     return left

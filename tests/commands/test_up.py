@@ -91,7 +91,7 @@ def test_a_task_a_region_and_one_for_the_global_server(run_file: Path) -> None:
         "cpus": "4+",
         "memory": "18+",
         "ports": [7070],
-        "autostop": {"idle_minutes": 10, "down": True},
+        "autostop": {"idle_minutes": 60, "down": True},
     }
     assert "use_spot" not in top["resources"]  # it holds the run's weights
     assert gcp["resources"] == {
@@ -102,7 +102,7 @@ def test_a_task_a_region_and_one_for_the_global_server(run_file: Path) -> None:
     }
     assert (aws["num_nodes"], gcp["num_nodes"]) == (2, 1)
     assert top["file_mounts"]["/geotrain-results"] == {"source": "s3://bucket", "mode": "MOUNT_CACHED"}
-    assert "geotrain export runs/mine /geotrain-results/a/b\n" in top["run"]
+    assert "geotrain export runs/mine /geotrain-results/a/b || code=$?\nexit $code" in top["run"]
     assert "sleep $((5000 - $(date +%s))); geotrain stop runs/mine" in top["run"]
     assert "left=$((5900 - $(date +%s)))" in aws["run"] and "timeout -s TERM $left geotrain launch" in aws["run"]
     # each machine has its own keys and no other's
@@ -117,7 +117,7 @@ def test_a_task_a_region_and_one_for_the_global_server(run_file: Path) -> None:
     }
     assert not {"ports", "autostop"} & tasks(run_file, "slurm:2xcpu@here")["global"]["resources"].keys()
     hub = tasks(run_file, GPUS, Wanted(results="hf://me/mine", image="docker:geotrain"))
-    assert hub["global"]["secrets"] == {"HF_TOKEN": None} and "runs/mine hf://me/mine\n" in hub["global"]["run"]
+    assert hub["global"]["secrets"] == {"HF_TOKEN": None} and "runs/mine hf://me/mine ||" in hub["global"]["run"]
     assert all("setup" not in task and "workdir" not in task for task in hub.values())
 
 
@@ -134,6 +134,7 @@ def test_a_plan_gives_its_machines() -> None:
     run = load_run(ROOT / "configs/runs/1b.json")
     (region,) = cluster_of(run, (found,), plan()).regions
     assert region.workers[0].parallel is not None and region.workers[0].parallel.tensor == 2
+    assert region.workers[0].name == "aws-us-east-2-w0"  # as its certificate
     assert region.workers[0].launcher == "ssh" and region.workers[0].ranks == 16
     mixed = [{"host": "a", "slots": 8, "device": "H100"}, {"host": "b", "slots": 8, "device": "A100"}]
     with pytest.raises(ConfigError, match="region 'aws-us-east-2': `geotrain up` asks for one worker a region"):
