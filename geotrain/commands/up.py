@@ -232,8 +232,8 @@ def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str,
     tear_down(sky, run, folder, sites if code == 0 else sites[1:], console)  # what it holds may not be exported
     if code:
         raise SkyError(
-            f"{top} {ENDED[code]}: its machine stays for {IDLE_MINUTES} minutes (`sky logs {top}`, `ssh {top}`); then, "
-            "or by `geotrain up RUN --down`, it ends"
+            f"{top} {ENDED[code]}: its machine stays for {IDLE_MINUTES} minutes (`sky logs {top}`, `ssh {top}`), "
+            "then or by `geotrain up RUN --down` it ends"
         )
 
 
