@@ -30,11 +30,13 @@ test-packages:
 # share are compiled once, also where the environment says otherwise.
 test: test-packages install
 	bash launch/test_converter.sh $(BIN)/python $(VENV)/llama.cpp
+	bash launch/test_skypilot.sh $(BIN)/python $(VENV)/skypilot
 	$(PYTEST) $(PYTEST_ARGS)
 
 # Long tests too: faults at length, whole spaces of kernels, the notebook, browsers, Hypothesis' full profile.
 test-all: test-packages install
 	bash launch/test_converter.sh $(BIN)/python $(VENV)/llama.cpp
+	bash launch/test_skypilot.sh $(BIN)/python $(VENV)/skypilot
 	$(PYTEST) --all $(PYTEST_ARGS)
 
 # Seeds known faults, one at a time: the tests must notice each of them (tests/mutants/faults.toml).

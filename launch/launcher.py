@@ -69,6 +69,7 @@ def launch(
     only: tuple[str, ...] = (),
     changes: tuple[str, ...] = (),
     launch_id: str = "",
+    places: tuple[str, ...] = (),
     added: bool = False,
 ) -> int:
     """Launch the run and wait until it is finished, fails, or is stopped by a signal. Returns the exit code.
@@ -77,10 +78,11 @@ def launch(
     their own, before or after. Then `resume` also begins sites that have no state yet. changes: of the run file, see
     `load_run`. launch_id: names the launch, where that is to outlive this launcher. added: the sites of `only` join a
     run that is on, with the cluster that it has then, and stand here or behind ssh.
+    places: see `placed`.
     Raises ConfigError, DataError, UnsupportedModelError, CertificateError, EmulationError and LaunchError.
     """
     console = new_console()
-    run, cluster = load_run(run_path, changes), load_cluster(cluster_path)
+    run, cluster = load_run(run_path, changes), placed(load_cluster(cluster_path), places)
     check_together(run, cluster)
     for misfit in misfits(run, cluster):
         raise misfit
@@ -190,6 +192,37 @@ def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: C
 
     sync = request.run.outer.rule.synchronous  # then every worker takes part in every round, and none can be given up
     return Supervisor(folder / "logs", DRAIN_S, request.cluster.restart, sync, on_event)
+
+
+def placed(cluster: ClusterConfig, places: tuple[str, ...]) -> ClusterConfig:
+    """Put sites on hosts that are known only now. places: each "SITE=HOST[,HOST…]"; the first host gets the site's
+    server and shards, all of them the ranks of its only worker, with the slots of the first in the file. Raises
+    ConfigError."""
+    for place in places:
+        site, _, said = place.partition("=")
+        hosts = [host for host in said.split(",") if host]
+        if site not in cluster.sites or not hosts:
+            known = ", ".join(cluster.sites)
+            raise ConfigError(f"--at {place}: write SITE=HOST,HOST…, with one of the cluster's sites: {known}")
+
+        def there(*addresses: Address, host: str = hosts[0]) -> tuple[Address, ...]:
+            return tuple(address.model_copy(update={"host": host}) for address in addresses)
+
+        if site == GLOBAL:
+            (server,), shards = there(cluster.global_server), there(*cluster.global_shards)
+            cluster = cluster.model_copy(update={"global_server": server, "global_shards": shards})
+            continue
+        region = cluster.region(site)
+        if len(region.workers) != 1:
+            count = len(region.workers)
+            raise ConfigError(f"--at {place}: region {site!r} has {count} workers; hosts are given to one")
+        (worker,), (server,) = region.workers, there(region.server)
+        ranks = tuple(worker.hosts[0].model_copy(update={"host": host}) for host in hosts)
+        workers = (worker.model_copy(update={"hosts": ranks}),)
+        region = region.model_copy(update={"server": server, "shards": there(*region.shards), "workers": workers})
+        regions = tuple(region if old.name == site else old for old in cluster.regions)
+        cluster = cluster.model_copy(update={"regions": regions})
+    return cluster
 
 
 def _with_sites_here(cluster: ClusterConfig, only: tuple[str, ...]) -> ClusterConfig:

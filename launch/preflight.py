@@ -273,9 +273,9 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
 def _check_initial_weights(run: RunConfig) -> None:
     if run.model.init_from is None:
         return
-    from geotrain.parameters.hf_checkpoint import read_start  # imports torch
+    from geotrain.parameters.dcp import start_weights  # imports torch
 
-    read_start(run)  # names, shapes and settings; no weights but a tied head
+    start_weights(run)  # names, shapes and settings; no weights but a tied head
 
 
 def _check_boards(run: RunConfig) -> None:

@@ -230,6 +230,8 @@ def headline(top: Status, state: str, reason: str = "") -> str:
         words.append(f"{share_of(top):.1%} committed{ago}")
     if validated := top.get("validation"):
         words.append(f"validation loss {validated['loss']:.4f} (at {validated['samples']:,} samples)")
+    if (effective := top.get("effective")) is not None:
+        words.append(f"{effective:.1%} effective training time")
     if spike := top.get("loss_spike"):
         words.append(f"loss spike: {spike['loss']:.4f}, where {spike['usual']:.4f} was usual")
     return "; ".join([*words, reason] if reason else words)

@@ -166,6 +166,12 @@ def launch(
     apply: Annotated[
         bool, typer.Option("--apply", help="RUN is on: start regions that CLUSTER adds, drain those that it lacks.")
     ] = False,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE=HOST,…", help="Where a site is, in place of the file's hosts. May be given again."
+        ),
+    ] = None,
 ) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
@@ -175,14 +181,42 @@ def launch(
     job's number as --launch-id, one that is requeued after its end ends again, and trains no more.
     """
     if apply:
-        if resume or only or changes or launch_id:
+        if resume or only or changes or launch_id or at:
             raise typer.BadParameter("--apply changes which regions take part, and nothing else: no other options")
         with loading():
             from geotrain.commands.change_regions import change_regions
         raise typer.Exit(change_regions(run, cluster))
     with loading():
         from geotrain.launch.launcher import launch as start
-    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ()), launch_id))
+    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ()), launch_id, tuple(at or ())))
+
+
+@app.command(epilog="Example: geotrain up run.json --gpu aws:8xh100@us-east-2,gcp:8xa100@europe-west4 --dry-run")
+@with_json
+def up(
+    run: RunFile,
+    cluster: Annotated[
+        Path | None, typer.Argument(metavar="[CLUSTER]", help="As `plan` wrote it; regions: CLOUD-REGION.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(metavar="CLOUD:COUNTxKIND@REGION,…", help="In place of CLUSTER.")] = "",
+    results: Annotated[str | None, typer.Option(metavar="URL", help="Of the export: hf://…, s3://….")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, metavar="USD", help="Stop in good order before it.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken back, with --gpu.")] = False,
+    image: Annotated[str | None, typer.Option(metavar="docker:NAME", help="A container with GeoTrain.")] = None,
+    setup: Annotated[str | None, typer.Option(metavar="COMMAND", help="Instead of installing this checkout.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print tasks and price; start nothing.")] = False,
+    down: Annotated[bool, typer.Option("--down", help="End the run's machines; start nothing.")] = False,
+    changes: Changes = None,
+) -> Told:
+    """Get machines from clouds, Kubernetes or Slurm by SkyPilot, train on them, export, and tear them down.
+
+    The program `sky` must be there (uv tool install 'skypilot[aws,gcp]'). Ctrl-C leaves the machines at work.
+    """
+    from geotrain.commands.sky_tasks import Wanted
+    from geotrain.commands.up import up as start
+
+    wanted = Wanted(gpu, spot, image, setup, results, budget)
+    return start(run, cluster, wanted, dry_run, down, tuple(changes or ()))
 
 
 @app.command("launch-site", hidden=True)
@@ -201,6 +235,9 @@ def export(
     folder: RunFolder,
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder to write, or hf://OWNER/NAME.")],
     dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
+    dcp: Annotated[
+        bool, typer.Option("--dcp", help="As torchtitan's checkpoints (Llama, Qwen3), into a folder.")
+    ] = False,
 ) -> Told:
     """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive.
 
@@ -209,8 +246,10 @@ def export(
     from geotrain.commands.export import export_run, export_to_hub
 
     if output.startswith("hf://"):
+        if dcp:
+            raise typer.BadParameter("a hub takes Hugging Face checkpoints: leave --dcp out, or name a folder")
         return Told({"commit": (commit := export_to_hub(folder, output, dtype))}, commit)
-    export_run(folder, Path(output), dtype)
+    export_run(folder, Path(output), dtype, dcp)
     return Told({"folder": output}, output)
 
 

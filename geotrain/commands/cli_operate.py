@@ -215,3 +215,26 @@ def stop(folder: RunFolder, wait: Wait = 0.0) -> Told:
     run = live_run(folder)
     phase = run.steer("stop")
     return told_phase(phase, run.wait(lambda seen: seen.state is not RunState.RUNNING, wait) if wait else None)
+
+
+@command(epilog="Example: geotrain rollback runs/1b --to 12 --out runs/1b-again")
+@with_json
+def rollback(
+    folder: RunFolder,
+    to: Annotated[
+        int | None, typer.Option(metavar="SNAPSHOT", help="Its number; without it, all are listed.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For the new run; it must not exist.")] = None,
+) -> Told:
+    """Begin a run anew from a snapshot of this one, which is stopped; data handed out since is not trained again.
+
+    The run itself stays as it is. Workers begin with no optimizer state.
+    """
+    from geotrain.commands.rollback import roll_back, snapshots_of
+
+    if to is None or out is None:
+        found = snapshots_of(folder)
+        return Told(found, "\n".join(f"{each['snapshot']}: {each['committed_samples']:,} samples" for each in found))
+    skipped = roll_back(folder, to, out)
+    launch = f"geotrain launch RUN.json CLUSTER.json --set folder={out} --resume"
+    return Told({"folder": out, "skipped_samples": skipped}, f"{skipped:,} samples are skipped; train on: {launch}")

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 from geotrain.config import load_run
 from geotrain.net.storage.snapshots import read_weights
+from geotrain.parameters.dcp import write_dcp
 from geotrain.parameters.hf_checkpoint import DType, write_checkpoint, write_parameters
 from geotrain.parameters.hub import repository, upload
 from geotrain.parameters.parameter_map import parameter_map_of
@@ -21,9 +22,9 @@ def export_to_hub(run_folder: Path, url: str, dtype: DType = "bfloat16") -> str:
         return upload(Path(made) / "export", url, f"Weights of {load_run(run_folder / 'run.json').name}, by GeoTrain")
 
 
-def export_run(run_folder: Path, output: Path, dtype: DType = "bfloat16") -> None:
+def export_run(run_folder: Path, output: Path, dtype: DType = "bfloat16", as_dcp: bool = False) -> None:
     """Write the newest global weights of a run, which may be running, resting or finished, as a checkpoint folder. Of
-    a model that `model.weights` names, it holds a model.safetensors with the same names.
+    a model that `model.weights` names, it holds a model.safetensors with the same names. as_dcp: see `write_dcp`.
 
     Raises ConfigError (no run there), StoreError (no whole snapshot), ParameterMapError, and what `write_checkpoint`
     does.
@@ -31,6 +32,9 @@ def export_run(run_folder: Path, output: Path, dtype: DType = "bfloat16") -> Non
     run = load_run(run_folder / "run.json")
     parameter_map = parameter_map_of(run)
     tensors = read_weights(run_folder / "servers" / "global", parameter_map)
+    if as_dcp:
+        write_dcp(tensors, run.architecture, output, dtype)
+        return
     if run.model.weights is not None:
         write_parameters(tensors, parameter_map.parameters, output, dtype)
         return

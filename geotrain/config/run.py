@@ -50,7 +50,7 @@ class ModelConfig(Block):
         "parameters with initial values, as `geotrain.save_parameters` writes it.",
     )
     init_from: str | None = Field(
-        None, description="Hugging Face checkpoint whose weights start the run: a folder, or hf://OWNER/NAME."
+        None, description="Checkpoint whose weights start the run: a folder (Hugging Face, DCP), or hf://OWNER/NAME."
     )
     init_changes: tuple[str, ...] = Field(
         (), description="Keys of config in which the model differs from that checkpoint on purpose, as rope_theta."

@@ -30,6 +30,7 @@ from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import ParameterMap, fragments_due
 from geotrain.staging.cuda import staging_for
 from geotrain.worker.profile import StepProfiler
+from geotrain.worker.rank_speeds import RankSpeeds
 from geotrain.worker.schedule import schedule_step
 
 
@@ -133,6 +134,7 @@ class WorkerLoop:
             run.run_folder / "profiles", member.name, rank.rank, member.write_event, member.trouble
         )
         client.on_profile = self._profiler.ask
+        self._speeds = RankSpeeds(device, member.trouble)
         self.exchange = Exchange(
             member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
         )
@@ -172,6 +174,7 @@ class WorkerLoop:
         if self.lease is None:
             raise RuntimeError("no lease is in training: its steps are over, or the loop was not started")
         self._after_step(self.lease, result)
+        self._speeds.after_step()
         self._profiler.after_step(None if self.lease is None else (self.lease.job, self.step))
 
     def _after_step(self, lease: Lease, result: StepNumbers) -> None:

@@ -119,6 +119,28 @@ def test_a_site_that_cannot_be_started_by_itself(found: ClusterConfig, site: str
         launcher._with_sites_here(found, (site,))
 
 
+@pytest.mark.parametrize(
+    ("found", "place", "told"),
+    [
+        (apart(), "mars=a", r"--at mars=a: write SITE=HOST,HOST…, with one of the cluster's sites: global, eu, us"),
+        (apart(), "eu=,", r"--at eu=,: write SITE=HOST"),
+        (load_cluster(CONFIGS / "clusters/slurm.json"), "here=a", r"--at here=a: region 'here' has 2 workers; hosts"),
+    ],
+)
+def test_a_place_that_no_site_has(found: ClusterConfig, place: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        launcher.placed(found, (place,))
+
+
+def test_sites_get_the_hosts_that_are_known_only_now() -> None:
+    found = launcher.placed(apart(global_shards=(Address(port=7100),)), ("global=g,h", "eu=a,b,c"))
+    assert [str(found.global_server), *map(str, found.global_shards)] == ["g:7000", "g:7100"]
+    eu, us = found.regions
+    assert str(eu.server) == "a:7001" and us == apart().regions[1]
+    (worker,) = eu.workers
+    assert [(host.host, host.slots) for host in worker.hosts] == [(name, 2) for name in "abc"]
+
+
 def test_a_site_that_is_started_by_itself_is_here() -> None:
     assert [r.ssh for r in launcher._with_sites_here(apart(), ("global", "eu")).regions] == [None, "far"]
 

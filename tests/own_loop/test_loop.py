@@ -28,6 +28,7 @@ from geotrain.own_loop.rank import TorchRank
 from geotrain.parameters.parameter_file import read_shapes
 from geotrain.parameters.parameter_map import ParameterMap, any_parameters, parameter_map_of
 from geotrain.worker.loop import RunMember, WorkerLoop
+from geotrain.worker.rank_speeds import RankSpeeds
 from tests.support.inner_worlds import at, run_world
 from tests.support.local_servers import LocalClient, LocalServers
 
@@ -104,6 +105,15 @@ def test_what_it_is_asked_for_is_recorded(tmp_path: Path) -> None:
     (trace,) = (tmp_path / "out/profiles").iterdir()
     marks = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"geotrain.lease", "geotrain.encode", "geotrain.send", "geotrain.adopt"} <= marks
+
+
+def test_ranks_are_compared_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(RankSpeeds, "after_step", lambda self: compared.append((self._device, loop.step)))
+    loop, _ = joined(write_run(tmp_path), network())
+    while not loop.finished:
+        step(loop)
+    assert len(compared) == STEPS and {device for device, _ in compared} == {torch.device("cpu")}
 
 
 def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ def write_files(
     return paths
 
 
-def launched(files: tuple[Path, Path]) -> None:
+def launched(files: tuple[Path, Path], *options: str) -> None:
     """Launch the run, and wait for its end, which must be good."""
-    command = [sys.executable, "-m", "geotrain", "launch", *map(str, files)]
+    command = [sys.executable, "-m", "geotrain", "launch", *map(str, files), *options]
     done = subprocess.run(command, text=True, capture_output=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
 

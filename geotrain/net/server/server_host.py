@@ -35,7 +35,7 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.shard_sessions import FAREWELL_S, ShardLost, ShardSessions
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFull
-from geotrain.net.storage.owner import Owner, note_origin
+from geotrain.net.storage.owner import Owner, begun_s, note_origin
 from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped
 from geotrain.net.storage.remote_snapshots import Copies, Uploader
 from geotrain.net.storage.snapshots import StoreError
@@ -391,7 +391,11 @@ class ServerHost(ProcessHost[Server]):
         for name, traffic in self._traffic().items():
             counts = {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
             peers[name] = {**counts, "fragments": by_member[name].status(parameter_map)}
+        effective = None
+        if (trained_s := self.server_thread.status.get("trained_s")) and self.server.origin:
+            effective = min(1.0, trained_s / max(1.0, time.time() - begun_s(self.server.origin)))
         return {
+            "effective": effective,  # of the time since the run began, what is in its weights
             "links": {**self._up_and_down(self.tcp_counters.total), "fragments": fragments.status(parameter_map)},
             "peers": peers,
             "connected": self.region_client is None or self.region_client.connected,

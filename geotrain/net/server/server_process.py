@@ -71,7 +71,8 @@ from geotrain.outer.server.server import Server, identity_of
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
 from geotrain.outer.shards.local import LocalShards
 from geotrain.outer.shards.remote import RemoteShards
-from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_start
+from geotrain.parameters.dcp import start_weights
+from geotrain.parameters.hf_checkpoint import HFCheckpointError
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_file import read_values
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, parameter_map_of
@@ -340,7 +341,7 @@ def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]
             places[parameter.name].copy_(initial_tensor(parameter, run.seed))
         return vectors
     try:
-        for name, tensor in read_start(run):
+        for name, tensor in start_weights(run):
             places[name].copy_(tensor)
     except HFCheckpointError as error:
         raise ConfigError(f"model.init_from: {error}") from None

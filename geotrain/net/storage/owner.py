@@ -11,6 +11,7 @@ no global server answers.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -78,4 +79,10 @@ def check_origin(folder: Path, origin: str) -> None:
 
 
 def new_origin() -> str:
-    return uuid.uuid4().hex[:16]
+    """Draw an origin. It begins with the Unix time, so that a state knows when its run began (`begun_s`)."""
+    return f"{int(time.time()):08x}{uuid.uuid4().hex[:8]}"
+
+
+def begun_s(origin: str) -> int:
+    """The Unix time at which a state of that origin began."""
+    return int(origin[:8], 16)

@@ -20,7 +20,7 @@ import os
 import shutil
 import struct
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -41,7 +41,7 @@ from geotrain.outer.shards.shard import MIRRORS
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
-FORMAT = 3  # number of the format; a snapshot with another one is refused
+FORMAT = 4  # number of the format; a snapshot with another one is refused
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.
@@ -122,8 +122,7 @@ class SnapshotStore:
             shutil.rmtree(temporary, ignore_errors=True)
             make_folder(temporary)
             files = {name: _write_tensor(temporary / _file(name), name, state) for name in state.names()}
-            body = json.dumps({"format": FORMAT, "files": files, "meta": meta}).encode()
-            _write(temporary / META, (b"%08x\n" % crc32(body), body))
+            _write_meta(temporary, files, meta)
             # The files' contents are on disk (see `_write`). Their names go there next, and the final name last.
             sync(temporary)
             temporary.rename(final)
@@ -160,6 +159,24 @@ class SnapshotStore:
         shutil.rmtree(self.path(number), ignore_errors=True)
         folder.rename(self.path(number))
         sync(self.folder)
+
+    def branch(self, number: int, into: Path, change: Callable[[dict[str, Any]], None]) -> None:
+        """Make a folder of snapshots of one that is here, with its JSON part as `change` leaves it. into: the folder,
+        which exists whole or not at all. Raises StoreError, OtherFormatError, OSError."""
+        source, partial = self.path(number), into.with_name(f".{into.name}.partial")
+        check(source)
+        saved = checked_meta((source / META).read_bytes(), source)
+        change(saved["meta"])
+        shutil.rmtree(partial, ignore_errors=True)
+        target = partial / self.path(1).name
+        make_folder(target)
+        for name in saved["files"]:
+            shutil.copy2(source / _file(name), target / _file(name))
+            sync(target / _file(name))
+        _write_meta(target, saved["files"], saved["meta"])
+        sync(target)
+        partial.rename(into)
+        sync(into.parent)
 
     def new_checkpoint_id(self) -> str:
         """Make the checkpoint id of the next snapshot. Later ones are greater. Raises StoreError."""
@@ -325,6 +342,11 @@ def _write_tensor(path: Path, name: str, state: FrozenState) -> tuple[int, int]:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
     return _write(path, chain((struct.pack("<Q", len(text)) + text,), state.chunks(name)))
+
+
+def _write_meta(folder: Path, files: dict[str, Any], meta: dict[str, Any]) -> None:
+    body = json.dumps({"format": FORMAT, "files": files, "meta": meta}).encode()
+    _write(folder / META, (b"%08x\n" % crc32(body), body))
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:

@@ -307,7 +307,8 @@ class GlobalServer(Server):
         return "stopping" if self.stopping else "paused" if self.paused else "running"
 
     def status(self) -> dict[str, Any]:
-        """Return plain data for people and tests. complete: no data is left, and none is out. returned_samples: of
+        """Return plain data for people and tests. complete: no data is left, and none is out. trained_s:
+        seconds of inner steps in what is committed, of a worker, in the mean. returned_samples: of
         those dispatched, what came back and is to be handed out again."""
         return {
             **super().status(),
@@ -319,6 +320,7 @@ class GlobalServer(Server):
             "loss_spike": self.losses.spike,
             "train_samples": self.lease_table.train_samples,
             "committed_samples": self.lease_table.committed_samples,
+            "trained_s": self.lease_table.trained_s / max(1, len(self.lease_table.step_s)),
             "dispatched_samples": self.lease_table.next_start,
             "returned_samples": sum(samples for _, samples in self.lease_table.pool),
             "open_leases": len(self.lease_table.open),

@@ -28,7 +28,7 @@ LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint
 MOST_ASIDE = 0.05  # of the run's samples: beyond that it is not the data that is to blame
 LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
-SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "dismissed", "step_s"
+SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s"
 RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
 Range = tuple[int, int]  # start, samples
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
@@ -70,6 +70,7 @@ class LeaseTable:
         self.open: dict[int, Lease] = {}  # lease number → lease that is handed out and not committed
         self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
         self.committed_samples = 0
+        self.trained_s = 0.0  # seconds of inner steps in what is committed, over all workers, by what each last said
         self.dismissed: dict[str, int] = {}  # worker → last job for which it got Finished
         self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
@@ -134,6 +135,7 @@ class LeaseTable:
         closed = [lease for number in leases if (lease := self._close(number))]
         samples = sum(lease.samples for lease in closed if not self._repeats(lease))
         self.committed_samples += samples
+        self.trained_s += sum(lease.steps * self.step_s.get(lease.worker, 0.0) for lease in closed)
         return samples
 
     def gone(self, leases: Collection[int]) -> tuple[int, ...]:
@@ -217,6 +219,21 @@ class LeaseTable:
             self.pool, back = take_out(self.pool, *self.skip[-1])
             self.aside += back
         self._pass_over()
+
+    def skip_to(self, newer: LeaseTable) -> int:
+        """Set aside all that `newer`, a later state of this table, had handed out and this one has not committed.
+        Returns how many samples that is."""
+        self.release(tuple(self.open))
+        handed, before = [(0, newer.next_start)], self.set_aside_samples
+        for start, samples in newer.pool:
+            handed, _ = take_out(handed, start, samples)
+        self.pool.append((self.next_start, newer.next_start - self.next_start))
+        self.next_start = newer.next_start
+        for start, samples in handed:
+            self.pool, passed = take_out(self.pool, start, samples)
+            self.aside += passed
+        self.next_lease, self.returned = newer.next_lease, {}  # late words of older leases name no new ones
+        return self.set_aside_samples - before
 
     def shorten(self) -> None:
         """Drop samples that came back, where a resumed run has fewer than were handed out before."""

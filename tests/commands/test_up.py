@@ -1,0 +1,218 @@
+"""Machines by one command: tasks as data, and what the real SkyPilot says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.commands.sky_tasks import Shipment, Wanted, cluster_of, machines_of, machines_of_plan, shipped, tasks_of
+from geotrain.commands.up import SkyError, up
+from geotrain.config import ClusterConfig, ConfigError, load_run, parse
+from tests.support.small_runs import prepare_text, write_files
+
+ROOT = Path(__file__).parents[2]
+GPUS = "aws:2x8xh100@us-east-2,gcp:8xa100@europe-west4"
+# Of SkyPilot's catalogue: on demand, spot.
+AWS = """\
+InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone,Arch
+p5.48xlarge,H100,8.0,192.0,2048.0,,55.04,20.5,us-east-2,us-east-2a,x86_64
+m6i.xlarge,,,4.0,16.0,,0.25,0.1,us-east-2,us-east-2a,x86_64
+m6i.24xlarge,,,96.0,384.0,,4.5,2.0,us-east-2,us-east-2a,x86_64
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """The run "mine" on local data, of batches that 16 ranks can share."""
+    prepare_text(tmp_path)
+    path = write_files(tmp_path, "mine", 320, {"eu": [1]}, {"rule": {"name": "halos"}})[0]
+    raw = json.loads(path.read_text())
+    block = {**raw["deepspeed"], "train_batch_size": 16, "train_micro_batch_size_per_gpu": 1}
+    path.write_text(json.dumps({**raw, "name": "mine", "deepspeed": block}))
+    return path
+
+
+@pytest.fixture
+def sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The real SkyPilot on the PATH, with a catalogue in files, no network, and no server that starts machines."""
+    folder = Path(sys.prefix) / "skypilot"
+    subprocess.run(["bash", "launch/test_skypilot.sh", sys.executable, folder], cwd=ROOT, check=True, timeout=600)
+    home, bin_folder = tmp_path / "home", tmp_path / "bin"
+    catalogue = home / ".sky/catalogs/v8/aws/vms.csv"
+    catalogue.parent.mkdir(parents=True)
+    catalogue.write_text(AWS)
+    bin_folder.mkdir()
+    (bin_folder / "sky").symlink_to(folder / "bin/sky")
+    for key, value in {
+        "HOME": str(home),
+        "PATH": f"{bin_folder}:/usr/bin:/bin",
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+        "SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9",
+    }.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def tasks(run_file: Path, said: str, wanted: Wanted | None = None, ends_s: int | None = None) -> dict[str, Any]:
+    run = load_run(run_file)
+    machines = machines_of(said, wanted is not None and wanted.spot)
+    shipment = Shipment(Path("/here"), {"files/0/a.bin": "/data/a.bin"}, "id", 18, Path("/checkout"), ends_s)
+    return tasks_of(run, machines, wanted or Wanted(), shipment)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("8xh100", "write CLOUD:[HOSTSx]COUNTxKIND[@REGION]"),
+        ("aws:h100", "--gpu 'aws:h100': write CLOUD:"),
+        ("aws:0xh100@x", "write CLOUD:"),
+        ("aws:8xh100@x,aws:4xa100@x", "names aws-x twice; a region is one entry"),
+        ("slurm:8xh100@x", "slurm has no spot machines; leave --spot out"),
+    ],
+)
+def test_machines_that_cannot_be_asked_for(said: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        machines_of(said, spot=True)
+
+
+def test_a_task_a_region_and_one_for_the_global_server(run_file: Path) -> None:
+    made = tasks(run_file, GPUS, Wanted(spot=True, results="s3://bucket/a/b"), ends_s=5000)
+    top, aws, gcp = made.values()
+    assert list(made) == ["global", "aws-us-east-2", "gcp-europe-west4"]
+    assert top["resources"] == {
+        "infra": "aws/us-east-2",
+        "cpus": "4+",
+        "memory": "18+",
+        "ports": [7070],
+        "autostop": {"idle_minutes": 60, "down": True},
+    }
+    assert "use_spot" not in top["resources"]  # it holds the run's weights
+    assert gcp["resources"] == {
+        "infra": "gcp/europe-west4",
+        "accelerators": {"A100": 8},
+        "use_spot": True,
+        "job_recovery": {"strategy": "FAILOVER"},
+    }
+    assert (aws["num_nodes"], gcp["num_nodes"]) == (2, 1)
+    assert top["file_mounts"]["/geotrain-results"] == {"source": "s3://bucket", "mode": "MOUNT_CACHED"}
+    assert "geotrain export runs/mine /geotrain-results/a/b || code=$?\nexit $code" in top["run"]
+    assert "sleep $((5000 - $(date +%s))); geotrain stop runs/mine" in top["run"]
+    assert "left=$((5900 - $(date +%s)))" in aws["run"] and "timeout -s TERM $left geotrain launch" in aws["run"]
+    # each machine has its own keys and no other's
+    keys = {
+        site: {Path(path).name for path in task["file_mounts"] if path.endswith(".key")}
+        for site, task in made.items()
+    }
+    assert keys == {
+        "global": {"global-global.key", "operator-operator.key"},
+        "aws-us-east-2": {"region-aws-us-east-2.key", "worker-aws-us-east-2-w0.key"},
+        "gcp-europe-west4": {"region-gcp-europe-west4.key", "worker-gcp-europe-west4-w0.key"},
+    }
+    assert not {"ports", "autostop"} & tasks(run_file, "slurm:2xcpu@here")["global"]["resources"].keys()
+    hub = tasks(run_file, GPUS, Wanted(results="hf://me/mine", image="docker:geotrain"))
+    assert hub["global"]["secrets"] == {"HF_TOKEN": None} and "runs/mine hf://me/mine ||" in hub["global"]["run"]
+    assert all("setup" not in task and "workdir" not in task for task in hub.values())
+
+
+def test_a_plan_gives_its_machines() -> None:
+    def plan(**more: Any) -> ClusterConfig:
+        hosts = [{"host": f"a{i}", "slots": 8, "device": "H100", "spot": True} for i in range(2)]
+        worker = {"name": "w", "hosts": hosts, "parallel": {"tensor": 2}, **more}
+        kinds = {kind: {"memory_gb": 80, "tflops": 989} for kind in ("H100", "A100")}
+        raw = {"name": "p", "devices": kinds, "regions": [{"name": "aws-us-east-2", "workers": [worker]}]}
+        return parse(ClusterConfig, raw, "plan")
+
+    (found,) = machines_of_plan(plan())
+    assert (found.infra, found.kind, found.hosts, found.slots, found.spot) == ("aws/us-east-2", "H100", 2, 8, True)
+    run = load_run(ROOT / "configs/runs/1b.json")
+    (region,) = cluster_of(run, (found,), plan()).regions
+    assert region.workers[0].parallel is not None and region.workers[0].parallel.tensor == 2
+    assert region.workers[0].name == "aws-us-east-2-w0"  # as its certificate
+    assert region.workers[0].launcher == "ssh" and region.workers[0].ranks == 16
+    mixed = [{"host": "a", "slots": 8, "device": "H100"}, {"host": "b", "slots": 8, "device": "A100"}]
+    with pytest.raises(ConfigError, match="region 'aws-us-east-2': `geotrain up` asks for one worker a region"):
+        machines_of_plan(plan(hosts=mixed))
+
+
+def test_files_go_along_and_urls_stay(run_file: Path) -> None:
+    raw = load_run(run_file).model_dump(by_alias=True, mode="json", exclude_defaults=True)
+    moved, copies = shipped(raw)
+    prefix = moved["data"]["train"][0]["prefix"]
+    assert {f"{prefix}.bin", f"{prefix}.idx"} <= copies.keys() and "folder" not in moved
+    assert Path(copies[f"{prefix}.bin"]).exists()
+    raw["data"]["train"] = "s3://bucket/train"
+    assert shipped(raw)[0]["data"]["train"] == "s3://bucket/train"
+    raw["data"]["train"] = "/none/train"
+    with pytest.raises(ConfigError, match=r"data.train = '/none/train': nothing is there to copy to the machines"):
+        shipped(raw)
+
+
+def test_skypilot_takes_the_tasks_and_prices_them_from_its_catalogue(
+    run_file: Path, sky: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = Wanted("aws:2x8xh100@us-east-2", spot=True, results="s3://bucket", budget=100.0)
+    told = up(run_file, None, wanted, dry_run=True)
+    assert told.data["usd_per_hour"] == pytest.approx(2 * 20.5 + 0.25)
+    shown = capsys.readouterr().out
+    assert "mine-aws-us-east-2  aws/us-east-2  2 × 8 H100 spot  41.00" in shown and "100 USD last 2.42 hours" in shown
+    script = (
+        "import json, sys, sky\nfor task in json.load(sys.stdin):\n"
+        " t = sky.Task.from_yaml_config(task); (r,) = t.resources\n"
+        " print(t.num_nodes, r.region, r.use_spot, r.ports, r.accelerators, r.job_recovery)"
+    )
+    listed = subprocess.run(
+        [sky / "bin/python", "-c", script],
+        input=json.dumps(list(told.data["tasks"].values())),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert listed.stdout.splitlines()[-2:] == [
+        "1 us-east-2 False ['7070'] None None",
+        "2 us-east-2 True None {'H100': 8} {'strategy': 'FAILOVER'}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "budget", "told"),
+    [
+        ("aws:8xh100@us-east-2", 1.0, "--budget 1: the machines cost 55.29 USD an hour"),
+        ("aws:8xh100@mars-1", None, "SkyPilot refuses the tasks: .*: SkyPilot's catalogue has no .* in mars-1"),
+        ("aws:8xa100@us-east-2", None, "mine-aws-us-east-2: SkyPilot's catalogue has no .*A100.* in us-east-2"),
+        ("gcp:8xa100@europe-west4", 10.0, "--budget: SkyPilot knows no prices here"),
+    ],
+)
+def test_what_cannot_be_had_is_told_before_anything_starts(
+    run_file: Path, sky: Path, gpu: str, budget: float | None, told: str
+) -> None:
+    with pytest.raises((ConfigError, SkyError), match=told):
+        up(run_file, None, Wanted(gpu, results="s3://bucket", budget=budget))
+    assert not (sky.parent / "mine/up").exists()
+
+
+def test_what_cannot_be_started_is_torn_down(run_file: Path, sky: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SkyError, match=r"(?s)sky launch -y -d -c mine-global .* failed:.*Could not connect"):
+        up(run_file, None, Wanted("aws:8xh100@us-east-2", results="s3://bucket"))
+    shown = capsys.readouterr().out
+    assert "sky down -y mine-global: " in shown and "sky jobs cancel -y -n mine-aws-us-east-2: " in shown
+    folder = load_run(run_file).run_folder.absolute() / "up"
+    assert {path.stem for path in (folder / "tasks").iterdir()} == {"global", "aws-us-east-2"}
+    assert (folder / "certs/region-aws-us-east-2.key").exists()
+    with pytest.raises(
+        ConfigError, match=r"up/tasks: machines were started, and not ended: `geotrain up RUN --down`"
+    ):
+        up(run_file, None, Wanted("aws:8xh100@us-east-2", results="s3://bucket"))
+    assert up(run_file, None, Wanted(), down=True).data == {"left": ["mine-aws-us-east-2", "mine-global"]}
+
+
+def test_without_skypilot_one_is_told_where_to_get_it(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SkyError, match=r"there is no program `sky`.*uv tool install"):
+        up(run_file, None, Wanted("aws:8xh100@us-east-2"), dry_run=True)
