@@ -192,6 +192,10 @@ def export(
     folder: RunFolder,
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder to write, or hf://OWNER/NAME.")],
     dtype: Annotated[DType, typer.Option(help="Type of the weights.")] = "bfloat16",
+    average: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Mean of the snapshots in this last share of the run; 0: the newest."),
+    ] = 0.0,
 ) -> Told:
     """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive.
 
@@ -200,9 +204,11 @@ def export(
     from geotrain.commands.export import export_run, export_to_hub
 
     if output.startswith("hf://"):
-        return Told({"commit": (commit := export_to_hub(folder, output, dtype))}, commit)
-    export_run(folder, Path(output), dtype)
-    return Told({"folder": output}, output)
+        return Told({"commit": (commit := export_to_hub(folder, output, dtype, average))}, commit)
+    count = export_run(folder, Path(output), dtype, average)
+    return Told(
+        {"folder": output, "snapshots": count}, output + (f": the mean of {count} snapshots" if average else "")
+    )
 
 
 @app.command(epilog='Example: geotrain sample exported "Once upon a time"')
