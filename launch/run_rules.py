@@ -95,6 +95,6 @@ def answers(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     else:
         yield (
             f"{few} before they know of the others, whose news come a job later: of five jobs of 32 steps 1 % of the "
-            "loss with AdamW, 6 % with Muon; rule 'sync' ends lower, and so does outer.overlap = {steps, late "
+            "loss with AdamW, 4 % with Muon; rule 'sync' ends lower, and so does outer.overlap = {steps, late "
             "'continue', adopt 'rebase'} without rule.answers, merge_alpha and updates_per_send"
         )

@@ -44,7 +44,7 @@ class HalosConfig(AsyncConfig):
     model_config = ConfigDict(populate_by_name=True)
 
 
-SHORT_RUN = 10  # jobs of a worker: with fewer, news of the others that come a job later are dear
+SHORT_RUN = 25  # jobs of a worker: with fewer, news of the others that come a job later are dear
 
 
 class RegionMomentumConfig(AsyncConfig):
@@ -63,7 +63,7 @@ class RegionMomentumConfig(AsyncConfig):
         "auto",
         description="What a worker's delta is answered with: at_once, the region's weights; merged, the global ones "
         "when they are there (K is not used, α is 1). auto: merged with `overlap.late` = continue where a worker "
-        "has fewer than 10 jobs in the run, unless `merge_alpha` or `updates_per_send` say otherwise.",
+        "has fewer than 25 jobs in the run, unless `merge_alpha` or `updates_per_send` say otherwise.",
     )
 
 
@@ -232,8 +232,8 @@ class OuterConfig(Block):
     def answers_merged(self, jobs: float) -> bool:
         """Whether regions answer workers, who have so many jobs in the run each, with the merged global weights.
 
-        An answer at once says what the others did a job later. Of twenty jobs that costs nothing; of five, with H 32,
-        0.8 % of the loss with AdamW, 6 % with Muon (docs/evidence.md).
+        An answer at once says what the others did a job later. With H 32 that costs 1 % of the loss of five jobs with
+        AdamW, nothing of twenty; with Muon 4 and 2 % (`benchmarks.studies.short`).
         """
         rule = self.rule
         if self.flat or not isinstance(rule, RegionMomentumConfig):

@@ -80,7 +80,7 @@ def test_what_no_run_can_begin_with(regions: tuple[dict[str, Any], ...], outer: 
             {"local_steps": 40, "overlap": LATE, "rule": {"name": "region_momentum", "merge_alpha": 0.75}},
             "regions answer before they know of the others",
         ),
-        ({"local_steps": 33, "overlap": LATE, "rule": {"name": "region_momentum", "updates_per_send": 1}}, ""),
+        ({"local_steps": 13, "overlap": LATE, "rule": {"name": "region_momentum", "updates_per_send": 1}}, ""),
     ],
 )
 def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:

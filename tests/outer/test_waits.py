@@ -10,7 +10,7 @@ from geotrain.outer.server.waits import MOST_WAITS, Wait, WaitTable, waits
 
 UP = {"state": "up", "phase": "present", "left": False, "leases": 1, "owed": [], "fault": ""}
 LEFT = {**UP, "state": "left", "phase": "left", "left": True, "leases": 0}
-BOTH = {"over": False, "finished": False, "silent_limit_s": 600.0, "in_rounds": True, "members": {"a": UP, "b": UP}}
+BOTH = {"over": False, "finished": False, "silent_limit_s": 600.0, "members": {"a": UP, "b": UP}}
 TOP = {
     **BOTH, "phase": "running", "draining": [],
     "train_samples": 64, "dispatched_samples": 32, "committed_samples": 16,

@@ -374,7 +374,6 @@ class Server(Membership):
         return {
             "versions": self.versions,
             "members": {name: {**m.status(), "leases": len(self.holds(name))} for name, m in self.members.items()},
-            "in_rounds": self.rule.in_rounds,
             "over": self.over,
             "finished": self.finished,
             "refused": {name: member.refused for name, member in self.members.items() if member.refused},

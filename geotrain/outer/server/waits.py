@@ -88,8 +88,9 @@ def _of_members(status: Mapping[str, Any]) -> Iterator[Wait]:
 
 def _of_rounds(status: Mapping[str, Any]) -> Iterator[Wait]:
     """List those whose deltas the others of a synchronous round wait for."""
-    members = status["members"].items() if status["in_rounds"] else ()
-    here = {name: member for name, member in members if not member["left"]}
+    if not status.get("in_rounds", True):
+        return
+    here = {name: member for name, member in status["members"].items() if not member["left"]}
     waiting = {fragment for member in here.values() for fragment in member["owed"]}
     late = [name for name, member in here.items() if not waiting <= set(member["owed"])]
     yield from (Wait("round", name, "its deltas of this round, for which all others wait") for name in late)
