@@ -12,8 +12,8 @@ of the data, start weights, optimizer and schedule, by the same loop (`worker.py
 step without communication is timed first, and the slow link takes as long as 45 steps for all weights in fp32, the
 fast one a tenth of that, with a round trip of two steps. So a faster processor does not make a link look slower.
 
-utilization      seconds of a step without communication (both regions at once, just before and after) over seconds of
-                 a step in the run, the last exchange included
+utilization      seconds of a step without communication (both regions at once; timed once for all methods, before the
+                 first) over seconds of a step in the run, the last exchange included
 standing_still   share of the time that a trainer's own thread is not on a processor: it waits for the link, for the
                  others, or for a processor. Some exchange within a step's call, so that calls do not tell them apart
 bytes_per_token  received and sent at a region's device, over the tokens that its worker trained
@@ -120,7 +120,7 @@ def parts(options: argparse.Namespace, step_s: float) -> Iterator[tuple[str, str
     """(method, part, how it is run): "slow_link", "fast_link", "no_link", "kill", "cut". step_s: of a step without
     communication."""
     steps = options.rounds * LOCAL_STEPS
-    whole = Setting(0.0, 0.0, steps, steps, options.alone_steps, patience_s=options.patience_s)
+    whole = Setting(0.0, 0.0, steps, steps, options.alone_steps, patience_s=options.patience_s, step_s=step_s)
     links = {name: link(name, step_s) for name in options.links}
     for name, (gbps, rtt_ms) in links.items():
         for method in options.methods:

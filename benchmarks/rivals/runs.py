@@ -28,7 +28,8 @@ NO_LINK = (10.0, 0.2)  # Gbit/s, ms
 @dataclass(frozen=True)
 class Setting:
     """gbps, rtt_ms: of the link. steps: of each worker that are trained over it, of `schedule_steps`. alone_steps: as
-    in `Task`. first: steps that are not timed."""
+    in `Task`. first: steps that are not timed. step_s: of a step without communication, the same for all methods of a
+    call, by which the link was set; 0: the run's own."""
 
     gbps: float
     rtt_ms: float
@@ -37,6 +38,7 @@ class Setting:
     alone_steps: int
     first: int = 0
     patience_s: float = 120.0
+    step_s: float = 0.0
 
 
 def prepare(folder: Path, seeds: int) -> Path:
@@ -95,7 +97,7 @@ def figures(folder: Path, setting: Setting) -> dict[str, Any]:
         wall_s = end["at_s"] - since["at_s"]
         alone = median(s for m in told if m["what"] == "alone" for s in m["seconds"])
         seconds = wall_s / len(timed)
-        utilization.append(alone / seconds)
+        utilization.append((setting.step_s or alone) / seconds)
         still.append(1 - (timed[-1]["thread_s"] - since["thread_s"]) / wall_s)
         first_bytes = begin["bytes"]
         byte_counts.append((end["bytes"] - first_bytes) / (len(steps) * BATCH * LENGTH))

@@ -238,6 +238,10 @@ def export(
     dcp: Annotated[
         bool, typer.Option("--dcp", help="As torchtitan's checkpoints (Llama, Qwen3), into a folder.")
     ] = False,
+    average: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Mean of the snapshots in this last share of the run; 0: the newest."),
+    ] = 0.0,
 ) -> Told:
     """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive.
 
@@ -248,9 +252,11 @@ def export(
     if output.startswith("hf://"):
         if dcp:
             raise typer.BadParameter("a hub takes Hugging Face checkpoints: leave --dcp out, or name a folder")
-        return Told({"commit": (commit := export_to_hub(folder, output, dtype))}, commit)
-    export_run(folder, Path(output), dtype, dcp)
-    return Told({"folder": output}, output)
+        return Told({"commit": (commit := export_to_hub(folder, output, dtype, average))}, commit)
+    count = export_run(folder, Path(output), dtype, average, dcp)
+    return Told(
+        {"folder": output, "snapshots": count}, output + (f": the mean of {count} snapshots" if average else "")
+    )
 
 
 @app.command(epilog='Example: geotrain sample exported "Once upon a time"')

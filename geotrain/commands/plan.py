@@ -26,6 +26,7 @@ from geotrain.config import (
 from geotrain.launch.check import check_together, open_links
 from geotrain.launch.launchers.base import WorkerPlace, hostfile_path
 from geotrain.launch.launchers.registry import worker_commands
+from geotrain.launch.run_rules import answers
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.catalogue import with_catalogue
@@ -277,7 +278,7 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
             f"{spot} accelerators at spot prices: {1 - found.available:.1%} of the time goes until hosts that were "
             "taken back are replaced, and is in the time and the price; the rest of this page leaves it out"
         )
-    for note in (*found.notes, *doubts(found, forecast["exchanges"])):
+    for note in (*found.notes, *doubts(found, forecast["exchanges"]), *answers(found.run, found.cluster)):
         console.print(f"note: {note}", style="yellow")
     for warning in open_links(found.cluster):
         console.print(f"warning: {warning}", style="yellow")

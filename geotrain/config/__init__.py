@@ -35,6 +35,7 @@ from geotrain.config.cluster import (
 from geotrain.config.data import DataConfig, DataSet
 from geotrain.config.hosts import THIS_MACHINE, host_port, is_loopback
 from geotrain.config.outer import (
+    SHORT_RUN,
     CodecConfig,
     FragmentConfig,
     HalosConfig,

@@ -213,7 +213,7 @@ class VirtualWorld:
         task, every = self.task, len(self.spec.workers)
         samples = task.train_samples, task.samples_per_step
         updates = updates_in_run(*samples, task.outer.local_steps, len(workers), every)
-        rule = region_rule(task.outer.rule, workers, updates, task.momentum_decay)
+        rule = region_rule(task.outer, workers, updates, task.momentum_decay)
         server = task.region_server(name, self.identity, task.parameter_map, task.outer, rule, workers)
         server.incarnation, server.leases.jobs_each = f"{name}-1", updates / len(workers)
         uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)

@@ -66,6 +66,8 @@ def test_a_rule_by_its_name_alone_says_what_to_write() -> None:
         ({"levels": 1, "rule": {**HALOS, "ledger": False}}, "rule.ledger: without effect with levels = 1"),
         ({"levels": 1, "rule": {"name": "region_momentum", "gain": 2.0, "momentum_share": 0.2}},
          "rule.gain, rule.momentum_share: without effect with levels = 1"),
+        ({"rule": {"name": "region_momentum", "answers": "merged", "updates_per_send": 2}},
+         "rule.updates_per_send: without effect with rule.answers = 'merged'"),
         ({"overlap": {"mix": 0.25}}, "mix = 0.25 does nothing with adopt = 'replace'; leave it out, or adopt 'mix'"),
         ({"down": {"name": "int4", "error_decay": 0.5}}, "down.error_decay = 0.5: weights that come down"),
     ],

@@ -165,7 +165,7 @@ def test_an_export_finds_the_tokenizer_from_anywhere(tmp_path: Path, monkeypatch
     layout = parameter_map_of(run)
     tensors = {n: t for f, v in zip(layout.fragments, initial_weights(run, layout), strict=True)
                for n, t in layout.split(f.index, v)}  # fmt: skip
-    monkeypatch.setattr("geotrain.commands.export.read_weights", lambda folder, layout: tensors.items())
+    monkeypatch.setattr("geotrain.commands.export.read_weights", lambda folder, layout, snapshots: tensors.items())
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path / "else")
     export_run(Path("../out"), Path("exported"))

@@ -21,6 +21,7 @@ def region(name: str, *workers: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 
 TWO = (region("eu", worker("a"), worker("b")), region("us", worker("c")))
+LATE = {"steps": 10, "late": "continue", "adopt": "rebase"}
 CPU = {"env": {"DS_ACCELERATOR": "cpu"}}
 KINDS = {"large": {"memory_gb": 80.0, "tflops": 100.0}, "small": {"memory_gb": 8.0, "tflops": 100.0}}
 
@@ -73,6 +74,13 @@ def test_what_no_run_can_begin_with(regions: tuple[dict[str, Any], ...], outer: 
         ({"local_steps": 34, "levels": 1}, "about 9.8 times"),
         ({"local_steps": 34, "rule": {"name": "sync"}}, "about 9.8 times"),
         ({"local_steps": 1, "rule": {"name": "region_momentum", "updates_per_send": 64}}, "about 7.8 times"),
+        ({"local_steps": 40, "overlap": LATE}, "about 12 times|^each worker has about 8.3 jobs .* the merged global"),
+        ({"local_steps": 40}, "about 8.3 jobs in the run: regions answer before they know .*'sync' ends lower"),
+        (
+            {"local_steps": 40, "overlap": LATE, "rule": {"name": "region_momentum", "merge_alpha": 0.75}},
+            "regions answer before they know of the others",
+        ),
+        ({"local_steps": 13, "overlap": LATE, "rule": {"name": "region_momentum", "updates_per_send": 1}}, ""),
     ],
 )
 def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:

@@ -16,7 +16,15 @@ from geotrain.net.storage import frozen_state
 from geotrain.net.storage import snapshots as store_module
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import recover
-from geotrain.net.storage.snapshots import META, SNAPSHOTS, OtherFormatError, SnapshotStore, StoreError, read_weights
+from geotrain.net.storage.snapshots import (
+    META,
+    SNAPSHOTS,
+    OtherFormatError,
+    SnapshotStore,
+    StoreError,
+    read_weights,
+    snapshots_of_last,
+)
 from geotrain.outer.messages import Identity
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.parameters.parameter_map import ParameterMapError
@@ -148,3 +156,27 @@ def test_weights_are_read_by_name(tmp_path):
         next(iter(read_weights(tmp_path, type(parameter_map)(parameter_map.parameters[:-1]))))
     with pytest.raises(StoreError, match="holds no snapshot"):
         next(iter(read_weights(tmp_path / "nowhere", parameter_map)))
+
+
+def test_the_mean_of_the_last_snapshots(tmp_path):
+    """Of three, two lie in the last tenth; one that a later one repeats counts once, a damaged one not at all."""
+    config = outer()
+    parameter_map = tiny_layout(config)
+    store, first = SnapshotStore(tmp_path / SNAPSHOTS, keep=9), first_weights(parameter_map)
+    for committed, times in ((80, 9.0), (90, 1.0), (95, 7.0), (100, 3.0), (100, 3.0)):
+        server = GlobalServer(
+            Identity("r", "c", parameter_map.digest, "m"), parameter_map, config, {"eu": ("a",)}, 100, 1
+        )
+        server.set_weights([times * vector for vector in first])
+        server.lease_table.committed_samples = committed
+        tensors, state = server.state()
+        store.save(FrozenState(tensors), {"state": state, "checkpoint_id": ""})
+    flip(store.path(3) / META)
+    last = snapshots_of_last(tmp_path, 0.1)
+    assert [snapshot.number for snapshot in last] == [2, 5]
+    for (name, mean), (_, newest) in zip(
+        read_weights(tmp_path, parameter_map, last), read_weights(tmp_path, parameter_map), strict=True
+    ):
+        torch.testing.assert_close(mean, newest * 2 / 3, msg=name)
+    with pytest.raises(StoreError, match=r"of the last 0.05 of the run there is 1 snapshot.*larger checkpoint.keep"):
+        snapshots_of_last(tmp_path, 0.05)

@@ -102,7 +102,7 @@ def test_all_parts_see_the_weights_of_one_moment() -> None:
     cfg = config()
     top = GlobalServer(identity, lay, cfg, {"eu": ("a",)}, 400, 1, EVERY)
     top.set_weights([torch.linspace(-1, 1, f.numel) for f in lay.fragments])
-    region = RegionServer("eu", identity, lay, cfg, region_rule(cfg.rule, ("a",), UPDATES), ("a",), validates=True)
+    region = RegionServer("eu", identity, lay, cfg, region_rule(cfg, ("a",), UPDATES), ("a",), validates=True)
     region.incarnation = "life-1"
     worker = FakeWorker("a", lay, halves(lay))
     for join in worker.joins(identity):
@@ -138,6 +138,6 @@ def test_all_parts_see_the_weights_of_one_moment() -> None:
 
 def test_a_region_that_does_not_validate_keeps_no_copy() -> None:
     lay = parameter_map()
-    rule = region_rule(config().rule, ("a",), UPDATES)
+    rule = region_rule(config(), ("a",), UPDATES)
     region = RegionServer("eu", Identity("t", "c", lay.digest, "toy"), lay, config(), rule, ("a",))
     assert region.shards.all[0].newest is None and region.versions_to_validate() == []

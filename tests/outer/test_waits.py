@@ -48,6 +48,7 @@ def a(**facts: Any) -> dict[str, Any]:
         (TOP, {"over": True, "members": {"a": {**UP, "state": "lost", "leases": 0}, "b": LEFT}}, []),
         (TOP, a(owed=[0]), [("round", "b")]),
         (TOP, {"members": {"a": {**UP, "owed": [0]}, "b": LEFT}}, []),
+        (REGION, {"in_rounds": False, **a(owed=[0])}, []),
         (REGION, {"members": {name: {**UP, "owed": [0]} for name in "ab"}}, [("round", "global")]),
         (REGION, {"connected": False}, [("link", "global")]),
         (REGION, {"wanted": ["b"]}, [("data", "b")]),

@@ -47,7 +47,7 @@ class LocalServers(InProcess):
         top = GlobalServer(self.identity, self.parameter_map, run.outer, {"eu": workers}, samples, batch, every)
         top.set_weights(first_weights(self.parameter_map, run.seed))
         updates = updates_in_run(samples, batch, run.outer.local_steps, len(workers), len(workers))
-        rule = region_rule(run.outer.rule, workers, updates)
+        rule = region_rule(run.outer, workers, updates)
         self.region = RegionServer(
             "eu", self.identity, self.parameter_map, run.outer, rule, workers, every is not None
         )

@@ -201,7 +201,7 @@ class Cluster:
 
     def new_region(self, name: str, folder: Path, port: int = 0) -> Running:
         def build() -> RegionServer:
-            rule = region_rule(self.config.rule, self.names[name], UPDATES)
+            rule = region_rule(self.config, self.names[name], UPDATES)
             region = RegionServer(name, self.identity, self.parameter_map, self.config, rule, self.names[name])
             region.incarnation = uuid.uuid4().hex
             return region

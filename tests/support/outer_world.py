@@ -164,7 +164,7 @@ class World(InProcess):
         shards = shards or self.shards
         if name == GLOBAL:
             return GlobalServer(self.identity, self.parameter_map, self.config, self.names, *self.plan, shards=shards)
-        rule = region_rule(self.config.rule, self.names[name], UPDATES, self.momentum_decay)
+        rule = region_rule(self.config, self.names[name], UPDATES, self.momentum_decay)
         server = RegionServer(
             name, self.identity, self.parameter_map, self.config, rule, self.names[name], shards=shards
         )

@@ -112,7 +112,7 @@ def region_server(run: RunConfig, cluster: ClusterConfig, region: str, shards: i
     workers = tuple(w.name for w in cluster.region(region).workers)
     samples = run.data.train_samples, run.samples_per_step
     updates = updates_in_run(*samples, run.outer.local_steps, len(workers), len(all_workers))
-    rule = region_rule(run.outer.rule, workers, updates)
+    rule = region_rule(run.outer, workers, updates)
     validates = run.monitor.validate_every_samples is not None
     server = RegionServer(
         region, identity_of(run, parameter_map), parameter_map, run.outer, rule, workers, validates, shards

@@ -20,7 +20,7 @@ import os
 import shutil
 import struct
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -235,25 +235,71 @@ class SnapshotStore:
         return self.folder / f"{number:08d}"
 
 
-def read_weights(folder: Path, parameter_map: ParameterMap) -> Iterator[tuple[str, Tensor]]:
+def read_weights(
+    folder: Path, parameter_map: ParameterMap, snapshots: Sequence[Snapshot] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the newest weights in a server's folder: (canonical name, fp32 tensor), one fragment in memory at a time.
 
-    Raises StoreError when there is no whole snapshot, ParameterMapError when it is another model's, DamagedSnapshot.
+    snapshots: of that folder, whose mean is taken instead. Raises StoreError when there is no whole snapshot,
+    ParameterMapError when it is another model's, DamagedSnapshot.
     """
     store = SnapshotStore(folder / SNAPSHOTS)
+    snapshots = snapshots or (_newest(store),)
+    if snapshots[-1].meta["state"]["parameter_map_digest"] != parameter_map.digest:
+        raise ParameterMapError(f"{folder}: holds weights of another model than the run file's")
+    places = [_places(folder, parameter_map, snapshot) for snapshot in snapshots]
+    for fragment in parameter_map.fragments:
+        names = {f"chunk.{chunk.index}.x": chunk.index for chunk in parameter_map.chunks_of[fragment.index]}
+        vectors = [_mean(name, [where[chunk] for where in places]) for name, chunk in names.items()]
+        yield from parameter_map.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
+
+
+def snapshots_of_last(folder: Path, share: float) -> list[Snapshot]:
+    """List the whole snapshots in a global server's folder that were taken in the last `share` of what is trained by
+    now, one of each number of committed samples, without their tensors. Raises StoreError where there are not two."""
+    store, found = SnapshotStore(folder / SNAPSHOTS), dict[int, Snapshot]()
+    least = (1 - share) * _committed(_newest(store))
+    for number in store.numbers():
+        with suppress(DamagedSnapshot):
+            snapshot = _load(store.path(number), number, ())
+            if _committed(snapshot) >= least:
+                found[_committed(snapshot)] = snapshot
+    if len(found) < 2:
+        raise StoreError(
+            f"{store.folder}: of the last {share:g} of the run there is {len(found)} snapshot, a mean needs two; "
+            "average a larger share, or give the next run a larger checkpoint.keep and a smaller "
+            "checkpoint.every_minutes, so that some are taken and kept in its last part"
+        )
+    return list(found.values())
+
+
+def _newest(store: SnapshotStore) -> Snapshot:
     newest, faults = store.load_newest(names=())
     if newest is None:
-        raise StoreError("\n".join([f"{folder}: holds no snapshot that is whole", *faults]))
-    if newest.meta["state"]["parameter_map_digest"] != parameter_map.digest:
-        raise ParameterMapError(f"{folder}: holds weights of another model than the run file's")
-    places = {chunk.index: store.path(newest.number) for chunk in parameter_map.chunks}
-    if "shards" in newest.meta["state"]:
-        number = newest.meta["state"]["shards"]["number"]
-        places = _in_shards(folder, parameter_map, number, newest.meta["checkpoint_id"])
-    for fragment in parameter_map.fragments:
-        names = {f"chunk.{chunk.index}.x": places[chunk.index] for chunk in parameter_map.chunks_of[fragment.index]}
-        vectors = [_load(place, 0, (name,)).tensors[name] for name, place in names.items()]
-        yield from parameter_map.split(fragment.index, vectors[0] if len(vectors) == 1 else torch.cat(vectors))
+        raise StoreError("\n".join([f"{store.folder.parent}: holds no snapshot that is whole", *faults]))
+    return newest
+
+
+def _committed(snapshot: Snapshot) -> int:
+    return int(snapshot.meta["state"]["leases"]["committed_samples"])
+
+
+def _places(folder: Path, parameter_map: ParameterMap, snapshot: Snapshot) -> dict[int, Path]:
+    """Find the folder of each chunk's weights, which shards may hold."""
+    if "shards" in snapshot.meta["state"]:
+        number = snapshot.meta["state"]["shards"]["number"]
+        return _in_shards(folder, parameter_map, number, snapshot.meta["checkpoint_id"])
+    return dict.fromkeys(
+        (c.index for c in parameter_map.chunks), SnapshotStore(folder / SNAPSHOTS).path(snapshot.number)
+    )
+
+
+def _mean(name: str, places: Sequence[Path]) -> Tensor:
+    """Average a tensor over snapshots, two in memory at a time."""
+    mean = _load(places[0], 0, (name,)).tensors[name]
+    for count, place in enumerate(places[1:], 2):
+        mean.lerp_(_load(place, 0, (name,)).tensors[name], 1 / count)
+    return mean
 
 
 def _in_shards(folder: Path, parameter_map: ParameterMap, number: int, checkpoint_id: str) -> dict[int, Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from geotrain.config import HalosConfig, PluggedRule, RuleConfig, SyncConfig
+from geotrain.config import HalosConfig, OuterConfig, PluggedRule, RuleConfig, SyncConfig
 from geotrain.outer.rules.halos import HalosGlobal, HalosRegion
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion, momentum_decay, updates_in_run
 from geotrain.outer.rules.rule import AsyncRegion, Counts, RegionRule, Rule, Vectors, average
@@ -32,14 +32,14 @@ __all__ = [
 
 
 def region_rule(
-    config: RuleConfig, members: tuple[str, ...], updates: float, decay: float | None = None
+    outer: OuterConfig, members: tuple[str, ...], updates: float, decay: float | None = None
 ) -> RegionRule:
     """The rule of a region server.
 
     members: names of the region's workers. updates: how many the region will apply in the whole run, from
     `updates_in_run`. decay: of the momentum at each update; None: it follows from `updates`. Only studies state one.
     """
-    match config:
+    match config := outer.rule:
         case SyncConfig():
             return SyncRegion(members)
         case HalosConfig():
@@ -48,7 +48,7 @@ def region_rule(
             return cast(RegionRule, config.region_rule(members, updates))
         case _:
             k = momentum_decay(updates, config.momentum_share) if decay is None else decay
-            return MomentumRegion(config, len(members), k)
+            return MomentumRegion(config, len(members), k, outer.answers_merged(updates / len(members)))
 
 
 def global_rule(config: RuleConfig, members: tuple[str, ...]) -> Rule:

@@ -52,12 +52,12 @@ def momentum_average(x: Tensor, delta: Tensor, m: Tensor, *, decay: float, gain:
 
 class MomentumRegion(AsyncRegion):
     """The region's half of the rule, always with the ledger. workers: of the region; each delta weighs one over their
-    number. decay: k of one update, from `momentum_decay`."""
+    number. decay: k of one update, from `momentum_decay`. merged: as in `AsyncRegion`, with α = 1."""
 
     bf16_vectors = ("momentum",)
 
-    def __init__(self, config: RegionMomentumConfig, workers: int, decay: float) -> None:
-        super().__init__(config.updates_per_send, config.merge_alpha, ledger=True)
+    def __init__(self, config: RegionMomentumConfig, workers: int, decay: float, merged: bool = False) -> None:
+        super().__init__(config.updates_per_send, 1.0 if merged else config.merge_alpha, True, merged)
         self.decay, self.gain, self.weight = decay, momentum_gain(config.gain, decay), 1 / workers
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:

@@ -33,7 +33,9 @@ class Counts:
 
     version: int = 0  # updates applied since the run began
     counts: dict[str, int] = field(default_factory=dict)  # plain numbers: updates pending, in flight, …
-    waiting: dict[str, int] = field(default_factory=dict)  # synchronous rules: member whose Δ waits → its weight
+    # Synchronous rules: member whose Δ waits → its weight. Others: member whose answer waits for the global weights →
+    # 1 once its Δ is on its way to them, else 0.
+    waiting: dict[str, int] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, which the constructor takes back."""
@@ -140,12 +142,15 @@ class AsyncRegion(ABC):
     With the ledger, sent = x is remembered at the send, in base's memory. On x_g, pending = sent − x,
     base = (1−α)·sent + α·x_g and x = base − pending, so that what is pending is part of base − x, the next update.
     α weighs the global weights, as in HALoS's code; its help text says the opposite.
+
+    merged: whether workers are answered with what their deltas were merged into, and not at once; then each delta is
+    sent up as soon as nothing is in flight, whatever K says: it is waited for.
     """
 
     in_rounds = False
 
-    def __init__(self, updates_per_send: int, merge_alpha: float, ledger: bool) -> None:
-        self.every, self.alpha, self.ledger = updates_per_send, merge_alpha, ledger  # every: K
+    def __init__(self, updates_per_send: int, merge_alpha: float, ledger: bool, merged: bool = False) -> None:
+        self.every, self.alpha, self.ledger, self.merged = updates_per_send, merge_alpha, ledger, merged  # every: K
 
     def start(self, c: Counts) -> None:
         # pending: updates applied since the last send. in_flight: 1 while a send is unanswered. lost: updates that
@@ -158,6 +163,9 @@ class AsyncRegion(ABC):
     def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         c.counts["pending"] += 1
+        if self.merged:
+            c.waiting[member] = 0
+            return NOTHING, ()
         return NOTHING, (member,)
 
     @abstractmethod
@@ -171,11 +179,12 @@ class AsyncRegion(ABC):
         # At most one send in flight: its answer decides the base from which the next one is counted. Updates that are
         # applied meanwhile wait and leave together.
         pending = c.counts["pending"]
-        return not c.counts["in_flight"] and (pending >= self.every or (flush and pending > 0))
+        return not c.counts["in_flight"] and (pending >= self.every or (pending > 0 and (flush or bool(c.waiting))))
 
     def on_send(self, c: Counts) -> tuple[Inputs, int]:
         weight = c.counts["pending"]
         c.counts.update(pending=0, in_flight=1)
+        c.waiting.update(dict.fromkeys(c.waiting, 1))
         return NOTHING, weight
 
     def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
@@ -190,7 +199,11 @@ class AsyncRegion(ABC):
             c.counts["lost"] += c.counts["pending"]
             c.counts["pending"] = 0
         c.counts["in_flight"] = 0
-        return ()  # workers were answered when their deltas were applied
+        # The others were answered when their deltas were applied.
+        answered = tuple(sorted(member for member, sent in c.waiting.items() if sent))
+        for member in answered:
+            del c.waiting[member]
+        return answered
 
     def merge(self, v: Vectors, x_global: Tensor) -> None:
         kernels.merge(v.x, v.vector("base"), x_global, self.alpha, self.ledger)

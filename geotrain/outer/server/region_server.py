@@ -161,8 +161,9 @@ class RegionServer(RegionData):
 
     def _set(self, key: str, value: str) -> str:
         """Change K for the updates to come. Returns what was done, in words. Raises Refused."""
-        if key != "outer.rule.updates_per_send" or not isinstance(self.rule, AsyncRegion):
-            raise Refused(f"{key!r} cannot be set at a region: only outer.rule.updates_per_send, and in no rounds")
+        if key != "outer.rule.updates_per_send" or not isinstance(self.rule, AsyncRegion) or self.rule.merged:
+            only = "only outer.rule.updates_per_send, and neither in rounds nor where answers are merged"
+            raise Refused(f"{key!r} cannot be set at a region: {only}")
         self.every = self.rule.every = changed_number(key, value, self.rule.every)
         self._due = True
         self._events.append(Steered(f"set {key}={value}", self.name))
@@ -385,6 +386,7 @@ class RegionServer(RegionData):
     def status(self) -> dict[str, Any]:
         return {
             **super().status(),
+            "in_rounds": self.rule.in_rounds,
             "region": self.name,
             "wanted": [name for name, jobs in self.wanted.items() if jobs],
             "gone": self.gone,

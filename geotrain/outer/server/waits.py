@@ -88,6 +88,8 @@ def _of_members(status: Mapping[str, Any]) -> Iterator[Wait]:
 
 def _of_rounds(status: Mapping[str, Any]) -> Iterator[Wait]:
     """List those whose deltas the others of a synchronous round wait for."""
+    if not status.get("in_rounds", True):
+        return
     here = {name: member for name, member in status["members"].items() if not member["left"]}
     waiting = {fragment for member in here.values() for fragment in member["owed"]}
     late = [name for name, member in here.items() if not waiting <= set(member["owed"])]

@@ -71,7 +71,7 @@ class Place:
 def place_of(role: Literal["region", "global"], outer: OuterConfig, members: int, validates: bool = False) -> Place:
     names, on_disk = tuple(f"m{i}" for i in range(members)), outer.mirrors == "disk"
     if role == "region":
-        rule = region_rule(outer.rule, names, updates=1e3)
+        rule = region_rule(outer, names, updates=1e3)
         return Place(role, rule, members, outer.local, outer.local, (outer.up, outer.down), validates, on_disk)
     return Place(role, global_rule(outer.rule, names), members, outer.up, outer.down, None, validates, on_disk)
 

@@ -1,0 +1,120 @@
+"""Short runs: what a region answers its workers with, beside synchronous rounds, where workers have few jobs.
+
+    python -m benchmarks.studies.short                  all trials: about half an hour of one core
+    python -m benchmarks.studies.short --runs 2x1x32x5  some: regions × workers of each × H × jobs of a worker
+
+A model of 123,312 parameters in four layers; four sequences of 64 bytes a step; a link that carries all weights in
+fp32 in 45 steps, as `benchmarks.rivals`' slow one does, 4 bits, fragments of two layers, ten steps of overlap. Losses
+are means of 768 windows of each held-out slice. Finished trials are kept in the results file (JSON lines), which is
+committed, and not done again. The last line printed is one JSON object: of each run and optimizer, loss over that of
+synchronous rounds less 1, mean over the seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks import ROOT
+from benchmarks.common import command_line
+from benchmarks.studies.learner.optimizers import InnerSettings
+from benchmarks.studies.learner.text import standard_library
+from benchmarks.studies.learner.training import Study, training_task
+from geotrain.config import OuterConfig, parse
+from geotrain.simulate.links import LinkSpec
+from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
+from geotrain.simulate.world import VirtualWorld
+
+RESULTS = ROOT / "benchmarks/data/short.jsonl"
+STEP_S, SPEEDS = 0.05, (1.0, 1.03, 1.06, 1.1)  # seconds of a step, and what workers take of that
+MODEL_STEPS, LATENCY_STEPS, OVERLAP_STEPS = 45, 1, 10
+WINDOWS = 768
+RATES = {"adamw": 3e-3, "muon": 0.016}
+SYNC = {"name": "sync", "lr": 1.0, "momentum": 0.0}  # plain averaging
+RULES: dict[str, dict[str, Any]] = {
+    "sync": SYNC,
+    "at_once": {"name": "region_momentum", "answers": "at_once", "updates_per_send": 1},
+    "merged": {"name": "region_momentum", "answers": "merged"},
+}
+
+
+def world(regions: int, workers: int, numel: int) -> WorldSpec:
+    link = LinkSpec(numel * 32 / (MODEL_STEPS * STEP_S) / 1e9, LATENCY_STEPS * STEP_S)
+
+    def region(i: int) -> RegionSpec:
+        mine = (WorkerSpec(f"r{i}-w{j}", STEP_S * SPEEDS[(i + j) % len(SPEEDS)]) for j in range(workers))
+        return RegionSpec(f"r{i}", tuple(mine), link)
+
+    return WorldSpec(tuple(map(region, range(regions))))
+
+
+def outer_of(rule: str, local_steps: int) -> OuterConfig:
+    block: dict[str, Any] = {
+        "rule": RULES[rule],
+        "local_steps": local_steps,
+        "fragments": {"layers_per_fragment": 2},
+        "overlap": {"steps": min(OVERLAP_STEPS, local_steps // 3), "late": "continue", "adopt": "rebase"},
+        "up": {"name": "int4"},
+        "down": {"name": "int4"},
+        **({} if rule == "sync" else {"lease_reserve": 0}),
+    }
+    return parse(OuterConfig, block, rule)
+
+
+def run(shape: tuple[int, int, int, int], rule: str, optimizer: str, seed: int) -> dict[str, float]:
+    """Train a run; returns the final loss, seconds, utilization. shape: regions, workers of each, H, jobs."""
+    torch.set_num_threads(1)
+    regions, workers, local_steps, jobs = shape
+    inner = InnerSettings(RATES[optimizer], warmup_share=0.1, muon=0.95 if optimizer == "muon" else None)
+    steps = regions * workers * local_steps * jobs
+    study = Study(steps, hidden=48, layers=4, ffn=128, seed=seed, inner=inner)
+    model, text = study.model(), standard_library()
+    task = training_task(study, outer_of(rule, local_steps), model.flat.numel())
+    done = VirtualWorld(world(regions, workers, model.flat.numel()), task)
+    report, server = done.run(), done.top.server
+    fragments = range(len(task.parameter_map.fragments))
+    named = {n: t for f in fragments for n, t in task.parameter_map.split(f, server.weights(f))}
+    weights = torch.cat([named[p.name].flatten() for p in model.parameters])
+    parts = [torch.from_numpy(text.windows(part, WINDOWS, study.length)) for part in (text.test, text.selection)]
+    loss = mean(model.evaluate(weights, part) for part in parts)
+    return {"loss": loss, "seconds": report["seconds"], "utilization": report["utilization"]}
+
+
+def main() -> None:
+    parser = command_line(__doc__, recorded=False)
+    shapes = ["2x1x32x5", "2x2x32x5", "2x1x32x20", "2x1x8x20"]
+    parser.add_argument("--runs", nargs="+", default=shapes, help="regions x workers x H x jobs")
+    parser.add_argument("--optimizers", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines")
+    arguments = parser.parse_args()
+    lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
+    rows = {(r["run"], r["optimizer"], r["rule"], r["seed"]): r for r in map(json.loads, lines)}
+    over: dict[str, float] = {}
+    for shape in arguments.runs:
+        for optimizer in arguments.optimizers:
+            for rule in arguments.rules:
+                for seed in arguments.seeds:
+                    if (key := (shape, optimizer, rule, seed)) not in rows:
+                        regions, workers, local_steps, jobs = map(int, shape.split("x"))
+                        found = run((regions, workers, local_steps, jobs), rule, optimizer, seed)
+                        rows[key] = {"run": shape, "optimizer": optimizer, "rule": rule, "seed": seed, **found}
+                        with arguments.results.open("a") as file:
+                            file.write(json.dumps(rows[key]) + "\n")
+                    print(json.dumps(rows[key]), flush=True)
+                if all((shape, optimizer, "sync", seed) in rows for seed in arguments.seeds):
+                    mine, sync = (
+                        mean(rows[shape, optimizer, r, seed]["loss"] for seed in arguments.seeds)
+                        for r in (rule, "sync")
+                    )
+                    over[f"{shape} {optimizer} {rule}"] = mine / sync - 1
+    print(json.dumps(over))
+
+
+if __name__ == "__main__":
+    main()
