@@ -8,27 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from geotrain.commands.cli_options import Changes, ClusterOption, LaunchId, Resume, RunOption
 from geotrain.launch.loading import loading
 
 serve = typer.Typer(help="Run a server: alone, for loops that join by its address, or one of a launch, by hand.")
 
-# What more than one command takes.
-RunOption = Annotated[Path, typer.Option("--run", help="The run file.")]
-ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="Default: cluster.json beside the run file.")]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set a key of the run file: outer.local_steps=64. As often as wanted."
-    ),
-]
 JoinedRule = Literal["async", "halos", "diloco", "local-sgd"]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in the folder.")]
-LaunchId = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Name of this launch. What had ended in it stays ended when it is started again."
-    ),
-]
 
 
 @serve.callback(

@@ -23,7 +23,7 @@ from geotrain.net.storage.recovery import recover
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, Uploader, newest_snapshot
 from geotrain.net.storage.snapshots import META, SnapshotStore, StoreError
 from geotrain.outer.events import Event
-from tests.net.test_resume import Breaking
+from tests.support.breaking_link import BreakingLink
 from tests.support.net_worlds import BUSY_S, Loop, same
 from tests.support.object_storage import make_bucket, s3_server
 from tests.support.outer_world import config, halves, make, random_deltas
@@ -103,7 +103,7 @@ def test_what_follows_a_damaged_copy_is_newer_than_all_that_is_there(tmp_path, u
     assert checkpoint_id > "00000003-a" and mirror.checkpoint_ids() == {checkpoint_id: True}
 
 
-class Cut(Breaking):
+class Cut(BreakingLink):
     """A link that breaks once, and then stays so until it is mended."""
 
     mended = False

@@ -13,7 +13,7 @@ from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import VALIDATION_CODEC
 from geotrain.outer.messages import Lease, LeaseRequest, Validated
-from geotrain.outer.server.leases import Validations
+from geotrain.outer.server.validations import Validations
 from geotrain.parameters.parameter_map import numel, scatter
 from geotrain.staging.interface import from_bytes
 from tests.support.net_worlds import BUSY_S, Cluster, halves, outer, wait_for, whole

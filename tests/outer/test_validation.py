@@ -13,8 +13,9 @@ from geotrain.outer.downlink import VALIDATION_CODEC
 from geotrain.outer.messages import Identity, Lease, LeaseRequest, Refused, Send, Validated
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.leases import LeaseTable, Validations
+from geotrain.outer.server.leases import LeaseTable
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.server.validations import Validations
 from geotrain.parameters.parameter_map import numel, scatter
 from geotrain.staging.interface import from_bytes
 from tests.support.outer_world import UPDATES, FakeWorker, config, halves, parameter_map, weights_of

@@ -43,14 +43,14 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 5_700,
-    "net.transport.worker_client": 3_850,
+    "worker.loop": 5_725,
+    "net.transport.worker_client": 3_876,
     "outer.server.server": 6_900,
-    "worker.trainer": 9_060,
-    "net.server.server_process": 14_800,
+    "worker.trainer": 9_166,
+    "net.server.server_process": 15_154,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 34_493, ("benchmarks",): 10_885}
+SIZES = {PRODUCT: 36_004, ("benchmarks",): 11_441}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself

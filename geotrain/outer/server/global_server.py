@@ -34,12 +34,13 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.metrics import credible
 from geotrain.outer.rules import global_rule
-from geotrain.outer.server.leases import LeaseTable, Range, Validations, check_numbers
+from geotrain.outer.server.leases import LeaseTable, Range, check_numbers
 from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.loss_watch import LossWatch
 from geotrain.outer.server.member import MOST_WEIGHT, Member, attributes, set_attributes
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.server import Server
+from geotrain.outer.server.validations import Validations
 from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
 

@@ -466,8 +466,7 @@ class Server(Membership):
         if self.norms is not None:
             sizes = [member.norms[fragment] for fragment in fragments]
             weight = min(first.weight, self.max_credible_weight(name))
-            known = self.norms.senders(fragments) & self.members.keys()
-            at_work = {sender for sender in known if not self.members[sender].away}
+            at_work = {m for m in self.norms.senders(fragments) if m in self.members and not self.members[m].away}
             for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
                 self.norms.check(name, fragment, size, weight, at_work)
             for fragment, size in zip(fragments, sizes, strict=True):
