@@ -23,12 +23,13 @@ import geotrain
 from geotrain.config import load_cluster, load_run
 from geotrain.net.server.server_process import global_server, initial_weights, region_server
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.messages import Answer, Join, Leave, UpdatePart, Welcome
+from geotrain.outer.messages import Answer, AnswerWanted, Join, Leave, UpdatePart, Welcome
 from geotrain.own_loop.rank import TorchRank
 from geotrain.parameters.parameter_map import parameter_map_of, scatter
 from geotrain.staging.interface import from_bytes
 from tests.support.local_servers import LocalClient, LocalServers, done
 from tests.support.outer_world import InProcess
+from tests.support.process_trees import until
 
 H, BATCH, JOBS, ELEMENTS = 2, 4, 12, 256 + 16
 UPDATES = JOBS * 2 / 3  # of the region with two of the three workers
@@ -133,6 +134,11 @@ class Servers(LocalServers):
                 client.give(future, sequence, fragments)
             return reply
 
+    def waits_for_last(self, name: str) -> bool:
+        """Whether a worker, once it has joined, waits for the weights with which it ends."""
+        with self.lock:
+            return any(client.name == name and not sequence for client, _, sequence, _ in self.waiting)
+
     def fail(self, error: BaseException) -> None:
         """Let nobody wait for an answer any more: a rank has failed."""
         with self.lock:
@@ -177,8 +183,10 @@ class RankClient(LocalClient):
             if self.two.failed is not None:
                 self.two.fail(self.two.failed)
                 return future
-            if sequence or self.two.region.members[self.name].complete:
-                self.give(future, sequence, fragments)
+            if self.two.region.members[self.name].complete:
+                self.two.say(
+                    AnswerWanted(self.name, self.incarnation, sequence, fragments)
+                )  # and gives what is there
         return future
 
     def give(self, future: Future[Answer], sequence: int, fragments: tuple[int, ...]) -> None:
@@ -315,9 +323,17 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         workers = {name: Worker(name, servers, folder) for name in "ab"}
         for worker in workers.values():
             assert worker.both()
-        committed = []
-        while any([worker.both() for worker in workers.values()]):
-            committed.append(servers.top.status()["committed_samples"])
+        committed, ends = [], dict[str, Future[bool]]()
+        with ThreadPoolExecutor(2) as pool:
+            while len(ends) < 2:
+                for name in [name for name in workers if name not in ends]:
+                    turn = pool.submit(workers[name].both)
+                    until(lambda: turn.done() or servers.waits_for_last(name))  # noqa: B023
+                    if not turn.done() or not turn.result():  # who has trained all waits for the run's last weights
+                        ends[name] = turn
+                if len(ends) < 2:
+                    committed.append(servers.top.status()["committed_samples"])
+            assert not any(end.result() for end in ends.values())
         yield Played(servers, workers, committed, seeds)
 
 
