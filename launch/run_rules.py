@@ -87,7 +87,8 @@ def answers(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Say, where workers have few jobs in the run, what regions answer them with, and what would end lower."""
     outer = run.outer
     jobs = run.total_steps / outer.local_steps / len(cluster.workers)
-    if outer.flat or not isinstance(outer.rule, RegionMomentumConfig) or jobs >= SHORT_RUN:
+    alone = outer.flat or len(cluster.serving) < 2  # then there are no news of other regions
+    if alone or not isinstance(outer.rule, RegionMomentumConfig) or jobs >= SHORT_RUN:
         return
     few = f"each worker has about {jobs:.2g} jobs in the run: regions answer"
     if outer.answers_merged(jobs):

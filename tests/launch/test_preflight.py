@@ -339,7 +339,7 @@ def test_links_that_cannot_be_emulated_are_said_so(place: Path, monkeypatch: pyt
     monkeypatch.setattr(preflight.wan, "cannot_emulate", lambda: "network namespaces need root")
     (told,) = preflight.cautions(*files())
     assert told.startswith("links are shaped by a proxy in front of the global server") and "need root." in told
-    change("run.json", outer__levels=1)
+    change("run.json", outer={"local_steps": 1, "levels": 1})
     (told,) = preflight.cautions(*files())
     assert told.startswith("LINKS ARE NOT EMULATED: network namespaces need root.")
     monkeypatch.setattr(preflight.wan, "cannot_emulate", lambda: "")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from geotrain.common.names import GLOBAL
-from geotrain.net.server.server_setup import LISTENING, ServerSetup
+from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.owner import ORIGIN, OtherOwnerError, Owner
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, newest_snapshot
@@ -97,9 +97,11 @@ def test_a_process_takes_no_state_of_another_run_or_process(two_runs: tuple[Site
             (two.folder / ORIGIN).write_text(origin)
         but = logs if others else ()
         before = tree(place, *but)
+        if GLOBAL in others:
+            (two.folder / ORIGIN).unlink()
         servers = [two.serve(each, resume=True) for each in others]
         if GLOBAL in others:  # it stands on another machine
-            wait_for((two.folder / GLOBAL / LISTENING).exists)
+            wait_for((two.folder / ORIGIN).exists)
             (two.folder / ORIGIN).unlink()
         servers.append(two.serve(process, resume=True))
         code, said = servers[-1].ended()

@@ -403,6 +403,9 @@ class OverSockets(OverGrpc):
             return self.loop.do(self.running(server).server_thread.say(message))
         return super().tell(server, message)
 
+    def is_quiet(self, region: str) -> bool:
+        return super().is_quiet(region) and not self.running(region).server._last_words()
+
     def has_ended(self, region: str) -> bool:
         return bool(self.running(region).server.done)
 

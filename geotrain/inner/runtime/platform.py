@@ -207,8 +207,8 @@ def megatron_runtime() -> Iterator[None]:
     The functions are replaced one by one, and not by a TorchFunctionMode, because a mode slows every torch call: it
     took a fifth of a small model's step.
     """
-    stand_ins = [] if HAS_CUDA else _cpu_stand_ins()
-    if backend() == "gloo":
+    stand_ins = [] if device().type == "cuda" else _cpu_stand_ins()
+    if backend() != "nccl":
         stand_ins += _gloo_stand_ins()
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in stand_ins:
