@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from geotrain.config import RegionMomentumConfig, codec_config, rule_config
-from geotrain.net.server.server_process import keep_memory
 from geotrain.net.storage.disk_mirror_store import DiskMirrorStore
 from geotrain.net.storage.journal import Journal
 from geotrain.net.transport import wire
@@ -33,7 +32,6 @@ def measure(folder: Path, numel: int) -> dict[str, float]:
     """ns a parameter of each stage; bf16 inside the region, int4 beyond it. folder: on the disk of the journal."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    keep_memory()  # as a server does
     try:
         return {name: 1e9 * median(times) / numel for name, times in _timed(folder, numel).items()}
     finally:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -51,31 +49,6 @@ def work(site: Site, jobs: int, incarnation: str) -> list[int]:
     for worker in workers:
         worker.close()
     return starts
-
-
-LARGE_VECTORS = """
-import resource, threading, torch
-from geotrain.net.server.server_process import keep_memory
-keep_memory()
-def work():
-    for number in range(8):
-        torch.ones(3, 4 << 20)
-        mapped.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-mapped = []
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-print(mapped[7] - mapped[3])
-"""
-
-
-def test_a_server_keeps_the_memory_of_large_vectors():
-    """malloc by itself maps 48 MB anew each time, on any thread: 12,288 pages. A process of its own, since no thread
-    may have begun before."""
-    ran = subprocess.run(
-        [sys.executable, "-c", LARGE_VECTORS], capture_output=True, text=True, timeout=BUSY_S, check=True
-    )
-    assert int(ran.stdout) < 100
 
 
 def test_a_run_from_start_to_end_with_a_pause(site):

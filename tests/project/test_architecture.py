@@ -47,10 +47,10 @@ DOORS = {
     "net.transport.worker_client": 3_876,
     "outer.server.server": 6_900,
     "worker.trainer": 9_166,
-    "net.server.server_process": 15_154,
+    "net.server.server_process": 15_144,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 36_004, ("benchmarks",): 11_441}
+SIZES = {PRODUCT: 35_995, ("benchmarks",): 11_439}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself

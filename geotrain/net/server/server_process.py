@@ -7,7 +7,6 @@ disk is full the process waits for room.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import sys
@@ -79,8 +78,6 @@ from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, p
 
 log = logging.getLogger(__name__)
 
-# mallopt's numbers and values: memory from the heap alone, none of it given back, one heap for all threads.
-KEPT_MEMORY = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
 ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk full tries again
 ROOM_LOOK_S = 2.0
 STORE_RETRY_S = 5.0  # where the object storage does not give a shard what it is to take
@@ -126,26 +123,11 @@ def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | 
     return global_server(run, cluster, shards) if name == GLOBAL else region_server(run, cluster, name, shards)
 
 
-def keep_memory() -> None:
-    """Let this process keep the memory that it frees from here on for what comes next (glibc's malloc; others do as
-    they do), and give back what is free now.
-
-    malloc gives blocks above 32 MB back at once, and fresh pages take longer to map than to fill: an update of a
-    large fragment would touch 10 bytes of them a parameter.
-    """
-    with suppress(AttributeError):
-        libc = ctypes.CDLL(None)
-        for number, value in KEPT_MEMORY.values():
-            libc.mallopt(number, value)
-        libc.malloc_trim(0)
-
-
 def serve(setup: ServerSetup, resume: bool) -> int:
     """Run a server or one of its shards until it has ended in good order, or SIGTERM; returns the exit code.
 
     Where the disk is full it waits for room and begins again. resume: False: the folder must hold no state yet.
     """
-    keep_memory()
     folder = setup.folder
     try:
         while True:
@@ -247,7 +229,6 @@ def _recovered(
         setup.launch,
         kinds,
     )
-    keep_memory()  # not what was read and made on the way, which was more
     for fault in recovered.faults:
         events.report(fault)
     events.write(Recovery(recovered.replayed))
