@@ -45,7 +45,8 @@ def test_what_if():
 
 
 def test_a_long_run_is_extrapolated(tmp_path, monkeypatch):
-    monkeypatch.setattr("geotrain.simulate.forecast.MAX_UPDATES", 100)
+    # of whose middle half goes on: some thirty exchanges of each region
+    monkeypatch.setattr("geotrain.simulate.forecast.MAX_UPDATES", 300)
     short = simulate(RUN, CLUSTER, step_s=1.0)
     monkeypatch.undo()
     whole = simulate(RUN, CLUSTER, step_s=1.0)
