@@ -27,7 +27,10 @@ from geotrain.parameters.parameter_map import parameter_map_of
 
 ROOT = Path(__file__).parents[2]
 # Run by hand: they take hours and read kept rows, or need a run's files or a GPU.
-BY_HAND = {"benchmarks.gpu", *(f"benchmarks.studies.{name}" for name in ("confirm", "delay", "gap", "loss_curve"))}
+BY_HAND = {
+    "benchmarks.gpu",
+    *(f"benchmarks.studies.{name}" for name in ("confirm", "delay", "gap", "loss_curve", "short")),
+}
 
 
 def programs() -> dict[str, Path]:

@@ -58,7 +58,7 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     ("of", "every"),
     [
         (job(muon(OURS_2BIT)), 5),  # momentum, ledger, coded changes both ways
-        (job(OURS, world="workers-dying"), 9),  # 4 bits; lives that end and begin
+        (job(OURS, world="workers-dying"), 3),  # 4 bits; lives that end and begin
         (job(muon(SYNCHRONOUS)), 4),
         (job("diloco-fair", 600), 3),  # rounds: deltas that wait for others
         (job("async-local-sgd", world="late-join"), 1),  # flat; who has no data left waits, and the world has no rest
