@@ -59,8 +59,8 @@ class ServerThread:
     write_event: called on the server's thread with each event, after each accepted message.
 
     `status` is the server's status after the last message; reading it waits for tensor work for STATUS_WAIT_S at
-    most. It grows with the members, and the time of an update must not: while the thread is at work it may be that after an earlier message,
-    so that making it takes STATUS_SHARE of the time at most. `full` says why
+    most. It grows with the members, and the time of an update must not: while the thread is at work it may be that
+    after an earlier message, so that making it takes STATUS_SHARE of the time at most. `full` says why
     messages are refused for want of room on the disk; None while there is room. `failure` gets the exception if
     handling a message raised anything but Refused. The state is not to be trusted then, and the process must end;
     the journal holds what is needed to begin again.
