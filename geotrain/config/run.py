@@ -356,11 +356,18 @@ def _resolved(raw: Any, folder: Path, where: str) -> Any:
     raw = from_folder(raw, (*RunConfig.paths, "model.config", "deepspeed"), folder, where)
     if not isinstance(raw, dict):
         return raw
+
+    def content(key: str, file: str) -> Any:
+        try:
+            return read_json(Path(file))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {key}: {error}") from None
+
     model, block = raw.get("model"), raw.get("deepspeed")
     if isinstance(model, dict) and isinstance(model.get("config"), str):
-        raw = {**raw, "model": {**model, "config": read_json(Path(model["config"]))}}
+        raw = {**raw, "model": {**model, "config": content("model.config", model["config"])}}
     if isinstance(block, str):
-        block = read_json(Path(block))
+        block = content("deepspeed", block)
         if isinstance(block, dict):
             block = {key: value for key, value in block.items() if key != SCHEMA}
         raw = {**raw, "deepspeed": block}

@@ -13,7 +13,7 @@ import pytest
 
 from geotrain.config import Address
 from geotrain.net.server import region_client
-from geotrain.net.transport import grpc_client, wire
+from geotrain.net.transport import grpc_client, wire, worker_client
 from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.rpc import ListenError
 from geotrain.net.transport.worker_client import ServerForgot, WorkerClient
@@ -56,6 +56,16 @@ def test_a_region_whose_goodbye_nobody_hears_ends(make, monkeypatch):
     cluster.top.kill()
     worker.leave()
     wait_for(lambda: cluster.regions["eu"].server.done)
+
+
+def test_a_worker_whose_goodbye_nobody_hears_ends(make, monkeypatch):
+    """Its region may have taken it, and ended; all that the worker has sent is durable there."""
+    monkeypatch.setattr(worker_client, "GOODBYE_S", 0.5)
+    cluster = make(outer(), {"eu": {"a": whole}})
+    worker = cluster.joined("a")
+    worker.train(worker.lease())
+    cluster.regions["eu"].kill()
+    worker.leave()
 
 
 def test_a_taken_port_is_named(make):

@@ -236,7 +236,8 @@ class Account:
             assert reply == 0, "acknowledged updates are lost"
         if isinstance(message, UpdateRejected) and message.member != region.name:
             member = region.members[message.member]
-            ours = reply or (not member.quarantined and member.incarnation == message.incarnation)
+            present = not member.quarantined and member.incarnation == message.incarnation != member.banned
+            ours = reply or present
             self.strikes[message.member] += ours
             due = self.strikes[message.member] >= self.config.limits.strikes
             assert not ours or reply == due, f"quarantined: {reply}, after {self.strikes[message.member]} strikes"

@@ -57,14 +57,15 @@ class Disk:
         return copy
 
     def rot(self, folder: Path) -> str:
-        """Flip a bit of the newest of several snapshots: whoever reads it takes the one before. Returns where."""
+        """Flip a bit of the newest of several snapshots: whoever reads it takes the one before. Returns the file's
+        name; "": there is one at most."""
         snapshots = sorted(p for p in folder.iterdir() if p.name.isdecimal()) if folder.exists() else []
         if len(snapshots) > 1:
             path = self.random.choice(sorted(snapshots[-1].iterdir()))
             content = bytearray(path.read_bytes())
             content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
             path.write_bytes(content)
-            return f"a bit of {path.name} flips"
+            return path.name
         return ""
 
     def _left(self, now: bytes, durable: bytes) -> bytes:

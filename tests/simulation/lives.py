@@ -20,7 +20,7 @@ from grpc import aio
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.server.shard_host import ShardHost
-from geotrain.outer.events import UpdateApplied, UpdateStage
+from geotrain.outer.events import Joined, UpdateApplied, UpdateStage
 from geotrain.outer.messages import Lease
 from tests.simulation.account import STEP
 from tests.simulation.network import site
@@ -59,7 +59,7 @@ async def dies_half_way(world: World, times: int = 3) -> None:
     for _ in range(times):
         begun = len(world.record)
         while not any(isinstance(what, UpdateStage) and what.stage == "arrived" for *_, what in world.record[begun:]):
-            if world.processes["eu"].ended:
+            if world.processes["eu"].ended or world.processes[GLOBAL].ended:  # nobody is there any more to tell it
                 return
             await world.network.messages(1)
         if world.kill("eu"):
@@ -88,6 +88,8 @@ async def disk_is_full(world: World) -> None:
     folder = process.folder
     assert folder is not None
     world.absent.add(site(process.name))
+    joined = {what.member for *_, what in world.record if isinstance(what, Joined)}
+    world.disturbed |= {worker for worker in HOME if worker not in joined}  # the run may be over when there is room
     world.disk.full.add(folder)
     await asyncio.sleep(world.random.choice([1.0, 20.0]))
     world.disk.full.discard(folder)

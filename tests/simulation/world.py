@@ -255,12 +255,25 @@ class World:
                 if not SnapshotStore(process.folder / SNAPSHOTS).numbers():
                     process.expected["state"]["origin"] = ANY  # nobody has heard of it: it is drawn anew
                 if not isinstance(process.host.server.shards, RemoteShards) and self.random.random() < 0.5:
-                    self.note(name, self.disk.rot(process.folder / SNAPSHOTS))
+                    self._rot(process)
         if process.events is not None:
             process.events.alive = False
         process.task.cancel()
         process.task = process.host = None
         return True
+
+    def _rot(self, process: Process) -> None:
+        """Flip a bit of a dead server's newest snapshot. Where it is of what a member was sent, the older one is not
+        taken: that member's next weights go whole."""
+        assert process.folder is not None and process.expected is not None
+        file = self.disk.rot(process.folder / SNAPSHOTS)
+        self.note(process.name, f"a bit of {file} flips" if file else "no older snapshot is there")
+        if file.startswith("held."):
+            member = file.split(".")[1]
+            of_it = [key for key in process.expected if key.startswith((f"held.{member}.", f"answer.{member}."))]
+            process.expected |= dict.fromkeys(of_it, ANY)
+            if member in process.expected["state"]["sent"]:
+                process.expected["state"]["sent"][member] = ANY
 
     def lose_disk(self, name: str) -> None:
         """Let a dead region find nothing of its own. One with shards in processes would need copies."""
@@ -339,7 +352,8 @@ class World:
         except Exception as error:
             shut_out = name in self.struck or "others got its data" in str(error)
             again = isinstance(error, ServerForgot) or (isinstance(error, Refused) and shut_out)
-            if process.deaths == life and not again:
+            missed = name in self.disturbed and "the run has ended here" in str(error)
+            if process.deaths == life and not (again or missed):
                 self.faults.append(f"{name} ended: {error!r}")
         await worker.end()
         if process.deaths != life:  # another incarnation has taken its place

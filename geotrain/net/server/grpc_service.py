@@ -257,9 +257,7 @@ class GrpcService:
 
         An older stream of the rank is ended first, because its connection may have broken without this end noticing.
         """
-        member = await self._check_incarnation(context, resume.member, resume.incarnation, resume.part)
-        if resume.part not in member.joined:
-            raise Refused(f"{resume.member}: part {resume.part} has not joined")
+        await self._check_incarnation(context, resume.member, resume.incarnation, resume.part)
         await self._only_one(resume.member, resume.part)
         have = rpc.Have(self.uploads.data_frames((resume.member, resume.part), resume.header))
         await self._deadlines[resume.member].frame(context.write(wire.pack(have)))
@@ -376,8 +374,6 @@ class GrpcService:
     async def _leave(self, request: bytes, context: Any) -> bytes:
         leave = wire.unpack(request, rpc.SayLeave)
         member = await self._check_incarnation(context, leave.member, leave.incarnation, leave.part)
-        if leave.part not in member.joined:
-            raise Refused(f"{leave.member}: part {leave.part} has not joined")
         if member.sequence < leave.sequence:
             raise Refused(f"{leave.member}: update {leave.sequence} is not here whole yet", retry_s=0.2)
         incarnation, ranks = self._leaving.get(leave.member, ("", set()))

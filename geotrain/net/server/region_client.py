@@ -20,7 +20,7 @@ from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
-from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
+from geotrain.net.transport.grpc_client import GOODBYE_S, GrpcClient, Unreachable
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
@@ -48,7 +48,6 @@ T = TypeVar("T")
 
 CONNECT_S = 60.0  # how long the first connection may take
 FOREVER_S = 30 * 24 * 3600.0  # how long a region waits for a global server that it has known
-GOODBYE_S = 120.0  # how long it tries to say goodbye: the global server may have taken that, and ended
 
 
 class RegionClient:

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from grpc import StatusCode, aio
 
+from geotrain.common.files import out_of_room
 from geotrain.common.names import GLOBAL
 from geotrain.monitor.events import EventLog, SnapshotUploaded
 from geotrain.net.server.grpc_service import GrpcService
@@ -195,8 +196,8 @@ class ShardHost(ProcessHost[ShardServer]):
             case rpc.Save(checkpoint_id):
                 try:
                     await self._save(checkpoint_id)
-                except StoreError as error:  # the older ones are whole
-                    self.report(str(error))
+                except StoreError as error:
+                    self._note_unsaved(checkpoint_id, error)
             case rpc.Farewell():
                 self._dismissed = True
                 asyncio.get_running_loop().call_later(FAREWELL_S, self.stop.set)
@@ -277,9 +278,14 @@ class ShardHost(ProcessHost[ShardServer]):
 
         def done(_: Any) -> None:
             if (error := writing.exception()) is not None:
-                self.report(str(error))
+                self._note_unsaved(checkpoint_id, error)
             else:
                 self.saved, self.checkpoint_id = commands, checkpoint_id
 
         writing.add_done_callback(done)
         return writing
+
+    def _note_unsaved(self, checkpoint_id: str, error: BaseException) -> None:
+        """Tell people and the coordinator that a snapshot was not written; the older ones are whole."""
+        self.report(str(error))
+        self._out.put_nowait(rpc.Unsaved(checkpoint_id, str(error)[: wire.MAX_TEXT], out_of_room(error)))

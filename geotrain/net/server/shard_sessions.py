@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from errno import ENOSPC
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,6 +101,7 @@ class ShardSessions:
         self._left: set[int] = set()  # shards that have said farewell
         self._timelines: dict[int, str] = {}  # shard → the timeline that it has on its disk
         self._uploads: dict[int, rpc.Uploaded] = {}  # shard → what it answered to the last Upload
+        self._unsaved: rpc.Unsaved | None = None  # the last snapshot that a shard could not write
         # Only the server's thread changes it: a command must not fall between what is caught up and what is new.
         self._queues: list[asyncio.Queue[bytes]] = []
         self._begun = False
@@ -124,7 +126,10 @@ class ShardSessions:
         await asyncio.shield(self.lost)
 
     def saved(self, checkpoint_id: str) -> bool:
-        """Whether every shard's newest snapshot has this checkpoint id."""
+        """Whether every shard's newest snapshot has this checkpoint id. Raises StoreError where one has none."""
+        if (no := self._unsaved) is not None and no.checkpoint_id == checkpoint_id:
+            cause = OSError(ENOSPC, no.trouble) if no.full else None
+            raise StoreError(f"{self.server}: a shard has no snapshot: {no.trouble}") from cause
         states = list(self.states.values())
         return len(states) == self.far.shards and all(state.checkpoint_id == checkpoint_id for state in states)
 
@@ -319,7 +324,7 @@ class ShardSessions:
                 await context.write(wire.bundle(waiting))
 
     async def _read(self, context: Any, hello: rpc.ShardHello) -> None:
-        kinds = HeldPart, HeldAnswer, Froze, rpc.ShardState, rpc.Belong, rpc.Uploaded, rpc.Farewell
+        kinds = HeldPart, HeldAnswer, Froze, rpc.ShardState, rpc.Belong, rpc.Uploaded, rpc.Unsaved, rpc.Farewell
         while (frame := await context.read()) is not aio.EOF:
             said = wire.unpack(bytes(frame), *kinds)
             if isinstance(said, Froze):
@@ -331,6 +336,8 @@ class ShardSessions:
                 self._timelines[hello.shard] = said.timeline
             elif isinstance(said, rpc.Uploaded):
                 self._uploads[hello.shard] = said
+            elif isinstance(said, rpc.Unsaved):
+                self._unsaved = said
             elif isinstance(said, rpc.ShardState):
                 self.states[hello.shard] = said
                 if len(self.states) == self.far.shards:

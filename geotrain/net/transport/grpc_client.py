@@ -38,6 +38,7 @@ T = TypeVar("T")
 # A call without a connection costs nothing but the call, and whoever waits for longer trains nothing meanwhile.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 1.0
 REPLY_S = 30.0  # for a small call, in addition to the time for which the server may hold it
+GOODBYE_S = 120.0  # how long a member tries to say goodbye: its server may have taken that, and ended
 TELL_S = 30.0  # people are told of trouble that lasts so long, and again whenever that time has doubled
 ANSWER_S = 600.0  # from an update's last frame to its acknowledgement; keepalive notices a dead server much earlier
 MAX_HALF_ANSWERS = 4  # so many answers that broke off are kept, to go on with

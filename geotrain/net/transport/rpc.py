@@ -286,6 +286,15 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
+class Unsaved:
+    """Tells a coordinator that its shard has no snapshot of this checkpoint id. full: since its disk has no room."""
+
+    checkpoint_id: str
+    trouble: str
+    full: bool
+
+
+@dataclass(frozen=True)
 class Farewell:
     """Says that the server has ended in good order, and so shall its shards. Each answers with the same before it
     goes."""

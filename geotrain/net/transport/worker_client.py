@@ -4,17 +4,19 @@ live on a thread inside."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, TypeVar
 
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust
-from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
+from geotrain.net.transport.grpc_client import GOODBYE_S, ConnectionLost, GrpcClient, Unreachable
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
@@ -31,6 +33,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.parameters.parameter_map import numel
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LAST_WORDS_S = 10.0
@@ -195,7 +198,10 @@ class WorkerClient:
     # -- on the thread inside
 
     def _persist(
-        self, attempt: Callable[[GrpcClient], Awaitable[T | None]], patient: bool = False
+        self,
+        attempt: Callable[[GrpcClient], Awaitable[T | None]],
+        patient: bool = False,
+        within_s: float = inf,
     ) -> Coroutine[Any, Any, T]:
         """Repeat a call until it gives a value, and join again where the server asks for it."""
         if (link := self._link) is None:
@@ -207,7 +213,7 @@ class WorkerClient:
                 raise self._forgotten
             return await attempt(link)
 
-        return link.persist(known, self.deadline_s, rejoin=self._rejoin, patient=patient)
+        return link.persist(known, min(self.deadline_s, within_s), rejoin=self._rejoin, patient=patient)
 
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
@@ -323,7 +329,20 @@ class WorkerClient:
         except TimeoutError:
             assert self._link is not None
             raise self._link.unreachable(self.deadline_s, "updates wait to be sent") from None
-        await self._persist(lambda link: link.leave(self._part, self._sequence))
+
+        async def say(link: GrpcClient) -> rpc.Ack | None:
+            try:
+                return await link.leave(self._part, self._sequence)
+            except Refused as refused:  # for a time, while other ranks' updates are on their way: the server lives
+                if isinstance(refused, NotJoined) or refused.retry_s is None:
+                    raise
+                await asyncio.sleep(refused.retry_s)
+                return None
+
+        try:
+            await self._persist(say, patient=True, within_s=GOODBYE_S)
+        except Unreachable as error:  # all that it has sent is durable there, and perhaps its goodbye was heard
+            log.warning("nobody has answered the goodbye: %s", error)
 
     def _note_applied(self, sequence: int) -> None:
         self._applied = max(self._applied, sequence)

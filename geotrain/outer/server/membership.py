@@ -92,6 +92,8 @@ class Membership(ABC):
         member = self._member(name)
         check_quarantine(name, member, incarnation, self.limits)
         if member.incarnation == incarnation:
+            if member.complete and part not in (None, *member.joined):
+                raise Refused(f"{name}: part {part} has not joined")
             if member.complete:
                 return member
             if part in member.joined:

@@ -132,4 +132,5 @@ class RegionData(Server):
 
     def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
         if untrained:
+            self._due = True
             self._sends.append(Send(GLOBAL, Release(untrained, failed)))

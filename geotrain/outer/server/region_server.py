@@ -149,8 +149,8 @@ class RegionServer(RegionData):
                 raise Refused(f"a region's server can snapshot, unban, expel and set, not {message.what}")
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work, or that there
-        # is no data for it: what is pending then leaves without waiting for more.
-        self._due = reply is True or isinstance(message, Leave | MemberSilent | OperatorCommand)
+        # is no data for it, or that its leases go back: what is pending then leaves without waiting for more.
+        self._due |= reply is True or isinstance(message, Leave | MemberSilent | OperatorCommand)
         return reply
 
     def go_on(self) -> Handled:
@@ -197,10 +197,10 @@ class RegionServer(RegionData):
         that state holds as pending went up later, so sending it would count it twice: the region begins again from
         the global weights.
         """
-        known, self.origin = welcome.sequence - 1, welcome.origin
         if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.parameter_map.fragments)):
             wrong = f"sequence {welcome.sequence}, versions {welcome.versions}"
             raise Refused(f"{self.name}: a welcome with {wrong} is none")
+        known, self.origin = welcome.sequence - 1, welcome.origin
         if known > self.sequence and self.fragments:
             self._start_over(f"the global server knows {known} updates of this region, its own state {self.sequence}")
         # Updates before the oldest in flight were answered, so the global server should expect that or a later one.

@@ -300,9 +300,7 @@ class Server(Membership):
 
         The first to ask has them copied, so that all parts evaluate the same weights. Empty when they are not here.
         """
-        member = self.current(name, incarnation, part)
-        if part not in member.joined:
-            raise Refused(f"{name}: part {part} has not joined")
+        self.current(name, incarnation, part)
         if self.frozen is None or self.frozen[0] < number:
             versions = self.versions_to_validate()
             self.copy_weights((number, list(versions)) if versions else None)

@@ -85,6 +85,7 @@ class ShardServer:
             case Join():
                 member = self.members[message.member]
                 if member.incarnation != message.incarnation:
+                    self.shard.execute(Forget(message.member, joins=True))  # the coordinator's may have been missed
                     member.joined.clear()
                     member.incarnation = message.incarnation
                 member.parts, member.joined[message.part] = message.parts, message

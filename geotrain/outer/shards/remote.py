@@ -40,14 +40,16 @@ class RemoteShards(Shards):
     """A coordinator's record of its remote shards: the commands given to them, and what they have reported.
 
     Commands go to `emit`, in order. Those that count are kept until all shards have them on disk, and are the same
-    after a replay. shards: how many. up: codec of the region's progress. changes: see `counts`.
+    after a replay; so are the joins between them, where a `Freeze` that is given again needs their slices.
+    shards: how many. up: codec of the region's progress. changes: see `counts`.
     """
 
     def __init__(self, parameter_map: ParameterMap, shards: int, up: Codec, changes: bool) -> None:
         self.parameter_map, self.shards, self.up, self.changes = parameter_map, shards, up, changes
         self.emit: Callable[[ShardCommand | Join], None] = lambda command: None
         self.commands = 0  # how many that count were given
-        self.kept: deque[ShardCommand] = deque()  # the last of them
+        # the last of them, each with its number, and joins with that of the command before
+        self.kept: deque[tuple[int, ShardCommand | Join]] = deque()
         self._begin({}, {})
 
     def _begin(self, sent: dict[str, Any], fingerprints: dict[str, int]) -> None:
@@ -92,26 +94,34 @@ class RemoteShards(Shards):
     def _give(self, command: ShardCommand | Join) -> None:
         if counts(command, self.changes):
             self.commands += 1
-            self.kept.append(command)  # type: ignore[arg-type]
+            self.kept.append((self.commands, command))
+        elif isinstance(command, Join) and self.changes:
+            at = self.commands, command.member, command.part
+            older = [e for e in self.kept if isinstance(e[1], Join) and (e[0], e[1].member, e[1].part) == at]
+            for each in older:
+                self.kept.remove(each)
+            self.kept.append((self.commands, command))
         self.emit(command)
 
     def begin_incarnation(self, incarnation: str) -> None:
         """Begin an incarnation of the server, once all shards are there."""
         self._give(NewIncarnation(incarnation))
 
-    def since(self, commands: int) -> list[ShardCommand]:
-        """The commands after the first `commands` that count. Raises ValueError where they are not known."""
-        missing = self.commands - commands
-        if not 0 <= missing <= len(self.kept):
+    def since(self, commands: int) -> list[ShardCommand | Join]:
+        """The commands after the first `commands` that count, with the joins between them. Raises ValueError where
+        they are not known."""
+        known = self.commands - sum(not isinstance(command, Join) for _, command in self.kept)
+        if not known <= commands <= self.commands:
             raise ValueError(
                 f"the shard has executed {commands} commands, its coordinator knows those from "
-                f"{self.commands - len(self.kept) + 1} to {self.commands}"
+                f"{known + 1} to {self.commands}"
             )
-        return list(self.kept)[len(self.kept) - missing :]
+        # A join that followed the shard's last command may have been lost with its disk's last messages.
+        return [each for number, each in self.kept if number > commands - isinstance(each, Join)]
 
     def drop(self, commands: int) -> None:
         """Drop the first `commands` commands, which all shards have on disk."""
-        while self.kept and self.commands - len(self.kept) < commands:
+        while self.kept and self.kept[0][0] <= commands - isinstance(self.kept[0][1], Join):
             self.kept.popleft()
 
     # -- messages
