@@ -100,6 +100,7 @@ class FailureDetector:
             self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
             self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
         self._sorted_s = sorted(self._usual_s.values())
+        # A member may have spoken while the server's thread was busy: it is judged by what was heard until now.
         work = await self.server_thread.read(server.work)
         for name, member in list(server.members.items()):
             # A quarantine's time is measured by this process, so it begins anew when the server is restarted.
@@ -118,10 +119,6 @@ class FailureDetector:
                 if not member.left:
                     await self._look_at_work(name, member, now_s, *work[name])
             elif not member.silent:
-                # Wait until the server's thread gets to it, and judge then: a member may have spoken meanwhile.
-                await self.server_thread.read(lambda: None)
-                if self._last_s(name, member, now_s) > last_s:
-                    continue
                 with suppress(Refused):  # refused when the disk is full; the next look tries again
                     await self.server_thread.say(MemberSilent(name, member.incarnation))
                     log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)

@@ -32,9 +32,6 @@ def in_fp32(v: Vectors, names: Sequence[str], room: Sequence[Tensor], *stream: s
     room: fp32 buffers, one a name, of that size or larger; they hold nothing afterwards. stream: distinguishes this
     update of this chunk from all others.
     """
-    if not names:
-        yield v
-        return
     wide = {name: each[: v.x.numel()] for name, each in zip(names, room, strict=True)}
     for name, vector in wide.items():
         vector.copy_(v.aux[name]) if name in v.aux else vector.zero_()
