@@ -20,7 +20,7 @@ simulated_over_measured
                      ns of an update as plan, dry-run and simulate count them (with `--rates`: from now on), over
                      those measured here; small, encrypted: the same of `--encrypted` parameters, without and with TLS
 members_200_over_1   time of an update of one member of a region (4 M parameters) while 199 others are connected and
-                     send nothing, over that without them
+                     send heartbeats alone, over that without them
 stall_at_snapshot    the longest update while snapshots of both servers are written, over the median one
 recovery_s_per_gb    of the region's server, killed with -9: seconds until it listens again, less those of a server
                      without a state, over the snapshot's size

@@ -1,50 +1,105 @@
-"""A region's server with one member, and with many more that are connected and send nothing."""
+"""A region's server with one member, and with many more that are connected and send nothing but heartbeats."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import multiprocessing
+import uuid
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
-from benchmarks.servers.worker import Worker
-from benchmarks.servers.world import REGION, ServerProcess, write_files
+from benchmarks.servers.world import QUIET_S, REGION, ServerProcess, answered, start_worker, write_files
+from geotrain.config import load_run
+from geotrain.net.transport import rpc
+from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.outer.messages import Join
+from geotrain.outer.server.server import identity_of
+from geotrain.parameters.parameter_map import parameter_map_of
+
+JOINING_AT_ONCE = 4
+
+
+def idle(pipe: Connection, run_path: Path, names: list[str], address: str) -> None:
+    """Processes of members that have their weights and train: their heartbeats are all that they say. Says "ready",
+    and lives until it is killed.
+
+    They share one event loop. gRPC wakes every loop of a process at each event of any, so with a loop a member this
+    process would take the processor time that is measured; each worker has a process of its own.
+    """
+    asyncio.run(_idle(pipe, run_path, names, address))
+
+
+async def _idle(pipe: Connection, run_path: Path, names: list[str], address: str) -> None:
+    run = load_run(run_path)
+    parameter_map, turn = parameter_map_of(run), asyncio.Semaphore(JOINING_AT_ONCE)
+    identity, whole = (
+        identity_of(run, parameter_map),
+        tuple(parameter_map.whole(c.index) for c in parameter_map.chunks),
+    )
+    every = tuple(range(len(parameter_map.fragments)))
+
+    async def joined(name: str) -> GrpcClient:
+        i, client = identity, GrpcClient(address, name, uuid.uuid4().hex)
+        names = i.run, i.config_digest, i.parameter_map_digest, i.model, name, client.incarnation
+        async with turn:
+            await client.persist(lambda: client.join(Join(*names, 0, 1, whole, whole)), QUIET_S)
+            await client.persist(lambda: client.pull(0, 0, every, 8 * parameter_map.numel), QUIET_S)
+        return client
+
+    clients = await asyncio.gather(*map(joined, names))
+    pipe.send("ready")
+    while True:
+        for client in clients:
+            await client.beat(0)
+            await asyncio.sleep(rpc.BEAT_S / len(clients))
 
 
 def measure(folder: Path, parameters: float, rounds: int, many: int) -> dict[str, float]:
-    """`members_200_over_1`, with `many` in place of 200, and the milliseconds of an update that it is made of."""
+    """`members_200_over_1`, with `many` in place of 200, and the milliseconds that it is made of: of an update, and
+    of the server's processor time for it."""
     folder.mkdir(parents=True)
     names = [f"w{i}" for i in range(many)]
     run_path = write_files(folder, parameters, workers={REGION: names})
     servers = [ServerProcess(run_path, name) for name in ("global", REGION)]
-    members: list[Worker] = []
+    region = servers[1]
+    others = None
 
-    def join(name: str) -> None:
-        members.append(Worker(run_path, name, servers[1].address, ranks=1))
-
-    def update_ms() -> float:
-        first, times = members[0], []
-        for number in range(rounds + 1):
-            for fragment, size in enumerate(first.fragment_sizes):
-                took_s = first.timed(fragment)[1]
-                if number and size > max(first.fragment_sizes) / 2:  # the first round warms up
+    def timed() -> tuple[float, float]:
+        """Milliseconds of an update, and of the region's processor time."""
+        times, before_s = [], region.cpu_s()
+        for _ in range(rounds):
+            for fragment, size in enumerate(sizes):
+                pipe.send(fragment)
+                took_s = answered(pipe)[1]
+                if size > max(sizes) / 2:
                     times.append(1e3 * took_s)
-        return median(times)
+        return median(times), 1e3 * (region.cpu_s() - before_s) / (rounds * len(sizes))
 
     try:
         for server in servers:
             server.start()
-        join(names[0])
-        alone_ms = update_ms()
-        with ThreadPoolExecutor(4) as joining:
-            list(joining.map(join, names[1:]))
-        among_ms = update_ms()
+        sizes = [fragment.numel for fragment in parameter_map_of(load_run(run_path)).fragments]
+        pipe = start_worker(run_path, names[0], region.address)
+        timed()  # warms up
+        alone = timed()
+        here, there = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        others = context.Process(target=idle, args=(there, run_path, names[1:], region.address), daemon=True)
+        others.start()
+        if not here.poll(QUIET_S) or here.recv() != "ready":
+            raise RuntimeError(f"{many - 1} members have no weights after {QUIET_S:g} s")
+        among = timed()
+        pipe.send(None)
     finally:
-        for member in members:
-            member.close()
+        if others is not None:
+            others.kill()
         for server in servers:
             server.kill()
     return {
-        f"members_{many}_over_1": among_ms / alone_ms,
-        "alone.ms_per_update": alone_ms,
-        "among.ms_per_update": among_ms,
+        f"members_{many}_over_1": among[0] / alone[0],
+        "alone.ms_per_update": alone[0],
+        "among.ms_per_update": among[0],
+        "alone.processor_ms_per_update": alone[1],
+        "among.processor_ms_per_update": among[1],
     }

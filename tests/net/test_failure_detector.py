@@ -4,13 +4,17 @@ tests/scenarios/silence.txt."""
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Callable
+from math import inf
+from statistics import median_low
 
 import pytest
 
 from geotrain.monitor.events import Trouble
 from geotrain.net.server import failure_detector
+from geotrain.net.server.server_thread import ServerThread
 from geotrain.outer.events import Event
 from geotrain.outer.messages import OperatorCommand, RunComplete
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
@@ -138,3 +142,29 @@ def test_who_stays_when_all_is_trained_does_not_hold_the_end(begin):
     wait_for(lambda: cluster.top.server.finished)
     assert stays.sequence == 1
     assert [event.what[:8] for event in said if isinstance(event, Trouble)] == ["a: lives"]
+
+
+def test_a_look_asks_the_servers_thread_once_for_all_members(begin):
+    cluster, hands = begin()
+    cluster.joined("a").lease(), cluster.joined("b").lease()
+    thread, asked = hands.running.server_thread, []
+
+    async def counted(call: Callable[[], object]) -> object:
+        asked.append(call)
+        return await ServerThread.read(thread, call)
+
+    thread.read = counted
+    hands.passes(1, ("a", 0), ("a", 1), ("b", 0))
+    assert len(asked) == 1
+
+
+def test_of_a_members_own_times_no_more_is_believed_than_ten_times_the_others(begin):
+    _, hands = begin()
+    dice, detector = random.Random(0), hands.detector
+    for count in (1, 2, 2, 3, 4, 5, 5, 6, 7):
+        usual = {f"w{i}": dice.choice([1.0, 2.0, 30.0, 400.0]) for i in range(count)}
+        detector._usual_s, detector._sorted_s = usual, sorted(usual.values())
+        for name in (*usual, "new"):
+            others = [usual_s for who, usual_s in usual.items() if who != name]
+            most_s = failure_detector.FAR * median_low(others) if others else inf
+            assert detector.usual_s(name, 5.0) == min(usual.get(name, max(usual.values())), most_s)

@@ -14,9 +14,9 @@ from geotrain.outer.shards.bf16_state import in_fp32
 def test_a_momentum_that_moves_by_less_than_bf16_can_tell_arrives_all_the_same() -> None:
     """After many updates the mean over elements is that of fp32; rounding to the nearest stops on the way there."""
     v, nearest, exact = Vectors(torch.zeros(4096)), torch.zeros(1, dtype=torch.bfloat16), 0.0
-    delta = torch.ones(4096)
+    delta, room = torch.ones(4096), torch.full((5000,), torch.nan)  # larger, and it holds something else
     for number in range(2000):
-        with in_fp32(v, ("momentum",), "eu", number, 0) as wide:
+        with in_fp32(v, ("momentum",), [room], "eu", number, 0) as wide:
             m = wide.vector("momentum")
             momentum_average(wide.x, delta, m, decay=0.999, gain=1.0, weight=1.0)
         nearest = (0.999 * nearest.float() + 0.001).bfloat16()

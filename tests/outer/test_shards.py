@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from geotrain.config import codec_config
+from geotrain.config import codec_config, rule_config
+from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import left_out
-from geotrain.outer.messages import Answer, Refused, UpdatePart
+from geotrain.outer.codec import make_codec
+from geotrain.outer.messages import Answer, ChunkDelta, Join, Refused, UpdatePart
+from geotrain.outer.rules import Vectors
+from geotrain.outer.rules.region_momentum import MomentumRegion
+from geotrain.outer.rules.rule import Inputs
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
 from geotrain.outer.shards import shard
-from geotrain.outer.shards.protocol import Apply, NewIncarnation, digest
+from geotrain.outer.shards.protocol import Apply, Forget, NewIncarnation, SendUp, digest
 from geotrain.outer.shards.remote import RemoteShards
-from geotrain.outer.shards.shard import HeldPayload
-from geotrain.parameters.parameter_map import ParameterMapError
+from geotrain.outer.shards.shard import HeldPayload, ServerShard
+from geotrain.parameters.parameter_map import Parameter, ParameterMap, ParameterMapError
 from geotrain.staging.interface import to_bytes
 from tests.support.outer_world import (
     UPDATES,
@@ -240,3 +246,61 @@ def test_a_server_has_as_many_shards_as_it_is_told() -> None:
     )
     sizes = [sum(chunk.numel for chunk in shard.chunks) for shard in server.shards.all]
     assert sum(sizes) == 64 and max(sizes) - min(sizes) <= 6
+
+
+class Written(MomentumRegion):
+    """Keeps, and so keeps alive, all vectors that it computes with and that are no state."""
+
+    def __init__(self) -> None:
+        super().__init__(rule_config("region_momentum"), 1, 0.9)  # type: ignore[arg-type]
+        self.temporary: list[torch.Tensor] = []
+
+    def apply(self, v: Vectors, member: str, delta: torch.Tensor, inputs: Inputs) -> None:
+        super().apply(v, member, delta, inputs)
+        self.temporary += [delta, v.aux["momentum"]]
+
+    def progress(self, v: Vectors, inputs: Inputs) -> torch.Tensor:
+        self.temporary.append(super().progress(v, inputs))
+        return self.temporary[-1]
+
+
+def one_shard() -> tuple[ServerShard, Written, Callable[[int], None]]:
+    """A region's shard in bf16 with weights, its rule, and a call that applies update `number` there."""
+    parameter_map, rule, coded = ParameterMap([Parameter("a", (64,), None, "zeros")]), Written(), codec_config("bf16")
+    of = ServerShard(
+        "eu", parameter_map, parameter_map.chunks, rule, make_codec(coded), coded, (coded, coded), False, True
+    )
+    whole = (parameter_map.whole(0),)
+    of.receive(Join("r", "c", parameter_map.digest, "m", "w", "1", 0, 1, whole, whole))
+    of.set_weights([torch.zeros(64)])
+    rule.begin(of.vectors[0])
+    payload = to_bytes(make_codec(coded).encode(torch.ones(64)).payload)
+
+    def update(number: int) -> None:
+        of.receive(UpdatePart("w", "1", number, 0, (ChunkDelta(0, 0, payload),)))
+        of.execute(Apply("w", number, 0, number, {}))
+        of.execute(Forget("w", updates=(number,)))
+
+    return of, rule, update
+
+
+def test_updates_are_computed_in_the_same_memory_again_and_again() -> None:
+    of, rule, update = one_shard()
+    for number in range(1, 5):
+        update(number)
+        of.execute(SendUp(0, number, {}))
+    assert len(rule.temporary) == 12 and len({vector.data_ptr() for vector in rule.temporary}) == 2
+
+
+def test_a_snapshot_in_writing_copies_of_an_updates_vectors_those_that_it_changes() -> None:
+    of, _, update = one_shard()
+    update(1)
+    before = {name: tensor.clone() for name, tensor in of.state().items()}
+    frozen = FrozenState(of.state())
+    of.will_change = frozen.before_write
+    update(2)
+    assert frozen.most_copied_bytes == (4 + 2) * 64  # weights and momentum, not the base
+    of.execute(SendUp(0, 1, {}))
+    for name in frozen.names():
+        assert b"".join(map(bytes, frozen.chunks(name))) == bytes(before[name].view(torch.uint8).numpy()), name
+    assert not torch.equal(of.state()["chunk.0.aux.base"], before["chunk.0.aux.base"])

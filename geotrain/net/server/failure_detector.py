@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from math import inf
-from statistics import median, median_low
+from statistics import median
 from typing import Any
 
 from geotrain.monitor.events import Trouble
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.transport import rpc
-from geotrain.outer.messages import LiftQuarantine, MemberSilent, Refused
+from geotrain.outer.messages import Lease, LiftQuarantine, MemberSilent, Refused
 from geotrain.outer.server.leases import LEAST_PATIENCE_S, PATIENCE
 from geotrain.outer.server.liveness import liveness
 from geotrain.outer.server.member import Member
@@ -56,6 +57,8 @@ class FailureDetector:
         self._progress: dict[str, tuple[tuple[str, int, bool, bool], float]] = {}
         # Member → seconds that passed before each of its last updates, while it held leases.
         self._seen_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=GAPS))
+        self._usual_s: dict[str, float] = {}  # member → the median of those
+        self._sorted_s: list[float] = []  # these medians, as the last look found them
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -86,19 +89,25 @@ class FailureDetector:
             woke_s = await self.look(woke_s + self.silent_s / 8)
 
     async def look(self, due_s: float) -> float:
-        """Judge all members now. due_s: when that should have been. Returns the time."""
-        now_s = self.clock()
+        """Judge all members now. due_s: when that should have been. Returns the time.
+
+        It asks the server's thread once, however many members there are.
+        """
+        server, now_s = self.server_thread.server, self.clock()
         # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
         # members. That time does not count against them.
         if (late_s := now_s - due_s) > self.silent_s / 8:
             self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
             self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
-        for name, member in list(self.server_thread.server.members.items()):
+        self._sorted_s = sorted(self._usual_s.values())
+        # A member may have spoken while the server's thread was busy: it is judged by what was heard until now.
+        work = await self.server_thread.read(server.work)
+        for name, member in list(server.members.items()):
             # A quarantine's time is measured by this process, so it begins anew when the server is restarted.
             if not member.quarantined:
                 self._quarantined_s.pop(name, None)
             elif (
-                now_s - self._quarantined_s.setdefault(name, now_s) >= self.server_thread.server.limits.quarantine_s
+                now_s - self._quarantined_s.setdefault(name, now_s) >= server.limits.quarantine_s
                 and not member.expelled
             ):
                 with suppress(Refused):
@@ -108,24 +117,22 @@ class FailureDetector:
             last_s = self._last_s(name, member, now_s)
             if member.left or not member.incarnation or now_s - last_s < self.silent_s:
                 if not member.left:
-                    await self._look_at_work(name, member, now_s)
+                    await self._look_at_work(name, member, now_s, *work[name])
             elif not member.silent:
-                # Wait until the server's thread gets to it, and judge then: a member may have spoken meanwhile.
-                await self.server_thread.read(lambda: None)
-                if self._last_s(name, member, now_s) > last_s:
-                    continue
                 with suppress(Refused):  # refused when the disk is full; the next look tries again
                     await self.server_thread.say(MemberSilent(name, member.incarnation))
                     log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)
         return now_s
 
-    async def _look_at_work(self, name: str, member: Member, now_s: float) -> None:
-        """Take the leases of a member that beats, but sends nothing any more. Nor is it waited for at the end."""
-        server = self.server_thread.server
-        said_s, held = await self.server_thread.read(lambda: (server.patience_s(name), server.holds(name)))
-        patience_s = inf
+    async def _look_at_work(
+        self, name: str, member: Member, now_s: float, said_s: float, held: Collection[Lease]
+    ) -> None:
+        """Take the leases of a member that beats, but sends nothing any more. Nor is it waited for at the end.
+
+        said_s, held: as `Membership.work` gives them."""
+        server, patience_s = self.server_thread.server, inf
         if server.over or said_s < inf:
-            expected_s = said_s if any(lease.validate for lease in held.values()) else 0.0
+            expected_s = said_s if any(lease.validate for lease in held) else 0.0
             patience_s = self.slack * max(
                 LEAST_PATIENCE_S, self.usual_s(name, said_s / PATIENCE) * PATIENCE, expected_s
             )
@@ -133,6 +140,7 @@ class FailureDetector:
         before, since_s = self._progress.get(name, (None, now_s))
         if before is not None and before[0] == seen[0] and before[1] < seen[1] and before[2]:
             self._seen_s[name].append(now_s - since_s)
+            self._usual_s[name] = median(self._seen_s[name])
         # Without room on the disk nothing is taken from anybody: what is trained waits with the workers.
         if seen != before or self.server_thread.full is not None:
             since_s = now_s
@@ -150,11 +158,13 @@ class FailureDetector:
         Of its own times no more is believed than FAR times the others'. Before it has sent anything it counts as the
         slowest other does. said_s: what is to be expected by what members say, before anybody has; inf: nothing.
         """
-        usual = {who: median(seen_s) for who, seen_s in self._seen_s.items()}
-        others = [usual_s for who, usual_s in usual.items() if who != name]
-        if not usual:
+        known, own_s = self._sorted_s, self._usual_s.get(name)
+        if not known:
             return said_s if said_s < inf else 0.0
-        return min(usual.get(name, max(usual.values())), FAR * median_low(others) if others else inf)
+        own = len(known) if own_s is None else bisect_left(known, own_s)
+        middle = (len(known) - (own_s is not None) - 1) // 2  # of the others, in order; -1: there are none
+        others_s = known[middle + (own <= middle)] if middle >= 0 else inf
+        return min(known[-1] if own_s is None else own_s, FAR * others_s)
 
     def _last_s(self, name: str, member: Member, now_s: float) -> float:
         """Time when the member's most silent rank was last heard of. One that never was counts as heard of now."""

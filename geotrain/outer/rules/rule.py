@@ -49,6 +49,7 @@ class Vectors:
     x: Tensor  # weights: fp32, 1-D
     aux: dict[str, Tensor] = field(default_factory=dict)  # further vectors like x: momentum, base, …
     waiting: dict[str, Tensor] = field(default_factory=dict)  # synchronous rules: member → Δ
+    spare: Tensor | None = None  # memory like x, in which `RegionRule.progress` may return its delta
 
     def vector(self, name: str) -> Tensor:
         """Return the auxiliary vector of that name, created with zeros at first use."""
@@ -83,6 +84,7 @@ class Rule(Protocol):
 
     in_rounds: whether all members are waited for. Each then sends one delta of each fragment a round.
     bf16_vectors, if there are any: auxiliary vectors that each update may round to bf16 (`outer.server_state`).
+    unmoved, if there are any: auxiliary vectors that `apply` leaves as they are, so no snapshot copies them.
     """
 
     @property
@@ -148,6 +150,7 @@ class AsyncRegion(ABC):
     """
 
     in_rounds = False
+    unmoved = ("base",)
 
     def __init__(self, updates_per_send: int, merge_alpha: float, ledger: bool, merged: bool = False) -> None:
         self.every, self.alpha, self.ledger, self.merged = updates_per_send, merge_alpha, ledger, merged  # every: K
@@ -188,7 +191,7 @@ class AsyncRegion(ABC):
         return NOTHING, weight
 
     def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
-        delta = v.vector("base") - v.x
+        delta = torch.sub(v.vector("base"), v.x, out=v.spare)
         if self.ledger:
             v.aux["base"].copy_(v.x)
         return delta

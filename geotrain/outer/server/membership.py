@@ -109,14 +109,19 @@ class Membership(ABC):
     def holds(self, name: str) -> dict[int, Lease]:
         """Return the leases that this member's workers hold, by their numbers."""
 
-    def patience_s(self, name: str) -> float:
-        """Seconds for which this member may hold its leases and send nothing, by what members say of their speed.
+    def work(self) -> dict[str, tuple[float, tuple[Lease, ...]]]:
+        """Return by member the seconds for which it may hold its leases and send nothing, by what members say of
+        their speed, and these leases.
 
         A multiple of what its job takes by the usual measure, since its own may be a lie. inf: without bound, as in
         synchronous rounds, where nobody else may train its data.
         """
         step_s = median_low([*filter(None, self.said_step_s())] or [0.0])
-        return inf if self.rule.in_rounds else patience_s(self.holds(name).values(), step_s, self.validation_steps)
+        held = {name: tuple(self.holds(name).values()) for name in self.members}
+        return {
+            name: (inf if self.rule.in_rounds else patience_s(leases, step_s, self.validation_steps), leases)
+            for name, leases in held.items()
+        }
 
     def said_step_s(self) -> Iterable[float]:
         """Return the seconds of an inner step that each worker has last said; 0: none."""

@@ -26,15 +26,15 @@ def round_to_bf16(wide: Tensor, out: Tensor, *stream: str | int) -> None:
 
 
 @contextmanager
-def in_fp32(v: Vectors, names: Sequence[str], *stream: str | int) -> Iterator[Vectors]:
+def in_fp32(v: Vectors, names: Sequence[str], room: Sequence[Tensor], *stream: str | int) -> Iterator[Vectors]:
     """Context with the vectors of these names in fp32, zeros at first, for a rule; rounded again at its end.
 
-    stream: distinguishes this update of this chunk from all others.
+    room: fp32 buffers, one a name, of that size or larger; they hold nothing afterwards. stream: distinguishes this
+    update of this chunk from all others.
     """
-    if not names:
-        yield v
-        return
-    wide = {name: v.aux[name].float() if name in v.aux else torch.zeros_like(v.x) for name in names}
+    wide = {name: each[: v.x.numel()] for name, each in zip(names, room, strict=True)}
+    for name, vector in wide.items():
+        vector.copy_(v.aux[name]) if name in v.aux else vector.zero_()
     computed = Vectors(v.x, v.aux | wide, v.waiting)
     yield computed
     for name, vector in computed.aux.items():

@@ -77,6 +77,7 @@ class ServerShard:
         # dtype of residuals, and of the vectors that the rule lets be rounded
         self.kept = torch.bfloat16 if bf16_state else torch.float32
         self.bf16_vectors = getattr(rule, "bf16_vectors", ()) if bf16_state else ()
+        self.unmoved = getattr(rule, "unmoved", ())
         self.name, self.parameter_map, self.chunks = name, parameter_map, chunks
         self.rule, self.up, self.down = rule, up, down
         self._own = {chunk.index: chunk for chunk in chunks}
@@ -142,9 +143,11 @@ class ServerShard:
                     self.decode(command.member, command.sequence, (command.fragment,))
                 for chunk in self._of[command.fragment]:
                     v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
-                    self.will_change(*v.all())
-                    with in_fp32(v, self.bf16_vectors, self.name, command.version, chunk.index) as wide:
+                    self.will_change(v.x, *(vector for name, vector in v.aux.items() if name not in self.unmoved))
+                    room = [self._buffer() for _ in self.bf16_vectors]
+                    with in_fp32(v, self.bf16_vectors, room, self.name, command.version, chunk.index) as wide:
                         self.rule.apply(wide, command.member, delta, command.inputs)
+                    self._spare += room
             case Freeze():
                 self._freeze(command)
             case Forget():
@@ -167,8 +170,7 @@ class ServerShard:
         """Decode the payloads of an update into buffers that hold them until the next one. Changes no state."""
         known, found = self._member(member), list[Decoded]()
         payloads = known.updates[sequence]
-        self._spare += self._deltas.values()
-        self._deltas.clear()
+        self._drop_deltas()
         self._decoded = member, sequence
         for chunk in (chunk for fragment in fragments for chunk in self._of[fragment]):
             buffer = self._deltas[chunk.index] = self._buffer()
@@ -199,6 +201,11 @@ class ServerShard:
         except ValueError as error:
             return Decoded(chunk, part, 0.0, str(error))
 
+    def _drop_deltas(self) -> None:
+        self._spare += self._deltas.values()
+        self._deltas.clear()
+        self._decoded = ("", 0)
+
     def _buffer(self) -> Tensor:
         return self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.chunks))
 
@@ -220,6 +227,8 @@ class ServerShard:
 
     def _forget(self, command: Forget) -> None:
         known = self._member(command.member)
+        if self._decoded[0] == command.member and self._decoded[1] in command.updates:
+            self._drop_deltas()
         if command.joins:
             known.joins.clear()
             known.updates.clear()
@@ -234,13 +243,18 @@ class ServerShard:
         rule: RegionRule = self.rule  # type: ignore[assignment]
         v = self.vectors[chunk.index]
         self.will_change(*v.all())
+        room = [self._buffer()]
+        v.spare = room[0][: chunk.numel]
         delta, stream = rule.progress(v, command.inputs), (self.name, 0, command.sequence, chunk.index)
-        residual = None
+        v.spare = residual = None
         if self.up_codec.error_feedback:
             if chunk.index not in self.residuals:
                 self.residuals[chunk.index] = torch.zeros_like(delta, dtype=self.kept)
             self.will_change(self.residuals[chunk.index])
-            residual = self.residuals[chunk.index].float()  # itself, where it is kept in fp32
+            residual = self.residuals[chunk.index]
+            if self.kept == torch.bfloat16:
+                room.append(self._buffer())
+                residual = room[1][: chunk.numel].copy_(residual)
         try:
             payload = self.up_codec.encode(delta, residual=residual, seed=rounding_seed(*stream)).payload
             if residual is not None and self.kept == torch.bfloat16:
@@ -250,6 +264,8 @@ class ServerShard:
             parameter = self.parameter_map.not_finite(chunk.fragment, delta, chunk.start)
             what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
             raise refusal(f"region {self.name}: {what}") from None
+        finally:
+            self._spare += room
 
     def _merge(self, chunk: Chunk, first: bool) -> None:
         rule: RegionRule = self.rule  # type: ignore[assignment]
