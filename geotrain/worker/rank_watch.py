@@ -1,8 +1,8 @@
 """Finds a rank that hangs, and one that computes far more slowly than its equals.
 
-In a step all ranks wait for one that does not come, or for the slowest, so that their own times tell nothing. So each
-rank says in the ranks' store what it does: a thread of its own writes that, whatever the rank's main thread waits for.
-Each rank reads what all say, and the lowest one that still speaks tells what is wrong.
+In a step all ranks wait for one that does not come, or for the slowest, so that their own times tell nothing. So
+each rank says in the ranks' store what it does: a thread of its own writes that, whatever the rank's main thread
+waits for. Each rank reads what all say, and the lowest one that still speaks tells what is wrong.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class RankState(NamedTuple):
 class RankWatch:
     """This rank's part. The main thread calls `begin_step` and `after_step`; there are no collectives and no waits.
 
-    device: that computes. trouble: called, in a thread, on one rank with what a person should know. lost: called after
-    it where the worker cannot go on, on that rank. store: of the ranks' process group; None: the default group's; a
-    rank alone needs none. rank, ranks, measure, clock: for tests.
+    device: that computes. trouble: called, in a thread, on one rank with what a person should know. lost: called
+    after it where the worker cannot go on, on that rank. store: of the ranks' process group; None: the default
+    group's, or of a rank alone its own. rank, ranks, measure, clock: for tests.
     """
 
     def __init__(

@@ -72,7 +72,10 @@ def test_a_slow_rank_is_told_once_within_a_minute_of_its_fault() -> None:
     ranks.run(300.0)
     ((at_s, words),) = ranks.told
     assert at_s - begin_s < 60.0
-    assert re.search(r"rank 2 on \S+, process \d+ computes at 40% of its equals' speed", words) and "2.5 ms there, 1 ms" in words
+    assert (
+        re.search(r"rank 2 on \S+, process \d+ computes at 40% of its equals' speed", words)
+        and "2.5 ms there, 1 ms" in words
+    )
     ranks.seconds[2] = 1e-3
     ranks.run(100.0)
     ranks.seconds[2] = 2.5e-3
@@ -104,7 +107,9 @@ def test_a_rank_whose_process_is_stopped_is_told_within_a_minute_and_ends_its_wo
     ranks.run(300.0)
     ((at_s, words),) = ranks.told
     assert at_s - begin_s < 60.0 and ranks.lost == [(at_s, 1 if number == 0 else 0)]
-    assert re.match(rf"hangs: rank {number} \(\S+, process \d+\) after \d+ steps, last seen in speak .*; its pro", words)
+    assert re.match(
+        rf"hangs: rank {number} \(\S+, process \d+\) after \d+ steps, last seen in speak .*; its pro", words
+    )
 
 
 def test_a_rank_that_others_wait_for_in_a_step_is_told_and_ends_its_worker(capfd: pytest.CaptureFixture[str]) -> None:
