@@ -74,7 +74,7 @@ class RankWatch:
     ) -> None:
         if store is None and dist.is_initialized():
             store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-            store = store.clone()  # a connection of its own: others wait in theirs
+            store = store.clone()  # type: ignore[attr-defined]  # a connection of its own: others wait in theirs
         self._store = store or dist.HashStore()
         self._device, self._trouble, self._lost, self._rank, self._clock = device, trouble, lost, rank, clock
         self._measure = measure or product_s
@@ -119,10 +119,11 @@ class RankWatch:
     def _repeat(self, work: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the store is gone with its rank, as all collectives will say
             while True:
-                over = self._over.wait(BEAT_S)
+                over = self._over.is_set()
                 work()
                 if over:
                     return
+                self._over.wait(BEAT_S)
 
     def speak(self) -> None:
         """Write what this rank does, and read what all do."""
@@ -132,8 +133,8 @@ class RankWatch:
         if stuck and not self._all[self._rank].stuck:
             with suppress(OSError, ValueError, AttributeError):  # no log is there, or it is no file
                 faulthandler.dump_traceback(sys.stderr)
-        here = {"at": _place(frame), "left": self._over.is_set(), "beats": self._all[self._rank].beats + 1}
-        said = own._replace(in_step_s=in_step_s, stuck=stuck, **here)
+        beats, left = self._all[self._rank].beats + 1, self._over.is_set()
+        said = own._replace(beats=beats, in_step_s=in_step_s, stuck=stuck, at=_place(frame), left=left)
         self._store.set(self._keys[self._rank], json.dumps(said))
         for rank, key in enumerate(self._keys):
             if self._store.check([key]):
@@ -152,14 +153,14 @@ class RankWatch:
         if self._over.is_set():
             return
         if now_s - self._read_s > SILENT_S + self._rank * BEAT_S:  # one after another: the first ends all
-            self._hangs({0: f"{self._words(0)}; it keeps the ranks' store, which does not answer"})
+            self._tell({0: f"{self._words(0)}; it keeps the ranks' store, which does not answer"}, lost=True)
             return
         present = {rank: state for rank, state in self._all.items() if not state.left}
         silent = {rank for rank in present if now_s - self._heard_s[rank] > SILENT_S}
         if self._rank != min(present.keys() - silent, default=-1):
             return
         if silent:
-            self._hangs({rank: f"{self._words(rank)}; its process does not answer" for rank in silent})
+            self._tell({rank: f"{self._words(rank)}; its process does not answer" for rank in silent}, lost=True)
             return
         self._compare(present)
         if not any(state.stuck for state in present.values()):
@@ -168,8 +169,8 @@ class RankWatch:
         elsewhere = {rank for rank, state in present.items() if state.in_step_s < 0}
         if elsewhere:  # what they wait for has a deadline of its own
             self._tell({rank: f"{self._words(rank)}: the other ranks wait for it" for rank in elsewhere})
-            return
-        self._hangs({rank: self._words(rank) for rank in _least_far(present)})
+        else:
+            self._tell({rank: self._words(rank) for rank in _least_far(present)}, lost=True)
 
     def _words(self, rank: int) -> str:
         state = self._all[rank]
@@ -177,20 +178,18 @@ class RankWatch:
             return f"rank {rank}, of which nothing was heard"
         return f"rank {rank} ({state.process}) after {state.steps} steps, last seen in {state.at}"
 
-    def _tell(self, words: dict[int, str]) -> None:
-        if new := [words[rank] for rank in sorted(words) if rank not in self._told]:
-            self._trouble("; ".join(new))
-        self._told |= words.keys()
-
-    def _hangs(self, words: dict[int, str]) -> None:
-        """Tell which ranks hang, once, and that the worker is lost."""
+    def _tell(self, words: dict[int, str], lost: bool = False) -> None:
+        """Tell of ranks, once. lost: they hang, and the worker with them."""
         if words.keys() <= self._told:
             return
-        waiting = next((state.at for rank, state in sorted(self._all.items()) if rank not in words), "")
-        others = f"; others wait in {waiting}" if waiting else ""
-        self._tell({min(words): f"hangs: {'; '.join(words[rank] for rank in sorted(words))}{others}"})
+        told = "; ".join(words[rank] for rank in sorted(words))
+        if lost:
+            waiting = next((state.at for rank, state in sorted(self._all.items()) if rank not in words), "")
+            told = f"hangs: {told}" + (f"; others wait in {waiting}" if waiting else "")
         self._told |= words.keys()
-        self._lost()
+        self._trouble(told)
+        if lost:
+            self._lost()
 
     def _compare(self, present: dict[int, RankState]) -> None:
         for rank, state in present.items():
