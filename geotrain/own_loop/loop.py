@@ -162,6 +162,7 @@ class OuterLoop:
             self._files = LoopCheckpoints(member.checkpoints, rank, state or {}, digest, run.checkpoint.keep)
             trained = rank, masters.shards, masters.device
             self.loop = WorkerLoop(member, *trained, validate=self._on_validation, save=self._save, adopt_last=True)
+            opened.callback(self.loop.watch.stop)
             self.resumed_job = self._files.load() if resume else 0
             self.loop.start()
             if state and not self.resumed_job and (done := self.loop.jobs_before) and rank.is_metrics_rank:

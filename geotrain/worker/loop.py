@@ -30,7 +30,7 @@ from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import ParameterMap, fragments_due
 from geotrain.staging.cuda import staging_for
 from geotrain.worker.profile import StepProfiler
-from geotrain.worker.rank_speeds import RankSpeeds
+from geotrain.worker.rank_watch import RankWatch
 from geotrain.worker.schedule import schedule_step
 
 
@@ -102,7 +102,8 @@ class WorkerLoop:
     own state is to be saved. report: in place of the member's. peak_flops_per_token_s: the worker's peak FLOP/s over
     the FLOPs of one token, for the utilization (MFU); None: not known. expect: called with the lease after this one
     once it is known, in another thread, for data that take long. adopt_last: whether the masters end as the run's
-    newest weights, and not as this worker trained them.
+    newest weights, and not as this worker trained them. lost: called, in another thread, when a rank of the worker
+    hangs.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class WorkerLoop:
         expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
         adopt_last: bool = False,
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
         self.member, self.rank = member, rank
         self.run, self.name, self.client = member.run, member.name, member.client
@@ -134,7 +136,7 @@ class WorkerLoop:
             run.run_folder / "profiles", member.name, rank.rank, member.write_event, member.trouble
         )
         client.on_profile = self._profiler.ask
-        self._speeds = RankSpeeds(device, member.trouble)
+        self.watch = RankWatch(device, member.trouble, lost)
         self.exchange = Exchange(
             member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
         )
@@ -151,6 +153,7 @@ class WorkerLoop:
         """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`."""
         # Names this incarnation of the worker: the time tells it from earlier ones, and all ranks must say the same.
         incarnation = self.rank.from_rank_0(f"{self.name}-{time.time_ns():x}")
+        self.watch.start()
         write = self.member.write_event
         # By every rank: only the one whose part came last is told that the update is applied.
         self.client.on_acknowledged = lambda sequence: write(Acknowledged(self.name, incarnation, sequence))
@@ -173,8 +176,8 @@ class WorkerLoop:
         begins; after the last of all, everything is sent and the worker leaves."""
         if self.lease is None:
             raise RuntimeError("no lease is in training: its steps are over, or the loop was not started")
+        self.watch.after_step()
         self._after_step(self.lease, result)
-        self._speeds.after_step()
         self._profiler.after_step(None if self.lease is None else (self.lease.job, self.step))
 
     def _after_step(self, lease: Lease, result: StepNumbers) -> None:
@@ -256,6 +259,7 @@ class WorkerLoop:
         self._leave()
 
     def _leave(self) -> None:
+        self.watch.stop()
         if self._adopt_last:
             self._wait_for(self.exchange.adopt_newest())
         self.save(self._last_job)

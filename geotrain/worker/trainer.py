@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,7 @@ class Trainer:
             expect=lambda lease: loader.expect(lease.start, lease.samples),
             report=self.report,
             peak_flops_per_token_s=peak_flops_per_token_s,
+            lost=lambda: os._exit(1),  # the launcher ends the other ranks, and starts the worker again
         )
 
     def train(self, resume: bool) -> None:
@@ -67,6 +69,7 @@ class Trainer:
         """Train the inner steps of the lease that the loop has begun."""
         for batch in self.loader.steps(lease.start, lease.samples):
             ends_s = time.perf_counter() + self.min_step_s
+            self.loop.watch.begin_step()
             self.loop.laps.lap("waiting")  # for the loader, at the first step also for the lease
             with span("step"):
                 result = self.engine.train_step(batch, self.loop.schedule_step)

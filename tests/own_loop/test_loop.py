@@ -28,7 +28,7 @@ from geotrain.own_loop.rank import TorchRank
 from geotrain.parameters.parameter_file import read_shapes
 from geotrain.parameters.parameter_map import ParameterMap, any_parameters, parameter_map_of
 from geotrain.worker.loop import RunMember, WorkerLoop
-from geotrain.worker.rank_speeds import RankSpeeds
+from geotrain.worker.rank_watch import RankWatch
 from tests.support.inner_worlds import at, run_world
 from tests.support.local_servers import LocalClient, LocalServers
 
@@ -109,7 +109,7 @@ def test_what_it_is_asked_for_is_recorded(tmp_path: Path) -> None:
 
 def test_ranks_are_compared_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[torch.device, int]] = []
-    monkeypatch.setattr(RankSpeeds, "after_step", lambda self: compared.append((self._device, loop.step)))
+    monkeypatch.setattr(RankWatch, "after_step", lambda self: compared.append((self._device, loop.step)))
     loop, _ = joined(write_run(tmp_path), network())
     while not loop.finished:
         step(loop)

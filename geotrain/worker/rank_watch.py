@@ -1,0 +1,237 @@
+"""Finds a rank that hangs, and one that computes far more slowly than its equals.
+
+In a step all ranks wait for one that does not come, or for the slowest, so that their own times tell nothing. So
+each rank says in the ranks' store what it does: a thread of its own writes that, whatever the rank's main thread
+waits for. Each rank reads what all say, and the lowest one that still speaks tells what is wrong.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import median
+from traceback import walk_stack
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+EVERY_S, IN_A_ROW = 12.0, 3  # between two products; a slow rank is told within a minute
+FACTOR = 2.0  # times the others' median
+TURNS = 4  # of which the fastest counts: what else the host does for a moment is no fault
+BEAT_S = 5.0  # between two words of a rank
+SILENT_S = 25.0  # without a word: the process is stopped, or its machine gone
+STUCK_S, STUCK_STEPS = 40.0, 5.0  # in one step: so long, and so many times the longest of the last ones
+STEPS = 16  # these; the first two compile, and none is judged before
+FRAMES = 4  # innermost ones, of what a rank is at
+
+
+class RankState(NamedTuple):
+    """What a rank says. beats: words so far. in_step_s: since its step began; −1: it is not in a step, as while it
+    waits for data or a server. stuck: whether that is too long. product_s, turn: its last product's time and number.
+    at: the innermost functions of its main thread. left: whether it has ended in good order."""
+
+    beats: int = 0
+    kind: str = ""
+    process: str = ""
+    steps: int = 0
+    in_step_s: float = -1.0
+    stuck: bool = False
+    product_s: float = 0.0
+    turn: int = 0
+    at: str = ""
+    left: bool = False
+
+
+class RankWatch:
+    """This rank's part. The main thread calls `begin_step` and `after_step`; there are no collectives and no waits.
+
+    device: that computes. trouble: called, in a thread, on one rank with what a person should know. lost: called
+    after it where the worker cannot go on, on that rank. store: of the ranks' process group; None: the default
+    group's, or of a rank alone its own. rank, ranks, measure, clock: for tests.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        trouble: Callable[[str], None],
+        lost: Callable[[], None] = lambda: None,
+        store: dist.Store | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        measure: Callable[[torch.device], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if store is None and dist.is_initialized():
+            store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+            store = store.clone()  # type: ignore[attr-defined]  # a connection of its own: others wait in theirs
+        self._store = store or dist.HashStore()
+        self._device, self._trouble, self._lost, self._rank, self._clock = device, trouble, lost, rank, clock
+        self._measure = measure or product_s
+        self._keys = [f"geotrain.rank.{each}" for each in range(ranks)]
+        self._main = threading.get_ident()
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._own = RankState(kind=kind, process=f"{socket.gethostname()}, process {os.getpid()}")
+        now_s = clock()
+        self._due_s, self._step_s, self._lasted_s = now_s + EVERY_S, -1.0, deque[float](maxlen=STEPS)
+        self._all = {each: RankState() for each in range(ranks)}  # what each said last
+        self._heard_s = dict.fromkeys(self._all, now_s)  # by rank: when that came
+        self._read_s = self._judged_s = now_s
+        self._told = set[int]()  # ranks that hang or are waited for, until they go on
+        self._slow, self._seen = Counter[int](), dict[int, int]()  # by rank: times in a row; the last turn compared
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Begin to speak and to judge, each in a thread of its own: a store whose process hangs answers nobody. All
+        ranks come to it together."""
+        self._read_s = self._judged_s = now_s = self._clock()
+        self._heard_s = dict.fromkeys(self._all, now_s)
+        for work in (self.speak, self.judge):
+            threading.Thread(target=self._repeat, args=(work,), name=f"ranks-{work.__name__}", daemon=True).start()
+
+    def stop(self) -> None:
+        """End in good order: from now on no rank waits for this one."""
+        self._over.set()
+
+    def begin_step(self) -> None:
+        """Note that a step begins, for which all data are here."""
+        self._step_s = self._clock()
+
+    def after_step(self) -> None:
+        """Note that a step is over, and time a product if that is due."""
+        now_s = self._clock()
+        self._lasted_s.append(0.0 if self._step_s < 0 else now_s - self._step_s)
+        self._step_s, self._own = -1.0, self._own._replace(steps=self._own.steps + 1)
+        if now_s >= self._due_s:
+            self._due_s = now_s + EVERY_S
+            self._own = self._own._replace(product_s=self._measure(self._device), turn=self._own.turn + 1)
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the store is gone with its rank, as all collectives will say
+            while True:
+                over = self._over.is_set()
+                work()
+                if over:
+                    return
+                self._over.wait(BEAT_S)
+
+    def speak(self) -> None:
+        """Write what this rank does, and read what all do."""
+        own, since_s, frame = self._own, self._step_s, sys._current_frames().get(self._main)
+        in_step_s = self._clock() - since_s if since_s >= 0 else -1.0
+        stuck = own.steps >= 2 and in_step_s > max(STUCK_S, STUCK_STEPS * max(self._lasted_s))
+        if stuck and not self._all[self._rank].stuck:
+            with suppress(OSError, ValueError, AttributeError):  # no log is there, or it is no file
+                faulthandler.dump_traceback(sys.stderr)
+        beats, left = self._all[self._rank].beats + 1, self._over.is_set()
+        said = own._replace(beats=beats, in_step_s=in_step_s, stuck=stuck, at=_place(frame), left=left)
+        self._store.set(self._keys[self._rank], json.dumps(said))
+        for rank, key in enumerate(self._keys):
+            if self._store.check([key]):
+                state = RankState(*json.loads(self._store.get(key)))
+                if state.beats != self._all[rank].beats:
+                    self._heard_s[rank] = self._clock()
+                self._all[rank] = state
+        self._read_s = self._clock()
+
+    def judge(self) -> None:
+        """Tell of ranks that hang, that are waited for, or that are slow, if this rank is the one to tell."""
+        now_s, before_s = self._clock(), self._judged_s
+        self._judged_s = now_s
+        if now_s - before_s > SILENT_S / 2:  # this process itself was stopped: it could hear nobody
+            self._read_s, self._heard_s = now_s, dict.fromkeys(self._heard_s, now_s)
+        if self._over.is_set():
+            return
+        if now_s - self._read_s > SILENT_S + self._rank * BEAT_S:  # one after another: the first ends all
+            self._tell({0: f"{self._words(0)}; it keeps the ranks' store, which does not answer"}, lost=True)
+            return
+        present = {rank: state for rank, state in self._all.items() if not state.left}
+        silent = {rank for rank in present if now_s - self._heard_s[rank] > SILENT_S}
+        if self._rank != min(present.keys() - silent, default=-1):
+            return
+        if silent:
+            self._tell({rank: f"{self._words(rank)}; its process does not answer" for rank in silent}, lost=True)
+            return
+        self._compare(present)
+        if not any(state.stuck for state in present.values()):
+            self._told.clear()
+            return
+        elsewhere = {rank for rank, state in present.items() if state.in_step_s < 0}
+        if elsewhere:  # what they wait for has a deadline of its own
+            self._tell({rank: f"{self._words(rank)}: the other ranks wait for it" for rank in elsewhere})
+        else:
+            self._tell({rank: self._words(rank) for rank in _least_far(present)}, lost=True)
+
+    def _words(self, rank: int) -> str:
+        state = self._all[rank]
+        if not state.beats:
+            return f"rank {rank}, of which nothing was heard"
+        return f"rank {rank} ({state.process}) after {state.steps} steps, last seen in {state.at}"
+
+    def _tell(self, words: dict[int, str], lost: bool = False) -> None:
+        """Tell of ranks, once. lost: they hang, and the worker with them."""
+        if words.keys() <= self._told:
+            return
+        told = "; ".join(words[rank] for rank in sorted(words))
+        if lost:
+            waiting = next((state.at for rank, state in sorted(self._all.items()) if rank not in words), "")
+            told = f"hangs: {told}" + (f"; others wait in {waiting}" if waiting else "")
+        self._told |= words.keys()
+        self._trouble(told)
+        if lost:
+            self._lost()
+
+    def _compare(self, present: dict[int, RankState]) -> None:
+        for rank, state in present.items():
+            equals = [s.product_s for r, s in present.items() if r != rank and s.kind == state.kind and s.turn]
+            if not equals or self._seen.get(rank, 0) == state.turn:
+                continue
+            self._seen[rank] = state.turn
+            usual = median(equals)
+            self._slow[rank] = self._slow[rank] + 1 if state.product_s >= FACTOR * usual else 0
+            if self._slow[rank] == IN_A_ROW:
+                self._trouble(
+                    f"rank {rank} on {state.process} computes at {usual / state.product_s:.0%} of its equals' speed, "
+                    f"and all wait for it: a matrix product takes {1e3 * state.product_s:.3g} ms there, "
+                    f"{1e3 * usual:.3g} ms elsewhere; look at that device's clocks, temperature and errors "
+                    "(nvidia-smi -q), and at what else the host does"
+                )
+
+
+def _least_far(states: dict[int, RankState]) -> list[int]:
+    """Choose the ranks that keep the others waiting: those with the fewest steps; of these, those that are in no
+    collective, if others are; of these, those whose place is the rarest."""
+    fewest = min(state.steps for state in states.values())
+    behind = {rank: state for rank, state in states.items() if state.steps == fewest}
+    busy = {rank: state for rank, state in behind.items() if "distributed" not in state.at} or behind
+    places = Counter(state.at for state in busy.values())
+    return [rank for rank, state in busy.items() if places[state.at] == min(places.values())]
+
+
+def _place(frame: object) -> str:
+    """Name the innermost functions of a thread's stack, with file and line."""
+    stack = islice(walk_stack(frame), FRAMES) if frame is not None else ()  # type: ignore[arg-type]
+    return " < ".join(
+        f"{f.f_code.co_name} ({'/'.join(Path(f.f_code.co_filename).parts[-2:])}:{line})" for f, line in stack
+    )
+
+
+def product_s(device: torch.device) -> float:
+    """Time a matrix product: the fastest of some turns, in seconds. The first one also waits for what the device has
+    to do."""
+    a = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device) if device.type == "cuda" else torch.ones(256, 256)
+    times = [time.perf_counter()]
+    for _ in range(TURNS):
+        torch.mm(a, a)[0, 0].item()
+        times.append(time.perf_counter())
+    return min(end - begin for begin, end in pairwise(times))

@@ -1,0 +1,211 @@
+"""A rank that hangs, or is far slower than its equals, is told within a minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from geotrain.worker import rank_watch
+from geotrain.worker.rank_watch import BEAT_S, EVERY_S, RankState, RankWatch
+from tests.support.inner_worlds import run_world
+from tests.support.process_trees import until
+
+CPU = torch.device("cpu")
+STEP_S = 0.5
+WITHIN_S = 30.0  # of collectives in a real world
+
+
+class Ranks:
+    """Ranks of one worker in virtual time, over a store of torch's. seconds: of each one's product, which may change;
+    None: its process is stopped. waits: ranks that are in no step; blocked: those that never end theirs. All others
+    wait for these in their steps."""
+
+    def __init__(self, *seconds: float | None) -> None:
+        self.seconds, self.now_s, self.told = list(seconds), 0.0, list[tuple[float, str]]()
+        self.waits, self.blocked, self.lost = set[int](), set[int](), list[tuple[float, int]]()
+        store = dist.HashStore()
+
+        def rank(number: int) -> RankWatch:
+            return RankWatch(
+                CPU,
+                lambda what: self.told.append((self.now_s, what)),
+                lambda: self.lost.append((self.now_s, number)),
+                store,
+                number,
+                len(seconds),
+                measure=lambda device: self.seconds[number] or 0.0,
+                clock=lambda: self.now_s,
+            )
+
+        self.ranks = [rank(number) for number in range(len(seconds))]
+
+    def run(self, for_s: float) -> None:
+        end_s = self.now_s + for_s
+        while self.now_s < end_s:
+            self.now_s += STEP_S
+            alive = {n: rank for n, rank in enumerate(self.ranks) if self.seconds[n] is not None}
+            together = not self.waits | self.blocked and len(alive) == len(self.ranks)
+            for number, rank in alive.items():
+                if together or (number in self.waits and rank._step_s >= 0):
+                    rank.after_step()
+                if together and number not in self.waits:
+                    rank.begin_step()
+            for each in [rank.speak for rank in alive.values()] + [rank.judge for rank in alive.values()]:
+                if not self.now_s % BEAT_S:
+                    each()
+
+
+def test_a_slow_rank_is_told_once_within_a_minute_of_its_fault() -> None:
+    ranks = Ranks(1e-3, 1e-3, 1.2e-3, 1e-3)
+    ranks.run(300.0)
+    assert ranks.told == []
+    ranks.seconds[2], begin_s = 2.5e-3, ranks.now_s
+    ranks.run(300.0)
+    ((at_s, words),) = ranks.told
+    assert at_s - begin_s < 60.0
+    assert (
+        re.search(r"rank 2 on \S+, process \d+ computes at 40% of its equals' speed", words)
+        and "2.5 ms there, 1 ms" in words
+    )
+    ranks.seconds[2] = 1e-3
+    ranks.run(100.0)
+    ranks.seconds[2] = 2.5e-3
+    ranks.run(100.0)
+    assert len(ranks.told) == 2  # it was well in between
+
+
+@pytest.mark.parametrize("seconds", [(1e-3,), (1e-3, 1.9e-3)])
+def test_nobody_is_slow_without_an_equal_or_by_less_than_twice(seconds: tuple[float, ...]) -> None:
+    ranks = Ranks(*seconds)
+    ranks.run(200.0)
+    assert ranks.told == []
+
+
+def test_a_moment_is_no_fault() -> None:
+    ranks = Ranks(1e-3, 1e-3)
+    ranks.seconds[1] = 5e-3
+    ranks.run(2 * EVERY_S + 1)
+    ranks.seconds[1] = 1e-3
+    ranks.run(2 * EVERY_S)
+    assert ranks.told == []
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_rank_whose_process_is_stopped_is_told_within_a_minute_and_ends_its_worker(number: int) -> None:
+    ranks = Ranks(1e-3, 1e-3, 1e-3)
+    ranks.run(100.0)
+    ranks.seconds[number], begin_s = None, ranks.now_s
+    ranks.run(300.0)
+    ((at_s, words),) = ranks.told
+    assert at_s - begin_s < 60.0 and ranks.lost == [(at_s, 1 if number == 0 else 0)]
+    assert re.match(
+        rf"hangs: rank {number} \(\S+, process \d+\) after \d+ steps, last seen in speak .*; its pro", words
+    )
+
+
+def test_a_rank_that_others_wait_for_in_a_step_is_told_and_ends_its_worker(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(1e-3, 1e-3, 1e-3)
+    ranks.run(100.0)
+    ranks.blocked, begin_s = {1}, ranks.now_s
+    ranks.run(300.0)
+    ((at_s, words),) = ranks.told
+    assert at_s - begin_s < 60.0 and ranks.lost == [(at_s, 0)] and words.startswith("hangs: rank 0 (")
+    assert capfd.readouterr().err.count("most recent call first") == 3  # each wrote its stack once
+
+
+def test_a_rank_that_waits_for_data_or_a_server_is_told_and_ends_nothing() -> None:
+    ranks = Ranks(1e-3, 1e-3)
+    ranks.run(100.0)
+    ranks.waits = {1}
+    ranks.run(300.0)
+    ((_, words),) = ranks.told
+    assert words.startswith("rank 1 (") and words.endswith("the other ranks wait for it") and ranks.lost == []
+
+
+def test_a_pause_of_all_processes_is_no_fault_of_one() -> None:
+    ranks = Ranks(1e-3, 1e-3)
+    ranks.run(100.0)
+    ranks.now_s += 1000.0
+    for rank in ranks.ranks:
+        rank.judge()
+    ranks.run(100.0)
+    assert ranks.told == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "places", "hang"),
+    [
+        ((7, 6, 7), ("distributed", "load", "distributed"), [1]),
+        ((7, 7, 7), ("distributed", "load", "distributed"), [1]),
+        ((7, 7, 7), ("wait", "wait", "mm"), [2]),
+        ((7, 7), ("all_reduce (distributed)", "all_reduce (distributed)"), [0, 1]),
+    ],
+    ids=["a step behind", "in no collective", "elsewhere than most", "all at one place"],
+)
+def test_who_keeps_the_others_waiting(steps: tuple[int, ...], places: tuple[str, ...], hang: list[int]) -> None:
+    states = [RankState(9, "cpu", "a", steps=n, at=at) for n, at in zip(steps, places, strict=True)]
+    assert rank_watch._least_far(dict(enumerate(states))) == hang
+
+
+def in_a_world(how: str, number: int) -> str:
+    """Rank `number` hangs in a step of a real world; what the other rank is told before its collective gives up."""
+    rank_watch.BEAT_S, rank_watch.SILENT_S, rank_watch.STUCK_S = 0.2, 3.0, 6.0
+    from geotrain.inner.runtime.parallel import join
+
+    join(timeout_s=WITHIN_S)
+    told: list[str] = []
+    lost = threading.Event()
+    watch = RankWatch(CPU, told.append, lost.set)
+    watch.start()
+    for step in range(4):
+        watch.begin_step()
+        if step == 3:
+            assert until(lambda: all(state.steps == 3 for state in watch._all.values()), WITHIN_S)
+            dist.barrier()  # each has read what the other says
+        if dist.get_rank() == number and step == 3:
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(600.0)
+        if step == 3:
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.zeros(1))
+            break
+        dist.all_reduce(torch.zeros(1))
+        watch.after_step()
+    assert lost.is_set() and len(told) == 1
+    return told[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "words"),
+    [
+        ("stopped", 1, r"hangs: rank 1 .*last seen in .*in_a_world.*its process does not answer; others wait in"),
+        ("asleep", 1, r"hangs: rank 1 .*after 3 steps, last seen in in_a_world \(worker/test_rank_watch.py:\d+\)"),
+        ("stopped", 0, "hangs: rank 0 .*in_a_world.*; it keeps the ranks' store, which does not answer"),
+    ],
+)
+def test_a_rank_of_a_real_world_hangs(how: str, number: int, words: str) -> None:
+    results: list[Any] = run_world(2, in_a_world, how, number, lost=[number])
+    assert re.match(words, results[1 - number]), results
+
+
+def test_the_product_of_this_machine_takes_some_time() -> None:
+    told: list[str] = []
+    store, now_s = dist.HashStore(), [0.0]
+    rank = RankWatch(CPU, told.append, store=store, rank=1, ranks=2, clock=lambda: now_s[0])
+    rank.after_step()
+    assert rank._own.product_s == 0.0
+    now_s[0] = EVERY_S
+    rank.after_step()
+    rank.speak()
+    said = RankState(*json.loads(store.get("geotrain.rank.1")))
+    assert 0.0 < said.product_s < 10.0 and (said.kind, said.steps, said.turn) == ("cpu", 2, 1)
