@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from geotrain.common.files import whole_folder
 from geotrain.config import ConfigError, RunConfig
@@ -68,6 +66,8 @@ def write_dcp(
             raise HFCheckpointError(f"export: tensor {name!r} is not finite in {dtype}")
     if missing := [name for name, theirs in names.items() if theirs not in state]:
         raise HFCheckpointError(f"export: {', '.join(missing)} missing")
+    import torch.distributed.checkpoint as dcp
+
     with whole_folder(folder, "export") as target:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(target), no_dist=True)
 
@@ -76,6 +76,8 @@ def read_dcp(folder: Path, architecture: Architecture) -> Iterator[tuple[str, Te
     """Read a checkpoint's tensors, one at a time in canonical order; what else it holds is passed over. It has no
     config: names and shapes are compared before any weight is read. Raises HFCheckpointError and
     UnsupportedModelError."""
+    import torch.distributed.checkpoint as dcp  # a fifth of a server's start, and few runs start from one
+
     names, reader = names_of(architecture), dcp.FileSystemReader(folder)
     try:
         held = reader.read_metadata().state_dict_metadata
@@ -84,8 +86,8 @@ def read_dcp(folder: Path, architecture: Architecture) -> Iterator[tuple[str, Te
     empty: dict[str, Tensor] = {}
     for parameter in canonical_parameters(architecture):
         theirs, found = names[parameter.name], held.get(names[parameter.name])
-        if not isinstance(found, TensorStorageMetadata) or tuple(found.size) != parameter.shape:
-            said = list(found.size) if isinstance(found, TensorStorageMetadata) else "not there"
+        if not isinstance(found, dcp.TensorStorageMetadata) or tuple(found.size) != parameter.shape:
+            said = list(found.size) if isinstance(found, dcp.TensorStorageMetadata) else "not there"
             raise HFCheckpointError(f"{folder}: {theirs!r} is {said}, in the run's model {list(parameter.shape)}")
         empty[parameter.name] = torch.empty(0, dtype=found.properties.dtype)
 

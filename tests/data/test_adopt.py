@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from typer.testing import CliRunner
 
 from geotrain.commands.cli import app
@@ -17,6 +16,10 @@ from geotrain.data.dataset import adopt, end_of_document, manifest_path, open_da
 from geotrain.data.loader import open_training
 from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.data.tokens import DataError, open_tokens
+from geotrain.inner.runtime.platform import quiet_imports
+
+with quiet_imports():
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 END = 256
 DOCUMENTS = [[[1, 2, 3], [4, END]], [[5, END]], [[6, 7, 8, 9, 10, 11, 12, 13, END]]]  # of sentences

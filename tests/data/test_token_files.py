@@ -12,6 +12,7 @@ import pytest
 
 from geotrain.data import tokens
 from geotrain.data.tokens import DataError, TokenWriter, open_tokens
+from geotrain.inner.runtime.platform import quiet_imports
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
 
@@ -41,7 +42,8 @@ def test_round_trip(tmp_path: Path, vocab_size: int, dtype: type) -> None:
 
 
 def test_megatron_reads_it(tmp_path: Path) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    with quiet_imports():
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(write(tmp_path / "train"))
     assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS

@@ -341,6 +341,20 @@ def test_tests_share_through_support() -> None:
         assert not path.name.startswith(repeated), f"{path.relative_to(ROOT)}: its folder says {path.parent.name}"
 
 
+def test_what_is_slow_to_import_waits() -> None:
+    """The first bare import of megatron decides for a whole process: it decorates by torch.compile, which takes 2 s
+    on a CPU, and then other functions are tested than ranks call. DCP takes a fifth of a server's start."""
+    late = {"megatron": ("geotrain", "launch", "tests", "benchmarks"), "torch.distributed.checkpoint": PRODUCT}
+    bare = [
+        where(path, node)
+        for library, folders in late.items()
+        for path in files(*folders)
+        for node in tree(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom) and ast.unparse(node).split()[1].startswith(library)
+    ]
+    assert not bare, bare
+
+
 def test_launching_and_operating_import_no_torch() -> None:
     """It takes seconds, of every command that a person types."""
     modules = (
