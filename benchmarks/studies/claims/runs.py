@@ -22,7 +22,7 @@ from benchmarks.studies.claims.kept import EVERY_S, Kept
 from benchmarks.studies.claims.methods import METHODS, Settings, whole_steps
 from benchmarks.studies.claims.worlds import WORLDS
 from benchmarks.studies.environments import HALOS, Environment, load_environment
-from benchmarks.studies.learner.text import standard_library
+from benchmarks.studies.learner.text import carried_text
 from benchmarks.studies.learner.training import Curve, Point, Study, training_task
 from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig
@@ -66,7 +66,7 @@ class Job:
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json", exclude_defaults=True)
         world = asdict(r.world, dict_factory=lambda pairs: {k: v for k, v in pairs if LATER.get(k, pairs) != v})
-        parts = (VERSION, asdict(self), outer, world, asdict(r.study), standard_library().digest)
+        parts = (VERSION, asdict(self), outer, world, asdict(r.study), carried_text().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -168,7 +168,7 @@ def run(
         "cpu_s": cpu_s,
         "wall_s": wall_s,
         "hardware": hardware(),
-        "text": standard_library().digest,
+        "text": carried_text().digest,
     }
 
 
