@@ -21,12 +21,12 @@ def train() -> dict[str, Tensor]:
         Stacked.of(model.start, 1),
         model.start,
     )
-    one = torch.ones(1, dtype=torch.float64)
+    rates = torch.full((1,), RATE, dtype=torch.float64)
     for step in range(study.steps):
         if step == WARMUP_STEPS:
             anchor = models.weights[0].clone()
         samples = carried_text().samples(step * study.batch, study.batch, study.length, study.seed)
         _, gradients = model.gradients(models.weights, torch.from_numpy(samples)[None])
-        optimizer.step(models, gradients, RATE * one, one)
+        optimizer.step(models, gradients, rates)
     parts = model.parts(anchor - models.weights[0])
     return {p.name: parts[p.name].view(p.shape) for p in model.parameters}

@@ -97,25 +97,22 @@ class StackedOptimizer:
 
     @torch.no_grad()
     @denormals_as_zero()
-    def step(self, models: Stacked, gradients: Tensor, rates: Tensor, active: Tensor) -> None:
-        """Step the models in place, and their gradients are scratch. rates, active: fp64 [workers]; a model whose
-        `active` is 0, in place of 1, stays as it is."""
+    def step(self, models: Stacked, gradients: Tensor, rates: Tensor) -> None:
+        """Step the models in place, and their gradients are scratch. rates: fp64 [workers]."""
         s = self.settings
-        models.steps += active
-        count = models.steps.clamp_min(1)
+        models.steps += 1
+        count = models.steps
         gradients *= (s.clip / gradients.norm(dim=1, keepdim=True)).clamp_max(1.0)
-        rates = rates * active
 
         def column(x: Tensor) -> Tensor:
             return x.float()[:, None]
 
-        first, second = (1 - beta for beta in s.betas)
         root = (1 - s.betas[1] ** count).sqrt()
         pace, eps = column(rates * root / (1 - s.betas[0] ** count)), column(s.eps * root)
         for span, decay in self._spans:
             w, m, v, g = models.weights[:, span], models.m[:, span], models.v[:, span], gradients[:, span]
-            m.lerp_(g, column(first * active))
-            v.lerp_(g.square(), column(second * active))
+            m.lerp_(g, 1 - s.betas[0])
+            v.lerp_(g.square(), 1 - s.betas[1])
             w *= column(1 - rates * decay)
             w -= pace * m / (v.sqrt() + eps)
         if s.muon is None:
@@ -125,7 +122,7 @@ class StackedOptimizer:
             updates = []
             for span in spans:
                 m, g = models.m[:, span], gradients[:, span]
-                m.lerp_(g, column((1 - s.muon) * active))
+                m.lerp_(g, 1 - s.muon)
                 updates.append(g.lerp(m, share))
             flat = kernels.orthogonalize(torch.stack(updates).view(-1, *shape))
             moves = flat.view(len(spans), len(gradients), -1).mul_(column(0.2 * sqrt(max(shape)) * rates))

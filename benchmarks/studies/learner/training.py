@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,9 +82,6 @@ class Fleet:
     A worker's step waits in its queue until somebody wants that worker's weights, moments or losses; then a step of
     every worker that has one waiting is computed at once, and so on until the queue is empty. A step follows from
     the worker's own weights and data alone, so that nobody's results depend on when that is.
-
-    in_powers: whether steps are computed of 1, 2, 4 … rows, some of which stay as they are: on a GPU, where each of
-    these steps is recorded once.
     """
 
     def __init__(
@@ -94,7 +90,6 @@ class Fleet:
     ) -> None:  # fmt: skip
         self.study, self.model, self.outer, self.parameter_map = study, model, outer, parameter_map
         self.train_samples, self.samples = train_samples, samples
-        self.in_powers = model.start.is_cuda
         self.optimizer = StackedOptimizer(study.inner, model.parameters)
         self.members: list[Learning] = []
         self._models: Stacked | None = None
@@ -124,23 +119,16 @@ class Fleet:
 
     def _step(self, samples: Mapping[int, int]) -> list[tuple[int, Tensor]]:
         """Take a step of these rows, from their samples on. Returns their losses."""
-        width = len(samples)
-        if self.in_powers:
-            width = min(1 << (width - 1).bit_length(), len(self.members))
-        others = (row for row in range(len(self.members)) if row not in samples)
-        rows = sorted([*samples, *islice(others, width - len(samples))])
-        if width not in self._steps:
-            self._steps[width] = StackedStep(self, width)
-        tokens = np.zeros((width, self.samples, self.study.length + 1), np.int64)
-        scalars = np.zeros((2, width))  # rates, and whether a step is taken
-        for i, row in enumerate(rows):
-            if row in samples:
-                first, quarter = samples[row], self.members[row].quarter
-                drawn = first, self.samples, self.study.length, self.study.seed, quarter
-                tokens[i] = carried_text().samples(*drawn)
-                scalars[:, i] = self.study.inner.rate((first + self.samples) / self.train_samples), 1.0
-        losses = self._steps[width](np.array(rows), tokens, scalars)
-        return [(row, loss) for row, loss in zip(rows, losses, strict=True) if row in samples]
+        study, text = self.study, carried_text()
+        tokens = [
+            text.samples(first, self.samples, study.length, study.seed, self.members[row].quarter)
+            for row, first in samples.items()
+        ]
+        rates = [study.inner.rate((first + self.samples) / self.train_samples) for first in samples.values()]
+        if len(samples) not in self._steps:
+            self._steps[len(samples)] = StackedStep(self, len(samples))
+        losses = self._steps[len(samples)](np.array(list(samples)), np.stack(tokens), np.array(rates))
+        return list(zip(samples, losses, strict=True))
 
 
 class StackedStep:
@@ -149,39 +137,40 @@ class StackedStep:
 
     def __init__(self, fleet: Fleet, width: int) -> None:
         self.fleet, device = fleet, fleet.model.start.device
+        self.everybody = width == len(fleet.members)
         self.rows = torch.arange(width, device=device)
         self.tokens = torch.zeros(width, fleet.samples, fleet.study.length + 1, dtype=torch.int64, device=device)
-        self.scalars = torch.zeros(2, width, dtype=torch.float64, device=device)
+        self.rates = torch.zeros(width, dtype=torch.float64, device=device)
         self.losses = torch.zeros(width, device=device)
-        self._run = self._compute
-        if device.type == "cuda":
-            self._run = self._recorded()
+        self._run = self._recorded() if device.type == "cuda" else self._compute
 
-    def __call__(self, rows: np.ndarray, tokens: np.ndarray, scalars: np.ndarray) -> Tensor:
+    def __call__(self, rows: np.ndarray, tokens: np.ndarray, rates: np.ndarray) -> Tensor:
         """Take the step; returns the rows' losses."""
-        for mine, given in ((self.rows, rows), (self.tokens, tokens), (self.scalars, scalars)):
+        for mine, given in ((self.rows, rows), (self.tokens, tokens), (self.rates, rates)):
             mine.copy_(torch.from_numpy(given))
         self._run()
         return self.losses.clone()
 
     def _compute(self) -> None:
-        fleet = self.fleet
-        everybody = len(self.rows) == len(fleet.members)
-        models = fleet.models if everybody else fleet.models.rows(self.rows)
-        losses, gradients = fleet.model.gradients(models.weights, self.tokens)
-        fleet.optimizer.step(models, gradients, *self.scalars)
-        if not everybody:
-            fleet.models.put(self.rows, models)
+        models = self.fleet.models if self.everybody else self.fleet.models.rows(self.rows)
+        self._step(models)
+        if not self.everybody:
+            self.fleet.models.put(self.rows, models)
+
+    def _step(self, models: Stacked) -> None:
+        losses, gradients = self.fleet.model.gradients(models.weights, self.tokens)
+        self.fleet.optimizer.step(models, gradients, self.rates)
         self.losses.copy_(losses)
 
     def _recorded(self) -> Callable[[], None]:
-        """Record the step after some that change nothing: no row takes one."""
+        """Record the step after some of copies, in which libraries allocate what they keep."""
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            for _ in range(3):
-                self._compute()
+            for _ in range(2):
+                self._step(self.fleet.models.rows(self.rows))
         torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.empty_cache()  # the recorded steps' memory is their own
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=_pool()):
             self._compute()
