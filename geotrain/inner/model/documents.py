@@ -36,13 +36,9 @@ def inside_documents(boundaries: Tensor, batch: int, length: int) -> Tensor:
 def suits_varlen(query: Tensor, value: Tensor) -> bool:
     """Whether torch's attention over samples in a row takes these (`attends_without_masks`), where they are: on an
     NVIDIA GPU from Ampere on."""
-    wide = query.shape[-1], value.shape[-1], query.dtype.itemsize
-    return (
-        query.is_cuda
-        and torch.version.hip is None
-        and attends_without_masks(*wide)
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+    if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return False
+    return attends_without_masks(query.shape[-1], value.shape[-1], query.dtype.itemsize)
 
 
 def attend_in_a_row(
@@ -59,11 +55,10 @@ def attend_in_a_row(
     length, batch, heads, _ = query.shape
     if boundaries is None:
         boundaries = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query.device)
-    out = varlen_attn(
-        *in_a_row(query, key, value), boundaries, boundaries, length, length, scale=scale,
-        window_size=(-1 if before is None else before, 0), enable_gqa=key.shape[2] != heads,
-    )  # fmt: skip
-    return side_by_side(out, batch)
+    q, k, v = in_a_row(query, key, value)
+    near, grouped = (-1 if before is None else before, 0), key.shape[2] != heads
+    settings: dict[str, Any] = {"scale": scale, "window_size": near, "enable_gqa": grouped}
+    return side_by_side(varlen_attn(q, k, v, boundaries, boundaries, length, length, **settings), batch)
 
 
 def in_a_row(*tensors: Tensor) -> list[Tensor]:
@@ -71,7 +66,7 @@ def in_a_row(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(0, 1).flatten(0, 1) for x in tensors]
 
 
-def side_by_side(out: Tensor, batch: int) -> Tensor:
+def side_by_side(out: Any, batch: int) -> Tensor:
     """Lay them back: [batch · sequence, heads, head_dim] becomes [sequence, batch, heads · head_dim]."""
     return out.reshape(batch, len(out) // batch, -1).transpose(0, 1).contiguous()
 
