@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 # 1: .venv sees what PYTHON has installed, such as a container's torch, Transformer Engine and apex
 SYSTEM_SITE_PACKAGES ?=
+# of torch, 2.11.0 or newer, in place of what constraints.txt pins
+TORCH_VERSION ?=
 KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 
 # where Debian keeps sshd and tc; a shell that became root by a plain `su` does not look there
@@ -17,7 +19,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: setup.py constraints.txt launch/install.sh launch/cuda_driver.py
-	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" SYSTEM_SITE_PACKAGES="$(SYSTEM_SITE_PACKAGES)" bash launch/install.sh $(VENV)
+	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" SYSTEM_SITE_PACKAGES="$(SYSTEM_SITE_PACKAGES)" \
+	  TORCH_VERSION="$(TORCH_VERSION)" bash launch/install.sh $(VENV)
 	touch $@
 
 train: install

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes a virtual environment and installs GeoTrain into it, versions pinned by constraints.txt: by uv where it is
 # there, else by pip.
-# usage: PYTHON=python3 PIP_ARGS="…" SYSTEM_SITE_PACKAGES=1 UV=uv launch/install.sh .venv
+# usage: PYTHON=python3 PIP_ARGS="…" SYSTEM_SITE_PACKAGES=1 TORCH_VERSION=2.11.0 UV=uv launch/install.sh .venv
 #   UV: the uv to use; empty: pip.
 #   PIP_ARGS: passed to every call of pip or `uv pip`, for example an index of CPU builds of torch. Without it, a driver that does not
 #     bear the CUDA of PyPI's torch ends the installation before it begins.
 #   SYSTEM_SITE_PACKAGES: if not empty, the environment sees what $PYTHON has installed: a container's torch with
 #     Transformer Engine and apex. That torch is kept.
+#   TORCH_VERSION: of torch, from 2.11 on, in place of what constraints.txt pins; its own Triton comes with it.
 set -euo pipefail
 venv=$1
 python=${PYTHON:-python3}
@@ -31,6 +32,7 @@ elif ! "$python" -m venv "${options[@]}" "$venv" 2>/dev/null; then
   "$python" -m pip install --quiet --user --break-system-packages virtualenv || "$python" -m pip install --quiet virtualenv
   "$python" -m virtualenv --quiet "${options[@]}" "$venv"
 fi
+kept=${kept:-${TORCH_VERSION:+torch==$TORCH_VERSION}}
 if [[ $kept ]]; then
   # What is compiled against this torch works with no other. An image may also pin, for the whole system, other
   # versions than ours of what is installed into the environment.

@@ -9,6 +9,7 @@ with --record, results.csv.
     python -m benchmarks.gpu --plan                   # what is measured, and its goals
     make gpu                                          # everything, recorded
     make gpu GPU_ARGS="tests:200 engines"             # only these parts, the first within 200 s
+    make gpu GPU_ARGS=learning                        # a study: data parallelism beside ours
     python -m benchmarks.gpu --small                  # tiny sizes, on the CPU too: whether everything runs
 """
 
@@ -26,7 +27,7 @@ from pathlib import Path
 from benchmarks import ROOT
 from benchmarks.common import command_line, hardware, record, report, versions
 from benchmarks.gpu.goals import page, plan, unit, verdict
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.parts import BY_NAME, PARTS
 from benchmarks.gpu.rows import read_rows, told_to
 from geotrain.common.files import whole_file
 from geotrain.kernels.devices import cuda_devices
@@ -34,7 +35,9 @@ from geotrain.kernels.devices import cuda_devices
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("parts", nargs="*", help=f"NAME[:SECONDS] of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "parts", nargs="*", help=f"NAME[:SECONDS] of {', '.join(PARTS)}; default: all but {', '.join(BY_NAME)}"
+    )
     parser.add_argument("--plan", action="store_true", help="print what is measured and its goals, and end")
     parser.add_argument("--small", action="store_true", help="tiny sizes, also without a GPU; proves nothing")
     parser.add_argument("--page", type=Path, default=ROOT / "benchmarks/out/gpu.md", help="where the page is written")
@@ -43,7 +46,7 @@ def main() -> int:
     if options.plan:
         print(plan())
         return 0
-    chosen = [part.partition(":") for part in options.parts or PARTS]
+    chosen = [part.partition(":") for part in options.parts or (name for name in PARTS if name not in BY_NAME)]
     if unknown := [name for name, _, _ in chosen if name not in PARTS]:
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
     gpus = cuda_devices()

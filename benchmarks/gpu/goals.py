@@ -34,6 +34,7 @@ GOALS = (
     GpuGoal("step.tokens_per_s", what="tokens of all ranks, ZeRO-1", unit="tokens/s"),
     GpuGoal("step.vs_torch", least=1.0, what="ZeRO-1 on one GPU over a plain PyTorch loop of transformers' model"),
     GpuGoal("step.vs_torchtitan", what="the same over torchtitan's model, compiled, where torchtitan is installed"),
+    GpuGoal("learning.*.gap", what="ours: loss over that of data parallelism after as many tokens, less 1"),
     GpuGoal("step.acco_speedup", least=1.0, what="ACCO over NCCL, over ZeRO-1", needs_gpus=2),
 )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import ROOT, codec, kernels, overhead
-from benchmarks.gpu import engines, step
+from benchmarks.gpu import engines, learning, step
 from benchmarks.gpu.rows import Tell, told_to
 from benchmarks.processes import be_only_rank
 from geotrain.kernels.devices import cuda_devices
@@ -24,13 +24,14 @@ from geotrain.outer.codec import make_codec
 MARK = "pytest.mark.gpu"
 TESTS_AT_ONCE = 12  # most of a test's time is Triton's compiler, on a core of the host
 MODELS = ROOT / "configs" / "models"
+LEARNERS = ("10m", "25m", "50m")
 
 
 @dataclass(frozen=True)
 class Sizes:
     """test_files: the most that are run. cases: the most that are compared. numel: elements that a kernel is timed
     on. step: model, tokens of a sample, samples of a micro-batch, micro-batches of a replica's step. outer_loop: the
-    same; local_steps: H. pairs: of jobs with and without the outer loop."""
+    same; local_steps: H. pairs: of jobs with and without the outer loop. learners: sizes of the learning study."""
 
     test_files: int
     cases: int
@@ -41,10 +42,11 @@ class Sizes:
     outer_loop: tuple[str, int, int, int]
     local_steps: int
     pairs: int
+    learners: tuple[str, ...]
 
 
-FULL = Sizes(1000, 1000, 1 << 27, 15, ("llama-1b", 2048, 2, 8), 8, ("llama-125m", 1024, 8, 4), 16, 5)
-SMALL = Sizes(1, 2, 1 << 12, 2, ("llama-tiny", 32, 1, 2), 2, ("llama-tiny", 32, 2, 1), 2, 1)
+FULL = Sizes(1000, 1000, 1 << 27, 15, ("llama-1b", 2048, 2, 8), 8, ("llama-125m", 1024, 8, 4), 16, 5, LEARNERS)
+SMALL = Sizes(1, 2, 1 << 12, 2, ("llama-tiny", 32, 1, 2), 2, ("llama-tiny", 32, 2, 1), 2, 1, ("tiny",))
 
 
 def tests(sizes: Sizes, rows: Path, tell: Tell) -> None:
@@ -112,6 +114,11 @@ def outer_loop(sizes: Sizes, rows: Path, tell: Tell) -> None:
     tell("outer_loop.tokens_per_s", found["tokens_per_s_with"])
 
 
+def learning_study(sizes: Sizes, rows: Path, tell: Tell) -> None:
+    for name in sizes.learners:
+        learning.compare(name, "cuda" if cuda_devices() else "cpu", tell)
+
+
 # name: (seconds that it may take, what it does)
 PARTS: dict[str, tuple[float, Callable[[Sizes, Path, Tell], None]]] = {
     "tests": (110.0, tests),
@@ -119,7 +126,9 @@ PARTS: dict[str, tuple[float, Callable[[Sizes, Path, Tell], None]]] = {
     "kernels": (60.0, timed_kernels),
     "step": (120.0, one_step),
     "outer_loop": (70.0, outer_loop),
+    "learning": (540.0, learning_study),
 }
+BY_NAME = ("learning",)  # parts that run only if they are asked for: they take as long as all others
 
 
 def main() -> None:

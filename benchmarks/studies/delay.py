@@ -132,9 +132,9 @@ def sharing_momenta(make: Callable[[WorkerSpec], Learner]) -> Callable[[WorkerSp
 
         def on_weights(weights: ChunkWeights, start: bool = False) -> None:
             take(weights, start)
-            optimizers = [other.optimizer for other in members]
-            mine.optimizer.m.copy_(torch.stack([o.m for o in optimizers]).mean(0))
-            mine.optimizer.v.copy_(torch.stack([o.v for o in optimizers]).mean(0))
+            moments = [other.moments() for other in members]
+            for i, own in enumerate(mine.moments()[:2]):
+                own.copy_(torch.stack([theirs[i] for theirs in moments]).mean(0))
 
         mine.on_weights = on_weights  # type: ignore[method-assign]
         return mine
@@ -219,7 +219,7 @@ class Averaged(Curve):
 
     def __init__(self, study: Study) -> None:
         super().__init__(study, points=1, windows=WINDOWS)
-        self.total, self.count = torch.zeros_like(self.model.flat), 0
+        self.total, self.count = torch.zeros_like(self.model.start), 0
 
     def watch(self, world: VirtualWorld) -> None:
         if world.top.server.lease_table.committed_samples >= (1 - LAST) * world.task.train_samples:

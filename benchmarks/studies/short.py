@@ -22,7 +22,7 @@ import torch
 from benchmarks import ROOT
 from benchmarks.common import command_line
 from benchmarks.studies.learner.optimizers import InnerSettings
-from benchmarks.studies.learner.text import standard_library
+from benchmarks.studies.learner.text import carried_text
 from benchmarks.studies.learner.training import Study, training_task
 from geotrain.config import OuterConfig, parse
 from geotrain.simulate.links import LinkSpec
@@ -72,9 +72,9 @@ def run(shape: tuple[int, int, int, int], rule: str, optimizer: str, seed: int) 
     inner = InnerSettings(RATES[optimizer], warmup_share=0.1, muon=0.95 if optimizer == "muon" else None)
     steps = regions * workers * local_steps * jobs
     study = Study(steps, hidden=48, layers=4, ffn=128, seed=seed, inner=inner)
-    model, text = study.model(), standard_library()
-    task = training_task(study, outer_of(rule, local_steps), model.flat.numel())
-    done = VirtualWorld(world(regions, workers, model.flat.numel()), task)
+    model, text = study.model(), carried_text()
+    task = training_task(study, outer_of(rule, local_steps), model.start.numel())
+    done = VirtualWorld(world(regions, workers, model.start.numel()), task)
     report, server = done.run(), done.top.server
     fragments = range(len(task.parameter_map.fragments))
     named = {n: t for f in fragments for n, t in task.parameter_map.split(f, server.weights(f))}

@@ -13,8 +13,9 @@ import pytest
 import benchmarks.gpu.__main__ as gpu
 from benchmarks import ROOT
 from benchmarks.common import RESULTS
-from benchmarks.gpu import engines, titan
+from benchmarks.gpu import engines, learning, parts, titan
 from benchmarks.gpu.goals import GOALS, goal_of, page, plan, unit, verdict
+from benchmarks.gpu.parts import PARTS, SMALL
 from benchmarks.gpu.rows import read_rows, told_to
 from tests.support.process_trees import marked, new_mark, until
 
@@ -77,13 +78,35 @@ def test_a_case_that_fails_is_named_and_the_others_are_compared() -> None:
     assert told == {"engines.fp32": 0.0, f"engines.{pair}": 0.0}
 
 
+def test_the_learning_study_has_curves_of_both_methods_and_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, float] = {}
+    parts.learning_study(SMALL, Path(), told.__setitem__)
+    for method in ("data_parallel", "ours"):
+        curve = [loss for metric, loss in told.items() if metric.startswith(f"learning.tiny.{method}.at_")]
+        assert len(curve) >= learning.POINTS // 2 and curve[-1] < curve[0] < 5.6  # nats a byte: ln 256 = 5.55
+    last = (told[f"learning.tiny.{method}.final"] for method in ("ours", "data_parallel"))
+    assert told["learning.tiny.gap"] == pytest.approx(next(last) / next(last) - 1)
+    assert goal_of("learning.tiny.gap") is not None and verdict("learning.50m.gap", 0.5, 1) == "–"
+    monkeypatch.setattr(learning, "run", lambda *_, **__: {"failed": "diverged"})
+    with pytest.raises(RuntimeError, match="tiny, data-parallel-muon: diverged"):
+        learning.compare("tiny", "cpu", told.__setitem__)
+
+
+def test_a_size_of_the_learning_study_is_some_minutes_of_arithmetic() -> None:
+    """Within five minutes at a tenth of what an H100 has in TF32, 495 Tflop/s."""
+    for name, of in zip(parts.LEARNERS, (10e6, 25e6, 50e6), strict=True):
+        counted = learning.flops(name)
+        assert counted.pop("parameters") == pytest.approx(of, rel=0.1)
+        assert sum(counted.values()) < 300 * 49.5e12
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_everything_in_it_runs(tmp_path: Path) -> None:
     rows = RESULTS.read_text()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--page", str(tmp_path / "page.md")]
-    command += ["--rows", str(tmp_path / "rows.jsonl")]
+    command += ["--rows", str(tmp_path / "rows.jsonl"), *PARTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "page.md").read_text()
@@ -99,6 +122,7 @@ def test_everything_in_it_runs(tmp_path: Path) -> None:
         "codecs.int4.decode_vs_memcpy",
         "step.acco_step_s",
         "outer_loop.exposed",
+        "learning.tiny.gap",
     ):
         assert f"| `{metric}` |" in text
     assert "| `tests.skipped` | " in text and "| `tests.skipped` | 0 |" not in text  # they were collected

@@ -53,7 +53,7 @@ class Traced:
 
 def kind_of(name: str) -> str:
     short = name.removeprefix("aten::")
-    return KINDS.get(short, "attention" if "dot_product" in short else "memory")
+    return KINDS.get(short, "attention" if "dot_product" in short or "varlen" in short else "memory")
 
 
 @contextmanager
@@ -94,6 +94,7 @@ def on_meta() -> Iterator[None]:
                 return made(**settings)
 
         replace(model, "GPTModel", on_device)
+        replace(model, "suits_varlen", lambda query, value: query.shape[-1] == value.shape[-1])
         yield
 
 
@@ -173,7 +174,8 @@ def traced_step(run: RunConfig, rank: int, ranks: int) -> Traced:
         for name in ("begin_reduction", "finish_reduction", "begin_gathering", "finish_gathering"):
             stack.enter_context(mock.patch.object(Bucket, name, in_phase("exchange", getattr(Bucket, name))))
         stack.enter_context(mock.patch.object(platform._HostStream, "synchronize", waits))
-        engine = build_engine(run, run.parallel, block)
+        ends = 0 if run.data.attention == "document" else None
+        engine = build_engine(run, run.parallel, block, end_of_document=ends)
         engine._run_schedule = in_phase("compute", engine._run_schedule)  # type: ignore[method-assign]
         shape = micro, run.data.sequence_length + 1
         batches = _Batches(torch.zeros(shape, dtype=torch.int64) for _ in range(engine.gradient_accumulation_steps()))

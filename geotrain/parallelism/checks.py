@@ -4,6 +4,7 @@ wrongly without an error (docs/footguns.md), others would fail only after minute
 from __future__ import annotations
 
 import math
+from importlib.metadata import version
 from typing import Any
 
 from geotrain.common.names import SHARE_DEVICES
@@ -29,6 +30,13 @@ def zero_stage(deepspeed_block: dict[str, Any]) -> int:
 def trains_in_bf16(deepspeed_block: dict[str, Any]) -> bool:
     """Whether weights are bf16 with fp32 masters; else everything is fp32."""
     return bool(deepspeed_block.get("bf16", {}).get("enabled", False))
+
+
+def attends_without_masks(query_dim: int, value_dim: int, element_bytes: int) -> bool:
+    """Whether attention inside documents and windows needs no mask on CUDA: torch's `varlen_attn` knows both, and
+    groups of queries, from 2.13 on; in 16 bits, with values as wide as queries, up to 256."""
+    torch = tuple(map(int, version("torch").split(".")[:2]))
+    return torch >= (2, 13) and element_bytes == 2 and query_dim == value_dim <= 256 and query_dim % 8 == 0
 
 
 def accumulates_in_fp32(deepspeed_block: dict[str, Any]) -> bool:

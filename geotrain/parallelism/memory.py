@@ -13,6 +13,7 @@ from geotrain.parallelism.checks import (
     CODED_AT_ONCE,
     accumulates_in_fp32,
     accumulation_steps,
+    attends_without_masks,
     check_layout,
     code_bytes,
     coded_bits,
@@ -63,12 +64,13 @@ def memory_per_rank(
     sequence_length: int,
     recompute: str = "none",
     fp8: bool = False,
+    documents: bool = False,
 ) -> MemoryPerRank:
     """Estimate the memory of the worker's fullest rank.
 
     Pipeline stages differ: the first has the embedding and keeps activations of more micro-batches, the last has the
     head and the logits. fp8: Transformer Engine keeps the layers' weights twice more, in FP8, as they are and
-    transposed. Raises ConfigError if the parallel layout cannot work.
+    transposed. documents: attention stays inside documents. Raises ConfigError if the parallel layout cannot work.
     """
     block = deepspeed_block
     dp = check_layout(architecture, parallel, ranks, block, sequence_length)
@@ -76,6 +78,7 @@ def memory_per_rank(
     muon = uses_muon(block)
     zero, size = zero_stage(block), 2 if trains_in_bf16(block) else _FP32_BYTES
     kept = _FP32_BYTES if accumulates_in_fp32(block) else size  # bytes of an accumulated gradient
+    masked = mask_elements(architecture, block, sequence_length, documents)
     stages = []
     for stage in sorted(set(first_like(architecture, parallel.pipeline))):  # which keeps most micro-batches of those
         parameters = stage_parameters(architecture, parallel, stage)
@@ -101,7 +104,7 @@ def memory_per_rank(
             optimizer = 0 if offloads_masters(block) else _FP32_BYTES * part + moment_bytes(shard, block)
         in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)  # of a 1F1B schedule
         tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
-        activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8)
+        activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8, masked)
         weights = size * held + (2 * fp8_weights(architecture, parallel, stage) if fp8 else 0)
         held_bytes = weights, gradients, optimizer, buffers, activations, saved_bytes(shard, block, copies)
         stages.append(MemoryPerRank(parameters, stage, *held_bytes))
@@ -130,6 +133,16 @@ def saved_bytes(shard: ShardSize, block: dict[str, Any], ranks: int) -> int:
     return moment_bytes(shard, block) + residual
 
 
+def mask_elements(a: Architecture, block: dict[str, Any], length: int, documents: bool) -> int:
+    """Count the elements of the mask of one layer's attention over a micro-batch; 0 where it needs none. Transformer
+    Engine needs none either, which is not known here."""
+    narrow = a.sliding_window is not None and a.sliding_window < length
+    size = 2 if trains_in_bf16(block) else _FP32_BYTES
+    if not (documents or narrow) or attends_without_masks(a.query_dim, a.value_dim, size):
+        return 0
+    return length**2 * (int(block["train_micro_batch_size_per_gpu"]) if documents else 1)
+
+
 def activation_bytes(
     a: Architecture,
     parallel: ParallelConfig,
@@ -139,6 +152,7 @@ def activation_bytes(
     stage: int,
     in_flight: int,
     fp8: bool = False,
+    masked: int = 0,
 ) -> int:
     """Estimate the bytes that autograd keeps for backward on a rank of `stage`, with CUDA's fused kernels.
 
@@ -163,7 +177,10 @@ def activation_bytes(
     half of 2h and of f. What attention gives is kept by it, too, so that its copy, half of q, comes on top.
 
     `full` recomputation keeps h a layer, and one layer at once in backward; `selective` recomputes the attention,
-    which keeps nothing of note here. Logits are kept in fp32, beside a low-precision copy.
+    which keeps nothing of note here but its mask. Logits are kept in fp32, beside a low-precision copy.
+
+    masked: elements of the mask of documents or windows (`mask_elements`), which attention keeps in the size of its
+    queries; while it is made, there are two more of it, of one byte an element.
     """
     tp, layers = parallel.tensor, a.layers // parallel.pipeline
     whole = a.hidden_size / (tp if parallel.sequence else 1)
@@ -172,9 +189,10 @@ def activation_bytes(
     kept = sum(count * of_a_layer[sparse] for sparse, count in kinds.items())
     kept, at_once = (layers * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
     total = (in_flight * kept + at_once) * size
+    masks = masked * (size * (in_flight * layers if recompute == "none" else 1) + 2)
     if stage == parallel.pipeline - 1:
         total += 2 * whole * size + a.vocab_size / tp * (_FP32_BYTES + (size if size < _FP32_BYTES else 0))
-    return int(tokens * total)
+    return int(tokens * total) + masks
 
 
 def _layer_elements(

@@ -27,7 +27,8 @@ class Learner(Weights, Protocol):
         """Begin a new incarnation."""
 
     def train(self, lease: Lease, first: int, steps: int) -> None:
-        """Train inner steps first … first + steps − 1 (counted from 0) of the lease."""
+        """Begin inner steps first … first + steps − 1 (counted from 0) of the lease, with the weights as they are:
+        none are adopted until the steps' time has passed."""
 
     def job_done(self, lease: Lease) -> dict[str, float]:
         """Return the metrics of the job's last update."""
@@ -190,10 +191,10 @@ class SimWorker:
                     left = step - self._done
                     self._burst_steps = 1 if self.learner.every_step else self.exchange.steps_at_rest(left)
                     self._burst_s = self.clock.now
+                    self.learner.train(lease, self._done, self._burst_steps)
                 steps = self._burst_steps
                 yield steps * self.spec.step_s
                 self._past_s, self._burst_s = self.trained_s, None
-                self.learner.train(lease, self._done, steps)
                 self.trained_steps += steps
                 self._done += steps
                 now_due = due if self._done == step else ()

@@ -31,12 +31,15 @@ echo "$*" >>"$HERE/asked"
 """
 
 
+CHOICES = "SYSTEM_SITE_PACKAGES", "TORCH_VERSION"
+
+
 def install(folder: Path, driver: str | None, torch: str = "", **env: str | None) -> tuple[int, str, list[str]]:
     """Exit code, what it said, and what was asked of Python's modules."""
     program(folder / "python", PYTHON.format(real=sys.executable))
     if driver is not None:
         (folder / "version").write_text(DRIVER.format(driver))
-    clean = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", "PIP_ARGS", "SYSTEM_SITE_PACKAGES")}
+    clean = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", "PIP_ARGS", *CHOICES)}
     settings = {"PYTHON": str(folder / "python"), "HERE": str(folder), "TORCH": torch, "PIP_CONSTRAINT": "/etc/pins"}
     given = {**clean, **settings, "UV": "", **env}
     done = subprocess.run(
@@ -86,19 +89,34 @@ def test_uv_does_it_where_it_is_there(tmp_path: Path, torch: str, seen: str) -> 
         assert (code, said, asked) == (0, "", [made, f"{pip} torch", f"{pip} -e .[dev]"])
 
 
-def test_a_containers_torch_is_kept_and_seen(tmp_path: Path) -> None:
-    """And not pinned, nor is Triton; what the image pins for its own system counts no more."""
-    code, said, asked = install(tmp_path, "550.54.15", "2.12.0a0+nv", SYSTEM_SITE_PACKAGES="1")
-    assert (code, said) == (0, "")  # NVIDIA's images bring a compatibility package for older drivers
+@pytest.mark.parametrize(
+    ("driver", "there", "env", "seen", "kept_torch"),
+    [
+        # NVIDIA's images bring a compatibility package for older drivers
+        ("550.54.15", "2.12.0a0+nv", {"SYSTEM_SITE_PACKAGES": "1"}, " --system-site-packages", "2.12.0a0+nv"),
+        ("580.95.05", "", {"TORCH_VERSION": "2.11.0"}, "", "2.11.0"),
+        (
+            None,
+            "2.12.0",
+            {"SYSTEM_SITE_PACKAGES": "1", "TORCH_VERSION": "2.11.0"},
+            " --system-site-packages",
+            "2.12.0",
+        ),
+    ],
+)
+def test_a_containers_torch_or_one_that_is_named_stays(
+    tmp_path: Path, driver: str | None, there: str, env: dict[str, str], seen: str, kept_torch: str
+) -> None:
+    """Neither our torch nor our Triton is pinned then; what an image pins for its own system counts no more."""
+    code, said, asked = install(tmp_path, driver, there, **env)
+    assert (code, said) == (0, "")
     pins = tmp_path / "venv/constraints.txt"
     pip = f"-m pip install --quiet --disable-pip-version-check -c {pins}"
-    assert asked == [
-        f"-m venv --system-site-packages {tmp_path}/venv /etc/pins", f"{pip} torch ", f"{pip} -e .[dev] "
-    ]  # fmt: skip
+    assert asked == [f"-m venv{seen} {tmp_path}/venv /etc/pins", f"{pip} torch ", f"{pip} -e .[dev] "]
     ours = (ROOT / "constraints.txt").read_text().splitlines()
     kept = pins.read_text().splitlines()
     assert [line for line in ours if line not in kept] == [x for x in ours if x.split("==")[0] in ("torch", "triton")]
-    assert [line for line in kept if line not in ours] == ["torch==2.12.0a0+nv"]
+    assert [line for line in kept if line not in ours] == [f"torch=={kept_torch}"]
 
 
 def test_without_a_torch_there_the_driver_counts(tmp_path: Path) -> None:

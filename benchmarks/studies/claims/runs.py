@@ -22,7 +22,7 @@ from benchmarks.studies.claims.kept import EVERY_S, Kept
 from benchmarks.studies.claims.methods import METHODS, Settings, whole_steps
 from benchmarks.studies.claims.worlds import WORLDS
 from benchmarks.studies.environments import HALOS, Environment, load_environment
-from benchmarks.studies.learner.text import standard_library
+from benchmarks.studies.learner.text import carried_text
 from benchmarks.studies.learner.training import Curve, Point, Study, training_task
 from geotrain.common.files import whole_file
 from geotrain.config import OuterConfig
@@ -66,7 +66,7 @@ class Job:
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json", exclude_defaults=True)
         world = asdict(r.world, dict_factory=lambda pairs: {k: v for k, v in pairs if LATER.get(k, pairs) != v})
-        parts = (VERSION, asdict(self), outer, world, asdict(r.study), standard_library().digest)
+        parts = (VERSION, asdict(self), outer, world, asdict(r.study), carried_text().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -113,18 +113,21 @@ class LossReached(Exception):
 
 
 def run(
-    job: Job, tell: Callable[[Point], None] | None = None, states: Path | None = None, every_s: float = EVERY_S
-) -> dict[str, Any]:
+    job: Job, tell: Callable[[Point], None] | None = None, states: Path | None = None, every_s: float = EVERY_S,
+    device: str = "cpu",
+) -> dict[str, Any]:  # fmt: skip
     """Train it in virtual time. curve: [virtual seconds, committed share, test loss] points; tell: of each.
 
     states: a folder in which the run's state is kept every so many seconds; a run that finds its own there goes on
-    with it, and tells its points once more. The row is the same, but for the times that it took.
+    with it, and tells its points once more. The row is the same, but for the times that it took. device: where
+    workers compute; on a GPU, whose row is another, servers take all of the processor's cores.
 
     final, final_selection: the losses at the end, on more windows than the curve's points. A run without a result
     says why in `failed`, and its losses and measures are None. One that ends at `job.until` has no final loss, and
     none on the selection slice.
     """
-    torch.set_num_threads(1)
+    if device == "cpu":
+        torch.set_num_threads(1)
     r = job.resolved
 
     def told(point: Point) -> None:
@@ -142,8 +145,8 @@ def run(
         for point in curve.points:
             told(point)
     else:
-        task = training_task(r.study, r.outer, r.environment.numel, r.devices)
-        curve, cpu_s, wall_s = Curve(r.study, job.points, tell=told), 0.0, 0.0
+        task = training_task(r.study, r.outer, r.environment.numel, r.devices, device)
+        curve, cpu_s, wall_s = Curve(r.study, job.points, tell=told, device=device), 0.0, 0.0
         world = VirtualWorld(r.world, replace(task, momentum_decay=r.momentum_decay), curve.watch)
     began_cpu_s, began_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
 
@@ -168,7 +171,7 @@ def run(
         "cpu_s": cpu_s,
         "wall_s": wall_s,
         "hardware": hardware(),
-        "text": standard_library().digest,
+        "text": carried_text().digest,
     }
 
 

@@ -1,4 +1,4 @@
-"""The small model's inner optimizers on flat fp32 vectors: the product's AdamW and Muon, after clipping."""
+"""The small model's inner optimizers on stacked fp32 vectors: the product's AdamW and Muon, after clipping."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import cos, pi, sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from geotrain.optimizers.updates import AdamWUpdate, MatrixUpdate, OwnedMatrix, Step
-from geotrain.parallelism.optimizer_settings import MuonSettings
-from geotrain.parallelism.whole_matrices import LocalMatrix
+from benchmarks.studies.learner.model import denormals_as_zero
+from geotrain import kernels
 from geotrain.parameters.parameter_map import Parameter
 
 
@@ -46,60 +44,92 @@ class InnerSettings:
         return self.lr * (self.final_share + (1 - self.final_share) * cosine)
 
 
-class QuasiHyperbolicUpdate(MatrixUpdate):
-    """Muon whose momentum has a share of its own, in place of Nesterov's."""
+@dataclass
+class Stacked:
+    """Weights and moments of several models, a model a row: fp32 [workers, parameters]; steps: taken by each, fp64.
 
-    def __init__(self, share: float, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._share = share
-
-    def _advance(self, w: Tensor, m: Tensor, g: Tensor, rate: float, place: LocalMatrix) -> None:
-        m.lerp_(g, 1 - self._settings.momentum)
-        direction, longest = self._orthogonalized(g.lerp(m, self._share), place)
-        w.mul_(1 - rate * self._group["weight_decay"]).sub_(direction, alpha=rate * 0.2 * sqrt(longest))
-
-
-class FlatOptimizer:
-    """Steps one flat vector of parameters; the gradient is clipped by the norm of all of it.
-
-    m, v: AdamW's moments, 1-D, as long as the weights; of Muon's matrices m is the momentum, and v is unused. steps:
-    taken so far. An exchange of weights leaves all three as they are.
+    Of Muon's matrices m is the momentum, and v is unused.
     """
 
+    weights: Tensor
+    m: Tensor
+    v: Tensor
+    steps: Tensor
+
+    @staticmethod
+    def of(start: Tensor, workers: int) -> Stacked:
+        """So many models that begin with `start`, 1-D."""
+        weights = start.expand(workers, -1).clone()
+        steps = torch.zeros(workers, dtype=torch.float64, device=start.device)
+        return Stacked(weights, torch.zeros_like(weights), torch.zeros_like(weights), steps)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.weights, self.m, self.v, self.steps
+
+    def rows(self, rows: Tensor) -> Stacked:
+        """A copy of these rows."""
+        return Stacked(*(tensor[rows] for tensor in self.tensors))
+
+    def put(self, rows: Tensor, those: Stacked) -> None:
+        for mine, theirs in zip(self.tensors, those.tensors, strict=True):
+            mine[rows] = theirs
+
+
+class StackedOptimizer:
+    """Steps stacked models by the product's AdamW and Muon, in tensor operations: on a GPU all of a step is captured
+    once, so that no rate and no count may be a number of the host. Each model's gradient is clipped by its norm."""
+
     def __init__(self, settings: InnerSettings, parameters: Sequence[Parameter]) -> None:
-        numel = sum(p.numel for p in parameters)
-        self.clip, self.m, self.v, self.steps = settings.clip, torch.zeros(numel), torch.zeros(numel), 0
-        group = {"betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
-        self._spans: list[tuple[slice, AdamWUpdate]] = []
-        matrices, begin = [], 0
-        # Neighbours that decay alike are one span: each call of a kernel costs some microseconds.
+        self.settings = settings
+        self._spans: list[tuple[slice, float]] = []  # of AdamW, and their weight decay
+        self._matrices: dict[tuple[int, ...], list[slice]] = {}
+        begin = 0
+        # Neighbours that decay alike are one span.
         for (hidden, decays), run in groupby(parameters, lambda p: (_hidden(p, settings), p.decays)):
             first = begin
             for p in run:
                 if hidden:
-                    place = LocalMatrix(((0, p.numel),), *p.shape, None)
-                    matrices.append(OwnedMatrix(place, begin))
+                    self._matrices.setdefault(p.shape, []).append(slice(begin, begin + p.numel))
                 begin += p.numel
             if not hidden:
-                update = AdamWUpdate(group if decays else group | {"weight_decay": 0.0})
-                self._spans.append((slice(first, begin), update))
-        self._muon: MatrixUpdate | None = None
-        if settings.muon is not None:
-            arguments = group, MuonSettings(momentum=settings.muon), matrices, None
-            share = settings.momentum_share
-            self._muon = MatrixUpdate(*arguments) if share is None else QuasiHyperbolicUpdate(share, *arguments)
+                self._spans.append((slice(first, begin), settings.weight_decay if decays else 0.0))
 
     @torch.no_grad()
-    def step(self, weights: Tensor, gradient: Tensor, lr: float) -> None:
-        """Move the weights in place."""
-        self.steps += 1
-        norm = float(gradient.norm())
-        step = Step(lr, self.steps, self.clip / norm if norm > self.clip else 1.0)
-        for span, update in self._spans:
-            state = {"exp_avg": self.m[span], "exp_avg_sq": self.v[span]}
-            update(weights[span], state, gradient[span], step)
-        if self._muon:
-            self._muon(weights, {"momentum_buffer": self.m}, gradient, step)
+    @denormals_as_zero()
+    def step(self, models: Stacked, gradients: Tensor, rates: Tensor) -> None:
+        """Step the models in place, and their gradients are scratch. rates: fp64 [workers]."""
+        s = self.settings
+        models.steps += 1
+        count = models.steps
+        gradients *= (s.clip / gradients.norm(dim=1, keepdim=True)).clamp_max(1.0)
+
+        def column(x: Tensor) -> Tensor:
+            return x.float()[:, None]
+
+        root = (1 - s.betas[1] ** count).sqrt()
+        pace, eps = column(rates * root / (1 - s.betas[0] ** count)), column(s.eps * root)
+        for span, decay in self._spans:
+            w, m, v, g = models.weights[:, span], models.m[:, span], models.v[:, span], gradients[:, span]
+            m.lerp_(g, 1 - s.betas[0])
+            v.lerp_(g.square(), 1 - s.betas[1])
+            w *= column(1 - rates * decay)
+            w -= pace * m / (v.sqrt() + eps)
+        if s.muon is None:
+            return
+        share = s.muon if s.momentum_share is None else s.momentum_share
+        for shape, spans in self._matrices.items():
+            updates = []
+            for span in spans:
+                m, g = models.m[:, span], gradients[:, span]
+                m.lerp_(g, 1 - s.muon)
+                updates.append(g.lerp(m, share))
+            flat = kernels.orthogonalize(torch.stack(updates).view(-1, *shape))
+            moves = flat.view(len(spans), len(gradients), -1).mul_(column(0.2 * sqrt(max(shape)) * rates))
+            for span, move in zip(spans, moves, strict=True):
+                w = models.weights[:, span]
+                w *= column(1 - rates * s.weight_decay)
+                w -= move
 
 
 def _hidden(p: Parameter, settings: InnerSettings) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.studies.learner.model import SmallLM, small_architecture
-from benchmarks.studies.learner.optimizers import FlatOptimizer, InnerSettings
-from benchmarks.studies.learner.text import standard_library
+from benchmarks.studies.learner.optimizers import InnerSettings, Stacked, StackedOptimizer
+from benchmarks.studies.learner.text import carried_text
 from geotrain.config import OuterConfig
 from geotrain.outer.messages import ChunkDelta, ChunkWeights, Lease
 from geotrain.outer.worker import OwnedSlices, WorkerRank
@@ -48,98 +50,200 @@ class Study:
     inner: InnerSettings = field(default_factory=InnerSettings)
     quarter_of: dict[str, int] = field(default_factory=dict)
 
-    def model(self) -> SmallLM:
+    def model(self, device: str = "cpu") -> SmallLM:
         a = small_architecture(self.hidden, self.layers, self.heads, self.ffn, self.length)
         start = [initial_tensor(p, self.seed).flatten() for p in canonical_parameters(a)]
-        return SmallLM(a, torch.cat(start))
+        return SmallLM(a, torch.cat(start).to(device))
 
 
-def training_task(study: Study, outer: OuterConfig, travelling_numel: int, devices: int = 1) -> VirtualTask:
-    """The task of a VirtualWorld in which every worker has a `Learning`.
+def training_task(
+    study: Study, outer: OuterConfig, travelling_numel: int, devices: int = 1, device: str = "cpu"
+) -> VirtualTask:
+    """The task of a VirtualWorld in which every worker has a `Learning`, computed on `device`.
 
     travelling_numel: the messages take as long as those of a model with so many parameters. devices: batches that a
     worker trains in one inner step; data parallelism over several devices is simulated as one worker.
     """
-    model = study.model()
+    model = study.model(device)
     parameter_map = ParameterMap(model.parameters, outer.fragments.layers_per_fragment)
     share = travelling_numel / parameter_map.numel
-    start = tuple(
-        torch.cat([model.masters[p.name] for p in fragment.parameters]) for fragment in parameter_map.fragments
-    )
+    named = model.parts(model.start.cpu())
+    start = tuple(torch.cat([named[p.name] for p in fragment.parameters]) for fragment in parameter_map.fragments)
     samples = study.batch * devices
     steps = study.steps // devices
-    learner = partial(Learning, study, outer, parameter_map, steps * samples, samples)
+    learner = Fleet(study, model, outer, parameter_map, steps * samples, samples)
     sizes = Sizes(outer, tuple(max(1, round(f.numel * share)) for f in parameter_map.fragments))
     return VirtualTask(outer, sizes, parameter_map, start, steps * samples, samples, learner)
 
 
+class Fleet:
+    """All workers of a world: their models are stacked, and whatever steps they have begun are computed together.
+
+    A worker's step waits in its queue until somebody wants that worker's weights, moments or losses; then a step of
+    every worker that has one waiting is computed at once, and so on until the queue is empty. A step follows from
+    the worker's own weights and data alone, so that nobody's results depend on when that is.
+    """
+
+    def __init__(
+        self, study: Study, model: SmallLM, outer: OuterConfig, parameter_map: ParameterMap, train_samples: int,
+        samples: int,
+    ) -> None:  # fmt: skip
+        self.study, self.model, self.outer, self.parameter_map = study, model, outer, parameter_map
+        self.train_samples, self.samples = train_samples, samples
+        self.optimizer = StackedOptimizer(study.inner, model.parameters)
+        self.members: list[Learning] = []
+        self._models: Stacked | None = None
+        self._steps: dict[int, StackedStep] = {}  # by the number of rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was recorded."""
+        return self.__dict__ | {"_steps": {}}
+
+    def __call__(self, spec: WorkerSpec) -> Learning:
+        assert self._models is None, "a world makes all its workers before the first of them is born"
+        self.members.append(Learning(self, len(self.members), self.study.quarter_of.get(spec.name)))
+        return self.members[-1]
+
+    @property
+    def models(self) -> Stacked:
+        if self._models is None:
+            self._models = Stacked.of(self.model.start, len(self.members))
+        return self._models
+
+    def settle(self, mine: Learning) -> None:
+        """Compute the steps that this worker has begun, and as many of the others'."""
+        while mine.queue:
+            samples = {row: member.queue.popleft() for row, member in enumerate(self.members) if member.queue}
+            for row, loss in self._step(samples):
+                self.members[row].losses.append(loss)
+
+    def _step(self, samples: Mapping[int, int]) -> list[tuple[int, Tensor]]:
+        """Take a step of these rows, from their samples on. Returns their losses."""
+        study, text = self.study, carried_text()
+        tokens = [
+            text.samples(first, self.samples, study.length, study.seed, self.members[row].quarter)
+            for row, first in samples.items()
+        ]
+        rates = [study.inner.rate((first + self.samples) / self.train_samples) for first in samples.values()]
+        if len(samples) not in self._steps:
+            self._steps[len(samples)] = StackedStep(self, len(samples))
+        losses = self._steps[len(samples)](np.array(list(samples)), np.stack(tokens), np.array(rates))
+        return list(zip(samples, losses, strict=True))
+
+
+class StackedStep:
+    """A step of so many of a fleet's rows. On a GPU it is recorded when it is made, and then replayed: thousands of
+    kernels are one call; its inputs lie where the recorded kernels read them."""
+
+    def __init__(self, fleet: Fleet, width: int) -> None:
+        self.fleet, device = fleet, fleet.model.start.device
+        self.everybody = width == len(fleet.members)
+        self.rows = torch.arange(width, device=device)
+        self.tokens = torch.zeros(width, fleet.samples, fleet.study.length + 1, dtype=torch.int64, device=device)
+        self.rates = torch.zeros(width, dtype=torch.float64, device=device)
+        self.losses = torch.zeros(width, device=device)
+        self._run = self._recorded() if device.type == "cuda" else self._compute
+
+    def __call__(self, rows: np.ndarray, tokens: np.ndarray, rates: np.ndarray) -> Tensor:
+        """Take the step; returns the rows' losses."""
+        for mine, given in ((self.rows, rows), (self.tokens, tokens), (self.rates, rates)):
+            mine.copy_(torch.from_numpy(given))
+        self._run()
+        return self.losses.clone()
+
+    def _compute(self) -> None:
+        models = self.fleet.models if self.everybody else self.fleet.models.rows(self.rows)
+        self._step(models)
+        if not self.everybody:
+            self.fleet.models.put(self.rows, models)
+
+    def _step(self, models: Stacked) -> None:
+        losses, gradients = self.fleet.model.gradients(models.weights, self.tokens)
+        self.fleet.optimizer.step(models, gradients, self.rates)
+        self.losses.copy_(losses)
+
+    def _recorded(self) -> Callable[[], None]:
+        """Record the step after some of copies, in which libraries allocate what they keep."""
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(2):
+                self._step(self.fleet.models.rows(self.rows))
+        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.empty_cache()  # the recorded steps' memory is their own
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_pool()):
+            self._compute()
+        return graph.replay
+
+
+@cache
+def _pool() -> Any:
+    """The memory of all recorded steps: they run one after another, and nothing that they leave there is read."""
+    return torch.cuda.graph_pool_handle()
+
+
 class Learning:
-    """One worker's weights, optimizer and place in the data: a `geotrain.simulate.worker.Learner` that trains."""
+    """One worker's row of a fleet, and its place in the data: a `geotrain.simulate.worker.Learner` that trains."""
 
     every_step = True
 
-    def __init__(
-        self,
-        study: Study,
-        outer: OuterConfig,
-        parameter_map: ParameterMap,
-        train_samples: int,
-        samples: int,
-        spec: WorkerSpec,
-    ) -> None:
-        self.study, self.train_samples, self.samples = study, train_samples, samples
-        self.quarter = study.quarter_of.get(spec.name)
-        self.model = study.model()
-        self.outer, self.parameter_map = outer, parameter_map
+    def __init__(self, fleet: Fleet, row: int, quarter: int | None) -> None:
+        self.fleet, self.row, self.quarter = fleet, row, quarter
         self.jobs = 0
-        self.losses: list[float] = []
-        self.optimizer = FlatOptimizer(study.inner, self.model.parameters)
-        self._saved = self._checkpoint()
+        self.queue: deque[int] = deque()  # the first samples of the steps that have begun and are not computed
+        self.losses: list[Tensor] = []
+        self._saved: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of both moments and the count of steps, all begun ones computed."""
+        self.fleet.settle(self)
+        models = self.fleet.models
+        return models.m[self.row], models.v[self.row], models.steps[self.row]
 
     def born(self) -> None:
         """The optimizer's state comes from the last checkpoint, the weights from the server."""
-        masters = self.model.masters
+        self.queue.clear()  # what another life began is of no use
+        self.losses.clear()
+        masters = self.fleet.model.parts(self.fleet.models.weights[self.row])
         chunks = [
             OwnedSlices((StridedSlice(0, master.numel(), parameter=name),), master, True)
             for name, master in masters.items()
         ]
-        self.rank = WorkerRank(self.parameter_map, self.outer, chunks)
+        self.rank = WorkerRank(self.fleet.parameter_map, self.fleet.outer, chunks)
         self.pushes, self.holds = self.rank.pushes, self.rank.holds
-        m, v, steps = self._saved
-        self.optimizer.m, self.optimizer.v, self.optimizer.steps = m.clone(), v.clone(), steps
+        for i, mine in enumerate(self.moments()):
+            if self._saved is None:
+                mine.zero_()
+            else:
+                mine.copy_(self._saved[i])
 
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
         return self.rank.parameters(fragments)
 
     def make_delta(self, chunk: int, seed: int) -> Pending[ChunkDelta]:
+        self.fleet.settle(self)
         return self.rank.make_delta(chunk, seed)
 
     def when_made(self, call: Callable[[], Pending[T]]) -> Pending[T]:
         return call()  # virtual time stands still meanwhile: also on a GPU, deltas need no background work
 
     def on_weights(self, weights: ChunkWeights, start: bool = False) -> None:
+        self.fleet.settle(self)
         self.rank.on_weights(weights, start)
 
     def train(self, lease: Lease, first: int, steps: int) -> None:
-        for step in range(first, first + steps):
-            sample = lease.start + step * self.samples
-            tokens = standard_library().samples(
-                sample, self.samples, self.study.length, self.study.seed, self.quarter
-            )
-            self.losses.append(self.model.backward(torch.from_numpy(tokens)))
-            rate = self.study.inner.rate((sample + self.samples) / self.train_samples)
-            self.optimizer.step(self.model.flat, self.model.gradient, rate)
+        self.queue.extend(lease.start + step * self.fleet.samples for step in range(first, first + steps))
 
     def job_done(self, lease: Lease) -> dict[str, float]:
         self.jobs += 1
         if self.jobs % CHECKPOINT_JOBS == 0:
-            self._saved = self._checkpoint()
-        loss = sum(self.losses) / len(self.losses)
+            m, v, steps = self.moments()
+            self._saved = m.clone(), v.clone(), steps.clone()
+        self.fleet.settle(self)
+        loss = torch.stack(self.losses).double().mean().item()
         self.losses.clear()
         return {"loss": loss}
-
-    def _checkpoint(self) -> tuple[Tensor, Tensor, int]:
-        return self.optimizer.m.clone(), self.optimizer.v.clone(), self.optimizer.steps
 
 
 @dataclass(frozen=True)
@@ -158,9 +262,12 @@ class Curve:
     of the selection slice as of the test slice; fewer if they would overlap. tell: called with each new point.
     """
 
-    def __init__(self, study: Study, points: int, windows: int = 640, tell: Callable[[Point], None] | None = None):
-        text = standard_library()
-        self.model = study.model()
+    def __init__(
+        self, study: Study, points: int, windows: int = 640, tell: Callable[[Point], None] | None = None,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        text = carried_text()
+        self.model = study.model(device)
         most = min(len(part) // (study.length + 1) for part in (text.selection, text.test))
         windows = min(windows, most)
         wide = min(FINAL_WINDOWS, most)

@@ -61,7 +61,7 @@ def test_the_gap_is_extrapolated_as_a_power_of_the_steps(monkeypatch):
 def test_the_document_has_all_that_is_kept_whole_and_nothing_is_run_for_it(monkeypatch, capsys):
     results = Results(gap.RESULTS)
     text = next(iter(results.rows.values()))["text"]
-    monkeypatch.setattr(claims_runs, "standard_library", lambda: SimpleNamespace(digest=text))
+    monkeypatch.setattr(claims_runs, "carried_text", lambda: SimpleNamespace(digest=text))
     monkeypatch.setattr(claims_runs, "run", lambda job: pytest.fail(f"a run of {job}"))
     written = []
     monkeypatch.setattr(gap, "replace_block", lambda path, name, text: written.append((name, text)))
@@ -84,5 +84,5 @@ def test_committed_rows_are_still_of_the_jobs_that_they_say(name, monkeypatch):
     rows = [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
     assert rows
     for r in rows:
-        monkeypatch.setattr(claims_runs, "standard_library", lambda digest=r["text"]: SimpleNamespace(digest=digest))
+        monkeypatch.setattr(claims_runs, "carried_text", lambda digest=r["text"]: SimpleNamespace(digest=digest))
         assert Job(**{f.name: r[f.name] for f in fields(Job) if f.name in r}).key == r["key"]

@@ -17,8 +17,8 @@ import benchmarks.studies.claims.kept as keeping
 from benchmarks.studies.claims.kept import Kept, drop
 from benchmarks.studies.claims.methods import METHODS, OURS, OURS_2BIT, SYNCHRONOUS, muon
 from benchmarks.studies.claims.runs import Job, run
-from benchmarks.studies.learner.model import SmallLM, small_architecture
-from geotrain.parameters.parameter_map import canonical_parameters
+from benchmarks.studies.learner.training import Study, training_task
+from geotrain.simulate.spec import WorkerSpec
 
 ROOT = Path(__file__).parents[3]
 TINY = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32, "batch": 1, "length": 16}
@@ -136,16 +136,14 @@ def test_a_state_is_saved_when_it_is_time_and_while_somebody_wants_the_result(tm
         kept.save_if_due(lambda: None)
 
 
-def test_a_model_that_was_kept_still_has_its_parts_in_two_vectors(tmp_path):
-    architecture = small_architecture(16, 1, 2, 32, 16)
-    numel = sum(p.numel for p in canonical_parameters(architecture))
-    model = SmallLM(architecture, torch.linspace(-1, 1, numel))
-    tokens = torch.arange(34).view(2, 17)
-    shared = model.flat[:100]
-    torch.save((model, shared), tmp_path / "model")
-    again, part = torch.load(tmp_path / "model", weights_only=False)
-    assert again.backward(tokens) == model.backward(tokens) and torch.equal(again.gradient, model.gradient)
-    again.masters["model.norm.weight"].zero_()
-    assert not again.flat[-16:].any() and torch.equal(again.flat[:-16], model.flat[:-16])
-    part.fill_(7.0)
-    assert bool((again.flat[:100] == 7).all())
+def test_workers_that_were_kept_still_have_their_parts_in_the_stack(tmp_path):
+    study = Study(1, hidden=16, layers=1, heads=2, ffn=32)
+    fleet = training_task(study, job(SYNCHRONOUS).resolved.outer, 1).learner
+    members = [fleet(WorkerSpec(name, 1.0)) for name in "ab"]
+    members[1].born()
+    torch.save(fleet, tmp_path / "fleet")
+    again = torch.load(tmp_path / "fleet", weights_only=False)
+    assert torch.equal(again.models.weights, fleet.models.weights)
+    for master in again.members[1].rank.shards[0].masters:
+        master.zero_()
+    assert again.models.weights[0].all() and not again.models.weights[1].all()

@@ -17,7 +17,7 @@ from geotrain.families import family_of
 from geotrain.families.architecture import Multipliers
 from geotrain.inner.model import latent_attention
 from geotrain.inner.model.context_parallel import ContextAttention, Parts, use_own_positions
-from geotrain.inner.model.documents import PackedAttention, inside_documents
+from geotrain.inner.model.documents import PackedAttention, attend_in_a_row, inside_documents, suits_varlen
 from geotrain.inner.model.expert_order import permuted
 from geotrain.inner.model.gated_silu import GatedSilu
 from geotrain.inner.model.rotary import rotated
@@ -85,11 +85,15 @@ class CausalAttention(nn.Module):
         (`geotrain.inner.model.documents`), or None. The attention is always causal, within a document where there are
         boundaries, and within `window_size` where the model has one.
         """
+        length, before = len(query), None if self.window is None else self.window[0]
+        if before is not None and before + 1 >= length:
+            before = None
+        if (attention_mask is not None or before is not None) and suits_varlen(query, value):
+            return attend_in_a_row(query, key, value, attention_mask, before, self.scale)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        length = len(query)
         mask = None if attention_mask is None else inside_documents(attention_mask, len(q), length)
-        if self.window is not None and self.window[0] + 1 < length:
-            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_().triu_(-self.window[0])
+        if before is not None:
+            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_().triu_(-before)
             mask = near if mask is None else mask & near
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.grouped

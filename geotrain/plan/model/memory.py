@@ -83,7 +83,8 @@ def _fullest(
     """The memory of a worker's fullest rank, and that rank's shard of the optimizer."""
     parallel, block = setup.parallel, setup.deepspeed
     length, recompute, fp8 = run.data.sequence_length, run.model.recompute, setup.precision.fp8 is not None
-    memory = memory_per_rank(architecture, parallel, ranks, block, length, recompute, fp8)
+    documents = run.data.attention == "document"
+    memory = memory_per_rank(architecture, parallel, ranks, block, length, recompute, fp8, documents)
     dp = _copies(setup, ranks)
     return memory, shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
 
