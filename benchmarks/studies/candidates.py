@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
@@ -25,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import ROOT
 from benchmarks.common import command_line
+from benchmarks.studies.claims.baseline import RESULTS, Rows, best_parallel, kept, losses
 from benchmarks.studies.claims.methods import ONE_WORKER_2BIT, OURS_2BIT, SYNCHRONOUS, muon
-from benchmarks.studies.claims.report import Row, interval, plain, table
+from benchmarks.studies.claims.report import interval, plain, table
 from benchmarks.studies.claims.search import SEED
 from benchmarks.studies.delay import LAST, REGIONS, MakeLearner, MakeRegion, Trial, run, trial
 from benchmarks.studies.learner.training import Learning
@@ -44,7 +43,6 @@ from geotrain.parameters.parameter_map import ParameterMap
 from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.worker import Learner
 
-RESULTS = ROOT / "benchmarks/data/candidates.jsonl"
 DEVICES = 16
 
 
@@ -280,49 +278,6 @@ TRIALS = {
 
 
 RECIPE = "data parallel, as searched before"
-PARALLEL = [name for name in TRIALS if name.startswith("data parallel")]
-Rows = dict[tuple[str, int], Row]  # (trial, seed) → its row
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best data parallelism found. share: of the run, whose weights' mean is taken; None: the last weights.
-    all_reduces: of the gradient over all devices, in the whole run."""
-
-    trial: str
-    share: str | None
-    test: float
-    selection: float
-    all_reduces: int
-
-    @property
-    def told(self) -> str:
-        taken = "last weights" if self.share is None else f"mean of the last {float(self.share):.0%} of the run"
-        what = self.trial.removeprefix("data parallel, ")
-        loss = (self.test + self.selection) / 2
-        return f"{what}, {taken}, {self.all_reduces:,} all-reduces of the gradient: {loss:.4f}"
-
-
-def kept(path: Path = RESULTS) -> Rows:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {(row["trial"], row["seed"]): row for row in map(json.loads, lines)}
-
-
-def losses(row: Row) -> dict[str | None, tuple[float, float]]:
-    """Share of the run, whose weights' mean is taken, or None for the last weights → loss of both slices, and of the
-    selection slice."""
-    return {None: (row["loss"], row["selection"]), **{share: tuple(both) for share, both in row["means"].items()}}
-
-
-def best_parallel(rows: Rows) -> Best | None:
-    """By the selection slice and the search's own seed; None if nothing was searched."""
-    found = [
-        Best(name, share, 2 * both - selection, selection, rows[name, SEED]["versions"])
-        for name in PARALLEL
-        if (name, SEED) in rows
-        for share, (both, selection) in losses(rows[name, SEED]).items()
-    ]
-    return min(found, key=lambda each: each.selection, default=None)
 
 
 def gaps(rows: Rows, name: str) -> dict[str, dict[str, Any]]:

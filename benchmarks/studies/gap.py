@@ -26,8 +26,8 @@ from scipy.optimize import curve_fit
 
 from benchmarks import ROOT
 from benchmarks.common import command_line, record
-from benchmarks.studies.candidates import best_parallel
-from benchmarks.studies.candidates import kept as candidates
+from benchmarks.studies.claims.baseline import best_parallel
+from benchmarks.studies.claims.baseline import kept as candidates
 from benchmarks.studies.claims.markdown import number
 from benchmarks.studies.claims.methods import OURS, OURS_2BIT, SYNCHRONOUS, Settings, muon
 from benchmarks.studies.claims.report import Row, plain, replace_block, table
