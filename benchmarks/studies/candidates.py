@@ -167,10 +167,10 @@ def _each(change: Callable[[Learning], None]) -> Callable[[MakeLearner], MakeLea
     return of
 
 
-def _normalized(mine: Learning) -> None:
+def _normalized(mine: Learning, beta: float = 0.95) -> None:
     muon_update = mine.optimizer._muon
     assert muon_update
-    mine.optimizer._muon = NorMuon(muon_update, 0.95)
+    mine.optimizer._muon = NorMuon(muon_update, beta)
 
 
 def _look_ahead(
@@ -240,6 +240,7 @@ def isotropic_global(parameter_map: ParameterMap) -> AveragingGlobal:
 
 TO_ZERO = {"final_share": 0.0}
 NORMALIZED, AHEAD = _each(_normalized), _each(_look_ahead)
+ROWS = _each(lambda mine: _normalized(mine, 0.0))  # each step's rows alone: no state
 SEARCHED = {
     f"data parallel, {DEVICES * batch} sequences, rate {lr:g}": parallel(lr, batch=batch)
     for batch, rates in ((4, (0.02, 0.01, 0.04)), (2, (0.014, 0.01, 0.02)), (1, (0.01, 0.007, 0.014)))
@@ -249,6 +250,7 @@ TRIALS = {
     **SEARCHED,
     "data parallel, as searched before": parallel(),
     "data parallel, NorMuon": parallel(learner=NORMALIZED),
+    "data parallel, rows normalized": parallel(learner=ROWS),
     "data parallel, EMA-Nesterov": parallel(learner=AHEAD),
     "data parallel, rate to 0": parallel(muon=TO_ZERO),
     "one": one(),
@@ -264,6 +266,7 @@ TRIALS = {
     "one, IsoLoCo at the global server": one(top=isotropic_global),
     "one, IsoLoCo in the region": one(region_of=isotropic_region),
     "one, NorMuon": one(learner=NORMALIZED),
+    "one, rows normalized": one(learner=ROWS),
     "one, EMA-Nesterov": one(learner=AHEAD),
     "one, EMA-Nesterov, gain 0": one(learner=AHEAD, momentum_gain=0.0),
     "one, 8 sequences, rate 0.011": one(batch=2, lr=0.011),
