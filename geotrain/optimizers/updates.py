@@ -18,6 +18,7 @@ from geotrain.parallelism.whole_matrices import LocalMatrix
 
 AT_ONCE = 1 << 26  # elements of matrices that are orthogonalized together: bounds the scratch, unless one is larger
 MOMENTUM = "momentum_buffer"  # name of Muon's state of an element
+_TINY = 1e-8  # least norm of a row by which it is divided
 _RMS = 0.2  # of an update at a rate of 1, as AdamW's has in practice (Moonlight, arXiv 2502.16982, section 2.2)
 
 
@@ -148,12 +149,21 @@ class MatrixUpdate:
         orthogonalized."""
         ranks = self._ranks
         if ranks is None or place.split is None:
-            return kernels.orthogonalize(update, self._coefficients), max(place.rows, place.columns)
+            return self._direction(update), max(place.rows, place.columns)
         parts = [torch.empty_like(update) for _ in range(ranks.size)]
         dist.all_gather(parts, update.contiguous(), group=ranks.group)
         along = 1 if place.split == "rows" else 2
-        whole = kernels.orthogonalize(torch.cat(parts, along), self._coefficients)
+        whole = self._direction(torch.cat(parts, along))
         return whole.chunk(ranks.size, along)[ranks.rank], max(whole.shape[1:])
+
+    def _direction(self, matrices: Tensor) -> Tensor:
+        """Orthogonalize [batch, rows, columns]. With `normalize_rows` all rows of a matrix then get the root mean
+        square of their norms, so that the matrix keeps its own."""
+        found = kernels.orthogonalize(matrices, self._coefficients)
+        if not self._settings.normalize_rows:
+            return found
+        norms = found.norm(dim=-1, keepdim=True)
+        return found.mul_(norms.square().mean(1, keepdim=True).sqrt() / norms.clamp(min=_TINY))
 
 
 GroupUpdate = AdamWUpdate | MatrixUpdate
