@@ -91,7 +91,7 @@ class TorchftDiLoCo(Method):
     """torchft's DiLoCo: H steps, then the mean of the deltas, which all wait for. The outer optimizer is plain SGD
     of rate 1: plain averaging."""
 
-    fragments, delay = 1, 0
+    fragments, delay, alpha = 1, 0, 0.0
 
     def join(self) -> None:
         import torch
@@ -122,9 +122,8 @@ class TorchftDiLoCo(Method):
         )
         parts = self._parts() if self.fragments > 1 else [self.model]
         outer = [torch.optim.SGD(part.parameters(), lr=1.0) for part in parts]
-        self.algorithm = DiLoCo(
-            self.manager, parts, self.optimizer, outer, LOCAL_STEPS, fragment_sync_delay=self.delay
-        )
+        how = {"fragment_sync_delay": self.delay, "fragment_update_alpha": self.alpha}
+        self.algorithm = DiLoCo(self.manager, parts, self.optimizer, outer, LOCAL_STEPS, **how)
         self.algorithm.__enter__()
 
     def _parts(self) -> list[Any]:
@@ -156,6 +155,12 @@ class TorchftStreaming(TorchftDiLoCo):
     """torchft's Streaming DiLoCo: a fragment at a time, its sum under way for τ steps."""
 
     fragments, delay = FRAGMENTS, OVERLAP_STEPS
+
+
+class TorchftHalf(TorchftStreaming):
+    """TorchftStreaming that keeps half of what was trained while the sum was under way; its default keeps nothing."""
+
+    alpha = 0.5
 
 
 class Hivemind(Method):
@@ -248,6 +253,7 @@ STREAMING = {
 }
 OUTER: dict[str, dict[str, Any]] = {  # the `outer` block of our runs
     "ours-blocking": {"rule": AVERAGING, **FP32},
+    "ours-blocking-4-bit": {"rule": AVERAGING, **INT4},
     "ours-streaming": {"rule": AVERAGING, **INT4, **STREAMING},
     # One worker a region: each of its updates goes up, where the default waits for four.
     "ours": {"rule": {"name": "region_momentum", "updates_per_send": 1}, **INT4, **STREAMING},
@@ -258,15 +264,18 @@ METHODS: dict[str, Callable[..., Method]] = {
     "powersgd": PowerSgd,
     "torchft-diloco": TorchftDiLoCo,
     "torchft-streaming": TorchftStreaming,
+    "torchft-streaming-half": TorchftHalf,
     "hivemind": Hivemind,
     **dict.fromkeys(OUTER, Ours),
 }
 TITLES = {  # in the order of the runs: the time may be over before the last
     "ours-streaming": "ours, `sync`, streaming, 4 bits",
     "ours": "ours, `region_momentum`, streaming, 4 bits",
+    "ours-blocking-4-bit": "ours, `sync`, blocking, 4 bits",
     "ours-blocking": "ours, `sync`, blocking, fp32",
     "torchft-diloco": "torchft DiLoCo, fp32",
-    "torchft-streaming": "torchft Streaming DiLoCo, fp32",
+    "torchft-streaming": "torchft Streaming DiLoCo, fp32, α 0",
+    "torchft-streaming-half": "torchft Streaming DiLoCo, fp32, α 0.5",
     "hivemind": "hivemind, local updates, 8 bits",
     "powersgd": "torch DDP with PowerSGD, rank 4",
     "ddp": "torch DDP, fp32",

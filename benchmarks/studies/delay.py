@@ -22,7 +22,8 @@ from torch import Tensor
 
 from benchmarks import ROOT
 from benchmarks.common import command_line
-from benchmarks.studies.claims.methods import ONE_WORKER, OURS, SYNCHRONOUS, Settings, muon
+from benchmarks.studies.claims.exchange import world_for
+from benchmarks.studies.claims.methods import METHODS, ONE_WORKER, OURS, SYNCHRONOUS, Settings, muon
 from benchmarks.studies.claims.report import plain
 from benchmarks.studies.claims.runs import Job
 from benchmarks.studies.claims.study import FULL
@@ -35,14 +36,16 @@ from geotrain.outer.rules.rule import Inputs
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.parameters.parameter_map import ParameterMap
-from geotrain.simulate.spec import WorkerSpec
+from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.worker import Learner
 from geotrain.simulate.world import VirtualWorld
 
 RESULTS = ROOT / "benchmarks/data/delay.jsonl"
 WINDOWS = 5000
 LAST = 0.1  # share of the run that the weights are averaged over
+SHARES = (0.05, LAST, 0.2, 0.3)  # further ones that rows of `candidates` have
 REGIONS = 4
+BATCH = 4  # sequences of a device's step
 ONE, SIXTEEN = muon(ONE_WORKER), muon(OURS)
 
 
@@ -118,7 +121,7 @@ def quasi_hyperbolic(share: float, rate: float) -> MakeRegion:
     return make
 
 
-def sharing_momenta(make: Callable[[WorkerSpec], Learner]) -> Callable[[WorkerSpec], Learner]:
+def sharing_momenta(make: MakeLearner) -> MakeLearner:
     """MT-DAO's averaging of momenta (arXiv 2510.05361), better than any network allows: whenever a worker takes new
     weights, its moments become the mean of all workers', at once. Second moments go with the first: a worker's own
     may be next to nothing where the others' gradients are not."""
@@ -144,21 +147,27 @@ def sharing_momenta(make: Callable[[WorkerSpec], Learner]) -> Callable[[WorkerSp
 
 MakeRegion = Callable[[RegionMomentumConfig, int, float], MomentumRegion]
 MakeGlobal = Callable[[ParameterMap], AveragingGlobal]
+MakeLearner = Callable[[WorkerSpec], Learner]
 
 
 @dataclass(frozen=True)
 class Trial:
     """One trial. settings: changes of the method's run file, and the rate. muon: changes of the inner optimizer's
-    settings. region, top: make the rules that stand in for the product's. learner: changes what workers learn with.
-    cool_down: H and K of the run's last tenth."""
+    settings. region, top: make the rules that stand in for the product's; region_of: the first, of the model's
+    parameters. learner: changes what workers learn with. cool_down: H and K of the run's last tenth. during: changes
+    a region's rule at each lease, by its gain and the share of the run that is lent. batch: sequences of a device's
+    step, whose time follows them."""
 
     method: str
     settings: Settings
     muon: Settings = field(default_factory=dict)
     region: MakeRegion | None = None
+    region_of: Callable[[ParameterMap], MakeRegion] | None = None
     top: MakeGlobal | None = None
-    learner: Callable[[Callable[[WorkerSpec], Learner]], Callable[[WorkerSpec], Learner]] | None = None
+    learner: Callable[[MakeLearner], MakeLearner] | None = None
     cool_down: tuple[int, int] | None = None
+    during: Callable[[MomentumRegion, float, float], None] | None = None
+    batch: int = BATCH
 
 
 def two_bits(density: float = 1.0) -> Settings:
@@ -171,7 +180,7 @@ def ahead(by: float) -> MakeRegion:
 
 
 SLOW: Settings = {"muon": 0.99, "momentum_share": 0.9}
-OF_TRIAL = ("muon", "region", "top", "learner", "cool_down")
+OF_TRIAL = ("muon", "region", "region_of", "top", "learner", "cool_down", "during", "batch")
 
 
 def trial(method: str, **changes: Any) -> Trial:
@@ -215,45 +224,84 @@ TRIALS = {
 
 
 class Averaged(Curve):
-    """Keeps the sum of the global weights over the last part of the run."""
+    """Keeps sums of the global weights over the last parts of the run."""
 
     def __init__(self, study: Study) -> None:
         super().__init__(study, points=1, windows=WINDOWS)
-        self.total, self.count = torch.zeros_like(self.model.start), 0
+        self.sums = {share: torch.zeros_like(self.model.start) for share in SHARES}
+        self.counts = dict.fromkeys(SHARES, 0)
 
     def watch(self, world: VirtualWorld) -> None:
-        if world.top.server.lease_table.committed_samples >= (1 - LAST) * world.task.train_samples:
-            self.total += self._flat(world)
-            self.count += 1
+        done = world.top.server.lease_table.committed_samples / world.task.train_samples
+        if passed := [share for share in SHARES if done >= 1 - share]:
+            weights = self._flat(world)
+            for share in passed:
+                self.sums[share] += weights
+                self.counts[share] += 1
         super().watch(world)
 
-    def losses(self, world: VirtualWorld) -> dict[str, float]:
-        def loss(weights: Tensor) -> float:
-            return (self.model.evaluate(weights, self.test) + self.model.evaluate(weights, self.selection)) / 2
+    def losses(self, world: VirtualWorld) -> dict[str, Any]:
+        """loss: the mean of both slices'. averaged: that of the mean weights, and of all SHARES with the selection
+        slice's beside it."""
 
-        last = self._flat(world)
-        selection = self.model.evaluate(last, self.selection)
-        return {"loss": loss(last), "selection": selection, "averaged": loss(self.total / self.count)}
+        def loss(weights: Tensor) -> tuple[float, float]:
+            test, selection = (self.model.evaluate(weights, part) for part in (self.test, self.selection))
+            return (test + selection) / 2, selection
+
+        both, selection = loss(self._flat(world))
+        means = {str(share): loss(total / self.counts[share]) for share, total in self.sums.items()}
+        return {"loss": both, "selection": selection, "averaged": means[str(LAST)][0], "means": means}
 
 
 def run(trial: Trial, seed: int, steps: int = FULL.steps, size: dict[str, int] | None = None) -> dict[str, Any]:
-    """Loss at the end, that of the averaged weights, virtual seconds, versions of the global weights."""
+    """Loss at the end, that of the averaged weights, virtual seconds, versions of the global weights.
+    steps: of all workers, with BATCH sequences each; as many tokens whatever the trial's batch."""
     torch.set_num_threads(1)
-    r = Job(trial.method, trial.settings, "published", seed, steps, size or FULL.size).resolved
+    size, steps = {"batch": trial.batch} | (size or FULL.size), steps * BATCH // trial.batch
+    r = Job(trial.method, trial.settings, "published", seed, steps, size).resolved
     study = r.study
     if trial.muon:
         study = replace(study, inner=replace(study.inner, **trial.muon))
     task = training_task(study, r.outer, r.environment.numel, r.devices)
-    region = RegionServer if trial.region is None else _with_region_rule(trial.region)
+    make = trial.region_of(task.parameter_map) if trial.region_of else trial.region
+    region = RegionServer if make is None else _with_region_rule(make)
     top = GlobalServer if trial.top is None else _with_global_rule(trial.top)
     if trial.cool_down is not None:
         region, top = _cooling_down(*trial.cool_down, (1 - LAST) * task.train_samples)
+    if trial.during is not None:
+        region = _changing(region, trial.during, task.train_samples)
     learner = task.learner if trial.learner is None else trial.learner(task.learner)
     task = replace(task, momentum_decay=r.momentum_decay, region_server=region, global_server=top, learner=learner)
     curve = Averaged(study)
-    world = VirtualWorld(r.world, task, curve.watch)
+    environment = replace(r.environment, world=_faster(r.environment.world, trial.batch / BATCH))
+    world = VirtualWorld(world_for(METHODS[trial.method].run_file, r.outer, environment), task, curve.watch)
     report = world.run()
     return {"seconds": report["seconds"], "versions": report["global_versions"][0], **curve.losses(world)}
+
+
+def _faster(world: WorldSpec, share: float) -> WorldSpec:
+    """The world whose workers' steps take that share of the time."""
+
+    def of(region: RegionSpec) -> RegionSpec:
+        return replace(region, workers=tuple(replace(w, step_s=share * w.step_s) for w in region.workers))
+
+    return replace(world, regions=tuple(map(of, world.regions)))
+
+
+def _changing(
+    server: type[RegionServer], during: Callable[[MomentumRegion, float, float], None], samples: int
+) -> type[RegionServer]:
+    class Server(server):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.gain = self.rule.gain
+
+        def _on_lease(self, lease: Lease | Finished) -> None:
+            if isinstance(lease, Lease):
+                during(self.rule, self.gain, lease.start / samples)
+            super()._on_lease(lease)
+
+    return Server
 
 
 def _with_region_rule(make: MakeRegion) -> type[RegionServer]:
@@ -314,6 +362,7 @@ def main() -> None:
     for name in arguments.trials:
         if (name, arguments.seed) not in rows:
             row = {"trial": name, "seed": arguments.seed, **plain(run(TRIALS[name], arguments.seed))}
+            del row["means"]
             rows[name, arguments.seed] = row
             with arguments.results.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -5,10 +5,11 @@
     python -m benchmarks.studies.gap --optimizers muon     with Muon only; default: with AdamW, then with Muon
 
 Both methods have the same inner optimizer. The small model of the claims, its settings but for the inner learning
-rate: each method's is found anew by factors of two, until it is bracketed, by the selection slice. One seed. Finished
-runs are kept in the results file (JSON lines), which is committed, and not done again. With `--docs` the table has
-all that are kept. Where there are three lengths of a batch, the gap is extrapolated to 10,000 steps of each worker.
-The last line printed is one JSON object.
+rate: each method's is found anew by factors of two, until it is bracketed, by the selection slice. One seed. A second
+gap is to the best data parallelism found at as many tokens: of any line, or of those whose batch and mean of weights
+`candidates` searched. Finished runs are kept in the results file (JSON lines), which is committed, and not done
+again. With `--docs` the table has all that are kept. Where there are three lengths of a batch, the gap is
+extrapolated to 10,000 steps of each worker. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from scipy.optimize import curve_fit
 
 from benchmarks import ROOT
 from benchmarks.common import command_line, record
+from benchmarks.studies.claims.baseline import best_parallel
+from benchmarks.studies.claims.baseline import kept as candidates
 from benchmarks.studies.claims.markdown import number
 from benchmarks.studies.claims.methods import OURS, OURS_2BIT, SYNCHRONOUS, Settings, muon
 from benchmarks.studies.claims.report import Row, plain, replace_block, table
@@ -38,6 +41,7 @@ OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 # Of each inner optimizer: data parallelism, ours.
 PAIRS = {"adamw": (SYNCHRONOUS, OURS), "muon": (muon(SYNCHRONOUS), muon(OURS_2BIT))}
 WORKERS = 16
+FULL_TOKENS = 4 * LENGTH * FULL.steps
 LONG = 10_000 * WORKERS  # steps of all workers that the gap is extrapolated to
 # Standard deviation of a gap over seeds: the claims' three, with Muon.
 NOISE = 0.005
@@ -54,6 +58,7 @@ def main() -> None:
     if arguments.docs:
         found += [f for each in kept(results) if each not in wanted and (f := whole(results, *each))]
         found.sort(key=lambda f: (f["optimizer"], f["batch"], f["steps"]))
+    add_best(found)
     text = markdown(found)
     print(text)
     if arguments.docs:
@@ -95,9 +100,31 @@ def measured(complete: Complete, optimizer: str, batch: int, steps: int) -> dict
         "tokens": batch * LENGTH * steps,
         "gap": {name: _gap(of[ours], of[reference]) for name, of in losses.items()},
         "losses": losses["test"],
+        "selection": losses["selection"],
         "lr": {method: row["settings"]["lr"] for method, row in chosen.items()},
         "bracketed": {method: is_bracketed(rates(mine)) for method, mine in rows.items()},
     }
+
+
+def add_best(found: list[dict[str, Any]]) -> None:
+    """Add to each line the best data parallelism found at as many tokens (`best`), chosen by the selection slice, and
+    the gap to it (`gap_to_best`)."""
+    at: dict[int, list[dict[str, Any]]] = {}
+    for f in found:
+        reference, _ = PAIRS[f["optimizer"]]
+        told = (
+            f"{OPTIMIZERS[f['optimizer']]}, {WORKERS * f['batch']} sequences, {f['steps'] // WORKERS:,} all-reduces"
+        )
+        losses = {"test": f["losses"][reference], "selection": f["selection"][reference]}
+        at.setdefault(f["tokens"], []).append({**losses, "told": told})
+    if tuned := best_parallel(candidates()):
+        searched = {"test": tuned.test, "selection": tuned.selection, "told": f"Muon, {tuned.told}"}
+        at.setdefault(FULL_TOKENS, []).append(searched)
+    for f in found:
+        _, ours = PAIRS[f["optimizer"]]
+        f["best"] = min(at[f["tokens"]], key=lambda each: each["selection"])
+        mine = {"test": f["losses"][ours], "selection": f["selection"][ours]}
+        f["gap_to_best"] = {name: _gap(loss, f["best"][name]) for name, loss in mine.items()}
 
 
 def kept(results: Results) -> list[tuple[str, int, int]]:
@@ -155,15 +182,20 @@ def markdown(found: list[dict[str, Any]]) -> str:
             f"{f['steps']:,}",
             f"{f['tokens'] / 1e6:.1f}",
             *(of(f, method) for method in PAIRS[f["optimizer"]]),
-            *(number(gap and 100 * gap, 1) for gap in (f["gap"]["test"], f["gap"]["selection"])),
+            *(number(gap and 100 * gap, 1) for of in ("gap", "gap_to_best") for gap in f[of].values()),
         )
         for f in found
     ]
     header = (
         "optimizer", "bytes of a worker's step", "steps of all workers", "M tokens", "data parallel (rate)",
-        "ours (rate)", "gap, %", "by the selection slice, %",
+        "ours (rate)", "gap, %", "by the selection slice, %", "to the best data parallelism, %",
+        "by the selection slice, %",
     )  # fmt: skip
+    best = {f["tokens"]: f["best"]["told"] for f in found}
     told = [table(rows, header)]
+    told += [
+        f"Best data parallelism at {tokens / 1e6:.1f} M tokens: {what}." for tokens, what in sorted(best.items())
+    ]
     for (optimizer, batch), mine in _series(found).items():
         if law := extrapolated(mine):
             told.append(

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.rivals import __main__ as main
 from benchmarks.rivals.__main__ import add_times, command, judged
-from benchmarks.rivals.methods import OUTER, TITLES
+from benchmarks.rivals.methods import METHODS, OUTER, TITLES
 from benchmarks.rivals.report import cells
 from benchmarks.rivals.runs import Setting, figures, processor_figures, time_to
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, new_model, rate_at, samples_of
@@ -99,7 +99,7 @@ def test_what_exchanges_every_step_has_its_loss_from_a_run_without_a_slow_link()
         {"same_algorithm_loss_ratio": 0.999, "best_over_best_rival_loss": 2.997 / 2.0}
     )
     assert cells(found["ddp"], "slow_link")[-2:] == ["2.0000", "15.0"]
-    assert set(OUTER) <= set(TITLES)
+    assert set(METHODS) == {"alone", *TITLES}
 
 
 def test_a_link_takes_as_many_steps_whatever_the_machine() -> None:

@@ -18,6 +18,7 @@ from geotrain.parallelism.whole_matrices import LocalMatrix
 
 AT_ONCE = 1 << 26  # elements of matrices that are orthogonalized together: bounds the scratch, unless one is larger
 MOMENTUM = "momentum_buffer"  # name of Muon's state of an element
+_TINY = 1e-8  # least norm of a row by which it is divided
 _RMS = 0.2  # of an update at a rate of 1, as AdamW's has in practice (Moonlight, arXiv 2502.16982, section 2.2)
 
 
@@ -148,12 +149,23 @@ class MatrixUpdate:
         orthogonalized."""
         ranks = self._ranks
         if ranks is None or place.split is None:
-            return kernels.orthogonalize(update, self._coefficients), max(place.rows, place.columns)
+            return self._direction(update), max(place.rows, place.columns)
         parts = [torch.empty_like(update) for _ in range(ranks.size)]
         dist.all_gather(parts, update.contiguous(), group=ranks.group)
         along = 1 if place.split == "rows" else 2
-        whole = kernels.orthogonalize(torch.cat(parts, along), self._coefficients)
+        whole = self._direction(torch.cat(parts, along))
         return whole.chunk(ranks.size, along)[ranks.rank], max(whole.shape[1:])
+
+    def _direction(self, matrices: Tensor) -> Tensor:
+        found = kernels.orthogonalize(matrices, self._coefficients)
+        return normalize_rows(found) if self._settings.normalize_rows else found
+
+
+def normalize_rows(matrices: Tensor) -> Tensor:
+    """Give all rows of each matrix [batch, rows, columns] the root mean square of their norms, in place, so that the
+    matrix keeps its own norm."""
+    norms = matrices.norm(dim=-1, keepdim=True)
+    return matrices.mul_(norms.square().mean(1, keepdim=True).sqrt() / norms.clamp(min=_TINY))
 
 
 GroupUpdate = AdamWUpdate | MatrixUpdate

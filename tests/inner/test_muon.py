@@ -46,6 +46,30 @@ def test_the_arithmetic_is_that_of_the_definition_and_of_torch(shape: tuple[int,
     assert (ours.data - start_weights).abs().max() > 0.02
 
 
+@pytest.mark.parametrize("shape", [(32, 12), (12, 32)])
+def test_normalized_rows_have_one_norm_and_the_matrix_keeps_its_own(shape: tuple[int, int]) -> None:
+    """Rows beyond the columns differ in norm without it. One of zeros stays one, and makes no NaN."""
+    moved = []
+    for normalize in (False, True):
+        weights = nn.Parameter(torch.zeros(shape))
+        group = {"params": [weights], "lr": 1.0, "weight_decay": 0.0, "is_matrices": True, "moments": (MOMENTUM,)}
+        muon = InnerOptimizer([group], MuonSettings(lr=1.0, normalize_rows=normalize))
+        muon.bind([(weights, OwnedMatrix(LocalMatrix(((0, weights.numel()),), *shape, None), 0))], None)
+        weights.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        weights.grad[0] = 0
+        muon.step()
+        moved.append(weights.detach())
+    plain, rows = (each[1:].norm(dim=1) for each in moved)
+    assert plain.max() / plain.min() > 1.15
+    torch.testing.assert_close(rows, rows.mean().expand(len(rows)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(moved[1].norm(), moved[0].norm() * (len(rows) / shape[0]) ** 0.5, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        moved[1] / moved[1].norm(dim=1, keepdim=True).clamp(min=1e-8),
+        moved[0] / moved[0].norm(dim=1, keepdim=True).clamp(min=1e-8),
+    )
+    assert not moved[1][0].any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.studies.learner.model import denormals_as_zero
 from geotrain import kernels
+from geotrain.optimizers.updates import normalize_rows
 from geotrain.parameters.parameter_map import Parameter
 
 
@@ -22,7 +23,7 @@ class InnerSettings:
     muon: the momentum of Muon on hidden matrices, at AdamW's rate and weight decay; None: AdamW steps all.
     momentum_share: ν, where what is orthogonalized is ν·momentum + (1−ν)·gradient (Ma and Yarats, arXiv 1810.06801),
     so that a slow momentum leaves room for the newest gradient; MT-DAO (arXiv 2510.05361) has it in workers that
-    seldom exchange. None: Nesterov's, which is the momentum's own decay.
+    seldom exchange. None: Nesterov's, which is the momentum's own decay. normalize_rows: as the product's.
     """
 
     lr: float = 3e-3
@@ -34,6 +35,7 @@ class InnerSettings:
     final_share: float = 0.1
     muon: float | None = None
     momentum_share: float | None = None
+    normalize_rows: bool = False
 
     def rate(self, progress: float) -> float:
         """Learning rate at that share of the run's samples."""
@@ -125,6 +127,7 @@ class StackedOptimizer:
                 m.lerp_(g, 1 - s.muon)
                 updates.append(g.lerp(m, share))
             flat = kernels.orthogonalize(torch.stack(updates).view(-1, *shape))
+            flat = normalize_rows(flat) if s.normalize_rows else flat
             moves = flat.view(len(spans), len(gradients), -1).mul_(column(0.2 * sqrt(max(shape)) * rates))
             for span, move in zip(spans, moves, strict=True):
                 w = models.weights[:, span]

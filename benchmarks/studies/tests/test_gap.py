@@ -15,7 +15,7 @@ import benchmarks.studies.gap as gap
 from benchmarks import DATA
 from benchmarks.studies.claims.methods import METHODS, OURS, SYNCHRONOUS, muon
 from benchmarks.studies.claims.runs import Job, Results
-from benchmarks.studies.claims.study import MINE
+from benchmarks.studies.claims.study import FULL, MINE
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,37 @@ def test_the_gap_compares_both_methods_at_their_best_rates(optimizer, reference,
     monkeypatch.setattr(
         gap, "settings_found", lambda methods: {m: {**METHODS[m].published(), "lr": 0.008} for m in methods}
     )
+    monkeypatch.setattr(gap, "candidates", dict)
     found = gap.measured(lambda jobs: [losses(job) for job in jobs], optimizer, 8, 10)
     assert found["gap"] == {"test": 0.5, "selection": 0.5} and found["tokens"] == 8 * 32 * 10
     assert found["lr"] == {reference: 0.004, ours: 0.016} and all(found["bracketed"].values())
+    gap.add_best([found])
     assert (
-        f"| {gap.OPTIMIZERS[optimizer]} | 256 | 10 | 0.0 | 2.0000 (0.004) | 3.0000 (0.016) | 50.0 | 50.0 |"
+        f"| {gap.OPTIMIZERS[optimizer]} | 256 | 10 | 0.0 | 2.0000 (0.004) | 3.0000 (0.016) |{4 * ' 50.0 |'}"
         in gap.markdown([found])
+    )
+
+
+def test_a_second_gap_is_to_the_best_data_parallelism_at_as_many_tokens(monkeypatch):
+    """Another line's, chosen by the selection slice; or of a batch and a mean that were searched, at their tokens."""
+
+    def line(optimizer: str, batch: int, steps: int, test: float, selection: float) -> dict:
+        reference, ours = gap.PAIRS[optimizer]
+        losses = {reference: test, ours: 1.5 * test}, {reference: selection, ours: 1.5 * selection}
+        tokens = batch * gap.LENGTH * steps
+        return {"optimizer": optimizer, "batch": batch, "steps": steps, "tokens": tokens, **dict(
+            zip(("losses", "selection"), losses, strict=True))}  # fmt: skip
+
+    found = [line("adamw", 4, 800, 1.9, 2.0), line("muon", 8, 400, 2.0, 1.0), line("muon", 4, FULL.steps, 2.0, 2.0)]
+    both = {"test": 1.2, "selection": 1.5}
+    monkeypatch.setattr(gap, "candidates", dict)
+    monkeypatch.setattr(gap, "best_parallel", lambda rows: SimpleNamespace(told="small", **both))
+    gap.add_best(found)
+    assert [f["gap_to_best"]["test"] for f in found] == pytest.approx([0.425, 0.5, 1.5])
+    assert [f["gap_to_best"]["selection"] for f in found] == pytest.approx([2.0, 0.5, 1.0])
+    assert (
+        found[0]["best"]["told"] == "Muon, 128 sequences, 25 all-reduces"
+        and found[2]["best"]["told"] == "Muon, small"
     )
 
 
