@@ -43,14 +43,14 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 5_725,
-    "net.transport.worker_client": 3_876,
+    "worker.loop": 5_852,
+    "net.transport.worker_client": 3_904,
     "outer.server.server": 6_900,
-    "worker.trainer": 9_166,
-    "net.server.server_process": 15_144,
+    "worker.trainer": 9_326,
+    "net.server.server_process": 15_194,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 35_995, ("benchmarks",): 11_442}
+SIZES = {PRODUCT: 36_234, ("benchmarks",): 12_184}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself

@@ -32,8 +32,11 @@ from geotrain.simulate.spec import WorldSpec
 from geotrain.simulate.world import VirtualWorld
 
 VERSION = 4  # of what the simulator computes; raised by hand when its results change, so that no older row is used
-# Fields of worlds that came later, and as what they are left out of keys.
-LATER = {"settle_s": 0.0, "refresh_s": 0.0, "refreshes_all": False, "shards": 1, "encrypted": False}
+# Fields of worlds and studies that came later, and as what they are left out of keys.
+LATER = {
+    "settle_s": 0.0, "refresh_s": 0.0, "refreshes_all": False, "shards": 1, "encrypted": False,
+    "normalize_rows": False,
+}  # fmt: skip
 NOT_WITHOUT_RESULT = (
     "test", "final", "selection", "final_selection", "utilization", "wide_bytes", "committed_steps",
 )  # fmt: skip
@@ -65,8 +68,11 @@ class Job:
         is as its default says is left out: a new option of the outer loop leaves the keys as they are."""
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json", exclude_defaults=True)
-        world = asdict(r.world, dict_factory=lambda pairs: {k: v for k, v in pairs if LATER.get(k, pairs) != v})
-        parts = (VERSION, asdict(self), outer, world, asdict(r.study), carried_text().digest)
+        world, study = (
+            asdict(each, dict_factory=lambda pairs: {k: v for k, v in pairs if LATER.get(k, pairs) != v})
+            for each in (r.world, r.study)
+        )
+        parts = (VERSION, asdict(self), outer, world, study, carried_text().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
