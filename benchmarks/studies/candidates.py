@@ -1,10 +1,10 @@
 """Try published outer rules and inner optimizers with Muon, and data parallelism tuned by as many trials as ours.
 
     python -m benchmarks.studies.candidates                    all trials: an hour and a half of one core
-    python -m benchmarks.studies.candidates --trials "2 bits, K 1" --seeds 0 1 2      some of them
+    python -m benchmarks.studies.candidates --trials one --seeds 0 1 2      some of them
     python -m benchmarks.studies.candidates --table            no run: the table of all that are kept
 
-Model, world and tokens are those of `delay`, whose trials may be named, too. A smaller batch takes as many more
+Model, world and tokens are those of the claims. A smaller batch takes as many more
 steps, each in so much less time. Finished trials are kept in the results file (JSON lines), which is committed, and
 not done again. Data parallelism's batch, rate, schedule and mean of the last weights are chosen by the selection
 slice and a seed of its own, as ours; the last line printed is one JSON object: loss of each trial over that of data
@@ -29,7 +29,7 @@ from benchmarks.studies.claims.baseline import RESULTS, Rows, best_parallel, kep
 from benchmarks.studies.claims.methods import ONE_WORKER_2BIT, OURS_2BIT, SYNCHRONOUS, muon
 from benchmarks.studies.claims.report import interval, plain, table
 from benchmarks.studies.claims.search import SEED
-from benchmarks.studies.delay import LAST, REGIONS, MakeRegion, Trial, run, trial
+from benchmarks.studies.trials import LAST, REGIONS, MakeRegion, Trial, run, trial
 from geotrain import kernels
 from geotrain.config import RegionMomentumConfig
 from geotrain.outer.rules import Vectors

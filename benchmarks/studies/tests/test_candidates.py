@@ -28,7 +28,7 @@ from benchmarks.studies.claims.baseline import best_parallel, best_test
 from benchmarks.studies.claims.methods import METHODS
 from benchmarks.studies.claims.search import SEED
 from benchmarks.studies.claims.study import MINE
-from benchmarks.studies.delay import run
+from benchmarks.studies.trials import run
 from geotrain.config import rule_config
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import MomentumRegion
