@@ -21,7 +21,7 @@ from tests.support.process_trees import until
 
 CPU = torch.device("cpu")
 STEP_S = 0.5
-WITHIN_S = 30.0  # of collectives in a real world
+WITHIN_S = 300.0  # of collectives in a real world
 
 
 class Ranks:
@@ -119,7 +119,7 @@ def test_a_rank_that_others_wait_for_in_a_step_is_told_and_ends_its_worker(capfd
     ranks.run(300.0)
     ((at_s, words),) = ranks.told
     assert at_s - begin_s < 60.0 and ranks.lost == [(at_s, 0)] and words.startswith("hangs: rank 0 (")
-    assert capfd.readouterr().err.count("most recent call first") == 3  # each wrote its stack once
+    assert capfd.readouterr().err.count("Current thread") == 3  # each wrote its stacks once
 
 
 def test_a_rank_that_waits_for_data_or_a_server_is_told_and_ends_nothing() -> None:
@@ -164,7 +164,13 @@ def in_a_world(how: str, number: int) -> str:
     join(timeout_s=WITHIN_S)
     told: list[str] = []
     lost = threading.Event()
-    watch = RankWatch(CPU, told.append, lost.set)
+
+    def end() -> None:
+        """Let the collective end at once, as the launcher would end all ranks."""
+        lost.set()
+        os.kill(int(watch._all[number].process.rpartition(" ")[2]), signal.SIGKILL)
+
+    watch = RankWatch(CPU, told.append, end)
     watch.start()
     for step in range(4):
         watch.begin_step()

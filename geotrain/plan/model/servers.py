@@ -85,7 +85,8 @@ def server_needs(
     due = [chunk for chunk in chunks if chunk.fragment in at_once]
     width = 2 if bf16_state else 4
     base = 4 * numel if isinstance(place.rule, AsyncRegion) else 0
-    vectors = 4 * numel + base + width * numel * len(getattr(place.rule, "bf16_vectors", ()))
+    momenta = len(getattr(place.rule, "bf16_vectors", ()))
+    vectors = 4 * numel + base + width * numel * momenta
     changes = sends_changes(place.down)
     state = {"vectors": vectors, "mirrors of members": 4 * numel * place.members if changes else 0}
     answer, in_flight = coded(place.down, chunks), 0
@@ -94,6 +95,8 @@ def server_needs(
         state["residual"] = width * numel if make_codec(up).error_feedback else 0
         state["mirror"] = 4 * numel if sends_changes(down) else 0
         in_flight = coded(up, chunks)
+    # An update's deltas with what is kept in 16 bits, or what goes up with its residual.
+    at_work = [len(due) + momenta * bf16_state, 1 + (bf16_state and bool(state.get("residual")))]
     coming = in_flight + place.members * answer
     saved = coming if changes else in_flight
     if place.rule.in_rounds:
@@ -111,9 +114,8 @@ def server_needs(
     passing = {
         # A payload's data frames are joined when the last one is here.
         "arriving": 2 * place.members * coded(place.up, due),
-        "decoding": 4 * largest * len(due),
-        # A vector's difference or mean, and what is kept in 16 bits, in fp32 meanwhile.
-        "computing": 4 * largest * (1 + bf16_state),
+        "decoding": 4 * largest * max(at_work),
+        "computing": 4 * largest,  # a vector's difference or mean
         # One is computed with, a snapshot reads another.
         "mirrors in use": min(mirrors, 4 * largest * (LEAVING + 2)),
         "snapshot's copies": int(share * snapshot),
