@@ -136,6 +136,7 @@ def test_all_benchmarks_end_within_the_time_of_all() -> None:
     assert bench.minutes_of(two[1:], passed + 12) == 10
     assert bench.minutes_of(two[1:], 0.0) == bench.LONGEST_MINUTES
     assert bench.minutes_of(two[1:], bench.ALL_MINUTES + 1) == 0
+    assert [bench.minutes_of(two, at, quick=True) for at in (0.0, 40.0, 50.0)] == [bench.QUICK_MINUTES, 5.0, 0.0]
 
 
 # It leaves a process that no longer is its child, in a session of its own.
