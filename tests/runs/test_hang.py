@@ -31,7 +31,7 @@ def rank_of(launcher: int, number: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-@pytest.mark.long("geotrain/worker", "geotrain/launch", "tests/runs/test_hang.py")
+@pytest.mark.long("geotrain/worker", "launch")
 def test_a_stopped_rank_is_told_and_its_worker_started_again(tmp_path: Path) -> None:
     prepare_text(tmp_path)
     files = write_files(tmp_path, "run", STEPS * BATCH, {"eu": [2]}, {}, min_step_s=0.2)
