@@ -176,7 +176,8 @@ class InMemory(World):
             if refused.retry_s is None and isinstance(message, UpdatePart | LeaseRequest):  # as the service does it
                 life = self.servers(server).members[member].incarnation
                 job = message.job if isinstance(refused, BadDelta) else 0
-                self.world.tell(server, UpdateRejected(member, life, refused.reason, job=job))
+                sequence = message.sequence if isinstance(message, UpdatePart) else 0
+                self.world.tell(server, UpdateRejected(member, life, refused.reason, sequence, job))
             raise
         if isinstance(message, UpdatePart):  # as a sender is told
             return self.servers(server).members[message.member].sequence >= message.sequence
