@@ -208,9 +208,9 @@ def test_batches_visit_each_sample_once_in_an_epoch(
     assert [(job["job"], job["loss"], job["tokens"]) for job in jobs] == [(j, 0.5, 12) for j in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("outer", [(2, 2, 8)], indirect=True)
+@pytest.mark.parametrize("outer", [(2, 2, 12)], indirect=True)
 def test_a_batch_grows_in_a_loop_of_ones_own(outer: geotrain.OuterLoop) -> None:
-    """Four steps of two samples, then ten of four; the rate follows the samples."""
+    """Six steps of two samples, then nine of four; the rate follows the samples."""
     sizes, steps, seen = list[int](), list[float](), list[float]()
     with outer:
         for number, batch in enumerate(outer.batches(Numbers(), 2)):
@@ -219,12 +219,12 @@ def test_a_batch_grows_in_a_loop_of_ones_own(outer: geotrain.OuterLoop) -> None:
                 sizes.append(2 * len(batch))
                 steps.append(outer.step)
                 outer.after_step(0.5)
-    assert sizes == [2] * 4 + [4] * 10 and steps == [0, 0.5, 1, 1.5, *range(2, 12)]
+    assert sizes == [2] * 6 + [4] * 9 and steps == [0, 0.5, 1, 1.5, 2, 2.5, *range(3, 12)]
     assert outer.finished and outer.total_steps == 12
     assert all(sorted(seen[at : at + 5]) == [0, 1, 2, 3, 4] for at in range(0, 45, 5))
     (log,) = (outer.run.run_folder / "events").glob("*.jsonl")
     jobs = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "JobTrained"]
-    assert [job["tokens"] for job in jobs] == [6, 10, 12, 12, 8]
+    assert [job["tokens"] for job in jobs] == [6, 6, 12, 12, 12]
     with pytest.raises(ConfigError, match="a step's 2 samples do not divide into 4 micro-batches"):
         next(outer.indices(None, 4))
 
