@@ -28,7 +28,7 @@ def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
                     "parallel layout that fits)"
                 )
     yield from _shared_devices(cluster)
-    steps, local_steps, count = run.total_steps, run.outer.local_steps, len(cluster.workers)
+    steps, local_steps, count = run.inner_steps, run.outer.local_steps, len(cluster.workers)
     first = local_steps + count - 1 if run.outer.scale_local_steps else local_steps * count
     if first > steps:
         yield ConfigError(
@@ -70,14 +70,14 @@ def _shared_devices(cluster: ClusterConfig) -> Iterator[ConfigError]:
 def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Find what does not keep a run from starting: rehearsals are short on purpose."""
     outer, regions, count = run.outer, len(cluster.serving), len(cluster.workers)
-    merged = outer.answers_merged(run.total_steps / outer.local_steps / count)
+    merged = outer.answers_merged(run.inner_steps / outer.local_steps / count)
     updates = 1 if outer.flat or merged else outer.rule.updates_per_send or 1
     members = count if outer.flat or outer.rule.synchronous else regions
     period = outer.local_steps * updates * members
-    if (exchanges := run.total_steps / period) < FEW:
+    if (exchanges := run.inner_steps / period) < FEW:
         yield (
             f"a region exchanges about {exchanges:.2g} times with the global server in the whole run "
-            f"({run.total_steps} inner steps, {period} between two exchanges of all): regions train almost by "
+            f"({run.inner_steps} inner steps, {period} between two exchanges of all): regions train almost by "
             "themselves; lower outer.local_steps or outer.rule.updates_per_send, or train more samples"
         )
     yield from answers(run, cluster)
@@ -86,7 +86,7 @@ def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
 def answers(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Say, where workers have few jobs in the run, what regions answer them with, and what would end lower."""
     outer = run.outer
-    jobs = run.total_steps / outer.local_steps / len(cluster.workers)
+    jobs = run.inner_steps / outer.local_steps / len(cluster.workers)
     alone = outer.flat or len(cluster.serving) < 2  # then there are no news of other regions
     if alone or not isinstance(outer.rule, RegionMomentumConfig) or jobs >= SHORT_RUN:
         return

@@ -199,7 +199,7 @@ class LeaseRequest:
     """A worker asks for the data of its job number `job`. Asking again for the same job gives the same lease, so that
     a request whose reply was lost can be repeated, and all ranks of a worker can ask.
 
-    step_s: measured seconds of one inner step (0: not known yet).
+    step_s: seconds of one inner step of a whole batch, from its last job (0: not known yet).
     """
 
     worker: str

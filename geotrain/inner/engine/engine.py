@@ -157,8 +157,15 @@ class GeoEngine(DeepSpeedEngine):
 
     # ------------------------------------------------------------------------------------ train, evaluate
 
-    def train_step(self, batch: StepReader, schedule_step: int) -> StepResult:
-        """One optimizer step on the worker's batch.
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples of the steps to come, and so the micro-batches of each replica. DeepSpeed's own, which this
+        overrides, takes context ranks for replicas."""
+        self._config.train_batch_size = train_batch_size
+        per_pass = self.train_micro_batch_size_per_gpu() * self.mesh.replicas
+        self._config.gradient_accumulation_steps = train_batch_size // per_pass
+
+    def train_step(self, batch: StepReader, schedule_step: float) -> StepResult:
+        """One optimizer step on the worker's batch, of `train_batch_size` samples.
 
         schedule_step: the step of the run's learning-rate schedule that this is, counted from 0.
         Raises ValueError if number or shape of the micro-batches is wrong; AccoError if ACCO lost another rank.
@@ -217,7 +224,7 @@ class GeoEngine(DeepSpeedEngine):
             return WarmupStableDecayLR(optimizer, **self.scheduler_params())
         return super()._scheduler_from_config(optimizer)
 
-    def _begin_step(self, schedule_step: int) -> float:
+    def _begin_step(self, schedule_step: float) -> float:
         """Set the learning rate of this step and return it."""
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(schedule_step)
