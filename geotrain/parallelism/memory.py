@@ -80,7 +80,7 @@ def memory_per_rank(
     kept = _FP32_BYTES if accumulates_in_fp32(block) else size  # bytes of an accumulated gradient
     masked = mask_elements(architecture, block, sequence_length, documents)
     stages = []
-    for stage in sorted(set(first_like(architecture, parallel.pipeline))):  # which keeps most micro-batches of those
+    for stage in sorted(set(first_like(architecture, parallel))):  # which keeps most micro-batches of those
         parameters = stage_parameters(architecture, parallel, stage)
         whole = shard_size(architecture, parallel, stage, 1, muon, together=False)
         shard = shard_size(architecture, parallel, stage, copies, muon, together=False) if zero else whole
@@ -113,10 +113,9 @@ def memory_per_rank(
 
 def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
     """Count the elements of matrices that are multiplied in FP8, on a rank of the stage."""
-    layers = a.layers // parallel.pipeline
     return sum(
         weight.numel // (parallel.tensor * (parallel.expert if weight.expert is not None else 1))
-        for layer in range(stage * layers, (stage + 1) * layers)
+        for layer in parallel.layers_of(stage, a.layers)
         for weight in family_of(a.model_type).layer(a, layer)
         if len(weight.shape) == 2 and weight.cut != "whole"
     )
@@ -182,14 +181,14 @@ def activation_bytes(
     masked: elements of the mask of documents or windows (`mask_elements`), which attention keeps in the size of its
     queries; while it is made, there are two more of it, of one byte an element.
     """
-    tp, layers = parallel.tensor, a.layers // parallel.pipeline
+    tp, layers = parallel.tensor, parallel.layers_of(stage, a.layers)
     whole = a.hidden_size / (tp if parallel.sequence else 1)
-    kinds = Counter(a.has_experts(i) for i in range(stage * layers, (stage + 1) * layers))
+    kinds = Counter(a.has_experts(i) for i in layers)
     of_a_layer = {sparse: _layer_elements(a, parallel, sparse, size, recompute, fp8) for sparse in kinds}
     kept = sum(count * of_a_layer[sparse] for sparse, count in kinds.items())
-    kept, at_once = (layers * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
+    kept, at_once = (len(layers) * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
     total = (in_flight * kept + at_once) * size
-    masks = masked * (size * (in_flight * layers if recompute == "none" else 1) + 2)
+    masks = masked * (size * (in_flight * len(layers) if recompute == "none" else 1) + 2)
     if stage == parallel.pipeline - 1:
         total += 2 * whole * size + a.vocab_size / tp * (_FP32_BYTES + (size if size < _FP32_BYTES else 0))
     return int(tokens * total) + masks

@@ -159,11 +159,11 @@ def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro:
 
     speed: useful operations a second of the fastest accelerator.
     """
-    length, stages = task.run.data.sequence_length, parallel.pipeline
+    a, length = task.architecture, task.run.data.sequence_length
     times = [
-        micro * length * sum(stage_flops(task.architecture, length, s, stages, task.run.model.recompute))
+        micro * length * sum(stage_flops(a, length, parallel.layers_of(s, a.layers), task.run.model.recompute))
         / (speed * parallel.tensor * parallel.context)
-        for s in range(stages)
+        for s in range(parallel.pipeline)
     ]  # fmt: skip
     m = task.batch // (replicas * micro)
     return sum(times) + (m - 1) * max(times)
