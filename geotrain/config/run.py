@@ -77,7 +77,7 @@ class ParallelConfig(Block):
     pipeline: PositiveInt = 1
     stage_layers: tuple[PositiveInt, ...] | None = Field(
         None,
-        description="Layers of each pipeline stage, where they differ: fast devices can hold more. null: as many.",
+        description="Layers of each pipeline stage where they differ, as on unlike devices; null: as many.",
     )
     context: PositiveInt = Field(
         1, description="Ranks that share each sequence: a part of its tokens each, of its heads in attention."

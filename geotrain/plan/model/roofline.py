@@ -173,11 +173,11 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
 
 
 def exchanged_bytes(work: Work, stage: int = 0) -> float:
-    """Bytes that a rank of a pipeline stage sends for a micro-batch, all inside a host. Tensor ranks: an all-reduce, or with sequence
-    parallelism the two halves of one, after attention, and after an MLP that is no routed expert; backward does it
-    again, and so does forward where it is computed again. With sequence parallelism backward gathers the inputs of
-    both parts once more, for the gradients of weights. Context and expert ranks: as in `exchanges`; what attention
-    as a ring may hide is counted as if it did not."""
+    """Bytes that a rank of a pipeline stage sends for a micro-batch, all inside a host. Tensor ranks: an
+    all-reduce, or with sequence parallelism the two halves of one, after attention, and after an MLP that is no
+    routed expert; backward does it again, and so does forward where it is computed again. With sequence parallelism
+    backward gathers the inputs of both parts once more, for the gradients of weights. Context and expert ranks: as
+    in `exchanges`; what attention as a ring may hide is counted as if it did not."""
     a, parallel = work.architecture, work.parallel
     tokens, tp = work.micro_tokens / parallel.context, parallel.tensor
     sparse = sum(map(a.has_experts, range(a.layers)))

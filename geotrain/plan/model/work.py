@@ -88,9 +88,9 @@ def useful_flops(a: Architecture, sequence_length: int) -> float:
 def stage_flops(
     a: Architecture, sequence_length: int, layers: range, recompute: str, imbalance: float = 1.0
 ) -> tuple[float, float]:
-    """Count the (forward, backward) operations of one token in a pipeline stage of these layers. Recomputation is part of backward:
-    `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198, section 5).
-    imbalance: as in `Work`; then of the rank whose experts get most tokens."""
+    """Count the (forward, backward) operations of one token in a pipeline stage of these layers. Recomputation is
+    part of backward: `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198,
+    section 5). imbalance: as in `Work`; then of the rank whose experts get most tokens."""
     flops = [token_flops(a, sequence_length, layer) for layer in layers]
     once = sum(f.layer + (imbalance - 1) * f.experts for f in flops)
     forward = once + (flops[0].head if layers.stop == a.layers else 0.0)
