@@ -3,9 +3,18 @@ and `dry-run` both ask here."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from geotrain.config import SHORT_RUN, ClusterConfig, ConfigError, RegionMomentumConfig, RunConfig, WorkerConfig
+from geotrain.config import (
+    SHORT_RUN,
+    ClusterConfig,
+    ConfigError,
+    RegionMomentumConfig,
+    RunConfig,
+    WorkerConfig,
+    WorkerSetup,
+)
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.terminal import size
 
@@ -14,16 +23,19 @@ FEW = 10  # exchanges of a region: momentum and merging then do next to nothing
 
 def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
     """Find what keeps this cluster from training this run. The files must go together (`check_together`)."""
-    from geotrain.plan.model.memory import rank_memory
+    from geotrain.plan.model.memory import tightest_memory
 
     for _, worker in cluster.workers:
-        if limit := least_memory(cluster, worker):
-            parts = rank_memory(run, run.architecture, worker)
-            if (needed := sum(parts.values())) > limit[0]:
+        if least_memory(cluster, worker):
+            rooms = {kind: 1e9 * device.memory_gb for kind, device in cluster.devices.items()}
+            placed = [rooms.get(str(host.device), math.inf) for host in worker.hosts for _ in range(host.slots)]
+            parts, room = tightest_memory(run, run.architecture, WorkerSetup.of(run, worker), placed)
+            if (needed := sum(parts.values())) > room:
+                kind = next(host.device for host in worker.hosts if rooms.get(str(host.device)) == room)
                 most = max(parts, key=lambda part: parts[part])
                 yield ConfigError(
-                    f"worker {worker.name!r}: its fullest rank needs {size(needed)} ({most} {size(parts[most])}), "
-                    f"devices.{limit[1]}.memory_gb = {limit[0] / 1e9:g}; take more ranks, more of `parallel`, "
+                    f"worker {worker.name!r}: its tightest rank needs {size(needed)} ({most} {size(parts[most])}), "
+                    f"devices.{kind}.memory_gb = {room / 1e9:g}; take more ranks, more of `parallel`, "
                     "model.recompute 'full' or a smaller train_micro_batch_size_per_gpu (`geotrain plan` finds a "
                     "parallel layout that fits)"
                 )

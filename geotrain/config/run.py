@@ -76,6 +76,10 @@ class ParallelConfig(Block):
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
+    stage_layers: tuple[PositiveInt, ...] | None = Field(
+        None,
+        description="Layers of each pipeline stage where they differ, as on unlike devices; null: as many.",
+    )
     context: PositiveInt = Field(
         1, description="Ranks that share each sequence: a part of its tokens each, of its heads in attention."
     )
@@ -93,6 +97,22 @@ class ParallelConfig(Block):
         description="Way of tokens to the ranks of their experts: each to those only, or all tokens to all ranks.",
     )
 
+    @model_validator(mode="after")
+    def _stages_differ(self) -> ParallelConfig:
+        if self.stage_layers is not None and len(self.stage_layers) != self.pipeline:
+            raise ValueError(
+                f"stage_layers lists {len(self.stage_layers)} stages, pipeline = {self.pipeline}; make them equal"
+            )
+        if self.stage_layers is not None and len(set(self.stage_layers)) == 1:
+            raise ValueError("stage_layers: all stages have as many, which is the default; leave it out")
+        return self
+
+    def layers_of(self, stage: int, layers: int) -> range:
+        """Numbers of the layers that a pipeline stage holds, of a model of so many."""
+        each = self.stage_layers or (layers // self.pipeline,) * self.pipeline
+        begin = sum(each[:stage])
+        return range(begin, begin + each[stage])
+
     @property
     def replica_ranks(self) -> int:
         """Ranks that train the same samples: one data-parallel replica."""
@@ -103,7 +123,8 @@ class ParallelConfig(Block):
         context = f" × CP {self.context}" if self.context > 1 else ""
         expert = f" (EP {self.expert})" if self.expert > 1 else ""
         tensor = f"TP {self.tensor}{' + sequence' if self.sequence else ''}"
-        return f"{tensor} × PP {self.pipeline}{context} × DP {ranks // self.replica_ranks}{expert}"
+        stages = f" ({' + '.join(map(str, self.stage_layers))} layers)" if self.stage_layers else ""
+        return f"{tensor} × PP {self.pipeline}{stages}{context} × DP {ranks // self.replica_ranks}{expert}"
 
 
 class PrecisionConfig(Block):

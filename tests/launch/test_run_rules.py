@@ -42,7 +42,7 @@ def pair(regions: tuple[dict[str, Any], ...], **outer: Any) -> tuple[RunConfig, 
     [
         (TWO, {}, ""),
         (on("large", "large"), {}, ""),
-        (on("large", "small"), {}, "worker 'a': its fullest rank needs .* GB .*, devices.small.memory_gb = 8; "),
+        (on("large", "small"), {}, "worker 'a': its tightest rank needs .* GB .*, devices.small.memory_gb = 8; "),
         ((region("eu", worker("a", "h"), worker("b", "h")),), {},
          "host 'h' is given to worker 'a' and worker 'b': both would take its accelerators"),
         ((region("eu", worker("a", "h")), region("us", worker("b", "h"))), {}, "given to worker 'a' and worker 'b'"),
