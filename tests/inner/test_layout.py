@@ -201,3 +201,11 @@ def test_only_norms_that_see_a_part_are_summed() -> None:
         "pre_mlp_layernorm",
         "final_layernorm",
     }
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"), [((1, 2, 1), "lists 3 stages, pipeline = 2"), ((2, 2), "as many, .* leave it out")]
+)
+def test_stages_that_are_refused(layers: tuple[int, ...], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        layout(pipeline=2, stage_layers=layers)

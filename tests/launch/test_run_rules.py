@@ -88,3 +88,13 @@ def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:
     assert not list(misfits(*files))
     found = "\n".join(doubts(*files))
     assert re.search(told.replace("(", r"\("), found) if told else not found, found
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"), [(("large", "small"), ""), (("small", "large"), "devices.small.memory_gb")]
+)
+def test_a_stage_of_few_layers_fits_a_small_kind(kinds: tuple[str, ...], told: str) -> None:
+    _, cluster = pair(on(*kinds))
+    most = small_run().architecture.layers - 1
+    found = list(misfits(small_run(parallel={"pipeline": 2, "stage_layers": [most, 1]}), cluster))
+    assert bool(found) == bool(told) and all(told in str(error) for error in found)
