@@ -23,7 +23,11 @@ def region(name: str, *workers: dict[str, Any], **keys: Any) -> dict[str, Any]:
 TWO = (region("eu", worker("a"), worker("b")), region("us", worker("c")))
 LATE = {"steps": 10, "late": "continue", "adopt": "rebase"}
 CPU = {"env": {"DS_ACCELERATOR": "cpu"}}
-KINDS = {"large": {"memory_gb": 80.0, "tflops": 100.0}, "small": {"memory_gb": 8.0, "tflops": 100.0}}
+KINDS = {
+    "large": {"memory_gb": 80.0, "tflops": 100.0},
+    "small": {"memory_gb": 8.0, "tflops": 100.0},
+    "tiny": {"memory_gb": 2.0, "tflops": 100.0},
+}
 
 
 def on(*kinds: str) -> tuple[dict[str, Any], ...]:
@@ -91,10 +95,15 @@ def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "told"), [(("large", "small"), ""), (("small", "large"), "devices.small.memory_gb")]
+    ("kinds", "last", "told"),
+    [
+        (("large", "small"), 1, ""),
+        (("small", "large"), 1, "devices.small.memory_gb"),
+        (("large", "tiny"), 4, "devices.tiny.memory_gb"),
+    ],
 )
-def test_a_stage_of_few_layers_fits_a_small_kind(kinds: tuple[str, ...], told: str) -> None:
+def test_a_stage_of_few_layers_fits_a_small_kind(kinds: tuple[str, ...], last: int, told: str) -> None:
     _, cluster = pair(on(*kinds))
-    most = small_run().architecture.layers - 1
-    found = list(misfits(small_run(parallel={"pipeline": 2, "stage_layers": [most, 1]}), cluster))
+    first = small_run().architecture.layers - last
+    found = list(misfits(small_run(parallel={"pipeline": 2, "stage_layers": [first, last]}), cluster))
     assert bool(found) == bool(told) and all(told in str(error) for error in found)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from geotrain.config import AccoConfig
 from geotrain.inner.acco.optimizer import AccoOptimizer, CommitResult
-from geotrain.inner.engine.engine import GeoEngine, StepReader, StepResult
+from geotrain.inner.engine.engine import GeoEngine
+from geotrain.inner.engine.step import StepReader, StepResult
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import group_of
 from geotrain.optimizers.inner_optimizer import InnerOptimizer
