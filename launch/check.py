@@ -47,18 +47,19 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
             f"cluster {cluster.name!r}: no workers in {', '.join(idle)}; `geotrain plan` makes them of its hosts"
         )
     sizes = {worker.name: check_worker(run, worker) for _, worker in cluster.workers}
-    batch, samples = run.samples_per_step, run.data.train_samples
-    if samples % batch:
+    batch, samples, at = run.samples_per_step, run.data.train_samples, run.batches.first_sample
+    ramp = f", from data.rampup_batch_size = {list(run.batches.ramp)} on" if run.batches.ramp else ""
+    if samples != (whole := at(run.inner_steps)):
         raise ConfigError(
-            f"data.train_samples = {samples} is not a multiple of deepspeed.train_batch_size = {batch}; "
-            f"use {samples - samples % batch or batch}"
+            f"data.train_samples = {samples} is not a multiple of deepspeed.train_batch_size = {batch}{ramp}; "
+            f"use {whole or at(1)}"
         )
-    round_samples = len(sizes) * run.outer.local_steps * batch
-    if run.outer.rule.synchronous and samples % round_samples:
+    round_steps = len(sizes) * run.outer.local_steps
+    if run.outer.rule.synchronous and run.inner_steps % round_steps:
         raise ConfigError(
             f"data.train_samples = {samples} is no whole number of rounds: with outer.rule 'sync' a round is "
-            f"{len(sizes)} workers × outer.local_steps {run.outer.local_steps} × batch {batch} = {round_samples} "
-            f"samples; use {max(1, samples // round_samples) * round_samples}"
+            f"{len(sizes)} workers × outer.local_steps {run.outer.local_steps} × batch {batch} = "
+            f"{round_steps * batch} samples{ramp}; use {at(max(1, run.inner_steps // round_steps) * round_steps)}"
         )
     for what, (site, address) in server_addresses(cluster, [GLOBAL, *(r.name for r in cluster.serving)]).items():
         ssh = cluster.sites[site].ssh
@@ -104,8 +105,14 @@ def check_worker(run: RunConfig, worker: WorkerConfig) -> int:
         )
     try:
         dp = checks.check_layout(run.architecture, setup.parallel, worker.ranks, block, run.data.sequence_length)
-        if run.acco is not None:
-            check_acco(run.acco, run.architecture, setup.parallel, block, checks.accumulation_steps(block, dp))
+        for batch in run.batches.sizes:
+            if batch % (one := block["train_micro_batch_size_per_gpu"] * dp):
+                raise ConfigError(
+                    f"data.rampup_batch_size: a batch of {batch} samples is no multiple of "
+                    f"train_micro_batch_size_per_gpu × data-parallel size {dp} = {one}; change start or increment"
+                )
+            if run.acco is not None:
+                check_acco(run.acco, run.architecture, setup.parallel, block, batch // one)
         checks.check_state_device(run.outer.state_device, block)
         checks.check_deterministic(setup.precision, run.acco)
         tokens = run.data.sequence_length * int(block["train_micro_batch_size_per_gpu"])

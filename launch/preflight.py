@@ -123,6 +123,11 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
     told: list[str] = []
     for worker in Topology(run, cluster).workers.values():
         told += schedule_cautions({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
+    if run.data.rampup_batch_size is not None:
+        told.append(
+            f"data.rampup_batch_size: the run has {run.inner_steps} inner steps, the times foretold are those of its "
+            f"{run.total_steps} whole batches; the learning rate goes by samples, in whole batches"
+        )
     if run.acco is not None and not uses_muon(run.deepspeed):
         told.append(
             f"acco.form = {run.acco.form!r} without the optimizer Muon: AdamW loses by gradients that are late, and "

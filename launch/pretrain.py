@@ -110,7 +110,9 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     source = open_training(run.data, vocab_size, run.seed)
     micro_batch = setup.deepspeed["train_micro_batch_size_per_gpu"]
     ranks, on_gpu = (engine.dp_rank, engine.dp_size), engine.device.type == "cuda"
-    loader = LeasedLoader(source, run.samples_per_step, micro_batch, *ranks, pinned=on_gpu)
+    loader = LeasedLoader(
+        source, run.samples_per_step, micro_batch, *ranks, pinned=on_gpu, ramp=run.data.rampup_batch_size
+    )
     validation: Sequence[Tensor] = ()
     if run.monitor.validate_every_samples is not None and run.data.validation is not None:
         held_out = open_source(run.data.validation, run.data.sequence_length, vocab_size, None, cache_of(run.data))

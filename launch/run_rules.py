@@ -3,9 +3,18 @@ and `dry-run` both ask here."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from geotrain.config import SHORT_RUN, ClusterConfig, ConfigError, RegionMomentumConfig, RunConfig, WorkerConfig
+from geotrain.config import (
+    SHORT_RUN,
+    ClusterConfig,
+    ConfigError,
+    RegionMomentumConfig,
+    RunConfig,
+    WorkerConfig,
+    WorkerSetup,
+)
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.terminal import size
 
@@ -14,21 +23,24 @@ FEW = 10  # exchanges of a region: momentum and merging then do next to nothing
 
 def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
     """Find what keeps this cluster from training this run. The files must go together (`check_together`)."""
-    from geotrain.plan.model.memory import rank_memory
+    from geotrain.plan.model.memory import tightest_memory
 
     for _, worker in cluster.workers:
-        if limit := least_memory(cluster, worker):
-            parts = rank_memory(run, run.architecture, worker)
-            if (needed := sum(parts.values())) > limit[0]:
+        if least_memory(cluster, worker):
+            rooms = {kind: 1e9 * device.memory_gb for kind, device in cluster.devices.items()}
+            placed = [rooms.get(str(host.device), math.inf) for host in worker.hosts for _ in range(host.slots)]
+            parts, room = tightest_memory(run, run.architecture, WorkerSetup.of(run, worker), placed)
+            if (needed := sum(parts.values())) > room:
+                kind = next(host.device for host in worker.hosts if rooms.get(str(host.device)) == room)
                 most = max(parts, key=lambda part: parts[part])
                 yield ConfigError(
-                    f"worker {worker.name!r}: its fullest rank needs {size(needed)} ({most} {size(parts[most])}), "
-                    f"devices.{limit[1]}.memory_gb = {limit[0] / 1e9:g}; take more ranks, more of `parallel`, "
+                    f"worker {worker.name!r}: its tightest rank needs {size(needed)} ({most} {size(parts[most])}), "
+                    f"devices.{kind}.memory_gb = {room / 1e9:g}; take more ranks, more of `parallel`, "
                     "model.recompute 'full' or a smaller train_micro_batch_size_per_gpu (`geotrain plan` finds a "
                     "parallel layout that fits)"
                 )
     yield from _shared_devices(cluster)
-    steps, local_steps, count = run.total_steps, run.outer.local_steps, len(cluster.workers)
+    steps, local_steps, count = run.inner_steps, run.outer.local_steps, len(cluster.workers)
     first = local_steps + count - 1 if run.outer.scale_local_steps else local_steps * count
     if first > steps:
         yield ConfigError(
@@ -70,14 +82,14 @@ def _shared_devices(cluster: ClusterConfig) -> Iterator[ConfigError]:
 def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Find what does not keep a run from starting: rehearsals are short on purpose."""
     outer, regions, count = run.outer, len(cluster.serving), len(cluster.workers)
-    merged = outer.answers_merged(run.total_steps / outer.local_steps / count)
+    merged = outer.answers_merged(run.inner_steps / outer.local_steps / count)
     updates = 1 if outer.flat or merged else outer.rule.updates_per_send or 1
     members = count if outer.flat or outer.rule.synchronous else regions
     period = outer.local_steps * updates * members
-    if (exchanges := run.total_steps / period) < FEW:
+    if (exchanges := run.inner_steps / period) < FEW:
         yield (
             f"a region exchanges about {exchanges:.2g} times with the global server in the whole run "
-            f"({run.total_steps} inner steps, {period} between two exchanges of all): regions train almost by "
+            f"({run.inner_steps} inner steps, {period} between two exchanges of all): regions train almost by "
             "themselves; lower outer.local_steps or outer.rule.updates_per_send, or train more samples"
         )
     yield from answers(run, cluster)
@@ -86,7 +98,7 @@ def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
 def answers(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Say, where workers have few jobs in the run, what regions answer them with, and what would end lower."""
     outer = run.outer
-    jobs = run.total_steps / outer.local_steps / len(cluster.workers)
+    jobs = run.inner_steps / outer.local_steps / len(cluster.workers)
     alone = outer.flat or len(cluster.serving) < 2  # then there are no news of other regions
     if alone or not isinstance(outer.rule, RegionMomentumConfig) or jobs >= SHORT_RUN:
         return

@@ -139,13 +139,14 @@ def main() -> None:
     peak = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     worst = torch.tensor([statistics.median(times[WARM_STEPS:]), float(peak)], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=engine.mesh.control_group)
-    flops = sum(stage_flops(engine.architecture, sequence, 0, 1, run.model.recompute))
+    a = engine.architecture
+    flops = sum(stage_flops(a, sequence, range(a.layers), run.model.recompute))
     if os.environ.get("RANK", "0") == "0":
         found = {
             "step_s": worst[0].item(),
             "memory_bytes": int(worst[1].item()),
             "flops": flops * sequence * engine.train_batch_size(),
-            "layers": engine.architecture.layers,
+            "layers": a.layers,
         }
         print(ANSWER + json.dumps(found), flush=True)
 

@@ -50,7 +50,8 @@ def roll_back(folder: Path, number: int, out: Path) -> int:
 
         def change(meta: dict[str, Any]) -> None:
             nonlocal skipped
-            table, newer = (LeaseTable(run.data.train_samples, run.samples_per_step, 1) for _ in range(2))
+            ramp = run.data.rampup_batch_size
+            table, newer = (LeaseTable(run.data.train_samples, run.samples_per_step, 1, ramp=ramp) for _ in range(2))
             table.load(meta["state"]["leases"])
             newer.load(newest["state"]["leases"])
             skipped = table.skip_to(newer)

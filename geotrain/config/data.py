@@ -72,6 +72,11 @@ class DataConfig(Block):
         None,
         description="Samples of a worker's inner step, for a loop of your own; null: deepspeed.train_batch_size.",
     )
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
+        None,
+        description="[start, increment, samples], as Megatron's --rampup-batch-size: the batch of a step begins at "
+        "start and grows by increment to the whole one within so many samples. The rate then goes by samples.",
+    )
     validation_samples: PositiveInt = 64
     cache_folder: str | None = Field(
         None,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
+from geotrain.config.batches import BatchSchedule
 from geotrain.config.block import (
     SCHEMA,
     Block,
@@ -75,6 +76,10 @@ class ParallelConfig(Block):
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
+    stage_layers: tuple[PositiveInt, ...] | None = Field(
+        None,
+        description="Layers of each pipeline stage where they differ, as on unlike devices; null: as many.",
+    )
     context: PositiveInt = Field(
         1, description="Ranks that share each sequence: a part of its tokens each, of its heads in attention."
     )
@@ -92,6 +97,22 @@ class ParallelConfig(Block):
         description="Way of tokens to the ranks of their experts: each to those only, or all tokens to all ranks.",
     )
 
+    @model_validator(mode="after")
+    def _stages_differ(self) -> ParallelConfig:
+        if self.stage_layers is not None and len(self.stage_layers) != self.pipeline:
+            raise ValueError(
+                f"stage_layers lists {len(self.stage_layers)} stages, pipeline = {self.pipeline}; make them equal"
+            )
+        if self.stage_layers is not None and len(set(self.stage_layers)) == 1:
+            raise ValueError("stage_layers: all stages have as many, which is the default; leave it out")
+        return self
+
+    def layers_of(self, stage: int, layers: int) -> range:
+        """Numbers of the layers that a pipeline stage holds, of a model of so many."""
+        each = self.stage_layers or (layers // self.pipeline,) * self.pipeline
+        begin = sum(each[:stage])
+        return range(begin, begin + each[stage])
+
     @property
     def replica_ranks(self) -> int:
         """Ranks that train the same samples: one data-parallel replica."""
@@ -102,7 +123,8 @@ class ParallelConfig(Block):
         context = f" × CP {self.context}" if self.context > 1 else ""
         expert = f" (EP {self.expert})" if self.expert > 1 else ""
         tensor = f"TP {self.tensor}{' + sequence' if self.sequence else ''}"
-        return f"{tensor} × PP {self.pipeline}{context} × DP {ranks // self.replica_ranks}{expert}"
+        stages = f" ({' + '.join(map(str, self.stage_layers))} layers)" if self.stage_layers else ""
+        return f"{tensor} × PP {self.pipeline}{stages}{context} × DP {ranks // self.replica_ranks}{expert}"
 
 
 class PrecisionConfig(Block):
@@ -257,6 +279,17 @@ class RunConfig(Block):
         return self
 
     @model_validator(mode="after")
+    def _batch_grows(self) -> RunConfig:
+        if (ramp := self.data.rampup_batch_size) is not None:
+            start, increment, _ = ramp
+            if start >= (batch := self.samples_per_step) or (batch - start) % increment:
+                raise ValueError(
+                    f"data.rampup_batch_size = {list(ramp)}: from {start} in steps of {increment} nothing grows to "
+                    f"the whole batch of {batch}; state a smaller start, and an increment that divides the difference"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _skips_no_part_of_a_round(self) -> RunConfig:
         if self.data.skip and self.outer.rule.synchronous:
             raise ValueError("data.skip: a synchronous rule needs each worker's samples in every round; remove it")
@@ -311,15 +344,26 @@ class RunConfig(Block):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one worker trains in one inner step: DeepSpeed's train_batch_size.
+        """Samples that one worker trains in one inner step, at the end of a ramp: DeepSpeed's train_batch_size.
 
         The same for all workers, so that a lease is a whole number of steps for whoever takes it.
         """
         return self.data.samples_per_step or int(self.deepspeed["train_batch_size"])
 
     @property
+    def batches(self) -> BatchSchedule:
+        """The places of the run's inner steps among its samples."""
+        return BatchSchedule(self.samples_per_step, self.data.rampup_batch_size)
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of the whole run, over all workers."""
+        return self.batches.step_at(self.data.train_samples)
+
+    @property
     def total_steps(self) -> int:
-        """Inner steps of the whole run, over all workers: where its learning-rate schedule ends."""
+        """Whole batches of the run, over all workers, where its learning-rate schedule ends: without a ramp,
+        `inner_steps`."""
         return self.data.train_samples // self.samples_per_step
 
 
@@ -431,6 +475,8 @@ def _agreed(run: RunConfig) -> dict[str, Any]:
     shared["data"]["train"] = [each.weight for each in run.data.train]
     for key in ("sha256", "skip", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256: see above
         shared["data"].pop(key)
+    if run.data.rampup_batch_size is not None:
+        shared["data"]["samples_per_step"] = run.samples_per_step  # by which steps have their places
     if run.data.curriculum is None:
         shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
     return shared

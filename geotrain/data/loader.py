@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from geotrain.config import DataConfig, RunConfig
+from geotrain.config.batches import BatchSchedule, Ramp
 from geotrain.data.dataset import JoinedTokens, Tokens, open_dataset
 from geotrain.data.mixture import Mixture
 from geotrain.data.order import SampleOrder
@@ -182,9 +183,9 @@ class LeasedLoader:
     """Reads one rank's batches of the samples that its worker leased.
 
     A lease is a range of the run's samples. In its s-th inner step the worker trains the s-th `samples_per_step` of
-    them, whatever its layout is; data-parallel rank r of dp_size takes the r-th equal part of those, cut into
-    micro-batches of `micro_batch` samples. pinned: batches lie in page-locked memory, so that a GPU copies them while
-    the host goes on. Raises DataError: the sizes do not divide.
+    them, or those that a `ramp` of the batch gives it, whatever its layout is; data-parallel rank r of dp_size takes
+    the r-th equal part of those, cut into micro-batches of `micro_batch` samples. pinned: batches lie in page-locked
+    memory, so that a GPU copies them while the host goes on. Raises DataError: the sizes do not divide.
     """
 
     def __init__(
@@ -195,16 +196,18 @@ class LeasedLoader:
         dp_rank: int,
         dp_size: int,
         pinned: bool = False,
+        ramp: Ramp | None = None,
     ) -> None:
-        if samples_per_step % (micro_batch * dp_size):
-            raise DataError(
-                f"{samples_per_step} samples (train_batch_size or validation_samples) do not divide into "
-                f"micro-batches of {micro_batch} (train_micro_batch_size_per_gpu) on {dp_size} data-parallel ranks; "
-                f"make it a multiple of {micro_batch * dp_size}"
-            )
-        self._source, self._samples_per_step, self._micro_batch = source, samples_per_step, micro_batch
-        self._own = samples_per_step // dp_size
-        self._offset, self._pinned = dp_rank * self._own, pinned
+        self._batches = BatchSchedule(samples_per_step, ramp)
+        for size in self._batches.sizes:
+            if size % (micro_batch * dp_size):
+                raise DataError(
+                    f"{size} samples (train_batch_size, rampup_batch_size or validation_samples) do not divide into "
+                    f"micro-batches of {micro_batch} (train_micro_batch_size_per_gpu) on {dp_size} data-parallel "
+                    f"ranks; make it a multiple of {micro_batch * dp_size}"
+                )
+        self._source, self._micro_batch, self._pinned = source, micro_batch, pinned
+        self._dp_rank, self._dp_size = dp_rank, dp_size
 
     def steps(self, lease_start: int, lease_samples: int) -> Iterator[StepBatch]:
         """Yield the batch of each inner step of a lease. The next one is read while the caller trains.
@@ -212,34 +215,37 @@ class LeasedLoader:
         Raises DataError: the lease is no whole number of steps.
         """
         # Not a generator itself: a wrong lease must be an error at the call, not at the first batch.
-        count, rest = divmod(lease_samples, self._samples_per_step)
-        if rest or lease_start < 0:
+        steps = self._batches.steps(lease_start, lease_samples)
+        if steps is None:
             raise DataError(
                 f"a lease of {lease_samples} samples from {lease_start} is no whole number of steps of "
-                f"{self._samples_per_step} samples"
+                f"{self._batches.batch} samples" + " after a ramp" * (self._batches.ramp is not None)
             )
-        starts = [lease_start + step * self._samples_per_step for step in range(count)]
-        for start in starts[:STEPS_FETCHED_AHEAD]:
-            self._fetch(start)
-        return self._read_ahead(starts)
+        for step in steps[:STEPS_FETCHED_AHEAD]:
+            self._fetch(step)
+        return self._read_ahead(steps)
 
     def expect(self, lease_start: int, lease_samples: int) -> None:
         """Begin to fetch the first steps of a lease that will be trained next, if they are remote. Does not wait."""
-        steps = min(STEPS_FETCHED_AHEAD, lease_samples // self._samples_per_step)
-        for step in range(steps):
-            self._fetch(lease_start + step * self._samples_per_step)
+        for step in (self._batches.steps(lease_start, lease_samples) or [])[:STEPS_FETCHED_AHEAD]:
+            self._fetch(step)
 
-    def _fetch(self, start: int) -> None:
-        self._source.fetch_ahead(np.arange(start + self._offset, start + self._offset + self._own))
+    def _fetch(self, step: range) -> None:
+        self._source.fetch_ahead(np.array(self._own(step)))
 
-    def _read_ahead(self, starts: list[int]) -> Iterator[StepBatch]:
+    def _own(self, step: range) -> range:
+        """Return this rank's samples of a step."""
+        count = len(step) // self._dp_size
+        return step[self._dp_rank * count :][:count]
+
+    def _read_ahead(self, steps: list[range]) -> Iterator[StepBatch]:
         reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         ahead: deque[Future[StepBatch]] = deque()
-        coming, to_fetch = iter(starts), iter(starts[STEPS_FETCHED_AHEAD:])
+        coming, to_fetch = iter(steps), iter(steps[STEPS_FETCHED_AHEAD:])
         try:
             while True:
-                for start in islice(coming, STEPS_AHEAD + 1 - len(ahead)):
-                    ahead.append(reader.submit(self._read, start))
+                for step in islice(coming, STEPS_AHEAD + 1 - len(ahead)):
+                    ahead.append(reader.submit(self._read, step))
                     for later in islice(to_fetch, 1):
                         self._fetch(later)
                 if not ahead:
@@ -253,13 +259,13 @@ class LeasedLoader:
         finally:
             reader.shutdown(wait=False, cancel_futures=True)  # waiting could take for ever where a read hangs
 
-    def _read(self, start: int) -> StepBatch:
-        def samples(first: int, count: int) -> torch.Tensor:
-            batch = self._source.batch(np.arange(start + first, start + first + count))
+    def _read(self, step: range) -> StepBatch:
+        def samples(of: range) -> torch.Tensor:
+            batch = self._source.batch(np.array(of))
             return batch.pin_memory() if self._pinned else batch
 
-        own = list(samples(self._offset, self._own).split(self._micro_batch))
-        return StepBatch(own, lambda i: samples(i * self._micro_batch, self._micro_batch))
+        own, size = list(samples(self._own(step)).split(self._micro_batch)), self._micro_batch
+        return StepBatch(own, lambda i: samples(step[i * size :][:size]))
 
 
 def validation_batches(

@@ -199,7 +199,7 @@ class LeaseRequest:
     """A worker asks for the data of its job number `job`. Asking again for the same job gives the same lease, so that
     a request whose reply was lost can be repeated, and all ranks of a worker can ask.
 
-    step_s: measured seconds of one inner step (0: not known yet).
+    step_s: seconds of one inner step of a whole batch, from its last job (0: not known yet).
     """
 
     worker: str
@@ -328,8 +328,9 @@ class UpdateRejected:
     """An update of this incarnation of the member was refused for good. Refusals may precede the journal, so they are
     recorded by this message: a replay then quarantines the same members.
 
-    A region server gets one about itself when the global server has refused its update `sequence`. job: in which a
-    worker made it, where its numbers were of no use: the leases that it held then may be to blame; else 0.
+    sequence: of the update; 0: it was something else. An incarnation of a worker says no more after it, on any rank;
+    a region begins a new one when it gets this message about itself. job: in which a worker made it, where its
+    numbers were of no use: the leases that it held then may be to blame; else 0.
     """
 
     member: str

@@ -46,6 +46,10 @@ class OuterLoopCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        if self.run.data.rampup_batch_size is not None:
+            raise ConfigError(
+                "data.rampup_batch_size: Trainer's batch is fixed; leave it out, or write a loop with OuterLoop"
+            )
         if batch != self.run.samples_per_step:
             raise ConfigError(
                 f"Trainer trains {batch} samples in a step (per_device_train_batch_size × "
@@ -93,7 +97,7 @@ class OuterLoopCallback(TrainerCallback):
         """Move the schedule to the run's step."""
         assert self.outer is not None
         if self._scheduler is not None:
-            self._scheduler.last_epoch = self.outer.step - 1
+            self._scheduler.last_epoch = int(self.outer.step) - 1
             self._scheduler.step()
 
     def _note_loss(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

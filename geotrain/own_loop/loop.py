@@ -198,14 +198,15 @@ class OuterLoop:
         return self.loop.finished
 
     @property
-    def step(self) -> int:
-        """The run's step that is trained now, counted from 0 over all workers. A learning-rate schedule should follow
-        it, so that a worker that joins late, or is restarted, begins at the rate of the others."""
+    def step(self) -> float:
+        """The run's step that is trained now, counted from 0 over all workers; while the batch grows, the whole
+        batches trained so far. A learning-rate schedule should follow it, so that a worker that joins late, or is
+        restarted, begins at the rate of the others."""
         return self.loop.schedule_step
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, over all workers: where its schedule ends."""
+        """Whole batches of the run, over all workers: where its schedule ends."""
         return self.run.total_steps
 
     def samples(self) -> Iterator[range]:
@@ -226,12 +227,12 @@ class OuterLoop:
                 f"batches(), indices() or samples() begins anew, but of {self._read} steps that were read only "
                 f"{self._steps} are trained, and the others would count as trained: read one of them to its end"
             )
-        size, lease, done = self.run.samples_per_step, self.loop.lease, self.loop.step
+        lease, done = self.loop.lease, self.loop.step
         begun = [lease] if lease is not None and done else []  # by a reader before this one
         for lease in chain(begun, self.loop.leases()):
-            for start in range(lease.start + done * size, lease.start + lease.samples, size):
+            for step in (self.run.batches.steps(lease.start, lease.samples) or [])[done:]:
                 self._read += 1
-                yield range(start, start + size)
+                yield step
             done = 0
 
     def indices(self, length: int | None, parts: int = 1) -> Iterator[list[int]]:
@@ -244,18 +245,18 @@ class OuterLoop:
         return self._indices(length, parts, self.samples)
 
     def _indices(self, length: int | None, parts: int, samples: Callable[[], Iterator[range]]) -> Iterator[list[int]]:
-        order, size = places_of(self.run, length), self.run.samples_per_step
-        if size % (self.rank.world_size * parts):
-            raise ConfigError(
-                f"a step's {size} samples do not divide into {parts} micro-batches on {self.rank.world_size} ranks"
-            )
-        share = size // self.rank.world_size
-        micro_batch = share // parts
+        order, cuts = places_of(self.run, length), self.rank.world_size * parts
+        for size in self.run.batches.sizes:
+            if size % cuts:
+                raise ConfigError(
+                    f"a step's {size} samples do not divide into {parts} micro-batches on {self.rank.world_size} "
+                    "ranks"
+                )
 
         def places() -> Iterator[list[int]]:
             for step in samples():
-                first = step.start + self.rank.rank * share
-                own = order(range(first, first + share))
+                share, micro_batch = len(step) // self.rank.world_size, len(step) // cuts
+                own = order(step[self.rank.rank * share :][:share])
                 yield from (own[at : at + micro_batch] for at in range(0, share, micro_batch))
 
         return places()
@@ -310,7 +311,7 @@ class OuterLoop:
         if self._steps == 0:
             self._masters.check()
         given = loss.detach() if isinstance(loss, Tensor) else loss
-        usual = self.run.samples_per_step * self.run.data.sequence_length
+        usual = self.loop.step_samples * self.run.data.sequence_length
         self._steps += 1
         self.loop.after_step(OwnStep(given, lr, grad_norm, usual if tokens is None else tokens))
 

@@ -152,13 +152,18 @@ def check_layout(
             (key, size, tp, "tensor")
             for key, size in family_of(architecture.model_type).divided(architecture).items()
         ),
-        ("num_hidden_layers", architecture.layers, pp, "pipeline"),
+        *([("num_hidden_layers", architecture.layers, pp, "pipeline")] if parallel.stage_layers is None else []),
     ):
         if size % parts:
             raise ConfigError(
                 f"model config: {what} = {size} is not divisible by parallel.{key} = {parts}; "
                 f"choose a parallel.{key} that divides it, or a {what} of {math.ceil(size / parts) * parts}"
             )
+    if parallel.stage_layers is not None and (total := sum(parallel.stage_layers)) != architecture.layers:
+        raise ConfigError(
+            f"parallel.stage_layers adds up to {total} layers, the model config's num_hidden_layers is "
+            f"{architecture.layers}; make them equal"
+        )
     if parallel.sequence and tp == 1:
         raise ConfigError("parallel.sequence = true needs parallel.tensor > 1; set one of the two")
     _check_context(architecture, parallel, sequence_length)
@@ -233,7 +238,7 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
         )
     if ep == 1:
         return
-    if experts.dense_layers >= architecture.layers // parallel.pipeline and not (
+    if experts.dense_layers >= len(parallel.layers_of(0, architecture.layers)) and not (
         zero_stage(block) == 0 or overlaps_reduction(block)
     ):
         raise ConfigError(
@@ -251,7 +256,7 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
 
 def _check_shards_are_filled(architecture: Architecture, parallel: ParallelConfig, dp: int) -> None:
     """Refuse so many ranks that whole matrices leave most of a shard, and of what travels, empty."""
-    for stage in sorted(set(first_like(architecture, parallel.pipeline))):
+    for stage in sorted(set(first_like(architecture, parallel))):
         held = stage_parameters(architecture, parallel, stage)
         total = shard_size(architecture, parallel, stage, dp, muon=True, together=False).total
         if total > 2 * held:

@@ -53,7 +53,7 @@ def local_parameters(
     a: Architecture, parallel: ParallelConfig, tp_rank: int, pp_rank: int, ep_rank: int = 0
 ) -> list[LocalParameter]:
     """List the parameters of the rank at (tp_rank, pp_rank, ep_rank), in canonical order."""
-    family, layers = family_of(a.model_type), a.layers // parallel.pipeline
+    family = family_of(a.model_type)
     first, last = pp_rank == 0, pp_rank == parallel.pipeline - 1
 
     def held(weights: Iterable[Weight]) -> list[LocalParameter]:
@@ -64,8 +64,7 @@ def local_parameters(
 
     embedding, head = family.embedding(a), family.head(a)
     found = held([embedding]) if first else []
-    for i in range(layers):
-        layer = pp_rank * layers + i
+    for i, layer in enumerate(parallel.layers_of(pp_rank, a.layers)):
         mine = _of_expert_rank(family.layer(a, layer), a, parallel.expert, ep_rank)
         found += held(weight.of_layer(layer, i) for weight in mine)
     if last:
@@ -123,10 +122,11 @@ def _runs(parts: Sequence[Weight], tp: int, tp_rank: int) -> Iterator[StridedSli
 
 
 @lru_cache(maxsize=256)
-def first_like(a: Architecture, stages: int) -> tuple[int, ...]:
-    """List, for each of so many pipeline stages, the first one that holds parameters of the same shapes."""
-    layers, shapes = a.layers // stages, _layer_shapes(a)
-    kinds = [(s == 0, s == stages - 1, shapes[s * layers : (s + 1) * layers]) for s in range(stages)]
+def first_like(a: Architecture, parallel: ParallelConfig) -> tuple[int, ...]:
+    """List, for each pipeline stage, the first one that holds parameters of the same shapes."""
+    stages, shapes = parallel.pipeline, _layer_shapes(a)
+    held = [parallel.layers_of(s, a.layers) for s in range(stages)]
+    kinds = [(s == 0, s == stages - 1, shapes[of.start : of.stop]) for s, of in enumerate(held)]
     return tuple(kinds.index(kind) for kind in kinds)
 
 
@@ -140,7 +140,7 @@ def _layer_shapes(a: Architecture) -> tuple[int, ...]:
 def any_of_stage(a: Architecture, parallel: ParallelConfig, stage: int) -> tuple[LocalParameter, ...]:
     """List the parameters of one rank of a pipeline stage, under the names of the first stage like it: the stage's
     other tensor and expert ranks hold as many."""
-    return _of_first(a, parallel, first_like(a, parallel.pipeline)[stage])
+    return _of_first(a, parallel, first_like(a, parallel)[stage])
 
 
 @lru_cache(maxsize=256)  # the planner asks for the same stages again and again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,8 @@ class MemoryPerRank:
     their peak, in the optimizer's step. optimizer_bytes: fp32 masters and the moments; 0 if offloaded to the host.
     buffers_bytes: of gradients or weights that travel. activations_bytes: an estimate, see `activation_bytes`.
     checkpoint_bytes: on the host, and not in the total: the copy of a checkpoint while it is written, at most (ranks
-    that see one file system leave out what another saves); without a GPU it comes on top.
+    that see one file system leave out what another saves); without a GPU it comes on top. room_bytes: of the smallest
+    device of stages like this one; 0: not asked for.
     """
 
     parameters: int
@@ -49,6 +51,7 @@ class MemoryPerRank:
     buffers_bytes: int
     activations_bytes: int
     checkpoint_bytes: int
+    room_bytes: float
 
     @property
     def total_bytes(self) -> int:
@@ -65,8 +68,10 @@ def memory_per_rank(
     recompute: str = "none",
     fp8: bool = False,
     documents: bool = False,
+    room_bytes: Sequence[float] = (),
 ) -> MemoryPerRank:
-    """Estimate the memory of the worker's fullest rank.
+    """Estimate the memory of the worker's fullest rank. room_bytes: of each rank's device; then of the rank that has
+    least left.
 
     Pipeline stages differ: the first has the embedding and keeps activations of more micro-batches, the last has the
     head and the logits. fp8: Transformer Engine keeps the layers' weights twice more, in FP8, as they are and
@@ -79,8 +84,8 @@ def memory_per_rank(
     zero, size = zero_stage(block), 2 if trains_in_bf16(block) else _FP32_BYTES
     kept = _FP32_BYTES if accumulates_in_fp32(block) else size  # bytes of an accumulated gradient
     masked = mask_elements(architecture, block, sequence_length, documents)
-    stages = []
-    for stage in sorted(set(first_like(architecture, parallel.pipeline))):  # which keeps most micro-batches of those
+    stages, like = [], first_like(architecture, parallel)
+    for stage in sorted(set(like)):  # which keeps most micro-batches of those
         parameters = stage_parameters(architecture, parallel, stage)
         whole = shard_size(architecture, parallel, stage, 1, muon, together=False)
         shard = shard_size(architecture, parallel, stage, copies, muon, together=False) if zero else whole
@@ -107,16 +112,17 @@ def memory_per_rank(
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8, masked)
         weights = size * held + (2 * fp8_weights(architecture, parallel, stage) if fp8 else 0)
         held_bytes = weights, gradients, optimizer, buffers, activations, saved_bytes(shard, block, copies)
-        stages.append(MemoryPerRank(parameters, stage, *held_bytes))
-    return max(stages, key=lambda memory: memory.total_bytes)
+        mine = [room for i, room in enumerate(room_bytes) if like[i * parallel.pipeline // ranks] == stage]
+        room = min(mine, default=0.0)
+        stages.append(MemoryPerRank(parameters, stage, *held_bytes, room))
+    return max(stages, key=lambda memory: memory.total_bytes - memory.room_bytes)
 
 
 def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
     """Count the elements of matrices that are multiplied in FP8, on a rank of the stage."""
-    layers = a.layers // parallel.pipeline
     return sum(
         weight.numel // (parallel.tensor * (parallel.expert if weight.expert is not None else 1))
-        for layer in range(stage * layers, (stage + 1) * layers)
+        for layer in parallel.layers_of(stage, a.layers)
         for weight in family_of(a.model_type).layer(a, layer)
         if len(weight.shape) == 2 and weight.cut != "whole"
     )
@@ -182,14 +188,14 @@ def activation_bytes(
     masked: elements of the mask of documents or windows (`mask_elements`), which attention keeps in the size of its
     queries; while it is made, there are two more of it, of one byte an element.
     """
-    tp, layers = parallel.tensor, a.layers // parallel.pipeline
+    tp, layers = parallel.tensor, parallel.layers_of(stage, a.layers)
     whole = a.hidden_size / (tp if parallel.sequence else 1)
-    kinds = Counter(a.has_experts(i) for i in range(stage * layers, (stage + 1) * layers))
+    kinds = Counter(a.has_experts(i) for i in layers)
     of_a_layer = {sparse: _layer_elements(a, parallel, sparse, size, recompute, fp8) for sparse in kinds}
     kept = sum(count * of_a_layer[sparse] for sparse, count in kinds.items())
-    kept, at_once = (layers * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
+    kept, at_once = (len(layers) * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
     total = (in_flight * kept + at_once) * size
-    masks = masked * (size * (in_flight * layers if recompute == "none" else 1) + 2)
+    masks = masked * (size * (in_flight * len(layers) if recompute == "none" else 1) + 2)
     if stage == parallel.pipeline - 1:
         total += 2 * whole * size + a.vocab_size / tp * (_FP32_BYTES + (size if size < _FP32_BYTES else 0))
     return int(tokens * total) + masks

@@ -23,6 +23,7 @@ class RankMesh:
     tp_size: int
     pp_rank: int
     pp_size: int
+    stage_layers: tuple[int, ...] | None
     cp_rank: int
     cp_size: int
     dp_rank: int

@@ -16,7 +16,7 @@ from geotrain.config import Architecture, ConfigError, ParallelConfig, WorkerCon
 from geotrain.families import family_of
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.inventory import Host, PlanError, PlanTask
-from geotrain.plan.model.memory import setup_memory
+from geotrain.plan.model.memory import tightest_memory
 from geotrain.plan.model.network import RankDevice
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import stage_flops
@@ -132,15 +132,15 @@ def _shares_sequences(a: Architecture, tp: int, cp: int, length: int) -> bool:
 def fitting(
     task: PlanTask, hosts: Sequence[Host], slots: int, parallel: ParallelConfig, micro: int, refused: Refusals
 ) -> int | None:
-    """Return the bytes of the fullest rank; None where this parallel layout is refused or does not fit the smallest
-    accelerator. The reason is noted in `refused`."""
-    ranks = slots * len(hosts)
+    """Return the bytes of the tightest rank; None where this parallel layout is refused or a stage does not fit its
+    accelerators. The reason is noted in `refused`."""
+    ranks, placed = slots * len(hosts), [1e9 * host.device.memory_gb for host in hosts for _ in range(slots)]
     try:
-        need = sum(setup_memory(task.base, task.architecture, task.setup(parallel, micro), ranks).values())
+        parts, room = tightest_memory(task.base, task.architecture, task.setup(parallel, micro), placed)
     except ConfigError as error:
         refused.rule = refused.rule or str(error)
         return None
-    limit = round(1e9 * min(host.device.memory_gb for host in hosts))
+    need, limit = sum(parts.values()), round(room)
     if need <= limit:
         return need
     if refused.shortage_bytes is None or need - limit < refused.shortage_bytes:
@@ -159,11 +159,11 @@ def least_step_s(task: PlanTask, parallel: ParallelConfig, replicas: int, micro:
 
     speed: useful operations a second of the fastest accelerator.
     """
-    length, stages = task.run.data.sequence_length, parallel.pipeline
+    a, length = task.architecture, task.run.data.sequence_length
     times = [
-        micro * length * sum(stage_flops(task.architecture, length, s, stages, task.run.model.recompute))
+        micro * length * sum(stage_flops(a, length, parallel.layers_of(s, a.layers), task.run.model.recompute))
         / (speed * parallel.tensor * parallel.context)
-        for s in range(stages)
+        for s in range(parallel.pipeline)
     ]  # fmt: skip
     m = task.batch // (replicas * micro)
     return sum(times) + (m - 1) * max(times)

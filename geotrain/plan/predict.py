@@ -19,7 +19,7 @@ from geotrain.config import (
     shards_of,
 )
 from geotrain.parameters.parameter_map import parameter_map_of
-from geotrain.plan.model.memory import rank_memory
+from geotrain.plan.model.memory import tightest_memory
 from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, server_times, worker_timing
 from geotrain.plan.model.server_rates import MEASURED
@@ -36,7 +36,7 @@ class WorkerPrediction:
     sent_bytes: of a job, between its own ranks, over each pair of regions, (from, to).
 
     utilization: useful arithmetic over what its ranks could do at their efficiency, all waiting counted.
-    memory: of the fullest rank, bytes by part. memory_limit_bytes: of the smallest accelerator.
+    memory: of the rank that has least left, bytes by part. memory_limit_bytes: of its accelerator.
     limit: what takes most of the time that is not useful arithmetic. usd_per_hour: None without all prices.
     """
 
@@ -136,7 +136,12 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
     if not placed:
         raise ConfigError(f"cluster {cluster.name!r} has no workers; `geotrain plan` makes them of its hosts")
     ranks = {name: network.ranks(region, worker) for name, (region, worker) in placed.items()}
-    memory = {name: rank_memory(run, architecture, worker) for name, (_, worker) in placed.items()}  # checks layouts
+    memory = {  # checks layouts
+        name: tightest_memory(
+            run, architecture, WorkerSetup.of(run, worker), [1e9 * rank.device.memory_gb for rank in ranks[name]]
+        )
+        for name, (_, worker) in placed.items()
+    }
     steps = {
         name: step_time(work_of(run, architecture, WorkerSetup.of(run, worker), imbalance), ranks[name], network)
         for name, (_, worker) in placed.items()
@@ -214,7 +219,7 @@ def _worker(
     ranks: list[RankDevice],
     step: StepTime,
     paced: WorkerPace,
-    memory: dict[str, int],
+    memory: tuple[dict[str, int], float],
 ) -> WorkerPrediction:
     work = work_of(run, architecture, WorkerSetup.of(run, worker))
     steps, job_s = paced.local_steps, paced.job_s
@@ -253,8 +258,8 @@ def _worker(
         },
         tokens_per_s=tokens_per_s,
         utilization=utilization,
-        memory=memory,
-        memory_limit_bytes=round(1e9 * min(rank.device.memory_gb for rank in ranks)),
+        memory=memory[0],
+        memory_limit_bytes=round(memory[1]),
         limit=limit,
         usd_per_hour=sum(prices) if len(prices) == len(ranks) else None,
     )

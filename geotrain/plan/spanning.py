@@ -125,7 +125,8 @@ def placement_problem(task: PlanTask, shape: PipelineShape, links: Links) -> Pro
     divided = [(parallel.expert - 1) * expert_parameters(a, parallel, s) for s in stages]
     parameters = max(stage_parameters(a, parallel, s) + divided[s] for s in stages) * parallel.tensor
     sequence = run.data.sequence_length
-    flops = max(sum(stage_flops(a, sequence, s, parallel.pipeline, run.model.recompute)) for s in stages)
+    held = (parallel.layers_of(s, a.layers) for s in stages)
+    flops = max(sum(stage_flops(a, sequence, layers, run.model.recompute)) for layers in held)
     tokens = task.batch // shape.columns * sequence  # of a column of hosts
     copies = 1 if parallel.sequence else parallel.tensor
     return problem_from_links(

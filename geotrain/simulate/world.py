@@ -211,8 +211,9 @@ class VirtualWorld:
     def _build_region(self, region: RegionSpec) -> None:
         name, workers = region.name, tuple(w.name for w in region.workers)
         task, every = self.task, len(self.spec.workers)
-        samples = task.train_samples, task.samples_per_step
-        updates = updates_in_run(*samples, task.outer.local_steps, len(workers), every)
+        updates = updates_in_run(
+            task.train_samples // task.samples_per_step, task.outer.local_steps, len(workers), every
+        )
         rule = region_rule(task.outer, workers, updates, task.momentum_decay)
         server = task.region_server(name, self.identity, task.parameter_map, task.outer, rule, workers)
         server.incarnation, server.leases.jobs_each = f"{name}-1", updates / len(workers)

@@ -144,6 +144,7 @@ class WorkerLoop:
         self.jobs_before = 0  # that the server has of this worker's earlier incarnations
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained
+        self._share = 1.0  # of a whole batch that the last job's steps had
         self._results: list[StepNumbers] = []  # of its steps
         self._unread: deque[Lease] = deque()  # that the data side has not given out
         self._untrained: deque[Lease] = deque()  # that the training side has not begun
@@ -189,6 +190,7 @@ class WorkerLoop:
         self.laps.lap("communication")
         if self.step < lease.steps:
             return
+        self._share = lease.samples / lease.steps / self.run.samples_per_step
         metrics = self._metrics()
         if self.rank.is_metrics_rank:
             self.report({"job": lease.job, "start": lease.start, **metrics})
@@ -199,7 +201,16 @@ class WorkerLoop:
         self._begin_or_finish()
 
     @property
-    def schedule_step(self) -> int:
+    def step_samples(self) -> int:
+        """Samples of the step that is trained now, or of a whole batch."""
+        batches = self.run.batches
+        if self.lease is None:
+            return batches.batch
+        begin = batches.after(self.lease.start, self.step)
+        return batches.after(begin) - begin
+
+    @property
+    def schedule_step(self) -> float:
         """The run's step that is trained now, counted from 0, for the learning-rate schedule: it follows the run's
         progress and not this worker's, so a worker that joins late begins at the rate of the others."""
         if self.lease is None:
@@ -227,7 +238,8 @@ class WorkerLoop:
 
     def _ask(self, job: int) -> None:
         self._asked = job
-        self._following = self.client.lease(LeaseRequest(self.name, job, self.exchange.step_s))
+        step_s = self.exchange.step_s / self._share  # of a whole batch, as later ones will be
+        self._following = self.client.lease(LeaseRequest(self.name, job, step_s))
 
     def _expect(self, answered: Future[Lease | Finished]) -> None:
         if not answered.cancelled() and answered.exception() is None:

@@ -83,7 +83,8 @@ class RankWatch:
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._own = RankState(kind=kind, process=f"{socket.gethostname()}, process {os.getpid()}")
         now_s = clock()
-        self._due_s, self._step_s, self._lasted_s = now_s + EVERY_S, -1.0, deque[float](maxlen=STEPS)
+        self._due_s, self._step_s, self._samples = now_s + EVERY_S, -1.0, 1
+        self._lasted_s = deque[float](maxlen=STEPS)  # seconds of a sample
         self._all = {each: RankState() for each in range(ranks)}  # what each said last
         self._heard_s = dict.fromkeys(self._all, now_s)  # by rank: when that came
         self._read_s = self._judged_s = now_s
@@ -103,14 +104,14 @@ class RankWatch:
         """End in good order: from now on no rank waits for this one."""
         self._over.set()
 
-    def begin_step(self) -> None:
-        """Note that a step begins, for which all data are here."""
-        self._step_s = self._clock()
+    def begin_step(self, samples: int = 1) -> None:
+        """Note that a step of so many samples begins, for which all data are here."""
+        self._step_s, self._samples = self._clock(), samples
 
     def after_step(self) -> None:
         """Note that a step is over, and time a product if that is due."""
         now_s = self._clock()
-        self._lasted_s.append(0.0 if self._step_s < 0 else now_s - self._step_s)
+        self._lasted_s.append(0.0 if self._step_s < 0 else (now_s - self._step_s) / self._samples)
         self._step_s, self._own = -1.0, self._own._replace(steps=self._own.steps + 1)
         if now_s >= self._due_s:
             self._due_s = now_s + EVERY_S
@@ -129,7 +130,7 @@ class RankWatch:
         """Write what this rank does, and read what all do."""
         own, since_s, frame = self._own, self._step_s, sys._current_frames().get(self._main)
         in_step_s = self._clock() - since_s if since_s >= 0 else -1.0
-        stuck = own.steps >= 2 and in_step_s > max(STUCK_S, STUCK_STEPS * max(self._lasted_s))
+        stuck = own.steps >= 2 and in_step_s > max(STUCK_S, STUCK_STEPS * self._samples * max(self._lasted_s))
         if stuck and not self._all[self._rank].stuck:
             with suppress(OSError, ValueError, AttributeError):  # no log is there, or it is no file
                 faulthandler.dump_traceback(sys.stderr)

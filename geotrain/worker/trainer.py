@@ -69,7 +69,9 @@ class Trainer:
         """Train the inner steps of the lease that the loop has begun."""
         for batch in self.loader.steps(lease.start, lease.samples):
             ends_s = time.perf_counter() + self.min_step_s
-            self.loop.watch.begin_step()
+            samples = self.loop.step_samples
+            self.engine.set_train_batch_size(samples)
+            self.loop.watch.begin_step(samples)
             self.loop.laps.lap("waiting")  # for the loader, at the first step also for the lease
             with span("step"):
                 result = self.engine.train_step(batch, self.loop.schedule_step)

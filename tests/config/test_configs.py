@@ -233,11 +233,21 @@ def test_the_schema_is_current(name: str, kind: type[RunConfig | ClusterConfig])
     assert stored == json_schema(kind), "run `geotrain schema`"
 
 
+SMALL = {f"regions__{i}__workers__0__deepspeed": {"train_micro_batch_size_per_gpu": 4} for i in (0, 1)}
+
+
 @pytest.mark.parametrize(
     ("run", "cluster", "message"),
     [
         ({"data__train_samples": 9601}, {}, "train_samples = 9601 is not a multiple .* use 9600"),
         ({"data__train_samples": 9584, "outer__rule": {"name": "sync"}}, {}, "= 256 samples; use 9472"),
+        ({"data__rampup_batch_size": (16, 8, 99)}, {}, "from 16 in steps of 8 nothing grows to the whole"),
+        ({"data__rampup_batch_size": (4, 5, 99)}, {}, "from 4 in steps of 5 nothing grows"),
+        ({"data__rampup_batch_size": (1, 3, 99)}, {}, "a batch of 1 samples is no multiple of .* data-para"),
+        ({"data__rampup_batch_size": (8, 8, 24)}, SMALL,
+         r"of deepspeed.train_batch_size = 16, from data.rampup_batch_size = \[8, 8, 24\] on; use 7672"),
+        ({"data__rampup_batch_size": (8, 8, 32), "outer__rule": {"name": "sync"}}, SMALL,
+         "256 samples, from .* on; use 7648"),
         ({}, {"regions__0__workers__0__deepspeed": {"train_batch_size": 32}},
          "'eu-0': .* = 32 differs from the run's 16"),
         ({}, {"regions__0__workers__0__parallel": {"tensor": 3}}, "worker 'eu-0': parallel: tensor 3 .* 2 ranks"),

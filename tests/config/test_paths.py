@@ -111,7 +111,7 @@ def test_every_text_of_a_run_file_is_a_path_or_known_not_to_be_one() -> None:
                     found |= texts(schema["$defs"][kind["$ref"].rpartition("/")[2]], f"{place}{name}.")
                 elif kind.get("type") == "string" and "enum" not in kind:
                     found.add(place + name)
-                elif kind.get("type") == "array" and "$ref" in kind["items"]:
+                elif kind.get("type") == "array" and "$ref" in kind.get("items", ()):
                     found |= texts(schema["$defs"][kind["items"]["$ref"].rpartition("/")[2]], f"{place}{name}.*.")
         return found
 

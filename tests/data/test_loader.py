@@ -1,4 +1,5 @@
 import threading
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,24 @@ def test_what_a_step_trains_does_not_depend_on_the_layout(ranks: int, micro: int
         return [[place for part in parts for place in trained(part[step].own)] for step in range(2)]
 
     assert steps(ranks, micro) == steps(1, 12)
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (2, 1), (1, 2)])
+def test_steps_of_a_growing_batch_have_their_places_in_any_lease_and_layout(ranks: int, micro: int) -> None:
+    def places(start: int, samples: int) -> list[list[int]]:
+        loaders = [LeasedLoader(source(), 6, micro, rank, ranks, ramp=(2, 2, 8)) for rank in range(ranks)]
+        parts = [list(loader.steps(start, samples)) for loader in loaders]
+        return [[place for part in parts for place in trained(part[step].own)] for step in range(len(parts[0]))]
+
+    (whole,) = LeasedLoader(source(), SAMPLES, SAMPLES, 0, 1).steps(0, SAMPLES)
+    order = trained(whole.own)
+    cuts = [0, 2, 4, 8, 14, 20, 26]
+    assert places(0, 26) == [order[a:b] for a, b in pairwise(cuts)]
+    assert places(2, 12) == [order[a:b] for a, b in pairwise(cuts[1:5])]
+    with pytest.raises(DataError, match=r"3 samples from 0 is no whole number of steps of 6 samples after a ramp"):
+        places(0, 3)
+    with pytest.raises(DataError, match=r"2 samples \(.*rampup_batch_size.*\) do not divide .* a multiple of 3"):
+        LeasedLoader(source(), 6, 3, 0, 1, ramp=(2, 2, 8))
 
 
 def test_a_later_lease_needs_no_history() -> None:

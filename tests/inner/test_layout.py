@@ -17,10 +17,8 @@ from tests.support.families import DEEPSEEK, MIXTRAL, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
 
 
-def layout(
-    tensor: int = 1, pipeline: int = 1, sequence: bool = False, expert: int = 1, context: int = 1
-) -> ParallelConfig:
-    return ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert, context=context)
+def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False, **more: Any) -> ParallelConfig:
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence, **more)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,7 @@ def block(**changes: Any) -> dict[str, Any]:
 
 def case(
     says: str, *where: int | bool, model: dict[str, Any] = LLAMA, ranks: int | None = None,
-    deepspeed: dict[str, Any] | None = None, length: int = 16, **parallel: int,
+    deepspeed: dict[str, Any] | None = None, length: int = 16, **parallel: Any,
 ) -> Any:  # fmt: skip
     """One thing that is wrong with a run that is right otherwise. says: parts of the message, by `…`; ranks: as many
     as a replica has, if not stated."""
@@ -59,6 +57,8 @@ REFUSED = [
     case("intermediate_size = 49 … of 50", 2, model=changed(intermediate_size=49)),
     case("vocab_size = 97 … of 98", 2, model=changed(vocab_size=97)),
     case("num_hidden_layers = 5 … parallel.pipeline = 2", 1, 2, model=changed(num_hidden_layers=5)),
+    case("parallel.stage_layers adds up to 5 … num_hidden_layers is 4", 1, 2, model=changed(num_hidden_layers=4),
+         stage_layers=(2, 3)),
     case("parallel.sequence … parallel.tensor > 1", 1, 1, True, ranks=2),
     case("sequence_length = 15 … parallel.tensor = 2", 2, 1, True, length=15),
     case("sequence_length = 65 … max_position_embeddings = 64", length=65),
@@ -148,7 +148,7 @@ def test_a_rank_that_is_missing_is_not_one_that_is_null() -> None:
 @pytest.mark.parametrize("model", [MIXTRAL, QWEN2_MOE, DEEPSEEK], ids=lambda model: model["model_type"])
 @pytest.mark.parametrize("expert", [1, 2, 4])
 def test_each_expert_is_on_the_ranks_that_speak_for_it(model: dict[str, Any], expert: int) -> None:
-    a, parallel = architecture(model), layout(2, 2, True, expert)
+    a, parallel = architecture(model), layout(2, 2, True, expert=expert)
     pushed = dict.fromkeys((p.name for p in canonical_parameters(a)), 0)
     for tp_rank, pp_rank, ep_rank in product(range(2), range(2), range(expert)):
         for place in local_parameters(a, parallel, tp_rank, pp_rank, ep_rank):
@@ -201,3 +201,11 @@ def test_only_norms_that_see_a_part_are_summed() -> None:
         "pre_mlp_layernorm",
         "final_layernorm",
     }
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"), [((1, 2, 1), "lists 3 stages, pipeline = 2"), ((2, 2), "as many, .* leave it out")]
+)
+def test_stages_that_are_refused(layers: tuple[int, ...], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        layout(pipeline=2, stage_layers=layers)

@@ -104,7 +104,7 @@ def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatc
     assert made.connected.call_args.kwargs["data_digest"] == "digest"
     (member, of_trainer, loader), settings = made.Trainer.call_args
     assert (member, of_trainer) == ("member", engine)
-    assert (loader._samples_per_step, loader._micro_batch, loader._offset, loader._own) == (16, 4, 8, 8)
+    assert (loader._batches.batch, loader._micro_batch, loader._dp_rank, loader._dp_size) == (16, 4, 1, 2)
     assert settings["min_step_s"] == 0.25 and settings["validation"] is made.validation_batches.return_value
     made.Trainer.return_value.train.assert_called_once_with(True)
     engine.close.assert_called_once_with()

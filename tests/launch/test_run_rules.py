@@ -23,7 +23,11 @@ def region(name: str, *workers: dict[str, Any], **keys: Any) -> dict[str, Any]:
 TWO = (region("eu", worker("a"), worker("b")), region("us", worker("c")))
 LATE = {"steps": 10, "late": "continue", "adopt": "rebase"}
 CPU = {"env": {"DS_ACCELERATOR": "cpu"}}
-KINDS = {"large": {"memory_gb": 80.0, "tflops": 100.0}, "small": {"memory_gb": 8.0, "tflops": 100.0}}
+KINDS = {
+    "large": {"memory_gb": 80.0, "tflops": 100.0},
+    "small": {"memory_gb": 8.0, "tflops": 100.0},
+    "tiny": {"memory_gb": 2.0, "tflops": 100.0},
+}
 
 
 def on(*kinds: str) -> tuple[dict[str, Any], ...]:
@@ -42,7 +46,7 @@ def pair(regions: tuple[dict[str, Any], ...], **outer: Any) -> tuple[RunConfig, 
     [
         (TWO, {}, ""),
         (on("large", "large"), {}, ""),
-        (on("large", "small"), {}, "worker 'a': its fullest rank needs .* GB .*, devices.small.memory_gb = 8; "),
+        (on("large", "small"), {}, "worker 'a': its tightest rank needs .* GB .*, devices.small.memory_gb = 8; "),
         ((region("eu", worker("a", "h"), worker("b", "h")),), {},
          "host 'h' is given to worker 'a' and worker 'b': both would take its accelerators"),
         ((region("eu", worker("a", "h")), region("us", worker("b", "h"))), {}, "given to worker 'a' and worker 'b'"),
@@ -88,3 +92,18 @@ def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:
     assert not list(misfits(*files))
     found = "\n".join(doubts(*files))
     assert re.search(told.replace("(", r"\("), found) if told else not found, found
+
+
+@pytest.mark.parametrize(
+    ("kinds", "last", "told"),
+    [
+        (("large", "small"), 1, ""),
+        (("small", "large"), 1, "devices.small.memory_gb"),
+        (("large", "tiny"), 4, "devices.tiny.memory_gb"),
+    ],
+)
+def test_a_stage_of_few_layers_fits_a_small_kind(kinds: tuple[str, ...], last: int, told: str) -> None:
+    _, cluster = pair(on(*kinds))
+    first = small_run().architecture.layers - last
+    found = list(misfits(small_run(parallel={"pipeline": 2, "stage_layers": [first, last]}), cluster))
+    assert bool(found) == bool(told) and all(told in str(error) for error in found)

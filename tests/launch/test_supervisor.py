@@ -18,10 +18,12 @@ from tests.support.process_trees import STUBBORN, marked, new_mark, until
 SUPERVISOR = """
 import sys
 from pathlib import Path
+from geotrain.launch import supervisor as module
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
+module.STOP_DEADLINE_S = 1000.0
 with Supervisor(Path(sys.argv[1])) as supervisor:
     for name in ("a", "b"):
-        supervisor.start(ProcessSpec(name, guarded(sys.argv[2:], grace_s=1.0)))
+        supervisor.start(ProcessSpec(name, guarded(sys.argv[3:], grace_s=float(sys.argv[2]))))
     outcome = supervisor.wait()
 print(outcome.reason)
 sys.exit(outcome.code)
@@ -192,9 +194,9 @@ def test_a_program_that_is_missing(tmp_path: Path) -> None:
         supervisor.start(ProcessSpec("a", ("/no/such",)))
 
 
-def start_supervisor(tmp_path: Path, mark: dict[str, str]) -> subprocess.Popen[bytes]:
+def start_supervisor(tmp_path: Path, mark: dict[str, str], grace_s: float = 1.0) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(tmp_path), *STUBBORN],
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path), str(grace_s), *STUBBORN],
         env={**os.environ, **mark},
         stdout=subprocess.PIPE,
     )
@@ -206,9 +208,10 @@ def start_supervisor(tmp_path: Path, mark: dict[str, str]) -> subprocess.Popen[b
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> None:
     mark = new_mark()
-    process = start_supervisor(tmp_path, mark)
+    process = start_supervisor(tmp_path, mark, grace_s=1000.0)
     process.send_signal(number)
-    time.sleep(0.5)
+    assert until(lambda: all("asked" in (tmp_path / f"{n}.log").read_text() for n in "ab"))
+    assert process.poll() is None
     process.send_signal(number)  # asked again: without grace
     assert process.wait(60) == 128 + number
     assert f"stopped by {number.name}" in process.stdout.read().decode()

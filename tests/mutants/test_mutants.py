@@ -19,7 +19,7 @@ FAULTS = read_faults()
 ON_A_SCHEDULE = """
 [{name}]
 file = "geotrain/worker/schedule.py"
-old = "return begin // round_steps * round_steps + step * workers"
+old = "at = begin // round_steps * round_steps + step * workers"
 new = "{new}"
 breaks = "the rate of a round"
 tests = ["tests/worker/test_schedule.py::test_all_workers_of_a_synchronous_run_pass_through_one_schedule"]
@@ -58,9 +58,9 @@ def test_it_kills_what_is_noticed_and_reports_what_is_not(tmp_path: Path) -> Non
     place = "begin // round_steps * round_steps"
     code, lines = run(
         tmp_path / "three.toml",
-        own=f"return {place} + step",
-        broken="return nothing_of_this_name",
-        harmless=f"return step * workers + {place}",
+        own=f"at = {place} + step",
+        broken="at = nothing_of_this_name",
+        harmless=f"at = step * workers + {place}",
     )
     told = (re.match(r"(killed|hung|survived) +[0-9.]+ s  (\w+): ", line) for line in lines)
     verdicts = {found[2]: found[1] for found in told if found}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -27,6 +30,7 @@ from tests.support.recorded_world import JournaledWorld
 
 INT8 = codec_config("int8")
 WAIT_S = 60.0
+CHUNK_BYTES = frozen_state.CHUNK_BYTES
 STEPS = READ, UPDATE, SETTLE, SILENT, START_OVER = range(5)
 
 
@@ -164,3 +168,40 @@ def test_a_snapshot_that_fails_lets_the_server_go_on(tmp_path):
         SnapshotStore(tmp_path / "file" / "below").save(frozen, {})
     frozen.before_write(tensors["b"])
     assert frozen.most_copied_bytes == 400 and not frozen.open
+
+
+def test_copies_take_no_new_memory_once_the_state_is_read() -> None:
+    tensors = {name: torch.full((100,), float(i)) for i, name in enumerate("abcd")}
+    frozen = FrozenState(tensors, largest_share=0.5)
+    names = frozen.names()
+    assert next(names) == "a"
+    room = frozen._room.untyped_storage().data_ptr()
+    for turn in ("bc", "d"):  # the room of those that were read serves the next
+        frozen.before_write(*(tensors[name] for name in turn))
+        assert {frozen._left[name].untyped_storage().data_ptr() for name in turn} == {room}
+        for name in turn:
+            wanted = tensors[name].clone()
+            tensors[name].fill_(-1.0)
+            assert b"".join(map(bytes, frozen.chunks(name))) == wanted.numpy().tobytes()
+    assert b"".join(map(bytes, frozen.chunks("a"))) == torch.zeros(100).numpy().tobytes()
+    assert not frozen.open and not frozen._room.numel()
+
+
+def test_a_snapshot_never_has_much_on_its_way_to_the_disk(tmp_path, monkeypatch):
+    """A flush of the journal waits for what of a snapshot is on its way: with a share of an update's bytes only, no
+    update takes half as long again."""
+    monkeypatch.setattr(frozen_state, "CHUNK_BYTES", CHUNK_BYTES)
+    synced, most_bytes = Counter[int](), 0  # by file
+
+    def noted(sync: Callable[[int], None], descriptor: int) -> None:
+        nonlocal most_bytes
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode):
+            most_bytes = max(most_bytes, found.st_size - synced[found.st_ino])
+            synced[found.st_ino] = found.st_size
+        sync(descriptor)
+
+    for name in ("fdatasync", "fsync"):
+        monkeypatch.setattr(os, name, partial(noted, getattr(os, name)))
+    SnapshotStore(tmp_path).save(FrozenState({"x": torch.ones(5 << 20)}), {})
+    assert max(synced.values()) > 20 << 20 and most_bytes <= 4 << 20

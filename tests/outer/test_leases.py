@@ -14,10 +14,18 @@ from geotrain.outer.server.leases import LeaseTable, patience_s
 from geotrain.outer.server.region_leases import RegionLeases
 from tests.support.outer_world import config
 
+RAMP = 1, 1, 30  # ten steps of one sample, five of two, four of three; then sixteen of four: 35 steps
+SIZES = [1] * 10 + [2] * 5 + [3] * 4 + [4] * 16
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["commit", "die", "restore"])), max_size=60))
-def test_every_sample_is_trained_once(events):
-    coordinator = LeaseTable(train_samples=96, samples_per_step=4, local_steps=3)
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["commit", "die", "restore"])), max_size=60),
+    st.sampled_from([(None, [4] * 24), (RAMP, SIZES)]),
+)
+def test_every_sample_is_trained_once(events, ramped):
+    ramp, sizes = ramped
+    coordinator = LeaseTable(train_samples=96, samples_per_step=4, local_steps=3, ramp=ramp)
+    starts = [sum(sizes[:step]) for step in range(len(sizes) + 1)]
     jobs = dict.fromkeys("abc", 1)
     trained: list[int] = []
 
@@ -27,7 +35,8 @@ def test_every_sample_is_trained_once(events):
         if isinstance(lease, Finished):
             return False
         assert coordinator.grant(LeaseRequest(worker, jobs[worker])) == lease  # asking again changes nothing
-        assert lease.samples == lease.steps * 4 and 1 <= lease.steps <= 3
+        first = starts.index(lease.start)
+        assert starts[first + lease.steps] == lease.start + lease.samples and 1 <= lease.steps <= 3
         if what == "commit":
             trained.extend(range(lease.start, lease.start + lease.samples))
             assert coordinator.commit((lease.lease,)) == lease.samples
@@ -37,7 +46,7 @@ def test_every_sample_is_trained_once(events):
             coordinator.release((lease.lease, 999))
         else:
             state = json.loads(json.dumps(coordinator.state()))
-            coordinator = LeaseTable(96, 4, 3)
+            coordinator = LeaseTable(96, 4, 3, ramp=ramp)
             coordinator.load(state)
         return True
 
@@ -196,9 +205,30 @@ def test_a_round_is_whole_or_not_at_all():
         assert isinstance(coordinator.grant(LeaseRequest(worker, 2)), Finished)
 
 
+def test_while_the_batch_grows_whole_steps_are_skipped_and_jobs_keep_their_number_of_steps():
+    table = LeaseTable(96, 4, 4, ramp=RAMP)
+    table.skip_samples([(11, 11), (24, 25)])  # a step of two, and two steps of three
+    leases = [table.grant(LeaseRequest("a", job)) for job in range(1, 12)]
+    given = [(lease.start, lease.samples, lease.steps) for lease in leases if isinstance(lease, Lease)]
+    assert given[:5] == [(0, 4, 4), (4, 4, 4), (8, 2, 2), (12, 8, 4), (20, 3, 1)]
+    assert sum(samples for _, samples, _ in given) == 96 - 2 - 3 and given[5] == (26, 14, 4)
+
+    rounds = LeaseTable(96, 4, 3, rounds=("a", "b"), ramp=RAMP)
+    places = [rounds.grant(LeaseRequest(worker, job)) for job in (1, 2, 3) for worker in "ba"]
+    assert [(p.start, p.samples, p.steps) for p in places] == [
+        (3, 3, 3), (0, 3, 3), (9, 5, 3), (6, 3, 3), (20, 9, 3), (14, 6, 3),
+    ]  # fmt: skip
+    rounds.fail([places[4].lease])
+    rounds.fail([places[4].lease])  # twice: other samples, as many steps
+    again = rounds.grant(LeaseRequest("b", 3))
+    assert (again.start, again.samples, again.steps) == (29, 11, 3)
+
+
 def test_bad_requests():
     with pytest.raises(ValueError, match="train_samples = 10 is not a multiple of a step's 4 samples"):
         LeaseTable(10, 4, 1)
+    with pytest.raises(ValueError, match="train_samples = 95 is not the end of a step; use 92"):
+        LeaseTable(95, 4, 1, ramp=RAMP)
     with pytest.raises(Refused, match="'c' is not one of this synchronous run's: a, b"):
         LeaseTable(100, 2, 3, rounds=("a", "b")).grant(LeaseRequest("c", 1))
 

@@ -129,7 +129,7 @@ def test_momentum_spans_a_share_of_the_run_whatever_its_length():
 
 
 def test_a_regions_updates_are_its_share_of_the_runs_jobs():
-    assert updates_in_run(9600, 16, 4, workers=3, all_workers=12) == 9600 / 16 / 4 / 4
+    assert updates_in_run(600, 4, workers=3, all_workers=12) == 9600 / 16 / 4 / 4
 
 
 def test_the_published_rule_loses_what_travelled_and_the_ledger_does_not():

@@ -171,8 +171,14 @@ class Numbers:
 
 
 @pytest.fixture
-def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> geotrain.OuterLoop:
+def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> geotrain.OuterLoop:
+    """The loop of the only worker. A parameter is the run's ramp of the batch."""
     run = write_run(tmp_path)
+    if hasattr(request, "param"):
+        raw = json.loads((tmp_path / "run.json").read_text())
+        raw["data"]["rampup_batch_size"] = request.param
+        (tmp_path / "run.json").write_text(json.dumps(raw))
+        run = load_run(tmp_path / "run.json")
     cluster = {"name": "c", "regions": [{"name": "eu", "workers": [{"name": "eu-0"}]}]}
     (tmp_path / "cluster.json").write_text(json.dumps(cluster))
     client: Any = LocalClient(LocalServers(run, ("eu-0",)), "eu-0")
@@ -200,6 +206,27 @@ def test_batches_visit_each_sample_once_in_an_epoch(
     (log,) = (outer.run.run_folder / "events").glob("*.jsonl")
     jobs = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "JobTrained"]
     assert [(job["job"], job["loss"], job["tokens"]) for job in jobs] == [(j, 0.5, 12) for j in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("outer", [(2, 2, 12)], indirect=True)
+def test_a_batch_grows_in_a_loop_of_ones_own(outer: geotrain.OuterLoop) -> None:
+    """Six steps of two samples, then nine of four; the rate follows the samples."""
+    sizes, steps, seen = list[int](), list[float](), list[float]()
+    with outer:
+        for number, batch in enumerate(outer.batches(Numbers(), 2)):
+            seen += batch[:, 0].tolist()
+            if number % 2:
+                sizes.append(2 * len(batch))
+                steps.append(outer.step)
+                outer.after_step(0.5)
+    assert sizes == [2] * 6 + [4] * 9 and steps == [0, 0.5, 1, 1.5, 2, 2.5, *range(3, 12)]
+    assert outer.finished and outer.total_steps == 12
+    assert all(sorted(seen[at : at + 5]) == [0, 1, 2, 3, 4] for at in range(0, 45, 5))
+    (log,) = (outer.run.run_folder / "events").glob("*.jsonl")
+    jobs = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "JobTrained"]
+    assert [job["tokens"] for job in jobs] == [6, 6, 12, 12, 12]
+    with pytest.raises(ConfigError, match="a step's 2 samples do not divide into 4 micro-batches"):
+        next(outer.indices(None, 4))
 
 
 def test_a_loop_that_ends_early_says_so(outer: geotrain.OuterLoop, capsys: pytest.CaptureFixture[str]) -> None:

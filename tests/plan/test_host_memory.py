@@ -76,10 +76,11 @@ def test_fp8_keeps_weights_twice_more_and_half_of_what_products_read() -> None:
 @pytest.mark.parametrize("model", [MODEL, DEEPSEEK])
 def test_a_stage_is_counted_by_the_first_like_it(model: dict[str, Any], tied: bool) -> None:
     a = architecture_from_hf({**model, "num_hidden_layers": 6, "tie_word_embeddings": tied})
-    for pipeline in (1, 2, 3, 6):
-        parallel = ParallelConfig(pipeline=pipeline)
-        for stage in range(pipeline):
+    unlike = ParallelConfig(pipeline=4, stage_layers=(1, 2, 2, 1))
+    assert first_like(a, unlike) == (0, 1, 1, 3)
+    for parallel in (*(ParallelConfig(pipeline=pipeline) for pipeline in (1, 2, 3, 6)), unlike):
+        for stage in range(parallel.pipeline):
             own = [place.numel for place in local_parameters(a, parallel, 0, stage)]
             assert sorted(place.numel for place in any_of_stage(a, parallel, stage)) == sorted(own)
-    first = first_like(a, 6)
+    first = first_like(a, ParallelConfig(pipeline=6))
     assert first[0] == 0 and first[5] == 5 and len(set(first)) < 6, "most stages are like another"

@@ -39,6 +39,9 @@ def host(name: str, slots: int = 1, kind: str = "d") -> dict[str, Any]:
     return {"host": name, "slots": slots, "device": kind}
 
 
+QUARTERS = [range(4 * s, 4 * s + 4) for s in range(4)]
+
+
 def on(run: RunConfig, hosts: list[list[dict[str, Any]]], **parallel: int) -> RunPrediction:
     return predict(run, cluster(hosts, parallel))
 
@@ -48,9 +51,9 @@ def test_operations_are_two_for_each_weight_that_a_token_meets() -> None:
     matrices = sum(p.numel for p in canonical_parameters(a) if len(p.shape) == 2 and "embed" not in p.name)
     attention = 2 * a.heads * a.head_dim * 2048 * a.layers
     assert useful_flops(a, 2048) == 3 * (2 * matrices + attention)
-    whole = [sum(x) for x in zip(*(stage_flops(a, 2048, s, 4, "none") for s in range(4)), strict=True)]
+    whole = [sum(x) for x in zip(*(stage_flops(a, 2048, layers, "none") for layers in QUARTERS), strict=True)]
     assert sum(whole) == pytest.approx(useful_flops(a, 2048))
-    full = sum(stage_flops(a, 2048, 0, 1, "full")) - sum(stage_flops(a, 2048, 0, 1, "none"))
+    full = sum(stage_flops(a, 2048, range(a.layers), "full")) - sum(stage_flops(a, 2048, range(a.layers), "none"))
     assert full == pytest.approx(a.layers * token_flops(a, 2048, 0).layer)
 
 
@@ -164,7 +167,7 @@ def test_replicas_reduce_at_the_cost_that_dt_fm_gives() -> None:
         gradient_gigabytes=gigabytes, activation_gigabytes=0.0,
     )  # fmt: skip
     dt_fm = stage_cost(problem, list(n))
-    forward, backward = (2048 * f / 50e12 for f in stage_flops(run.architecture, 2048, 0, 1, "none"))
+    forward, backward = (2048 * f / 50e12 for f in stage_flops(run.architecture, 2048, range(16), "none"))
     buckets = -(-parameter_count(run.architecture) // 40_000_000)
     assert dt_fm / 2 > backward > forward, "so that something is left to be seen"
     hidden = (forward + backward) * (1 - 1 / buckets)
@@ -180,7 +183,7 @@ def test_a_pipeline_waits_for_its_bubble_and_its_links() -> None:
     run = small_run()
     near = on(run, [[host("a", 4)]], pipeline=4).workers["eu-0"]
     m = 64
-    busiest = max(sum(stage_flops(run.architecture, 2048, s, 4, "none")) for s in range(4)) * 2048 / 50e12
+    busiest = max(sum(stage_flops(run.architecture, 2048, of, "none")) for of in QUARTERS) * 2048 / 50e12
     assert near.step.compute_s == pytest.approx(m * busiest)
     assert 0 < near.step.pipeline_s < 0.15 * near.step_s
     far = on(run, [[host(f"h{i}") for i in range(4)]], pipeline=4).workers["eu-0"]

@@ -42,8 +42,9 @@ def test_the_products_are_the_planners(name: str) -> None:
     for recompute in ("none", "full"):
         work = replace(work_of(name, tensor=2, pipeline=2, sequence=True), recompute=recompute)
         a, length = work.architecture, work.sequence_length
+        n = a.layers // 2
         products = sum(o.flops for stage in range(2) for o in micro_batch(work, stage) if o.name == "products")
-        planned = sum(sum(stage_flops(a, length, stage, 2, recompute)) for stage in range(2))
+        planned = sum(sum(stage_flops(a, length, range(n * s, n * s + n), recompute)) for s in range(2))
         once = sum(token_flops(a, length, layer).attention for layer in range(a.layers))
         planned -= (4 if recompute == "full" else 3) * once
         assert 2 * products / work.micro_tokens == pytest.approx(planned)

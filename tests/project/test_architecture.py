@@ -43,14 +43,14 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 5_852,
-    "net.transport.worker_client": 3_904,
+    "worker.loop": 5_948,
+    "net.transport.worker_client": 3_985,
     "outer.server.server": 6_900,
-    "worker.trainer": 9_326,
-    "net.server.server_process": 15_194,
+    "worker.trainer": 9_460,
+    "net.server.server_process": 15_302,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 36_236, ("benchmarks",): 11_955}
+SIZES = {PRODUCT: 36_450, ("benchmarks",): 11_955}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself

@@ -26,6 +26,7 @@ ROUNDS = 12
 ROUND = len(REGIONS) * LOCAL_STEPS * BATCH  # samples
 SYNC = {"rule": {"name": "sync"}}
 INT4 = {"outer": {**SYNC, "up": {"name": "int4"}}}
+SMALL = 14  # steps of half a batch at the beginning of runs whose batch grows: into the middle of the fourth round
 RANKS = {"hosts": [{"host": "localhost", "slots": 2}]}
 EXPERTS = {
     **MODEL, "model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
@@ -41,9 +42,20 @@ class Runs:
         prepare_text(folder)
 
     def made(
-        self, name: str, rounds: int, workers: Any = None, shards: int = 0, outer: Any = SYNC, **keys: Any
+        self,
+        name: str,
+        rounds: int,
+        workers: Any = None,
+        shards: int = 0,
+        outer: Any = SYNC,
+        grows: bool = False,
+        **keys: Any,
     ) -> OwnRun:
-        return self.start(name, run_of(self.folder, rounds * ROUND, outer, **keys), workers, shards)
+        run = run_of(self.folder, rounds * ROUND - grows * SMALL * BATCH // 2, outer, **keys)
+        if grows:
+            run["data"]["rampup_batch_size"] = BATCH // 2, BATCH // 2, SMALL * BATCH // 2
+            run["deepspeed"]["train_micro_batch_size_per_gpu"] = 1
+        return self.start(name, run, workers, shards)
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +75,13 @@ def train(run: OwnRun, *resume: str, **ranks: int) -> OwnRun:
 
 @pytest.fixture(scope="module")
 def straight(runs: Runs) -> OwnRun:
-    return train(runs.made("straight", ROUNDS, **INT4))
+    return train(runs.made("straight", ROUNDS, grows=True, **INT4))
 
 
 @pytest.fixture(scope="module")
 def stopped(runs: Runs) -> OwnRun:
     """A run of half the rounds, whose servers have two shards each, of which one died."""
-    run = runs.made("stopped", ROUNDS // 2, shards=2, **INT4)
+    run = runs.made("stopped", ROUNDS // 2, shards=2, grows=True, **INT4)
     processes = run.serve_all()
     run.work("eu", TRAINER)  # the round waits for the other region
     events = run.folder / "out/servers/eu/events.jsonl"
@@ -87,7 +99,7 @@ def test_six_and_six_rounds_with_shards_are_twelve_without_bitwise(
     runs: Runs, straight: OwnRun, stopped: OwnRun
 ) -> None:
     shutil.copytree(stopped.folder / "out", runs.folder / "resumed/out")
-    run = train(runs.made("resumed", ROUNDS, shards=2, **INT4), "resume")
+    run = train(runs.made("resumed", ROUNDS, shards=2, grows=True, **INT4), "resume")
     found, wanted = weights(run.file), weights(straight.file)
     assert wanted.keys() == found.keys() and len(wanted) > 20
     for name, tensor in wanted.items():
@@ -106,7 +118,7 @@ def test_six_and_six_rounds_with_shards_are_twelve_without_bitwise(
 @pytest.mark.timeout(900)
 def test_another_data_parallel_size_resumes_with_equal_loss(runs: Runs, straight: OwnRun, stopped: OwnRun) -> None:
     shutil.copytree(stopped.folder / "out", runs.folder / "other/out")
-    run = train(runs.made("other", ROUNDS, {"us": RANKS}, shards=2, **INT4), "resume", us=2)
+    run = train(runs.made("other", ROUNDS, {"us": RANKS}, shards=2, grows=True, **INT4), "resume", us=2)
     expected, found = losses(straight.file), losses(run.file)
     assert found == pytest.approx(expected, rel=1e-4)
     assert min(expected.values()) < 0.9 * max(expected.values())

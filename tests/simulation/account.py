@@ -87,7 +87,11 @@ class Account:
         take, go_on, admit = server.take, server.go_on, server.admit
 
         def watched(message: Any) -> Handled:
-            before = server.members[message.member].incarnation if isinstance(message, Join) else ""
+            before = ""  # the incarnation of a member that joins, or may have made what is refused
+            if isinstance(message, Join | UpdateRejected) and message.member in server.members:
+                member = server.members[message.member]
+                silenced = member.quarantined or member.incarnation == member.banned
+                before = "" if silenced and isinstance(message, UpdateRejected) else member.incarnation
             handled = take(message)
             told = message.part if isinstance(message, HeldPart) else message
             judge(self._took, told.answer if isinstance(told, HeldAnswer) else told, handled, before)
@@ -167,7 +171,7 @@ class Account:
             if any(isinstance(event, Merged) for event in handled.events):
                 self._merged(server, message)
         else:
-            self._region_took(server, message, handled.reply)
+            self._region_took(server, message, handled.reply, before)
             if any(isinstance(event, StartedOver) for event in handled.events):
                 self.begins(server.name)
             self._leases_of_region(server, message, handled, before)
@@ -231,16 +235,14 @@ class Account:
                 if ledger.leases[number].worker in self.regions[member]:
                     ledger.given_back(number)
 
-    def _region_took(self, region: Any, message: Any, reply: Any) -> None:
+    def _region_took(self, region: Any, message: Any, reply: Any, before: str) -> None:
         if isinstance(message, Welcome):
             assert reply == 0, "acknowledged updates are lost"
         if isinstance(message, UpdateRejected) and message.member != region.name:
-            member = region.members[message.member]
-            present = not member.quarantined and member.incarnation == message.incarnation != member.banned
-            ours = reply or present
+            ours = message.incarnation == before
             self.strikes[message.member] += ours
-            due = self.strikes[message.member] >= self.config.limits.strikes
-            assert not ours or reply == due, f"quarantined: {reply}, after {self.strikes[message.member]} strikes"
+            due = ours and self.strikes[message.member] >= self.config.limits.strikes
+            assert reply == due, f"quarantined: {reply}, after {self.strikes[message.member]} strikes"
         if isinstance(message, LiftQuarantine):
             self.strikes[message.member] = 0
         if isinstance(message, UpdatePart) and reply:

@@ -13,22 +13,23 @@ from geotrain.parallelism.checks import accumulation_steps, check_layout
 from tests.support.families import DEEPSEEK, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, MUON, QWEN_2, SEQUENCE, architecture, deepspeed_block
 
-LLAMA_2 = {**LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 4}  # TP 2 × CP 2 take a head of four each
+LLAMA_3 = {**LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 4}  # TP 2 × CP 2 take a head of four each
 DENSE = {
-    "llama": LLAMA_2,
-    "packed": LLAMA_2,  # samples hold several documents, and attention stays inside them
+    "llama": LLAMA_3,
+    "packed": LLAMA_3,  # samples hold several documents, and attention stays inside them
     "qwen": QWEN_2,
-    "qwen2": {**QWEN2, "num_hidden_layers": 2},  # with biases
+    "qwen2": {**QWEN2, "num_hidden_layers": 3},  # with biases
     "mistral": {**MISTRAL, "num_hidden_layers": 2},  # packed, too
 }
 SPARSE = {
-    "qwen_moe": {**QWEN_MOE, "num_key_value_heads": 4},
+    "qwen_moe": {**QWEN_MOE, "num_hidden_layers": 3, "num_key_value_heads": 4},
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "deepseek": DEEPSEEK,
 }
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
 PACKED = ("packed", "mistral")
+UNLIKE = {"llama": (2, 1), "packed": (2, 1), "qwen2": (1, 2), "qwen_moe": (1, 2)}  # layers of a pipeline's stages
 
 Value = str | int
 Choice = tuple[str, Value]
@@ -74,6 +75,7 @@ class Layout:
             tensor=int(self.tensor[0]),
             sequence="+" in self.tensor,
             pipeline=self.pipeline,
+            stage_layers=UNLIKE.get(self.model) if self.pipeline > 1 else None,
             context=self.context,
             expert=int(self.expert[0]),
             **dispatcher,

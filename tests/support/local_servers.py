@@ -42,11 +42,11 @@ class LocalServers(InProcess):
     def __init__(self, run: RunConfig, workers: tuple[str, ...] = ("w",)) -> None:
         self.parameter_map = parameter_map_of(run)
         self.identity = identity_of(run, self.parameter_map)
-        samples, batch = run.data.train_samples, run.samples_per_step
-        every = run.monitor.validate_every_samples
-        top = GlobalServer(self.identity, self.parameter_map, run.outer, {"eu": workers}, samples, batch, every)
+        sizes, every = (run.data.train_samples, run.samples_per_step), run.monitor.validate_every_samples
+        ramp, regions = run.data.rampup_batch_size, {"eu": workers}
+        top = GlobalServer(self.identity, self.parameter_map, run.outer, regions, *sizes, every, ramp=ramp)
         top.set_weights(first_weights(self.parameter_map, run.seed))
-        updates = updates_in_run(samples, batch, run.outer.local_steps, len(workers), len(workers))
+        updates = updates_in_run(run.inner_steps, run.outer.local_steps, len(workers), len(workers))
         rule = region_rule(run.outer, workers, updates)
         self.region = RegionServer(
             "eu", self.identity, self.parameter_map, run.outer, rule, workers, every is not None

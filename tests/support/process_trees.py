@@ -16,12 +16,13 @@ from geotrain.outer.events import Event
 
 MARK = "GEOTRAIN_TEST_TREE"
 
-# A child, a grandchild that ignores SIGTERM, and a great-grandchild in a session of its own that lost its parent.
+# A child, a grandchild that writes what it was asked at SIGTERM and goes on, and a great-grandchild in a session of
+# its own that lost its parent.
 STUBBORN = (
     "bash",
     "-c",
     """
-    bash -c 'trap "" TERM; (setsid sleep 300 &) ; echo ready; while true; do sleep 1; done' &
+    bash -c 'trap "echo asked" TERM; (setsid sleep 300 &) ; echo ready; while true; do sleep 1; done' &
     wait
     """,
 )

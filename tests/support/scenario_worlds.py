@@ -174,9 +174,9 @@ class InMemory(World):
         except Refused as refused:
             member = getattr(message, "worker", getattr(message, "member", ""))
             if refused.retry_s is None and isinstance(message, UpdatePart | LeaseRequest):  # as the service does it
-                life = self.servers(server).members[member].incarnation
-                job = message.job if isinstance(refused, BadDelta) else 0
-                self.world.tell(server, UpdateRejected(member, life, refused.reason, job=job))
+                life, bad = self.servers(server).members[member].incarnation, isinstance(refused, BadDelta)
+                sequence, job = (message.sequence, message.job) if isinstance(message, UpdatePart) else (0, 0)
+                self.world.tell(server, UpdateRejected(member, life, refused.reason, sequence, job * bad))
             raise
         if isinstance(message, UpdatePart):  # as a sender is told
             return self.servers(server).members[message.member].sequence >= message.sequence

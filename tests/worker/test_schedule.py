@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from geotrain.config import RunConfig
+from geotrain.config.batches import BatchSchedule
 from geotrain.config.block import parse
 from geotrain.outer.messages import Lease, LeaseRequest
 from geotrain.outer.server.leases import LeaseTable
@@ -68,3 +71,33 @@ def test_with_scaled_steps_leases_keep_their_own_places() -> None:
     coordinator.note_speed("a", 1.0)
     coordinator.note_speed("b", 2.0)
     assert [steps_of(run, granted(coordinator, name, 1)) for name in NAMES] == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 6), st.integers(0, 40), st.integers(0, 60))
+def test_the_batch_grows_as_megatrons_does(start: int, increment: int, stages: int, share: int, steps: int) -> None:
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    batch, samples = start + increment * stages, max(1, share) * stages
+    theirs = RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 1, False, 1, start, increment, samples)
+    ours, consumed = BatchSchedule(batch, (start, increment, samples)), 0
+    for step in range(steps):
+        theirs.update(consumed, consistency_check=False)
+        size = theirs.get_current_global_batch_size()
+        assert ours.first_sample(step) == consumed and ours.after(consumed) == consumed + size and size in ours.sizes
+        assert {ours.step_at(sample) for sample in range(consumed, consumed + size)} == {step}
+        consumed += size
+
+
+@pytest.mark.parametrize("rule", ["sync", "region_momentum"])
+def test_while_the_batch_grows_the_rate_goes_by_samples(rule: str) -> None:
+    """Six steps of a sample, then of two: the first three workers' jobs have four steps each."""
+    run = run_of(rule={"name": rule})
+    run = run.model_copy(update={"data": run.data.model_copy(update={"rampup_batch_size": (1, 1, 6)})})
+    rounds = NAMES if run.outer.rule.synchronous else None
+    table = LeaseTable(run.data.train_samples, BATCH, H, rounds=rounds, ramp=run.data.rampup_batch_size)
+    first = [granted(table, name, 1) for name in NAMES]
+    assert [(lease.start, lease.samples) for lease in first] == [(0, 4), (4, 6), (10, 8)]
+    assert [steps_of(run, lease) for lease in first] == [[0, 1.5, 3, 6]] * 3
+    later = steps_of(run, granted(table, "a", 2))
+    assert later == ([9, 12, 15, 18] if rounds else [9, 10, 11, 12])
+    assert (run.total_steps, run.inner_steps) == (36, 39)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from geotrain.config import AccoConfig
 from geotrain.inner.acco.optimizer import AccoOptimizer, CommitResult
-from geotrain.inner.engine.engine import GeoEngine, StepReader, StepResult
+from geotrain.inner.engine.engine import GeoEngine
+from geotrain.inner.engine.step import StepReader, StepResult
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import group_of
 from geotrain.optimizers.inner_optimizer import InnerOptimizer
@@ -38,7 +39,6 @@ class AccoEngine(GeoEngine):
         self._uncommitted: deque[StepResult] = deque()
         super().__init__(*parts)
         self._weights_differ = True
-        self._first_part = first_part(acco, self.gradient_accumulation_steps())
         self._queue = MicroBatchQueue(self.mesh, acco.timeout_s) if acco.balance else None
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> AccoOptimizer:
@@ -54,7 +54,7 @@ class AccoEngine(GeoEngine):
             self._on_commit,
         )
 
-    def train_step(self, batch: StepReader, schedule_step: int) -> StepResult:
+    def train_step(self, batch: StepReader, schedule_step: float) -> StepResult:
         """Begin one optimizer step on the worker's batch; arguments and errors are those of GeoEngine's.
 
         With `acco.balance` a slow replica computes fewer of the worker's micro-batches than others. Loss and gradient
@@ -78,7 +78,7 @@ class AccoEngine(GeoEngine):
             for taken in queue.take(begin * self.dp_size, end * self.dp_size):
                 yield self._checked([batch.micro_batch(i) for i in taken], len(taken))
 
-        first = of_replica if optimizer.synchronous else self._first_part
+        first = of_replica if optimizer.synchronous else first_part(self._acco, of_replica)
         self._accumulate(part(0, first))
         self._wait_for_readers()
         optimizer.use_arrived_weights()  # from the last window's commit, which travelled meanwhile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from geotrain.config import Architecture
 from geotrain.config.deepspeed import WSD, without_ours
 from geotrain.inner.engine.schedule import WarmupStableDecayLR
+from geotrain.inner.engine.step import StepReader, StepResult
 from geotrain.inner.model.context_parallel import Parts
 from geotrain.inner.model.documents import cu_seqlens
 from geotrain.inner.model.router_bias import update_biases
@@ -34,61 +35,6 @@ with platform.quiet_imports():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
-
-
-class StepReader(Protocol):
-    """Gives a step its micro-batches: int64 [micro_batch, sequence_length + 1], the same on all ranks of a replica.
-
-    An engine uses either `own` or, with `acco.balance`, `micro_batch`.
-    """
-
-    @property
-    def own(self) -> Sequence[Tensor]:
-        """This data-parallel replica's part of the batch: gradient_accumulation_steps micro-batches."""
-
-    @property
-    def micro_batch(self) -> Callable[[int], Tensor]:
-        """Function that reads the i-th micro-batch of the worker's whole batch, 0 ≤ i < accumulation steps · dp_size.
-
-        It serves replicas that divide the batch among them while they compute (`acco.balance`).
-        """
-
-
-class StepResult:
-    """The numbers of one optimizer step, the same on every rank.
-
-    loss: mean over the worker's batch, at the weights before the step. grad_norm: the L2 norm of the whole model's
-    gradient, before clipping. lr: the learning rate used. tokens: how many the whole worker trained on.
-
-    Reading a number but the learning rate waits for the device; with ACCO, whose steps are committed while the next
-    one is computed, for the commit.
-    """
-
-    def __init__(self, lr: float, wait: Callable[[], None]) -> None:
-        """Make a result whose numbers are still to come. wait: returns once `arrive` has been called."""
-        self.lr, self._wait = lr, wait
-        self._numbers: tuple[float, float, int] | None = None
-
-    def arrive(self, loss: float, grad_norm: float, tokens: int) -> None:
-        self._numbers = (loss, grad_norm, tokens)
-
-    def read(self) -> tuple[float, float, int]:
-        if self._numbers is None:
-            self._wait()
-        assert self._numbers is not None
-        return self._numbers
-
-    @property
-    def loss(self) -> float:
-        return self.read()[0]
-
-    @property
-    def grad_norm(self) -> float:
-        return self.read()[1]
-
-    @property
-    def tokens(self) -> int:
-        return self.read()[2]
 
 
 class GeoEngine(DeepSpeedEngine):
@@ -157,8 +103,15 @@ class GeoEngine(DeepSpeedEngine):
 
     # ------------------------------------------------------------------------------------ train, evaluate
 
-    def train_step(self, batch: StepReader, schedule_step: int) -> StepResult:
-        """One optimizer step on the worker's batch.
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples of the steps to come, and so the micro-batches of each replica. DeepSpeed's own, which this
+        overrides, takes context ranks for replicas."""
+        self._config.train_batch_size = train_batch_size
+        per_pass = self.train_micro_batch_size_per_gpu() * self.mesh.replicas
+        self._config.gradient_accumulation_steps = train_batch_size // per_pass
+
+    def train_step(self, batch: StepReader, schedule_step: float) -> StepResult:
+        """One optimizer step on the worker's batch, of `train_batch_size` samples.
 
         schedule_step: the step of the run's learning-rate schedule that this is, counted from 0.
         Raises ValueError if number or shape of the micro-batches is wrong; AccoError if ACCO lost another rank.
@@ -217,7 +170,7 @@ class GeoEngine(DeepSpeedEngine):
             return WarmupStableDecayLR(optimizer, **self.scheduler_params())
         return super()._scheduler_from_config(optimizer)
 
-    def _begin_step(self, schedule_step: int) -> float:
+    def _begin_step(self, schedule_step: float) -> float:
         """Set the learning rate of this step and return it."""
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(schedule_step)

@@ -160,6 +160,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=parallel.pipeline,
+        pipeline_model_parallel_layout=_stages(parallel, architecture.layers),
         context_parallel_size=parallel.context,
         cp_comm_type="p2p" if parallel.context_exchange == "ring" else None,
         sequence_parallel=parallel.sequence,
@@ -174,6 +175,14 @@ def transformer_config(
     )
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
     return kind(**{**common, **family_of(architecture.model_type).megatron(architecture)})
+
+
+def _stages(parallel: ParallelConfig, layers: int) -> list[list[str]]:
+    """Lists what each pipeline stage holds, as Megatron-core does."""
+    stages = [["decoder"] * len(parallel.layers_of(s, layers)) for s in range(parallel.pipeline)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: range, packed: bool) -> Any:
@@ -250,8 +259,7 @@ def build_model(
     norm counts each element of the model once. With expert parallelism those of experts also get `allreduce` and
     `group_name`, by which DeepSpeed finds the ranks that have the same ones.
     """
-    layers = architecture.layers // parallel.pipeline
-    mine = range(mesh.pp_rank * layers, (mesh.pp_rank + 1) * layers)
+    mine = parallel.layers_of(mesh.pp_rank, architecture.layers)
     with platform.megatron_runtime():
         # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
         model_parallel_cuda_manual_seed(seed)

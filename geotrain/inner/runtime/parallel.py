@@ -86,6 +86,7 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
         tp_size=parallel.tensor,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel.pipeline,
+        stage_layers=parallel.stage_layers,
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel.context,
         dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),

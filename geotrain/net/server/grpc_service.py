@@ -449,9 +449,10 @@ class GrpcService:
             judged = refused.retry_s is None and not isinstance(refused, DataGone) and not self.payloads_only
             if judged and said.member in self.server.members:
                 with suppress(Refused):  # refused in turn when the disk is full
-                    job = said.job if isinstance(said, UpdatePart) and isinstance(refused, BadDelta) else 0
-                    rejected = UpdateRejected(said.member, said.incarnation, refused.reason, job=job)
-                    await self.server_thread.say(rejected)
+                    sequence, job = (said.sequence, said.job) if isinstance(said, UpdatePart) else (0, 0)
+                    job = job if isinstance(refused, BadDelta) else 0
+                    rejected = said.member, said.incarnation, refused.reason, sequence, job
+                    await self.server_thread.say(UpdateRejected(*rejected))
             raise
 
     async def _only_one(self, member: str, part: int) -> None:

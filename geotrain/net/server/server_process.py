@@ -100,15 +100,15 @@ def global_server(run: RunConfig, cluster: ClusterConfig, shards: int | RemoteSh
     samples = run.data.train_samples, run.samples_per_step
     numbers = run.monitor.validate_every_samples, run.data.sequence_length
     return GlobalServer(
-        identity_of(run, parameter_map), parameter_map, run.outer, regions, *samples, *numbers, shards
-    )
+        identity_of(run, parameter_map), parameter_map, run.outer, regions, *samples, *numbers, shards,
+        run.data.rampup_batch_size,
+    )  # fmt: skip
 
 
 def region_server(run: RunConfig, cluster: ClusterConfig, region: str, shards: int | RemoteShards) -> RegionServer:
     parameter_map, all_workers = parameter_map_of(run), Topology(run, cluster).home
     workers = tuple(w.name for w in cluster.region(region).workers)
-    samples = run.data.train_samples, run.samples_per_step
-    updates = updates_in_run(*samples, run.outer.local_steps, len(workers), len(all_workers))
+    updates = updates_in_run(run.inner_steps, run.outer.local_steps, len(workers), len(all_workers))
     rule = region_rule(run.outer, workers, updates)
     validates = run.monitor.validate_every_samples is not None
     server = RegionServer(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 16 << 20  # so much is read, checksummed and written at once
+CHUNK_BYTES = 2 << 20  # so much is read, checksummed and written at once; an update may wait for one to be read
 PATIENCE_S = 30.0  # an update waits at most so long for copies to be written; then memory grows beyond the budget
 
 
@@ -39,6 +39,8 @@ class FrozenState:
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._tensors = dict(tensors)  # keeps them alive, so that an id means the same tensor throughout
         self._copied: dict[str, int] = {}  # name → bytes of its copy
+        self._room = torch.empty(0, dtype=torch.uint8)  # memory for copies, of which `_used` bytes are taken
+        self._used = 0
         self._changed = threading.Condition()
 
     @property
@@ -59,14 +61,18 @@ class FrozenState:
                     break
                 self._changed.wait(left_s)
             for name in names:
-                self._left[name] = self._left[name].clone()
                 self._copied[name] = self._left[name].numel()
+                self._left[name] = self._copy(self._left[name])
             self._copied_bytes += bytes_needed
             self.most_copied_bytes = max(self.most_copied_bytes, self._copied_bytes)
 
     def names(self) -> Iterator[str]:
         """Yield the tensors' names in the order in which they are to be read: those that take memory for a copy
         first. Each must be read before the next is asked for."""
+        # Filled here, on the reader's thread: an update that had to map memory for its copies would wait for that.
+        room = torch.full((int(self.budget_bytes),), 0, dtype=torch.uint8)
+        with self._changed:
+            self._room, self._used = room, 0
         while True:
             with self._changed:
                 name = next(iter(self._copied), None) or next(iter(self._left), None)
@@ -96,11 +102,23 @@ class FrozenState:
             for name in list(self._left):
                 self._drop(name)
 
+    def _copy(self, left: Tensor) -> Tensor:
+        """Copy bytes into the room that is left for it, else into new memory."""
+        begin, end = self._used, self._used + left.numel()
+        if end > self._room.numel():
+            return left.clone()
+        self._used = end
+        return self._room[begin:end].copy_(left)
+
     def _drop(self, name: str) -> Tensor | None:
         self._left.pop(name, None)
         tensor = self._tensors.pop(name, None)
         self._names.pop(id(tensor), None)
         self._copied_bytes -= self._copied.pop(name, 0)
+        if not self._copied:
+            self._used = 0
+        if not self._left:
+            self._room = self._room[:0].clone()
         self._changed.notify_all()
         return tensor
 

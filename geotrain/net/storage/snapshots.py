@@ -48,7 +48,7 @@ META = "meta.json"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 DISPENSABLE = ("held.", "answer.")  # what members were sent: without it they are sent whole weights
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)  # what damage can look like
-SYNC_BYTES = 32 << 20  # of a file are brought to the disk at a time: the journal's next flush waits for no more
+SYNC_BYTES = 2 << 20  # of a file are brought to the disk at a time: the journal's next flush waits for no more
 HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
 
 

@@ -34,14 +34,14 @@ def momentum_gain(gain: float, decay: float) -> float:
     return gain / max(1.0, WHOLE_FROM * (1 - decay))
 
 
-def updates_in_run(samples: int, samples_per_step: int, local_steps: int, workers: int, all_workers: int) -> float:
+def updates_in_run(steps: int, local_steps: int, workers: int, all_workers: int) -> float:
     """Estimate the updates that a region of `workers` of the run's `all_workers` applies from begin to end.
 
     All workers are taken as equally fast: how much each will train is not known before the run, and may change while
     it goes on.
-    samples: of the run. samples_per_step: of one inner step. local_steps: H.
+    steps: inner steps of the run. local_steps: H.
     """
-    return samples / samples_per_step / local_steps * workers / all_workers
+    return steps / local_steps * workers / all_workers
 
 
 def momentum_average(x: Tensor, delta: Tensor, m: Tensor, *, decay: float, gain: float, weight: float) -> None:

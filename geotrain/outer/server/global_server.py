@@ -10,6 +10,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
+from geotrain.config.batches import Ramp
 from geotrain.outer.events import SetAside, Steered, ValidationDone
 from geotrain.outer.messages import (
     DataGone,
@@ -54,14 +55,14 @@ class GlobalServer(Server):
     regions: region → its workers. The members are the regions or, in a flat run (`outer.levels` = 1), the workers.
     train_samples, samples_per_step: of the run, and of one inner step. validate_every_samples: committed samples
     between two validations; None: there are none. sample_tokens: tokens in one sample, for the event log, which
-    counts tokens.
+    counts tokens. ramp: of the batch.
     """
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, regions: dict[str, tuple[str,
         ...]],
         train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
-        sample_tokens: int = 1, shards: int | Shards = 1,
+        sample_tokens: int = 1, shards: int | Shards = 1, ramp: Ramp | None = None,
     ) -> None:  # fmt: skip
         workers = {w: (w,) for names in regions.values() for w in names}
         self._workers_of = workers if config.flat else regions  # member → workers that it speaks for
@@ -77,7 +78,7 @@ class GlobalServer(Server):
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
         self.lease_table = LeaseTable(
-            train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds
+            train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds, ramp
         )
         self.validations = Validations(validate_every_samples)
         self.losses = LossWatch()

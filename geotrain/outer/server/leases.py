@@ -13,6 +13,7 @@ from heapq import nsmallest
 from math import ceil, inf
 from typing import Any
 
+from geotrain.config.batches import BatchSchedule, Ramp
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
 from geotrain.outer.server.member import MOST_JOBS, attributes, set_attributes
 
@@ -35,12 +36,13 @@ ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that d
 class LeaseTable:
     """The leases of one run: what is left to hand out, what is out, and how much is committed.
 
-    train_samples: samples in the run, a multiple of samples_per_step (the samples of one inner step of any worker).
+    train_samples: samples in the run, a whole number of steps of any worker, of samples_per_step each.
     local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
     speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135).
     rounds: for synchronous rules, the names of all workers. Job j of every worker is then laid out at once, in the
     order of names, so that the same worker trains the same samples whoever asks first.
-    Raises ValueError when train_samples is no multiple of samples_per_step.
+    ramp: of the batch, before it has samples_per_step (`BatchSchedule`).
+    Raises ValueError when train_samples is no whole number of steps.
     """
 
     def __init__(
@@ -50,9 +52,13 @@ class LeaseTable:
         local_steps: int,
         scale_local_steps: bool = False,
         rounds: tuple[str, ...] | None = None,
+        ramp: Ramp | None = None,
     ) -> None:
-        if train_samples % samples_per_step:
+        self.batches = BatchSchedule(samples_per_step, ramp)
+        if self.batches.after(train_samples, 0) != train_samples:
             wanted = f"a multiple of a step's {samples_per_step} samples"
+            if ramp:
+                wanted = f"the end of a step; use {self.batches.after(train_samples, 0)}"
             raise ValueError(f"train_samples = {train_samples} is not {wanted}")
         self.train_samples = train_samples
         self.samples_per_step = samples_per_step
@@ -115,7 +121,7 @@ class LeaseTable:
             return None if self.open and request.job > told and not since else self.dismiss(request)
         if not new:
             return None
-        return self._open(request, *self._take(self._steps(request.worker) * self.samples_per_step), validate)
+        return self._open(request, *self._take(self._steps(request.worker)), validate)
 
     def dismiss(self, request: LeaseRequest) -> Finished:
         """Tell this worker that there is no data for it, and remember for which job."""
@@ -133,7 +139,9 @@ class LeaseTable:
         closed = [lease for number in leases if (lease := self._close(number))]
         samples = sum(lease.samples for lease in closed if not self._repeats(lease))
         self.committed_samples += samples
-        self.trained_s += sum(lease.steps * self.step_s.get(lease.worker, 0.0) for lease in closed)
+        self.trained_s += sum(
+            lease.samples / self.samples_per_step * self.step_s.get(lease.worker, 0.0) for lease in closed
+        )
         return samples
 
     def gone(self, leases: Collection[int]) -> tuple[int, ...]:
@@ -210,10 +218,10 @@ class LeaseTable:
         for start, samples in self.skip:
             self.aside, back = take_out(self.aside, start, samples)
             self.pool = sorted([*self.pool, *back])
-        self.skip, step = [], self.samples_per_step
+        self.skip = []
         for first, last in skip:
-            start = first // step * step
-            self.skip.append((start, (last // step + 1) * step - start))
+            start = self.batches.after(first, 0)
+            self.skip.append((start, self.batches.after(last) - start))
             self.pool, back = take_out(self.pool, *self.skip[-1])
             self.aside += back
         self._pass_over()
@@ -293,17 +301,18 @@ class LeaseTable:
         self.step_s[worker] = step_s
         self._fastest = _two_lowest(self.step_s if search else {**self._fastest, worker: step_s})
 
-    def _take(self, samples: int) -> tuple[int, int]:
-        """Take at most so many samples: (start, samples). What came back goes first: it is the oldest, and the run
+    def _take(self, steps: int) -> tuple[int, int]:
+        """Take at most so many steps: (start, samples). What came back goes first: it is the oldest, and the run
         cannot end without it."""
         if self.pool:
             start, size = self.pool.pop(0)
+            samples = self.batches.after(start, steps) - start
             if size > samples:
                 self.pool.insert(0, (start + samples, size - samples))
             return start, min(size, samples)
         start = self.next_start
         ends = [skipped for skipped, _ in self.skip if skipped > start]
-        self.next_start = end = min(start + samples, self.train_samples, *ends)
+        self.next_start = end = min(self.batches.after(start, steps), self.train_samples, *ends)
         self._pass_over()
         return start, end - start
 
@@ -340,15 +349,14 @@ class LeaseTable:
         worker asks decide for all.
         """
         assert self.rounds is not None
-        samples = {worker: self._steps(worker) * self.samples_per_step for worker in self.rounds}
-        # A round in which some had nothing to train could never be completed, so the last few samples are left out.
-        if self.next_start + sum(samples.values()) > self.train_samples:
-            self.next_start = self.train_samples
-            return False
-        places = {}
+        places, end = dict[str, Range](), self.next_start
         for worker in self.rounds:
-            places[worker] = (self.next_start, samples[worker])
-            self.next_start += samples[worker]
+            start, end = end, self.batches.after(end, self._steps(worker))
+            places[worker] = (start, end - start)
+        # A round in which some had nothing to train could never be completed, so the last few samples are left out.
+        self.next_start = min(end, self.train_samples)
+        if end > self.train_samples:
+            return False
         self.laid_out[job] = places
         self.laid_out.pop(job - ROUNDS_KEPT, None)  # nobody is that far behind: a round ends before the next begins
         return True
@@ -363,12 +371,13 @@ class LeaseTable:
     def _replace(self, lease: Lease) -> bool:
         """Take other samples for a worker's place in a round: where too few are left, once more those that it has
         trained in the round before. Returns False where there was none."""
-        place, last = (self.next_start, lease.samples), self.next_start + lease.samples > self.train_samples
+        end = self.batches.after(self.next_start, lease.steps)
+        place, last = (self.next_start, end - self.next_start), end > self.train_samples
         if last:
             if (before := self.laid_out.get(lease.job - 1, {}).get(lease.worker)) is None or self._repeats(lease):
                 return False
             place = before
-        self.next_start += 0 if last else lease.samples
+        self.next_start = self.next_start if last else end
         self._close(lease.lease)
         self.laid_out[lease.job][lease.worker] = place
         return True
@@ -385,7 +394,7 @@ class LeaseTable:
         return lease
 
     def _open(self, request: LeaseRequest, start: int, samples: int, validate: int) -> Lease:
-        steps = samples // self.samples_per_step
+        steps = self.batches.step_at(start + samples) - self.batches.step_at(start)
         lease = Lease(request.worker, request.job, self.next_lease, start, samples, steps, validate)
         self.open[self.next_lease] = lease
         self._held.setdefault(request.worker, {})[request.job] = lease

@@ -202,6 +202,9 @@ class Membership(ABC):
         if ours and strike.job:
             begun = [number for number, lease in self.holds(strike.member).items() if lease.job <= strike.job]
             self._give_up(strike.member, begun)
+        if ours and strike.sequence and self.member_role == "worker":
+            # Ranks whose part was taken never send it again. The last, whose reply was lost, would wait for them.
+            member.banned = strike.incarnation
         quarantined = ours and member.strike(strike.reason, self.limits.strike_window) >= self.limits.strikes
         self._events.append(UpdateRefused(strike.member, strike.reason, len(member.strikes)))
         if quarantined:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from geotrain.config import Architecture, RunConfig, WorkerConfig, WorkerSetup, codec_config
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
@@ -26,12 +28,16 @@ def rank_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     outer: what the outer loop keeps for each parameter that the rank owns (`outer_bytes`), unless it lies in host
     memory (`host_memory`).
     """
-    return setup_memory(run, architecture, WorkerSetup.of(run, worker), worker.ranks)
+    return tightest_memory(run, architecture, WorkerSetup.of(run, worker), [0.0] * worker.ranks)[0]
 
 
-def setup_memory(run: RunConfig, architecture: Architecture, setup: WorkerSetup, ranks: int) -> dict[str, int]:
-    """Estimate the same for a worker of that setup and so many ranks."""
-    memory, shard = _fullest(run, architecture, setup, ranks)
+def tightest_memory(
+    run: RunConfig, architecture: Architecture, setup: WorkerSetup, room_bytes: Sequence[float]
+) -> tuple[dict[str, int], float]:
+    """Estimate the same of the rank that has least left, and return the bytes of its device. room_bytes: of each
+    rank's device."""
+    ranks = len(room_bytes)
+    memory, shard = _fullest(run, architecture, setup, ranks, room_bytes)
     block = setup.deepspeed
     state = {
         "weights": memory.weights_bytes,
@@ -49,7 +55,7 @@ def setup_memory(run: RunConfig, architecture: Architecture, setup: WorkerSetup,
         state["buffers"] = flat - state["weights"] - state["gradients"] + zeros
         state["weights"] += in_fp8
     outer = 0 if outer_on_host(run, setup) else outer_bytes(run, shard.adamw + shard.matrices)
-    return {**state, "activations": memory.activations_bytes, "outer": outer}
+    return {**state, "activations": memory.activations_bytes, "outer": outer}, memory.room_bytes
 
 
 def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
@@ -78,13 +84,13 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
 
 
 def _fullest(
-    run: RunConfig, architecture: Architecture, setup: WorkerSetup, ranks: int
+    run: RunConfig, architecture: Architecture, setup: WorkerSetup, ranks: int, room_bytes: Sequence[float] = ()
 ) -> tuple[MemoryPerRank, ShardSize]:
     """The memory of a worker's fullest rank, and that rank's shard of the optimizer."""
     parallel, block = setup.parallel, setup.deepspeed
     length, recompute, fp8 = run.data.sequence_length, run.model.recompute, setup.precision.fp8 is not None
     documents = run.data.attention == "document"
-    memory = memory_per_rank(architecture, parallel, ranks, block, length, recompute, fp8, documents)
+    memory = memory_per_rank(architecture, parallel, ranks, block, length, recompute, fp8, documents, room_bytes)
     dp = _copies(setup, ranks)
     return memory, shard_size(architecture, parallel, memory.stage, dp, uses_muon(block), run.acco is not None)
 

@@ -138,9 +138,11 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
     micro_batches = accumulation_steps(work.deepspeed, replicas)
     stages = parallel.pipeline
     spent = {"products": 0.0, "attention": 0.0, "memory": 0.0}
-    for operation in micro_batch(work, stages - 1):  # the last stage has the head, more than the first's look-up
+    # The last of the stages with most layers: the head is more than the first one's look-up.
+    busiest = max(range(stages), key=lambda s: (len(parallel.layers_of(s, a.layers)), s))
+    for operation in micro_batch(work, busiest):
         spent[operation.name] += operation.seconds(device, shares)
-    exchange_s = exchanged_bytes(work) / (shares.link * device.link)
+    exchange_s = exchanged_bytes(work, busiest) / (shares.link * device.link)
     slot_s = sum(spent.values()) + exchange_s
     held = max(stage_parameters(a, parallel, stage) for stage in range(stages))
     owners = replicas * parallel.context
@@ -170,12 +172,12 @@ def roofline(work: Work, replicas: int, device: Accelerator, shares: RateShares 
     )
 
 
-def exchanged_bytes(work: Work) -> float:
-    """Bytes that a rank sends for a micro-batch, all inside a host. Tensor ranks: an all-reduce, or with sequence
-    parallelism the two halves of one, after attention, and after an MLP that is no routed expert; backward does it
-    again, and so does forward where it is computed again. With sequence parallelism backward gathers the inputs of
-    both parts once more, for the gradients of weights. Context and expert ranks: as in `exchanges`; what attention
-    as a ring may hide is counted as if it did not."""
+def exchanged_bytes(work: Work, stage: int = 0) -> float:
+    """Bytes that a rank of a pipeline stage sends for a micro-batch, all inside a host. Tensor ranks: an
+    all-reduce, or with sequence parallelism the two halves of one, after attention, and after an MLP that is no
+    routed expert; backward does it again, and so does forward where it is computed again. With sequence parallelism
+    backward gathers the inputs of both parts once more, for the gradients of weights. Context and expert ranks: as
+    in `exchanges`; what attention as a ring may hide is counted as if it did not."""
     a, parallel = work.architecture, work.parallel
     tokens, tp = work.micro_tokens / parallel.context, parallel.tensor
     sparse = sum(map(a.has_experts, range(a.layers)))
@@ -185,14 +187,15 @@ def exchanged_bytes(work: Work) -> float:
     sent = times * reductions * (tp - 1) / tp * a.hidden_size * work.bytes_per_weight * tokens
     for count, exchanges in ((a.layers, context_exchanges(work)), (sparse, expert_exchanges(work))):
         sent += count * sent_bytes(work, exchanges.forward + exchanges.backward)
-    return sent / parallel.pipeline
+    return sent * len(parallel.layers_of(stage, a.layers)) / a.layers
 
 
 def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
     """Operations of a rank of a pipeline stage for a micro-batch, forward and backward."""
     a, parallel, size = work.architecture, work.parallel, work.bytes_per_weight
     tokens, tp = work.micro_tokens / parallel.context, parallel.tensor
-    layers, last = a.layers // parallel.pipeline, stage == parallel.pipeline - 1
+    layers = parallel.layers_of(stage, a.layers)
+    last = layers.stop == a.layers
     forward, again = 1 + (work.recompute == "full"), int(work.recompute != "none")
     summed = size + 8 if accumulates_in_fp32(work.deepspeed) else 3 * size  # bytes of a weight's gradient
 
@@ -211,7 +214,7 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
     whole = a.hidden_size / (tp if parallel.sequence else 1)
     q, key, value, output = attended(a)
     pairs = a.heads / tp * work.sequence_length * tokens
-    for layer in range(stage * layers, (stage + 1) * layers):
+    for layer in layers:
         for matrix in _matrices(a, a.has_experts(layer)):
             n = matrix.n / tp if matrix.cut == "rows" else matrix.n
             k = matrix.k / tp if matrix.cut == "columns" else matrix.k
@@ -301,7 +304,7 @@ def optimizer_operations(work: Work, stage: int, owners: int) -> Iterator[Operat
     tp = parallel.tensor
     layers = range(0)
     if isinstance(settings, MuonSettings):
-        layers = range(stage * (a.layers // parallel.pipeline), (stage + 1) * (a.layers // parallel.pipeline))
+        layers = parallel.layers_of(stage, a.layers)
     for layer in layers:
         for weight in family_of(a.model_type).layer(a, layer):
             if len(weight.shape) != 2:

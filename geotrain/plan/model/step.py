@@ -178,11 +178,9 @@ def _stages(
 ) -> list[_Stage]:
     """Stages of each replica. crossing: gets what crosses regions for a replica's micro-batch."""
     a, tokens = work.architecture, work.micro_tokens / table.cp
-    flops = stage_flops(
-        a, work.sequence_length, stage, table.pp, work.recompute, work.imbalance if table.ep > 1 else 1.0
-    )
-    layers = a.layers // table.pp
-    sparse = sum(map(a.has_experts, range(stage * layers, (stage + 1) * layers)))
+    layers = work.parallel.layers_of(stage, a.layers)
+    flops = stage_flops(a, work.sequence_length, layers, work.recompute, work.imbalance if table.ep > 1 else 1.0)
+    sparse = sum(map(a.has_experts, layers))
 
     def seconds(of_layer: Collectives, count: int) -> list[tuple[float, float]]:
         """Return the seconds (forward, backward) of each replica."""
@@ -195,7 +193,7 @@ def _stages(
                     total[pair] += count * sent_bytes
         return list(zip(*ways, strict=True))
 
-    context = seconds(context_exchanges(work), layers)
+    context = seconds(context_exchanges(work), len(layers))
     expert = seconds(expert_exchanges(work), sparse)
     found, tensor_groups = [], table.groups(stage, "tensor")  # none where there is no tensor parallelism
     for r in range(table.replicas):
@@ -234,7 +232,7 @@ def _tensor_seconds(
     tokens cost on their way to these."""
     a, pp = work.architecture, work.parallel.pipeline
     once = all_reduce_seconds(_ring(group, network), size_bytes)
-    layers = range(stage * a.layers // pp, (stage + 1) * a.layers // pp)
+    layers = work.parallel.layers_of(stage, a.layers)
     shared = a.experts is not None and a.experts.shared_ffn_size > 0
     count = sum(1 if a.has_experts(i) and not shared else 2 for i in layers)
     again = count if work.recompute == "full" else 0

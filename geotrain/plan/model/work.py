@@ -86,14 +86,13 @@ def useful_flops(a: Architecture, sequence_length: int) -> float:
 
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
 def stage_flops(
-    a: Architecture, sequence_length: int, stage: int, stages: int, recompute: str, imbalance: float = 1.0
+    a: Architecture, sequence_length: int, layers: range, recompute: str, imbalance: float = 1.0
 ) -> tuple[float, float]:
-    """Count the (forward, backward) operations of one token in a pipeline stage. Recomputation is part of backward:
-    `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198, section 5).
-    imbalance: as in `Work`; then of the rank whose experts get most tokens."""
-    layers = a.layers // stages
-    flops = [token_flops(a, sequence_length, layer) for layer in range(stage * layers, (stage + 1) * layers)]
+    """Count the (forward, backward) operations of one token in a pipeline stage of these layers. Recomputation is
+    part of backward: `full` does every layer again, `selective` its attention (Korthikanti et al., arXiv 2205.05198,
+    section 5). imbalance: as in `Work`; then of the rank whose experts get most tokens."""
+    flops = [token_flops(a, sequence_length, layer) for layer in layers]
     once = sum(f.layer + (imbalance - 1) * f.experts for f in flops)
-    forward = once + (flops[0].head if stage == stages - 1 else 0.0)
+    forward = once + (flops[0].head if layers.stop == a.layers else 0.0)
     again = {"none": 0.0, "selective": sum(f.attention for f in flops), "full": once}[recompute]
     return forward, BACKWARD * forward + again

@@ -156,7 +156,7 @@ class Engine:
         group = {"params": [self.weights], "is_matrices": False, "moments": AdamWSettings.moments}
         self.basic_optimizer = InnerOptimizer([{**group, "lr": 0.1, "weight_decay": 0.01}], AdamWSettings())
         self.architecture = architecture_from_hf(MODEL)
-        self.mesh = SimpleNamespace(tp_size=1, pp_size=1, replicas=1, cp_size=1, ep_size=1)
+        self.mesh = SimpleNamespace(tp_size=1, pp_size=1, replicas=1, cp_size=1, ep_size=1, stage_layers=None)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
 
         self.device, self.residuals = self.weights.device, dict[int, torch.Tensor]()
