@@ -268,7 +268,7 @@ class World:
         assert process.folder is not None and process.expected is not None
         file = self.disk.rot(process.folder / SNAPSHOTS)
         self.note(process.name, f"a bit of {file} flips" if file else "no older snapshot is there")
-        if file.startswith("held."):
+        if file.startswith(("held.", "answer.")):
             member = file.split(".")[1]
             of_it = [key for key in process.expected if key.startswith((f"held.{member}.", f"answer.{member}."))]
             process.expected |= dict.fromkeys(of_it, ANY)
