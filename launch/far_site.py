@@ -153,8 +153,8 @@ def launch_site() -> int:
             os.close(keeper)
             if outcome is not None:
                 return exit_code(outcome)
-        ended = files.record()
-        if files.launch() == request.launch and ended.get("code") in (0, EXIT_FOR_GOOD):
+        # In this order: where the launch is this one, the record is not of a launch before it.
+        if files.launch() == request.launch and (ended := files.record()).get("code") in (0, EXIT_FOR_GOOD):
             return exit_code(RunOutcome(**ended))
         code = None if begun is None else begun.poll()
         if time.monotonic() > deadline:
@@ -254,6 +254,8 @@ def _kept(request: LaunchRequest, files: SiteFiles) -> RunOutcome:
     # It may have begun in this incarnation of the launcher, which says the same again after each loss of the
     # connection.
     resume = request.resume or files.launch() == request.launch
+    if files.launch() != request.launch:  # a relay of this launch must not take the end of the last one for its own
+        files.path("site").with_suffix(".json").unlink(missing_ok=True)
     write_whole(files.path("launch"), request.launch)
     files.write_record(process=os.getpid(), start=start_of(os.getpid()), asked=asked(request))
     try:

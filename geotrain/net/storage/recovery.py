@@ -208,9 +208,9 @@ def left_out(server: Server) -> list[Message | HeldPart]:
         mirrors = server.mirrors_of(name)
         for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent
             messages.append(replace(join, mirrors=mirrors, leases=()))  # and takes nothing back
-        if member.silent:  # to be said after the joins, since a join makes a member alive
-            messages.append(MemberSilent(name, member.incarnation))
         messages += server.left_out(name)
+        if member.silent:  # to be said last: whoever joins or sends a part of an update is alive
+            messages.append(MemberSilent(name, member.incarnation))
     return messages
 
 
