@@ -57,12 +57,22 @@ WAYS = {
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """A training to its end. layout: "tensor 2" or "experts". rate: the learning rate's peak."""
+
+    layout: str
+    seed: int
+    steps: int
+    rate: float
+
+
+@dataclass(frozen=True)
 class Job:
     """A job of the ranks. hold_s: seconds of a micro-batch, nearly all of them waited. bf16: compute in it, and
     otherwise in fp32. bytes_per_s: of ideal links, one of each rank, which pace its collectives; infinite: they are
     counted only. steps: of a block that is timed."""
 
-    what: Literal["time", "hidden"]
+    what: Literal["time", "hidden", "learned"]
     size: Size
     ways: tuple[str, ...] = ()
     rounds: int = 0
@@ -72,6 +82,7 @@ class Job:
     bytes_per_s: float = math.inf
     optimizer: Literal["muon", "adamw"] = "muon"
     ranks: int = 2
+    lesson: Lesson | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -79,7 +90,8 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         raw = json.loads(text)
-        return Job(**{**raw, "size": Size(**raw["size"]), "ways": tuple(raw["ways"])})
+        lesson = raw["lesson"] and Lesson(**raw["lesson"])
+        return Job(**{**raw, "size": Size(**raw["size"]), "ways": tuple(raw["ways"]), "lesson": lesson})
 
 
 def main() -> None:
@@ -96,7 +108,8 @@ def main() -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=port)
     # all ranks stand on this machine, with the slow link of gloo between them: not on one GPU, which NCCL refuses
     os.environ.update(GLOO_SOCKET_IFNAME=named[address], DS_ACCELERATOR="cpu")
-    pace(job, rank)
+    if job.lesson is None:
+        pace(job, rank)
     found = Rank(job, rank).measure()
     if rank == 0:
         answer.write_text(json.dumps(found))
@@ -112,8 +125,9 @@ class Rank:
 
         torch.set_num_threads(1)
         self.job, self.rank = job, rank
-        parallel.join(120.0)
-        self.mesh = parallel.initialize(ParallelConfig(), 120.0)
+        if job.lesson is None:
+            parallel.join(120.0)
+            self.mesh = parallel.initialize(ParallelConfig(), 120.0)
         text = "\n".join(documents(1_000_000)).encode()
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -202,6 +216,58 @@ class Rank:
         return deepspeed_block(batch, size.samples, 2e-3, zero_optimization=zero, **more)
 
     # ------------------------------------------------------------------------------------------------ figures
+
+    def learned(self) -> float:
+        """Held-out loss after a training, as runs build their engine."""
+        import torch
+
+        from geotrain.config import AccoConfig, DataConfig, ModelConfig, ParallelConfig, RunConfig
+        from geotrain.data.loader import StepBatch
+        from geotrain.inner.build import build_engine
+        from geotrain.parameters.initial import initial_tensor
+        from geotrain.parameters.parameter_map import canonical_parameters
+
+        size, way, lesson = self.job.size, WAYS[self.job.ways[0]], self.job.lesson
+        assert lesson is not None
+        config, parallel = model_config(size), ParallelConfig(tensor=2)
+        if lesson.layout == "experts":
+            more = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+            config, parallel = {**config, **more, "router_aux_loss_coef": 0.02}, ParallelConfig()
+        replicas = self.job.ranks // parallel.tensor
+        batch, held_out = size.samples * replicas, 160
+        zero = {"stage": 1} | (dict(zip(("gradient_bits", "weight_bits"), way.bits, strict=True)) if way.bits else {})
+        name = {"muon": "Muon", "adamw": "AdamW"}[self.job.optimizer]
+        params = {"lr": lesson.rate, "betas": [0.9, 0.95], "weight_decay": 0.1}
+        block = deepspeed_block(batch, size.samples, lesson.rate, zero_optimization=zero, steps_per_print=None)
+        schedule = {"total_num_steps": lesson.steps, "warmup_num_steps": lesson.steps // 10, "cos_min_ratio": 0.1}
+        block |= {
+            "optimizer": {"type": name, "params": params},
+            "scheduler": {"type": "WarmupCosineLR", "params": schedule},
+        }
+        run = RunConfig(
+            name="lesson",
+            model=ModelConfig(config=config, init_from=None),
+            data=DataConfig(
+                train="none", validation=None, tokenizer=None, sequence_length=size.sequence,
+                train_samples=batch * lesson.steps,
+            ),
+            deepspeed=block,
+            acco=AccoConfig(form=way.form, synchronous_steps=lesson.steps // 6) if way.form else None,
+        )  # fmt: skip
+        engine = build_engine(run, parallel, block, 120.0)
+        write(engine, {p.name: initial_tensor(p, lesson.seed) for p in canonical_parameters(engine.architecture)})
+        border = int(0.98 * len(self.text))
+
+        def drawn(low: int, high: int, count: int, key: int) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(1_000_003 * lesson.seed + key)
+            starts = torch.randint(low, high - size.sequence - 1, (count,), generator=generator).tolist()
+            rows = torch.stack([self.text[i : i + size.sequence + 1] for i in starts]).long()
+            return list(rows.chunk(replicas)[engine.dp_rank].split(size.samples))
+
+        for step in range(lesson.steps):
+            batches = drawn(0, border, batch, step)
+            engine.train_step(StepBatch(batches, batches.__getitem__), step)
+        return float(engine.evaluate(drawn(border, len(self.text), held_out, lesson.steps)))
 
     def compute_s(self, engine: Any) -> float:
         """Seconds of a step's forward and backward alone."""
