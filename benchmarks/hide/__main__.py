@@ -5,11 +5,10 @@ that, and takes less than a third of the processors. Collectives run over loopba
 its bytes have crossed an ideal link of its rank, one after the other. What is left are the engine's own schedules.
 Every way is compared with the plain engine's overlapped ZeRO-1 and with DeepSpeed's own, which always steps AdamW.
 
-    python -m benchmarks.hide [--quick] [--record]
-    python -m benchmarks.hide --step-s 0.8 --steps 1 --ways zero1 deepspeed delayed_8_4            in ten minutes
-    python -m benchmarks.hide --ranks 4 --ratios 1 --ways zero1 delayed_8_4
-    python -m benchmarks.hide --ranks 2 --ratios 1 --gloo                       over real gloo between namespaces
-    python -m benchmarks.hide.loss                                              what each way costs in loss
+    python -m benchmarks.hide [--quick] [--record]                              two ranks, ten minutes
+    python -m benchmarks.hide --ranks 4 --step-s 2 --steps 3 --ratios 1 2 --ways zero1 delayed_8_4
+    python -m benchmarks.hide --ratios 1 --step-s 1.2 --steps 3  --gloo   over real gloo between namespaces
+    python -m benchmarks.hide.loss, .layouts                                    what each way costs in loss
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ UNIT = units_by_ending({"_s": "s", "_bytes": "bytes"})
 def main() -> None:
     quick = {"ranks": [2], "ratios": [1.0], "rounds": 1, "steps": 1, "ways": [ZERO, "exact", DEFAULT], "step_s": 0.6}
     parser = command_line(__doc__, quick=quick)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0], help="sending / compute"
     )
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[ZERO, DEEPSPEED, DEFAULT])
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each way")
-    parser.add_argument("--steps", type=int, default=3, help="of a block")
-    parser.add_argument("--step-s", type=float, default=1.2, help="seconds of a step's compute")
+    parser.add_argument("--steps", type=int, default=1, help="of a block")
+    parser.add_argument("--step-s", type=float, default=0.8, help="seconds of a step's compute: 2 for four ranks")
     parser.add_argument("--gloo", action="store_true", help="over gloo and an emulated link instead (needs root)")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     args = parser.parse_args()
