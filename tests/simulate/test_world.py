@@ -184,6 +184,7 @@ def test_shared_uplinks_cost_time_where_a_method_waits_for_them():
     assert timed(OURS, shared)["hours"] < 1.02 * timed(OURS, world)["hours"]
 
 
+@pytest.mark.long("benchmarks/studies", "geotrain/simulate", "geotrain/outer/rules")
 def test_a_hundred_regions_of_a_hundred_workers():
     world = synthetic_world(100, 100, 60.0, LinkSpec(10.0, 0.05), spread=1.3)
     outer = OURS.with_rule(updates_per_send=50)
