@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from geotrain.net.server import region_client
 from geotrain.net.transport import grpc_client, worker_client
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.worker_client import WorkerClient
@@ -38,6 +39,16 @@ def test_a_server_that_hangs_is_noticed():
         with pytest.raises(Unreachable):
             client.join(Join("r", "c", "l", "m", "a", "1", 0, 1, (), ()))
         client.close()
+
+
+def test_a_region_whose_goodbye_nobody_hears_ends(make, monkeypatch):
+    """The global server may have taken it, and ended before its answer came through."""
+    monkeypatch.setattr(region_client, "GOODBYE_S", 0.5)
+    cluster = make(outer(), {"eu": {"a": whole}})
+    worker = cluster.joined("a")
+    cluster.top.kill()
+    worker.leave()
+    wait_for(lambda: cluster.regions["eu"].server.done)
 
 
 def test_a_worker_whose_goodbye_nobody_hears_ends(make, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import os
 import random
 
 import grpc
@@ -12,11 +14,37 @@ import pytest
 import torch
 from grpc import aio
 
+from geotrain.net.storage import journal as journal_module
 from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.outer.messages import Refused
 from tests.support.broken_frames import mutations
-from tests.support.net_worlds import BUSY_S, outer, whole
+from tests.support.net_worlds import BUSY_S, outer, wait_for, whole
+
+
+def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch):
+    cluster = make(outer(), {"eu": {"a": whole}})
+    worker = cluster.joined("a")
+    lease = worker.lease()
+    before = cluster.regions["eu"].server.members["a"].updates
+    monkeypatch.setattr("geotrain.net.server.server_thread.FULL_RETRY_S", 0.2)
+    real, full = os.pwrite, True
+
+    def pwrite(descriptor: int, content: bytes, position: int) -> int:
+        if full and len(content) > 200:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, content, position)
+
+    monkeypatch.setattr(journal_module.os, "pwrite", pwrite)
+    part = worker.parts(lease, (0,))[0]
+    pushed = worker.clients[0].push(part)
+    everything = tuple(range(len(cluster.parameter_map.fragments)))
+    assert len(worker.clients[0].pull(0, everything).result(BUSY_S).weights) == len(everything)
+    wait_for(lambda: cluster.regions["eu"].server_thread.full)
+    assert not pushed.done() and cluster.regions["eu"].server.members["a"].updates == before
+    full = False
+    pushed.result(BUSY_S)
+    assert cluster.regions["eu"].server.members["a"].updates == before + 1
 
 
 def test_what_the_server_has_or_refuses_is_not_sent(large):

@@ -12,8 +12,6 @@ from geotrain.outer.rules import momentum_decay, updates_in_run
 from geotrain.outer.rules.region_momentum import momentum_gain
 from tests.support.outer_world import FakeWorker, World, config, parameter_map, start_vector, whole
 
-N_TRACE = 60
-
 
 def real_trace(cfg, deltas, x0, travel, decay=None):
     lay = parameter_map()
