@@ -1,4 +1,4 @@
-"""The fuzzer, for a moment: nothing crashes, changes state or is unclear. `make mutants` says that it would notice."""
+"""The fuzzer, for a moment: nothing crashes, changes state or is unclear. `make mutants` says that it notices."""
 
 from __future__ import annotations
 
