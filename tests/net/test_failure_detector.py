@@ -80,18 +80,6 @@ def test_a_busy_server_thread_makes_nobody_dead(begin):
     assert list(cluster.top.server.lease_table.open) == [lease.lease] and not cluster.top.server.lease_table.pool
 
 
-def test_a_worker_that_died_while_its_server_was_away_is_noticed(begin):
-    """It counts as heard of when the server looks first; a worker that never came is not waited for."""
-    cluster, _ = begin()
-    lost = cluster.joined("a").lease()
-    cluster.restart("eu")
-    hands = Hands(cluster.regions["eu"])
-    hands.passes(1)
-    hands.passes(SILENT_S)
-    assert hands.silent == {"a"}
-    wait_for(lambda: (lost.start, lost.samples) in cluster.top.server.lease_table.pool)
-
-
 def test_a_region_is_as_the_global_server_heard_of_it(begin):
     cluster, _ = begin()
     hands, region = Hands(cluster.top), cluster.regions["eu"]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from geotrain.monitor.events import EventLog, Follower, Trouble
-from geotrain.net.transport import rpc
-from geotrain.net.transport.operator_client import command
-from geotrain.outer.messages import Lease, Refused
 from tests.support.disks import BALLAST, fill, small_disk
-from tests.support.net_worlds import BUSY_S, FakeWorker, side_by_side, wait_for
+from tests.support.net_worlds import wait_for
 from tests.support.server_processes import Server, Site
 
 pytestmark = pytest.mark.root
@@ -33,45 +28,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def waits(server: Server) -> bool:
     return server.said.exists() and "the server waits until there is room" in server.said.read_text()
-
-
-def train_when(filled: threading.Event, worker: FakeWorker, train: Callable[[Lease], None], lease: Lease) -> None:
-    """The first lease at once, the others when the disks are full."""
-    assert not worker.trained or filled.wait(BUSY_S)
-    train(lease)
-
-
-@pytest.mark.long("geotrain/net")
-@pytest.mark.slow
-def test_servers_wait_for_room_and_the_run_ends_well(site: Site) -> None:
-    """Both disks are filled while a run goes on, both servers are killed and come back to full disks."""
-    servers = {which: site.serve(which) for which in ("global", "eu")}
-    workers = [site.worker("a"), site.worker("b")]
-    filled = threading.Event()
-    for worker in workers:  # else one of them may train everything before the other is there, or the disks are full
-        worker.train = partial(train_when, filled, worker, worker.train)  # type: ignore[method-assign]
-    with side_by_side(workers):
-        wait_for(lambda: all(worker.trained for worker in workers))
-        for which in servers:
-            fill(site.folder / which)
-        filled.set()
-        for which in servers:
-            with pytest.raises(Refused, match=r"needs .* MB, but only .* free|No space left"):
-                command(site.address(which), rpc.Control("snapshot"), BUSY_S)
-            assert servers[which].process.is_alive()
-        for which in servers:
-            servers[which].send(signal.SIGKILL)
-            servers[which].ended()
-            servers[which] = site.serve(which, resume=True)
-        for server in servers.values():
-            wait_for(lambda s=server: waits(s))
-            assert server.process.is_alive()
-        for which in servers:
-            (site.folder / which / BALLAST).unlink()
-    for server in servers.values():
-        server.process.join(BUSY_S)
-        assert server.process.exitcode == 0
-    assert sorted(lease.start for worker in workers for lease in worker.trained) == list(range(0, 48, 4))
 
 
 def test_a_server_is_stopped_on_a_full_disk_and_loses_nothing(site: Site) -> None:

@@ -17,14 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import codec_config
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.storage.journal import Journal, JournalDamaged, JournalFull
-from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
+from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, recover
 from geotrain.net.storage.snapshots import OtherFormatError
-from geotrain.outer.messages import ChunkDelta, LeaseRequest, Leave, Refused, UpdatePart
+from geotrain.outer.messages import ChunkDelta, LeaseRequest, Leave, UpdatePart
 from tests.support.outer_world import config, halves, make, random_deltas
-from tests.support.recorded_world import JournaledWorld, same_state
+from tests.support.recorded_world import JournaledWorld
 
 BIG = 1 << 24
 
@@ -279,60 +278,6 @@ def recorded(folder: Path, which: str, **settings: Any) -> JournaledWorld:
     kind = partial(JournaledWorld, folder, journaled=(which,))
     world: JournaledWorld = make(config(**settings), cut_a=halves, kind=kind)
     return world
-
-
-@pytest.mark.parametrize("which", [GLOBAL, "eu"])
-@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
-def test_replay_gives_bitwise_the_state_that_was(tmp_path, rule, which):
-    """After every update the folder is copied, as a kill would leave it, and recovered; snapshots come and go, one of
-    them between the two halves of an update; the newest is lost once, and the one before it does."""
-    every = {} if rule == "sync" else {"updates_per_send": 2}
-    world = recorded(tmp_path, which, rule=rule, up=codec_config("int4"), **every)
-    live, copied, recovered = tmp_path / which, tmp_path / "copy", world.recovered[which]
-    lost_snapshots = 0
-    for i in range(10):
-        for n, r in (("a", "eu"), ("b", "us")):
-            lease = world.lease(n)
-            parts = world.workers[n][1].parts(random_deltas(world, 10 * i + ord(n)), (lease.lease,) if lease else ())
-            for p, part in enumerate(parts):
-                world.tell(r, part)
-                if p == 0 and len(parts) > 1 and i % 4 == 1:
-                    copy = begin_snapshot(recovered.server, recovered.store, recovered.journal, ended=False)
-                    if i % 8 == 1:  # else the process died before the snapshot was written
-                        finish_snapshot(recovered.store, recovered.journal, *copy)
-            for each in (r, *world.regions):  # a synchronous round is answered once both have sent
-                world.settle(each)
-            shutil.copytree(live, copied)
-            if i == 9 and len(recovered.store.numbers()) == 2:
-                newest = max(recovered.store.numbers())
-                (copied / "snapshots" / f"{newest:08d}" / "meta.json").write_text("")
-                lost_snapshots += 1
-            again = recover(partial(world.build, which), world.begin, copied, keep=2)
-            again.journal.close()
-            same_state(again.server, recovered.server)
-            shutil.rmtree(copied)
-    assert again.replayed > 0
-    assert lost_snapshots or which == GLOBAL
-    world.close()
-
-
-def test_lives_after_a_recovery_replay_too(tmp_path):
-    """Several deaths with no snapshot between: halves of updates that died with an incarnation are not applied on
-    replay."""
-    world = recorded(tmp_path, "eu")
-    for incarnation in range(3):
-        region, worker = world.regions["eu"], world.workers["a"][1]
-        world.push("a", random_deltas(world, incarnation))
-        parts = worker.parts(random_deltas(world, 100 + incarnation))
-        world.tell("eu", parts[0])  # the other half never comes: the server dies
-        worker.job -= 1
-        world.kill("eu")
-        same_state(world.regions["eu"], region)
-        with pytest.raises(Refused):  # journaled and refused: not every rank has joined again
-            world.tell("eu", parts[1])
-        world.rejoin("eu")
-    assert world.regions["eu"].members["a"].updates == 3
-    world.close()
 
 
 def test_a_journal_moved_away_leaves_the_snapshot(tmp_path):

@@ -47,16 +47,6 @@ def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch)
     assert cluster.regions["eu"].server.members["a"].updates == before + 1
 
 
-def test_updates_of_many_chunks(large):
-    worker = large.joined("a")
-    before = worker.anchor[0].clone()
-    worker.train(worker.lease())
-    assert not torch.equal(before, worker.anchor[0])
-    region = large.regions["eu"].server
-    assert torch.equal(worker.anchor[0], region.weights(0))
-    wait_for(lambda: not region.in_flight)
-
-
 def test_what_the_server_has_or_refuses_is_not_sent(large):
     worker = large.joined("a")
     lease = worker.lease()

@@ -118,8 +118,6 @@ def test_a_run_from_start_to_end_with_a_pause(site):
 
     applied = [e for e in site.events("global") if e["event"] == "UpdateApplied"]
     assert sum(e["samples"] for e in applied) == 48
-    kinds = {e["event"] for e in site.events("eu")}
-    assert kinds >= {"Joined", "UpdateApplied", "SentUp", "Merged", "Left", "SnapshotWritten"}
     trained = [e for e in site.events("eu") if e["event"] == "UpdateApplied"]
     assert sum(e["samples"] for e in trained) == 48
     assert {e["payload_bytes"] for e in trained} == {4 * f.numel for f in site.parameter_map.fragments}

@@ -14,10 +14,9 @@ from typing import Any
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.outer.messages import Lease, LeaseRequest, Leave, Send, UpdatePart
-from geotrain.outer.server import server
+from geotrain.outer.messages import Lease, LeaseRequest, Leave, Send
 from geotrain.outer.server.server import Handled
-from tests.support.net_worlds import halves, outer, wait_for, whole
+from tests.support.net_worlds import outer, wait_for, whole
 
 DEADLINE_S = 120.0
 
@@ -76,27 +75,6 @@ def test_a_message_is_on_the_disk_before_it_is_answered(make, monkeypatch):
     assert top.loop.do(top.server_thread.say(LeaseRequest("a", 1))).job == 1
     # others may have come with it, which share its flush
     assert "on disk" in order[order.index("LeaseRequest written") : order.index("LeaseRequest")]
-
-
-def test_a_push_is_checked_once(make, monkeypatch):
-    """By its header, before its payload is taken; not again when it is applied."""
-    cluster = make(outer(), {"eu": {"a": halves}}, train_samples=12)
-    worker = cluster.joined("a")
-    checks: list[tuple[str, int, int]] = []
-    real = server.check_part
-
-    def counting(part: UpdatePart, *others: Any) -> None:
-        checks.append((part.member, part.sequence, part.part))
-        real(part, *others)
-
-    monkeypatch.setattr(server, "check_part", counting)
-    lease = worker.lease()
-    assert lease is not None
-    worker.train(lease)
-    pushed = [
-        ("a", sequence + 1, part) for sequence in range(len(cluster.parameter_map.fragments)) for part in (0, 1)
-    ]
-    assert sorted(check for check in checks if check[0] == "a") == pushed
 
 
 class Slow:

@@ -49,21 +49,6 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-def test_a_run_under_tls(make, folder):
-    cluster = make(outer(), PLAN, train_samples=48, certs=folder)
-    workers = [cluster.worker(name) for name in ("a", "b", "c")]
-    for worker in workers:
-        worker.join()
-    for _ in range(2):
-        for worker in workers:
-            worker.train(worker.lease())
-    for worker in workers:
-        worker.leave()
-        worker.close()
-    wait_for(lambda: cluster.top.server.finished)
-    assert cluster.top.server.lease_table.committed_samples == 24
-
-
 def test_a_worker_speaks_for_itself_only(make, folder):
     cluster = make(outer(), PLAN, certs=folder)
     false = cluster.worker("b")

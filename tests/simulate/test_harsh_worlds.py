@@ -14,6 +14,8 @@ from benchmarks.studies.environments import HALOS, Environment, load_environment
 from geotrain.simulate.links import Ring, StepShape
 from geotrain.simulate.world import VirtualWorld, timing_task
 
+pytestmark = pytest.mark.long("benchmarks/studies", "geotrain/simulate", "geotrain/outer/rules")
+
 ENVIRONMENT = load_environment(HALOS)
 STEPS = 3072
 BOUND_S = STEPS / sum(1 / w.step_s for w in ENVIRONMENT.world.workers)

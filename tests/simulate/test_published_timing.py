@@ -54,6 +54,7 @@ def test_hours_of_the_published_environment(method):
     assert report["trained_steps"] * workers == pytest.approx(ENVIRONMENT.steps, rel=0.005)
 
 
+@pytest.mark.long("benchmarks/studies", "geotrain/simulate", "geotrain/outer/rules")
 @pytest.mark.parametrize("row", PUBLISHED)
 def test_bandwidth_for_a_utilization(row):
     """Each cell within one point of the paper's grid (±20 %), and nearly all of them on it."""
@@ -65,6 +66,7 @@ def test_bandwidth_for_a_utilization(row):
     assert exact >= 11, f"{exact} of 15 cells on the very grid point"
 
 
+@pytest.mark.long("benchmarks/studies", "geotrain/simulate", "geotrain/outer/rules")
 def test_a_thin_link_costs_ours_freshness():
     """Its workers never wait: a link shows in how many updates reach the global server."""
     model = PUBLISHED_SHAPES[0]

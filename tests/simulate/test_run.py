@@ -97,6 +97,7 @@ def test_a_cluster_without_links_is_refused(tmp_path):
         simulate(RUN, path, step_s=1.0)
 
 
+@pytest.mark.long("benchmarks/studies", "geotrain/simulate", "geotrain/outer/rules")
 def test_goodput_of_a_dying_world_is_what_its_trace_says():
     from benchmarks.studies.claims.goodput import Failures, elastic_data_parallel, ours, pause_for, quorum_syncer
     from benchmarks.studies.environments import one_block, synthetic_world

@@ -14,7 +14,6 @@ import torch
 from geotrain.common.names import GLOBAL
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import Refused
-from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.server.server import Handled
 from geotrain.outer.shards.remote import RemoteShards
 from tests.support.outer_world import World
@@ -34,11 +33,10 @@ class JournaledWorld(World):
         folder: Path,
         *arguments: Any,
         journaled: tuple[str, ...] | None = None,
-        mirror_store: MirrorStore | None = None,
         watch: Callable[[str, Any, Handled | Refused | None], None] = lambda *_: None,
         **settings: Any,
     ) -> None:
-        self.folder, self.journaled, self.mirror_store, self.watch = folder, journaled, mirror_store, watch
+        self.folder, self.journaled, self.watch = folder, journaled, watch
         self.recovered: dict[str, Any] = {}
         self.lives: defaultdict[str, int] = defaultdict(int)
         super().__init__(*arguments, **settings)
@@ -47,7 +45,7 @@ class JournaledWorld(World):
         if self.journaled is not None and name not in self.journaled:
             return super().begun(name)
         build, place = partial(self.build, name), self.folder / name
-        self.recovered[name] = recover(build, self.begin, place, 2, None, self.mirror_store)
+        self.recovered[name] = recover(build, self.begin, place, 2)
         server, journal = self.recovered[name].server, self.recovered[name].journal
 
         def handle(message: Any) -> Handled:
@@ -80,12 +78,6 @@ class JournaledWorld(World):
         for region in [name] if name in self.regions else self.regions:
             self.connect(region)
         return self.recovered[name].faults
-
-    def rejoin(self, region: str) -> None:
-        """The region's workers join again, in the same incarnation."""
-        for worker in (w for r, w in self.workers.values() if r == region):
-            for join in worker.joins(self.identity):
-                worker.sequence = self.tell(region, join).sequence - 1
 
     def snapshot(self, name: str) -> None:
         r = self.recovered[name]

@@ -217,6 +217,17 @@ class Scenario:
 
         self.world.restart(server, restore)
 
+    def do_rot(self, server: str, tensor: str) -> None:
+        """Flip the last bit of this tensor in the server's newest snapshot, while it is down."""
+
+        def flip(folder: Path) -> None:
+            file = max((folder / "snapshots").iterdir()) / f"{tensor}.safetensors"
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+        self.world.restart(server, flip)
+        self.world.rest()
+
     def do_lose(self, server: str) -> None:
         """Lose the server's disk."""
         self.world.restart(server, shutil.rmtree)

@@ -1,7 +1,6 @@
 """Let each system call that changes a file go wrong, one at a time and in every way: what was acknowledged is there.
 
     python -m tests.chaos.crash_points          # every call, or as many as ten minutes allow, spread by the seed
-    python -m tests.chaos.crash_points --all --kept points.jsonl    # every call but those in the file
     python -m tests.chaos.crash_points --points 24    # so many of them
     python -m tests.chaos.crash_points --only checkpoint
 
@@ -196,23 +195,11 @@ def notices(incarnations: list[Explorer]) -> int:
         Durable.forgets = False
 
 
-def begun(results: Path, incarnations: list[Explorer]) -> dict[tuple[str, str, int], str]:
-    """The results of earlier runs in this file, which is begun if there is none."""
-    head = json.dumps({incarnation.name: incarnation.calls for incarnation in incarnations})
-    if not results.exists():
-        results.write_text(head + "\n")
-    first, *lines = results.read_text().splitlines()
-    if first != head:
-        sys.exit(f"crash_points: {results} is of other incarnations than these; give another file")
-    return {(name, how, at): fault for name, how, at, fault in map(json.loads, lines)}
-
-
 def main() -> None:
     parser = command_line(__doc__, quick={"points": QUICK_POINTS})
     parser.add_argument("--seconds", type=float, default=LONGEST_S, help="after which no further call is tried")
     parser.add_argument("--all", action="store_true", help="however long it takes")
     parser.add_argument("--points", type=int, help="so many of them, however long it takes")
-    parser.add_argument("--kept", type=Path, help="file of results, to go on from and to add to")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--only", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="the incarnations that are tried"
@@ -225,18 +212,16 @@ def main() -> None:
     scratch = Path(os.environ[SHIM])
     try:
         incarnations = explorers(scratch, options.only)
-        results = options.kept or scratch / "results"
-        before = begun(results, incarnations)
         points = [(incarnation, how, at) for incarnation in incarnations for how, at in incarnation.points()]
-        todo = [
-            (incarnation, how, at) for incarnation, how, at in points if (incarnation.name, how, at) not in before
-        ]
+        todo = list(points)
         for incarnation in incarnations:
             incarnation.keep_states()
         random.Random(options.seed).shuffle(todo)  # so that those that are tried are spread over all of them
         whole = options.all or options.points is not None
+        (results := scratch / "results").touch()
         looked = explored(todo[: options.points], results, inf if whole else time.monotonic() + options.seconds)
-        found = begun(results, incarnations)
+        tried = [json.loads(line) for line in results.read_text().splitlines()]
+        found = {(name, how, at): fault for name, how, at, fault in tried}
         noticed = notices(incarnations)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

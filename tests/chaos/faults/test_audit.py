@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -22,24 +20,21 @@ from grpc import aio
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config, shard_name
-from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
+from geotrain.net.server.server_process import any_server, remote_shards, shard_server
 from geotrain.net.server.shard_host import JOURNALED
-from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import Journal
-from geotrain.net.storage.recovery import KINDS, begin_snapshot, finish_snapshot, recover
-from geotrain.net.storage.snapshots import Snapshot, SnapshotStore
-from geotrain.outer.messages import Answer, AnswerWanted, Join, UpdatePart
-from geotrain.outer.server.server import identity_of
+from geotrain.net.storage.recovery import KINDS
+from geotrain.net.storage.snapshots import Snapshot
+from geotrain.outer.messages import Answer, UpdatePart
 from geotrain.outer.shards.protocol import Apply, Freeze, HeldPart
-from geotrain.outer.shards.remote import RemoteShards
-from geotrain.parameters.parameter_map import parameter_map_of
-from tests.chaos.faults.audit import accounts, segments, snapshots
+from tests.chaos.faults.audit import segments, snapshots
 from tests.chaos.faults.replay import ServerReplay, Written
-from tests.chaos.faults.runner import FaultyRun
-from tests.chaos.faults.world import make_world
 from tests.simulation.network import site as site_of
 from tests.simulation.worker import REGIONS
 from tests.simulation.world import SHARDS, World, operate
+
+# The recorded life is audited always (tests/runs/test_life.py).
+pytestmark = pytest.mark.long("tests/chaos/faults", "tests/simulation", "geotrain/net", "geotrain/outer")
 
 Kept = list[tuple[Snapshot, list[Any]]]  # snapshots, each with the journal that follows it
 
@@ -241,77 +236,3 @@ def test_what_a_shard_has_not_executed_yet_is_given_to_it(servers: Callable[[str
 
 
 # ------------------------------------------------------------------------------------------------- on a disk
-
-
-def written_by_servers(run: FaultyRun) -> None:
-    """Both regions' servers begin an incarnation, and the global one, which one region joins and asks for its
-    weights."""
-    for site, names in run.shards.items():
-        folder = run.folder / "servers" / site
-        far = remote_shards(run.run, run.cluster, site)
-        assert isinstance(far, RemoteShards)
-        coordinator = recover(partial(built, run, site, far), partial(begin_server, run=run.run), folder, keep=2)
-        finish_snapshot(
-            coordinator.store,
-            coordinator.journal,
-            *begin_snapshot(coordinator.server, coordinator.store, coordinator.journal, ended=False),
-        )
-        shards = []
-        for i, name in enumerate(names):
-            build = partial(shard_server, run.run, run.cluster, site, i)
-            begin = partial(begin_shard, run=run.run)
-            shard = recover(build, begin, folder.with_name(name), keep=2, kinds=JOURNALED)
-            machine, store, journal = shard.server, shard.store, shard.journal
-            finish_snapshot(store, journal, *begin_snapshot(machine, store, journal, ended=False))
-            shards.append((machine, store, journal))
-
-        def say(message: Any, coordinator: Any = coordinator) -> None:
-            coordinator.journal.append(message)
-            coordinator.server.handle(message)
-
-        said: list[Any] = []
-
-        def command(command: Any, shards: Any = shards, said: Any = said) -> None:
-            for machine, _, journal in shards:
-                journal.append(command)
-                said += [send.message for send in machine.handle(command).sends]
-
-        far.emit = command
-        far.begin_incarnation("incarnation-1")
-        if site == GLOBAL:
-            i, layout = identity_of(run.run, coordinator.server.parameter_map), coordinator.server.parameter_map
-            slices = tuple(layout.whole(chunk.index) for chunk in layout.chunks)
-            say(Join(i.run, i.config_digest, i.parameter_map_digest, i.model, "eu", "eu-1", 0, 1, slices, slices))
-            say(AnswerWanted("eu", "eu-1", 0, tuple(range(len(layout.fragments)))))
-        for message in said:
-            say(message)
-        for machine, store, journal in [*shards, (coordinator.server, coordinator.store, coordinator.journal)]:
-            finish_snapshot(store, journal, *begin_snapshot(machine, store, journal, ended=False))
-            journal.close()
-
-
-def built(run: FaultyRun, site: str, far: RemoteShards) -> Any:
-    return any_server(run.run, run.cluster, site, far)
-
-
-def test_what_processes_have_left_on_a_disk_is_read(tmp_path: Path) -> None:
-    run = FaultyRun(*make_world(tmp_path, pace_s=0.0, shards=2), tmp_path / "archive")
-    run.folder.mkdir()
-    shutil.copy(run.files[0], run.folder / "run.json")
-    written_by_servers(run)
-    run.keep_journals()
-    shutil.rmtree(run.folder / "servers")
-    found = accounts(run)
-    assert found["mismatches"] == [] and found["replay_mismatches"] == 0
-    commands = 2 + len(parameter_map_of(run.run).fragments)  # mirrors are forgotten at the join and at its answer
-    assert found["snapshots_compared"] == 6 and found["shards"] == {
-        "processes": 6, "commands": 2 * commands, "behind": 0, "snapshots_compared": 12, "recoveries_compared": 6,
-    }  # fmt: skip
-    store = SnapshotStore(run.archive / "global.shard-1" / "snapshots")
-    newest, _ = store.load_newest()
-    assert newest is not None
-    name = next(name for name in newest.tensors if name.startswith("held.eu."))
-    newest.tensors[name][0] += 1.0
-    shutil.rmtree(store.path(newest.number))
-    assert store.save(FrozenState(newest.tensors), newest.meta) == newest.number
-    assert accounts(run)["mismatches"] == [f"global.shard-1: snapshot {newest.number}: {name}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,110 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.launch.machine import HostMachine
-from geotrain.launch.site_processes import LaunchRequest, local_processes
-from geotrain.outer.messages import ChunkDelta, UpdatePart
-from geotrain.parameters.chunks import deal
-from geotrain.parameters.parameter_map import parameter_map_of
 from tests.chaos.faults.audit import coverage
 from tests.chaos.faults.clocks import Clocks, on_one_clock
-from tests.chaos.faults.liar import lies
-from tests.chaos.faults.runner import FaultyRun
 from tests.chaos.faults.scenario import (
-    BURDENS,
-    END_S,
-    ENDS,
     KILLS,
-    PACKETS,
-    Event,
-    kills_at_the_end,
-    random_faults,
-    short_faults,
 )
-from tests.chaos.faults.world import make_world
 
 ROOT = Path(__file__).parents[3]
 START_S = 500.0
-REGIONS = {"eu": ("eu-0", "eu-1"), "us": ("us-0", "us-1")}
 BURDENED = {
     "kills": 4, "full_disks": 1, "out_of_files": 1, "starved": 1, "liars": 1, "clock_steps": 3, "lies_refused": 1
 }  # fmt: skip
 KILLED = {f"kill {kind}": 1 for kind in KILLS} | {"partitions": 1, "slows": 1, "stops": 1}
-
-
-def test_random_faults_are_the_same_again_and_of_every_kind() -> None:
-    faults = random_faults(3, 600.0, 20.0, REGIONS)
-    assert faults == random_faults(3, 600.0, 20.0, REGIONS) != random_faults(4, 600.0, 20.0, REGIONS)
-    assert {fault.kind for fault in faults if fault.what == "kill"} == set(KILLS)
-    assert {fault.what for fault in faults} == {"kill", "stop", "cut", "slow", *PACKETS, *BURDENS}
-    of_packets = [fault for fault in faults if fault.what in PACKETS]
-    burdens = [fault for fault in faults if fault.what in BURDENS]
-    assert 20 < len(of_packets) < 40 and 8 < len(burdens) < 24
-    assert 20 < len(faults) - len(of_packets) - len(burdens) < 40
-    assert all(0.0 < fault.rate < 1.0 for fault in of_packets)
-    times = [fault.when for fault in faults]
-    assert times == sorted(times) and times[-1] < 580.0
-    assert {fault.of for fault in faults} <= {"global", "all", *REGIONS, *REGIONS["eu"], *REGIONS["us"]}
-
-
-def test_with_shards_there_are_more_to_kill_and_without_all_is_as_it_was() -> None:
-    faults, without = (random_faults(3, 900.0, 15.0, REGIONS, shards) for shards in (2, 0))
-    assert without == random_faults(3, 900.0, 15.0, REGIONS) and not any(f.kind == "shard" for f in without)
-    of_shards = [fault for fault in faults if fault.kind == "shard"]
-    assert {fault.what for fault in of_shards} == {"kill", "stop", "starve", "files"}
-    killed = {fault.of for fault in of_shards if fault.what == "kill"}
-    assert {name.partition(".shard-")[0] for name in killed} == {"global", *REGIONS}
-    assert {fault.of for fault in of_shards} <= {f"{site}.shard-{i}" for site in ("global", *REGIONS) for i in (0, 1)}
-    assert {fault.kind for fault in faults if fault.what == "kill"} == {*KILLS, "shard"}
-    short = [fault for fault in short_faults(REGIONS, 2) if fault.kind == "shard"]
-    assert [fault.of for fault in short if fault.what == "kill"] == ["eu.shard-0", "global.shard-1", "us.shard-0"]
-    assert [fault for fault in short_faults(REGIONS, 2) if fault not in short] == short_faults(REGIONS)
-
-
-def test_at_the_end_every_server_and_shard_is_killed_before_any_is_again() -> None:
-    kills = kills_at_the_end(1, 40.0, 3.0, REGIONS, 2)
-    assert kills == kills_at_the_end(1, 40.0, 3.0, REGIONS, 2) != kills_at_the_end(2, 40.0, 3.0, REGIONS, 2)
-    them = {("global", "global"), ("eu", "server"), ("us", "server")}
-    shards = {(f"{site}.shard-{i}", "shard") for site in ("global", *REGIONS) for i in (0, 1)}
-    assert len(kills) >= 9 and {(fault.of, fault.kind) for fault in kills[:9]} == them | shards
-    timed = [fault.when for fault in kills if isinstance(fault.when, float)]
-    assert timed == sorted(timed) and timed[-1] < 40.0 and {fault.what for fault in kills} == {"kill"}
-    last = kills[len(timed) :]
-    assert {(fault.of, fault.kind) for fault in last} == them | shards and len(last) == 9
-    assert all(fault.when == Event(fault.of.partition(".")[0], ENDS) for fault in last)
-    assert all(0.0 <= fault.after_s <= END_S for fault in last)
-    assert {(fault.of, fault.kind) for fault in kills_at_the_end(1, 40.0, 3.0, REGIONS)} == them
-
-
-def test_a_run_with_shards_knows_their_processes_and_keeps_what_they_write(tmp_path: Path) -> None:
-    run = FaultyRun(*make_world(tmp_path, pace_s=0.0, shards=2), tmp_path / "archive")
-    assert run.servers == [n for site in ("global", "eu", "us") for n in (site, f"{site}.shard-0", f"{site}.shard-1")]
-    assert all(len(own) > 1 for own in deal(parameter_map_of(run.run).chunks, 2))
-    request = LaunchRequest(run.run, run.cluster, ("global", "eu", "us"), resume=False)
-    commands = [list(p.command) for p in local_processes(request, tmp_path, HostMachine(2)) if p.role != "worker"]
-    guards = [run._recognize(1, words) for words in commands]
-    assert [(found.kind, found.of) for found in guards if found] == [("guard-of-server", n) for n in run.servers]
-    found = [run._recognize(1, words[words.index("-m") - 1 :]) for words in commands]
-    kinds = {"global": "global", "eu": "server", "us": "server"}
-    assert [(each.kind, each.of) for each in found if each] == [(kinds.get(n, "shard"), n) for n in run.servers]
-    for name in run.servers:
-        there = run.folder / "servers" / name
-        (there / "journal").mkdir(parents=True)
-        (there / "snapshots" / "00000001").mkdir(parents=True)
-        (there / "journal" / "00000002.journal").write_text(name)
-        (there / "snapshots" / "00000001" / "meta.json").write_text(name)
-    run.keep_journals()
-    shutil.rmtree(run.folder / "servers")
-    run.keep_journals()
-    for name in run.servers:
-        assert (run.archive / name / "journal" / "00000002.journal").read_text() == name
-        assert (run.archive / name / "snapshots" / "00000001" / "meta.json").read_text() == name
-
-
-def test_every_lie_can_be_told() -> None:
-    true = UpdatePart("a", "incarnation", 1, 0, (ChunkDelta(0, 0, b"\0\0"), ChunkDelta(1, 0, b"\0\0")), job=1)
-    told = dict(lies(true))
-    assert len(told) == 5 and all(lie != true and len(lie.deltas) == 2 for lie in told.values())
 
 
 def test_coverage() -> None:
