@@ -101,6 +101,7 @@ def on_h100(cluster: ClusterConfig) -> ClusterConfig:
     return parse(ClusterConfig, raw, "h100")
 
 
+OF_PLANNER = pytest.mark.long("geotrain/plan", "geotrain/parallelism", "geotrain/simulate", "configs/runs")
 TENSORS = [{"tensor": tensor} for tensor in (1, 2, 4, 8)]
 CONTEXTS = [{"tensor": tensor, "context": context} for tensor in (1, 2) for context in (2, 4, 8 // tensor)]
 EXPERTS = [
@@ -115,8 +116,10 @@ EXPERTS = [
     [
         ("8b", TENSORS, 1.0, 400),
         ("70b", TENSORS, 1.0, 400),
-        ("long-8b", CONTEXTS, 1.01, 400),  # fewer context ranks are as fast, and leave no memory
-        ("moe-30b-a3b", EXPERTS, 1.0, 1200),  # beside its steps, the first weights take longest
+        # fewer context ranks are as fast, and leave no memory
+        pytest.param("long-8b", CONTEXTS, 1.01, 400, marks=OF_PLANNER),
+        # beside its steps, the first weights take longest
+        pytest.param("moe-30b-a3b", EXPERTS, 1.0, 1200, marks=OF_PLANNER),
     ],
 )
 def test_the_layout_of_a_large_run_is_the_fastest_that_fits(

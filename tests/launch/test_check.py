@@ -1,6 +1,5 @@
 """Checks before anything starts: ports, the run's folder; and how addresses are resolved."""
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
 from geotrain.launch.check import check_port_is_free, free_ports
 from geotrain.launch.launcher import locked, resolve
-from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from tests.support.command_line import say
@@ -49,13 +47,6 @@ def test_a_port_that_is_taken() -> None:
     with pytest.raises(ConfigError, match="cannot listen on " + not_ours):
         check_port_is_free(Address(host="192.0.2.1", port=5000))
     check_port_is_free(Address(host="192.0.2.1", port=free_ports(1)[0], bind="0.0.0.0"))
-
-
-def test_free_ports_differ() -> None:
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
-    for port in ports:
-        check_port_is_free(Address(port=port))
 
 
 def test_addresses_are_resolved() -> None:
@@ -172,16 +163,3 @@ def test_processes_of_a_local_run(tmp_path: Path) -> None:
     assert (tmp_path / "hosts/us-0").read_text() == "localhost slots=2\n"
     assert load_run(tmp_path / "run.json") == order.run
     assert load_cluster(tmp_path / "cluster.json") == order.cluster
-
-
-def test_a_flat_run_has_no_region_servers(tmp_path: Path) -> None:
-    run = quickstart()
-    flat = run.model_copy(update={"outer": run.outer.model_copy(update={"levels": 1})})
-    order = LaunchRequest(flat, cluster(), ("global", "eu"), resume=False)
-    assert [p.name for p in local_processes(order, tmp_path, HostMachine(8))] == ["global", "eu-0"]
-
-
-def test_words_survive_ssh() -> None:
-    command = over_ssh("host", "/a folder", ["prog", "two words", "$HOME"])
-    assert command[-2:] == ("host", "cd -- '/a folder' && exec prog 'two words' '$HOME'")
-    assert json.dumps(command).count("BatchMode=yes") == 1

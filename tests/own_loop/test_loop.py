@@ -300,23 +300,6 @@ def test_steps_may_be_read_in_turns_when_all_that_was_read_is_trained(outer: geo
     assert seen == list(range(STEP * STEPS))
 
 
-def test_a_model_that_was_moved_is_found_at_the_first_step_and_at_each_exchange(
-    outer: geotrain.OuterLoop, tmp_path: Path
-) -> None:
-    def move(model: Any) -> None:
-        model[2].weight.data = model[2].weight.data.clone()
-
-    loop, _ = joined(outer.run, model := network())
-    move(model)
-    step(loop), step(loop)
-    with pytest.raises(RuntimeError, match=r"2\.weight was moved"):
-        step(loop)
-    move(outer._masters.module)
-    with outer, pytest.raises(RuntimeError, match=r"2\.weight was moved"):
-        next(outer.samples())
-        outer.after_step()
-
-
 def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
     parameter_map = parameter_map_of(write_run(tmp_path))
     cases: list[tuple[Any, str]] = [
@@ -446,19 +429,6 @@ def test_what_a_run_file_must_say(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text(json.dumps({**raw, **change}))
         with pytest.raises(ConfigError, match=message):
             load_run(tmp_path / "run.json")
-
-
-def test_a_runs_folder_does_not_depend_on_where_a_loop_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_run(tmp_path)
-    raw = json.loads((tmp_path / "run.json").read_text())
-    monkeypatch.chdir(tmp_path.parent)
-    for folder, expected in ((None, tmp_path / "runs/own"), ("../there", tmp_path.parent / "there")):
-        (tmp_path / "run.json").write_text(json.dumps({**raw, "folder": folder}))
-        assert load_run(f"{tmp_path.name}/run.json").run_folder == expected
-    changed = load_run(tmp_path / "run.json", ["folder=here"])
-    assert changed.run_folder == tmp_path.parent / "here"
 
 
 def test_an_own_loop_needs_neither_deepspeed_nor_megatron_nor_transformers() -> None:
