@@ -63,7 +63,8 @@ def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(
         assert copied.read_bytes() == (source / copied.name).read_bytes()
     last = status(played("new", 320, resume=True), "global")
     assert last["complete"] and last["committed_samples"] == known + 160
-    assert {n for first, end in last["set_aside"] for n in range(first, end + 1)} == {*range(known, 160)}
+    aside = [n for begin, end in last["set_aside"] for n in range(begin, end + 1)]
+    assert len(set(aside)) == len(aside) == 160 - known and max(aside) < 160
     assert 0 < last["effective"] <= 1
     assert status(first, "global")["committed_samples"] == 160  # as it was
     assert all(torch.equal(value, before[name]) for name, value in weights(first).items())

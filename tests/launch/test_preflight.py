@@ -35,14 +35,22 @@ ROOT = Path(__file__).parents[2]
 MODEL = {**small_runs.MODEL, "max_position_embeddings": 64}
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, and data that was prepared of them."""
+    folder = tmp_path_factory.mktemp("texts")
+    lines = [json.dumps({"text": f"text number {i}, of some length, so that there is something"}) for i in range(200)]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    prepare_files([str(folder / "texts.jsonl")], folder / "data", None, None, True, 0.2, processes=1)
+    return folder
+
+
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with data, a run file and a cluster file, with which nothing is wrong. The working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    lines = [json.dumps({"text": f"text number {i}, of some length, so that there is something"}) for i in range(200)]
-    Path("texts.jsonl").write_text("\n".join(lines))
-    prepare_files(["texts.jsonl"], Path("data"), None, None, True, 0.2, processes=1)
+    shutil.copytree(texts, tmp_path, dirs_exist_ok=True)
     run = {
         "name": "mine",
         "model": {"config": MODEL},

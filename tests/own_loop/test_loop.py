@@ -432,9 +432,11 @@ def test_what_a_run_file_must_say(tmp_path: Path) -> None:
 
 
 def test_an_own_loop_needs_neither_deepspeed_nor_megatron_nor_transformers() -> None:
+    """Nor OpenTelemetry, where that is off."""
     program = (
         "import sys, geotrain; geotrain.OuterLoop, geotrain.save_parameters; "
-        "print([m for m in ('deepspeed', 'megatron', 'apex', 'transformers') if m in sys.modules])"
+        "import geotrain.monitor.monitor, geotrain.worker.connection; others = 'deepspeed', 'megatron', 'apex'; "
+        "print([m for m in (*others, 'transformers', 'opentelemetry') if m in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert said.stdout == "[]\n"
