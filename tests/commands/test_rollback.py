@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,63 +11,77 @@ import torch
 
 from geotrain.commands.export import export_run
 from geotrain.commands.rollback import roll_back, snapshots_of
-from geotrain.config import ConfigError, load_run
-from geotrain.net.storage.snapshots import checked_meta
+from geotrain.config import ConfigError
+from geotrain.net.storage.snapshots import checked_meta, read_weights
 from geotrain.parameters.dcp import read_dcp
-from tests.support.own_loops import REGIONS, TRAINER, OwnRun, own_runs
-from tests.support.small_runs import prepare_text, run_of, status, weights
+from tests.support.process_trees import until
+from tests.support.server_processes import Site
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., OwnRun]]:
-    with own_runs(tmp_path) as made:
-        yield made
+def site_in(folder: Path, samples: int) -> Site:
+    """A run in that folder, whose servers keep all snapshots."""
+    site = Site(folder, train_samples=samples, regions={"eu": ("a",)})
+    raw = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**raw, "checkpoint": {**raw["checkpoint"], "keep": 100}}))
+    return site
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(
-    tmp_path: Path, start: Callable[..., OwnRun]
-) -> None:
-    prepare_text(tmp_path)
-    checkpoint = {"keep": 100, "every_minutes": 0.02}
-    slow = {region: {"min_step_s": 0.2} for region in REGIONS}
+def played(site: Site, resume: bool = False) -> dict[str, Any]:
+    """Train all of the run's data; halfway a snapshot is waited for. Returns the global server's last words."""
+    servers = [site.serve(which, resume) for which in ("global", "eu")]
+    try:
+        worker, jobs = site.worker("a", f"life-{resume}"), 0
+        worker.join()
+        while lease := worker.lease():
+            worker.train(lease)
+            jobs += 1
+            if jobs == 10:
+                assert until(lambda: any(each["committed_samples"] > 0 for each in snapshots_of(site.folder)))
+        worker.leave()
+        worker.close()
+        assert [server.ended() for server in servers] == [(0, "")] * 2
+    finally:
+        for server in servers:
+            server.process.kill()
+            server.process.join()
+    last: dict[str, Any] = json.loads((site.folder / "servers/global/status.json").read_text())
+    return last
 
-    def played(name: str, samples: int, resume: bool = False, **keys: Any) -> Path:
-        run = start(name, run_of(tmp_path, samples, {"rule": {"name": "halos"}}, **keys), {} if resume else slow)
-        run.serve_all(resume)
-        for region in REGIONS:
-            run.work(region, TRAINER, *(["resume"] if resume else []))
-        run.ended()
-        return run.file
 
-    first = played("run", 160, checkpoint=checkpoint)
-    before, folder = weights(first), first.parent / "out"
-    listed = snapshots_of(folder)
-    older = next(each for each in listed if 0 < each["committed_samples"] < 160)
-    known = older["committed_samples"]
+def weights(site: Site) -> dict[str, torch.Tensor]:
+    return dict(read_weights(site.folder / "servers/global", site.parameter_map))
+
+
+def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(tmp_path: Path) -> None:
+    folder, new = tmp_path / "run", tmp_path / "new"
+    folder.mkdir()
+    (folder / "servers").symlink_to(folder)
+    site = site_in(folder, 160)
+    first = played(site)
+    older = next(each for each in snapshots_of(folder) if 0 < each["committed_samples"] < 160)
+    known, before = older["committed_samples"], weights(site)
     export_run(folder, tmp_path / "dcp", "float32", as_dcp=True)
-    architecture = load_run(first).architecture
+    architecture = site.run.architecture
     assert all(torch.equal(value, before[name]) for name, value in read_dcp(tmp_path / "dcp", architecture))
     for number, out, told in (
-        (999, tmp_path / "new/out", r"--to 999: .* has snapshots 1, "),
-        (older["snapshot"], tmp_path / "data", r"--out .*data exists"),
+        (999, new, r"--to 999: .* has snapshots 1, "),
+        (older["snapshot"], folder, r"--out .*run exists"),
     ):
         with pytest.raises(ConfigError, match=told):
             roll_back(folder, number, out)
-    (tmp_path / "new").mkdir()
-    assert roll_back(folder, older["snapshot"], tmp_path / "new/out") == 160 - known
-    source = folder / "servers/global/snapshots" / f"{older['snapshot']:08d}"
+    assert roll_back(folder, older["snapshot"], new) == 160 - known
+    source = folder / "global/snapshots" / f"{older['snapshot']:08d}"
     for name in checked_meta((source / "meta.json").read_bytes())["files"]:
-        copied = tmp_path / "new/out/servers/global/snapshots/00000001" / f"{name}.safetensors"
+        copied = new / "servers/global/snapshots/00000001" / f"{name}.safetensors"
         assert copied.read_bytes() == (source / copied.name).read_bytes()
-    last = status(played("new", 320, resume=True), "global")
+    (new / "servers/global").rename(new / "global")
+    (new / "servers").rmdir()
+    (new / "servers").symlink_to(new)
+    last = played(site_in(new, 320), resume=True)
     assert last["complete"] and last["committed_samples"] == known + 160
-    aside = [n for begin, end in last["set_aside"] for n in range(begin, end + 1)]
-    assert len(set(aside)) == len(aside) == 160 - known and max(aside) < 160
-    assert 0 < last["effective"] <= 1
-    assert status(first, "global")["committed_samples"] == 160  # as it was
-    assert all(torch.equal(value, before[name]) for name, value in weights(first).items())
+    assert {n for first, end in last["set_aside"] for n in range(first, end + 1)} == {*range(known, 160)}
+    assert first["committed_samples"] == 160 and snapshots_of(folder)[-1]["committed_samples"] == 160  # as it was
+    assert all(torch.equal(value, before[name]) for name, value in weights(site).items())
 
 
 def test_a_run_that_was_killed_or_never_was_is_refused(tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ def test_the_resumed_run_trains_all_its_data(life: Life) -> None:
     top = last["servers"]["global"]
     assert (life.said["status"].returncode, last["state"]) == (RunState.FINISHED, "finished")
     assert top["committed_samples"] == top["train_samples"] and top["complete"] and top["open_leases"] == 0
+    assert 0 < top["effective"] <= 1
     before = life.seen["stopped"].statuses
     assert top["committed_samples"] >= before["global"]["committed_samples"] + STEPS * BATCH
     for region in ("eu", "us"):  # counted from the run's beginning

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -32,6 +34,26 @@ def whole(value: float, codec: str = "int8") -> ChunkWeights:
     """As a server sends them whose codec is this: a coarse one carries changes only, so that these are fp32."""
     plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
     return ChunkWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
+
+
+def test_a_buffer_is_allocated_once_and_not_touched_while_a_copy_uses_it():
+    cuda = Cuda(late=True)
+    staging = CudaStaging(CPU, cuda)
+    first = staging.bring(0, b"abc", lambda host: None)
+    cuda.late = False
+    other = threading.Thread(target=lambda: staging.bring(1, b"xyz", lambda host: None), name="other")
+    other.start()
+    other.join(60)  # another fragment's has nothing to wait for
+    assert not other.is_alive()
+    again: list[torch.Tensor] = []
+    next_ = threading.Thread(target=lambda: again.append(staging.bring(0, b"de", lambda host: None)))
+    next_.start()
+    assert cuda.events[0].waited_for.wait(60)
+    assert bytes(first.numpy()) == b"abc"
+    cuda.events[0].happened.set()
+    next_.join(60)
+    assert bytes(again[0].numpy()) == b"de"
+    assert again[0].data_ptr() == first.data_ptr()
 
 
 def test_what_is_fetched_is_not_overwritten_before_it_was_read():
