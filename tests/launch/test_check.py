@@ -1,5 +1,6 @@
 """Checks before anything starts: ports, the run's folder; and how addresses are resolved."""
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
 from geotrain.launch.check import check_port_is_free, free_ports
 from geotrain.launch.launcher import locked, resolve
+from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from tests.support.command_line import say
@@ -144,6 +146,19 @@ def test_one_launcher_at_a_time(tmp_path: Path) -> None:
             pass
     with locked(tmp_path / "run"):
         pass
+
+
+def test_words_survive_ssh() -> None:
+    command = over_ssh("host", "/a folder", ["prog", "two words", "$HOME"])
+    assert command[-2:] == ("host", "cd -- '/a folder' && exec prog 'two words' '$HOME'")
+    assert json.dumps(command).count("BatchMode=yes") == 1
+
+
+def test_a_flat_run_has_no_region_servers(tmp_path: Path) -> None:
+    run = quickstart()
+    flat = run.model_copy(update={"outer": run.outer.model_copy(update={"levels": 1})})
+    order = LaunchRequest(flat, cluster(), ("global", "eu"), resume=False)
+    assert [p.name for p in local_processes(order, tmp_path, HostMachine(8))] == ["global", "eu-0"]
 
 
 def test_processes_of_a_local_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from geotrain.config import ClusterConfig, HostConfig, RegionConfig, WorkerConfig
 from geotrain.launch.launcher import how_to_go_on
 from geotrain.launch.terminal import (
+    Eta,
     aged,
     draw,
     headline,
@@ -148,6 +149,13 @@ def test_a_flat_run_has_workers_at_the_global_server() -> None:
 def test_what_does_not_answer_is_as_old_as_its_last_answer() -> None:
     once = aged({"global": TOP, "eu": {**EU, "finished": True}}, 5.0)
     assert aged(once, 9.0) == once and once["global"]["as_of"] == 5.0 and "as_of" not in once["eu"]
+
+
+def test_time_that_is_left() -> None:
+    eta = Eta()
+    assert eta.update(0.0, 0.0) is None
+    assert eta.update(0.1, 10.0) is None
+    assert eta.update(0.3, 20.0) == pytest.approx(35.0)
 
 
 def test_last_words(tmp_path: Path) -> None:

@@ -431,6 +431,19 @@ def test_what_a_run_file_must_say(tmp_path: Path) -> None:
             load_run(tmp_path / "run.json")
 
 
+def test_a_runs_folder_does_not_depend_on_where_a_loop_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    raw = json.loads((tmp_path / "run.json").read_text())
+    monkeypatch.chdir(tmp_path.parent)
+    for folder, expected in ((None, tmp_path / "runs/own"), ("../there", tmp_path.parent / "there")):
+        (tmp_path / "run.json").write_text(json.dumps({**raw, "folder": folder}))
+        assert load_run(f"{tmp_path.name}/run.json").run_folder == expected
+    changed = load_run(tmp_path / "run.json", ["folder=here"])
+    assert changed.run_folder == tmp_path.parent / "here"
+
+
 def test_an_own_loop_needs_neither_deepspeed_nor_megatron_nor_transformers() -> None:
     """Nor OpenTelemetry, where that is off."""
     program = (
