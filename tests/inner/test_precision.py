@@ -146,6 +146,20 @@ def test_megatron_is_told() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_are_all_there_is_once_and_labels_are_one_ahead(size: int) -> None:
+    samples = torch.arange(34).view(2, 17)
+    for exchange in ("heads", "ring"):
+        seen = []
+        for rank in range(size):
+            inputs, labels = Parts(rank, size, exchange).inputs_and_labels(samples)
+            assert inputs.shape == (2, 16 // size) and torch.equal(labels, inputs + 1)
+            seen.append(inputs)
+        assert torch.equal(torch.cat(seen, 1).sort(1).values, samples[:, :-1])
+    # Causal work of a rank: a token meets all before it. In a ring all ranks have equally much.
+    assert len({int((Parts(r, size, "ring").of(samples[0, :-1], 0) + 1).sum()) for r in range(size)}) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_positions_are_those_that_megatron_gives_a_ring(size: int) -> None:
     """Its function wants pinned memory and a GPU for two numbers; both are taken from it here."""
     from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from geotrain.inner.model import rotary
@@ -35,6 +38,20 @@ def test_in_bf16_it_is_nearer_to_the_truth() -> None:
     off = [(found[0].double() - truth).abs().mean() for found in (ours, theirs)]
     assert ours[0].dtype == torch.bfloat16 and off[0] < 0.7 * off[1]
     assert torch.equal(ours[0], truth.float().bfloat16())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mscale": 1.5}, {"multi_latent_attention": True}, {"rotary_interleaved": True}]
+)
+def test_other_forms_are_megatrons(settings: Any) -> None:
+    t, freqs = torch.randn(SHAPE), angles()
+    ours, theirs = (function(t, freqs, **settings) for function in (rotary.rotated, rotary._of_megatron))
+    assert torch.equal(ours, theirs)
+
+
+def test_where_a_part_of_a_head_is_rotated_it_is_megatrons() -> None:
+    t, freqs = torch.randn(SHAPE), angles(4)
+    assert torch.equal(rotary.rotated(t, freqs), rotary._of_megatron(t, freqs))
 
 
 def test_the_model_uses_it() -> None:
