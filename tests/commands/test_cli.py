@@ -52,17 +52,11 @@ except SystemExit as ended:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_an_example(command: str, geotrain: Run) -> None:
+def test_every_command_has_an_example_and_its_result_as_json(command: str, geotrain: Run) -> None:
+    """What runs until it is stopped has no result: `status` tells of it."""
     done = geotrain(*command.split(), "--help")
-    assert done.returncode == 0
-    assert re.search(f"Examples?: geotrain {command}", done.stdout)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_with_a_result_gives_it_as_json(command: str, geotrain: Run) -> None:
-    """What runs until it is stopped has none: `status` tells of it."""
-    said = geotrain(*command.split(), "--help").stdout
-    assert ("--json" in said) != (command in ("launch", *SERVERS))
+    assert done.returncode == 0 and re.search(f"Examples?: geotrain {command}", done.stdout)
+    assert ("--json" in done.stdout) != (command in ("launch", *SERVERS))
 
 
 def test_json_is_all_that_stands_on_standard_output(
@@ -164,6 +158,16 @@ def test_prepare_says_when_little_is_held_out(tmp_path: Path, geotrain: Run) -> 
         assert said == told == (few < 8)
 
 
+@pytest.mark.parametrize("command", [(), ("launch",), ("serve", "global")])
+def test_help_is_also_h(command: tuple[str, ...], geotrain: Run) -> None:
+    short, long = (geotrain(*command, option) for option in ("-h", "--help"))
+    assert short.returncode == 0 and short.stdout == long.stdout and "Usage" in short.stdout
+
+
+def test_the_version(geotrain: Run) -> None:
+    assert geotrain("--version").stdout == f"geotrain {__version__}\n"
+
+
 def test_keys_of_the_run_file_can_be_set(tmp_path: Path, geotrain: Run, refused: Callable[..., str]) -> None:
     files = ("configs/runs/70b.json", "configs/clusters/four-regions-ssh.json")
     assert "146 s" in geotrain("dry-run", *files).stdout
@@ -180,16 +184,6 @@ def test_keys_of_the_run_file_can_be_set(tmp_path: Path, geotrain: Run, refused:
         assert told in refused("dry-run", *files, "--set", change)
     report = geotrain("simulate", *files, *SHORT, "--json", "--set", "outer.local_steps=64")
     assert json.loads(report.stdout)["outer"]["local_steps"] == 64
-
-
-@pytest.mark.parametrize("command", [(), ("launch",), ("serve", "global")])
-def test_help_is_also_h(command: tuple[str, ...], geotrain: Run) -> None:
-    short, long = (geotrain(*command, option) for option in ("-h", "--help"))
-    assert short.returncode == 0 and short.stdout == long.stdout and "Usage" in short.stdout
-
-
-def test_the_version(geotrain: Run) -> None:
-    assert geotrain("--version").stdout == f"geotrain {__version__}\n"
 
 
 def test_pictures_of_unknown_kinds_are_refused(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.memory import memory_per_rank
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.checkpoints import load, save
+from tests.support.command_line import say
 from tests.support.families import transformers_experts
 from tests.support.inner_worlds import (
     QWEN_2,
@@ -232,15 +232,13 @@ def test_without_the_package_its_names_are_unknown() -> None:
         parse(OuterConfig, OUTER, "here")
 
 
-def test_the_command_line_finds_it(plugin: Path, tmp_path: Path) -> None:
+def test_the_command_line_finds_it(installed: None, tmp_path: Path) -> None:
     raw = json.loads((Path(__file__).parents[2] / "configs/runs/quickstart.json").read_text())
     raw["model"]["config"] = str(Path(__file__).parents[2] / "configs/models/llama-tiny.json")
     raw["outer"] = OUTER
     (tmp_path / "run.json").write_text(json.dumps(raw))
     cluster = Path(__file__).parents[2] / "configs/clusters/local-wan.json"
-    command = [sys.executable, "-m", "geotrain", "simulate", "run.json", str(cluster), "--tflops", "1", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(plugin)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    done = say("simulate", "run.json", str(cluster), "--tflops", "1", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["links"]
 

@@ -2,7 +2,6 @@ import contextlib
 import errno
 import gzip
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -22,7 +21,6 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 import zstandard
-from rich.console import Console
 from typer.testing import CliRunner
 
 from geotrain.commands import prepare as command
@@ -41,7 +39,6 @@ from geotrain.data.prepare import (
     prepare,
     training_texts,
 )
-from geotrain.data.progress import progress_display
 from geotrain.data.readers import TextBlock, find_inputs
 from geotrain.data.shards import merge
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -231,17 +228,6 @@ def test_a_bad_line_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.listdir(tmp_path) == ["in"]  # noqa: PTH208 (hidden files too)
 
 
-def test_an_older_dataset_is_replaced_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("first")
-    prepare([tmp_path / "a.txt"], tmp_path / "out", byte_tokenizer())
-    (tmp_path / "a.txt").write_text("second")
-    prepare([tmp_path / "a.txt"], tmp_path / "out", byte_tokenizer())
-    assert bytes(read_documents(tmp_path / "out/train")[0][:-1]) == b"second"
-    (tmp_path / "out/mine.txt").write_text("precious")
-    with pytest.raises(OutputError, match=r"holds files that the older dataset did not write \(mine\.txt\)"):
-        prepare([tmp_path / "a.txt"], tmp_path / "out", byte_tokenizer())
-
-
 def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(writer: TokenWriter, ids: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -373,14 +359,3 @@ def test_the_corpus_is_real_text_in_a_fixed_order(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no documentation or sources"):
         corpus.write_jsonl(tmp_path / "none.jsonl", 10)
     assert os.listdir(tmp_path) == ["corpus.jsonl"]  # noqa: PTH208 (hidden files too)
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
-    for terminal in (True, False):
-        out = io.StringIO()
-        with progress_display(Console(file=out, force_terminal=terminal, width=120)) as show:
-            for done in (500, 1000):
-                show(Progress(done, 1000, done // 100, done * 10))
-        assert "10 documents, 10,000 tokens" in out.getvalue()
-        assert ("\x1b" in out.getvalue()) == terminal
-    assert out.getvalue().splitlines() == ["prepare: 100 % in 0 s, 10 documents, 10,000 tokens"]

@@ -47,13 +47,6 @@ def said(folder: Path, *words: str) -> str:
     return done.text
 
 
-def test_there_are_three_with_short_readmes() -> None:
-    assert NAMES == ["continued", "own-text", "planned"]
-    for name in NAMES:
-        readme = (EXAMPLES / name / "README.md").read_text()
-        assert len(readme.splitlines()) <= 25 and "geotrain launch" in readme, name
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_dry_run_of_an_example(name: str, folder: Path) -> None:
     """As its README says, in its folder: nothing is refused, and of its schedule and links nothing is warned."""

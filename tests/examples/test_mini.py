@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from examples import mini
@@ -87,11 +86,13 @@ class Product:
         return server.weights(fragment)
 
 
-@pytest.mark.parametrize("dies_at_step", [0, 30])
-def test_its_servers_are_the_products(dies_at_step: int) -> None:
-    """Threads decide who comes when. In that order the product has the same bits after each message."""
-    run = Run(REGIONS, SAMPLES, dies_at_step)
+def test_it_learns_and_its_servers_are_the_products() -> None:
+    """Though a worker dies. Threads decide who comes when: in that order the product has the same bits after each
+    message."""
+    run = Run(REGIONS, SAMPLES, dies_at_step=30)
+    before = run.loss()
     run.train()
+    assert run.loss() < 0.75 * before
     product = Product(run.start)
     again = Run(REGIONS, SAMPLES)  # its servers, not its threads
     merges = 0
@@ -106,13 +107,6 @@ def test_its_servers_are_the_products(dies_at_step: int) -> None:
             assert torch.equal(mine.view(torch.int32), product.weights(name, fragment).view(torch.int32))
         merges += isinstance(message, mini.Answer)
     assert merges > 40 and product.world.top.lease_table.committed_samples == run.ledger.committed == SAMPLES
-
-
-def test_it_learns() -> None:
-    run = Run(REGIONS, SAMPLES)
-    before = run.loss()
-    run.train()
-    assert run.loss() < 0.75 * before
 
 
 def test_it_is_read_in_a_sitting() -> None:

@@ -21,14 +21,6 @@ def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False, **more: A
     return ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence, **more)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "ranks", "dp"),
-    [(layout(), 4, 4), (layout(2, 2), 4, 1), (layout(2, 1, True), 4, 2), (layout(pipeline=2, context=2), 16, 4)],
-)
-def test_what_runs(parallel: ParallelConfig, ranks: int, dp: int) -> None:
-    assert check_layout(architecture(LLAMA), parallel, ranks, deepspeed_block(1), 16) == dp
-
-
 def changed(**keys: int) -> dict[str, Any]:
     return {**LLAMA, **keys}
 
@@ -178,29 +170,6 @@ def test_pushed_runs_cover_every_element_once(model: dict[str, Any], tensor: int
         assert (count == 1).all(), name
         copies = tensor if "norm" in name else 2 if name == "model.embed_tokens.weight" and pipeline > 1 else 1
         assert (held[name] == (copies if a.tied_embeddings or "norm" in name else 1)).all(), name
-
-
-def test_local_parameters_are_in_canonical_order() -> None:
-    a = architecture(QWEN)
-    order = {p.name: i for i, p in enumerate(canonical_parameters(a))}
-    first = [order[place.runs[0].parameter] for place in local_parameters(a, layout(2), 1, 0)]
-    assert first == sorted(first)
-
-
-def test_only_norms_that_see_a_part_are_summed() -> None:
-    def summed(parallel: ParallelConfig) -> set[str]:
-        places = local_parameters(architecture(QWEN), parallel, 0, 0)
-        return {place.name.split(".")[-2] for place in places if place.sums_over_tp}
-
-    assert summed(layout()) == set()
-    assert summed(layout(2)) == {"q_layernorm", "k_layernorm"}
-    assert summed(layout(2, 1, True)) == {
-        "q_layernorm",
-        "k_layernorm",
-        "input_layernorm",
-        "pre_mlp_layernorm",
-        "final_layernorm",
-    }
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,6 @@ def angles(size: int = SHAPE[3]) -> torch.Tensor:
     return torch.cat((half, half), dim=-1)[:, None, None]
 
 
-def test_in_fp32_it_has_megatrons_bits() -> None:
-    freqs = angles()
-    for _ in range(2):  # the second time with the tables of the first
-        ours, theirs = both(torch.randn(SHAPE), freqs)
-        assert torch.equal(ours[0], theirs[0])
-        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=1e-6)  # autograd adds in another order
-
-
 def test_in_bf16_it_is_nearer_to_the_truth() -> None:
     t, freqs = torch.randn(SHAPE).bfloat16(), angles()
     ours, theirs = both(t, freqs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from geotrain.config import ParallelConfig
-from tests.support.cuda_emulator import Cuda, Event, Stream
+from tests.support.cuda_emulator import Cuda
 from tests.support.inner_worlds import LLAMA, deepspeed_block, masters, micro_batches, run_world, start, stop
 
 MODEL = {**LLAMA, "num_hidden_layers": 1}
@@ -82,103 +81,6 @@ def test_every_use_waits_for_what_it_needs(tmp_path: Path, ranks: int) -> None:
     for seen in run_world(ranks, every_form, str(tmp_path)):
         for form, (faults, timelines) in seen.items():
             assert not faults and timelines > 2, (form, faults)
-
-
-def leaving_out(waits: str) -> list[str]:
-    """Faults where one of the two streams, whose name begins so, does not wait for the other."""
-    cuda, wait = Cuda(), Stream.wait_event
-
-    def wait_or_not(stream: Stream, event: Event) -> None:
-        if not stream.name.startswith(waits):
-            wait(stream, event)
-
-    with mock.patch.object(Stream, "wait_event", wait_or_not):
-        run(cuda, "exact")
-    return cuda.faults
-
-
-def reading_late() -> list[str]:
-    """Faults where a prediction reads gradients beside the compute that changes them."""
-    from geotrain.inner.acco.optimizer import AccoOptimizer
-
-    cuda = Cuda()
-
-    def predict(self: Any) -> None:
-        in_flight, rates, count = self._buffers.in_flight, self._rates(), self._micro_batches
-        gradients = self._buffers.gradients
-
-        def job() -> None:
-            in_flight.copy_(gradients)
-            self._prediction_job(in_flight, rates, count)
-
-        self._predicting = self.communication.start(job)
-
-    with mock.patch.object(AccoOptimizer, "predict", predict):
-        run(cuda, "exact")
-    return cuda.faults
-
-
-def every_omission() -> dict[str, list[str]]:
-    return {
-        "communication": leaving_out("stream"),
-        "compute": leaving_out("training"),
-        "gradients": reading_late(),
-    }
-
-
-def test_what_is_left_out_is_found() -> None:
-    (found,) = run_world(1, every_omission)
-    assert any("stream 1" in f and "does not wait for training" in f for f in found["communication"]), found
-    assert any("training" in f and "does not wait for stream 1" in f for f in found["compute"]), found
-    assert any("test_streams" in f or "inner.acco" in f for f in found["gradients"]), found
-
-
-def every_omission_of_a_checkpoint(folder: str) -> dict[str, list[str]]:
-    """By what is left out: faults of ZeRO-1's steps beside checkpoints."""
-    from geotrain.checkpoint.saving import Checkpoints
-    from geotrain.inner.engine.engine import GeoEngine
-    from geotrain.staging.cuda import CudaStaging
-
-    real_buffer = CudaStaging._buffer
-
-    def in_use(staging: CudaStaging, direction: str, key: int, size: int) -> Any:
-        found = staging._buffers.get((direction, key))
-        return real_buffer(staging, direction, key, size) if found is None else found
-
-    def unseen(checkpoints: Checkpoints) -> None:
-        """The former checkpoint has ended, but nobody has looked."""
-        if checkpoints._under_way is not None:
-            futures.wait([checkpoints._under_way])
-
-    no_wait: dict[str, list[tuple[Any, str, Any]]] = {
-        "of the copy for the step before": [
-            (CudaStaging, "beside", lambda staging: staging._cuda.stream(staging._stream))
-        ],
-        "of the next step for the copy": [(GeoEngine, "_wait_for_readers", lambda engine: None)],
-        "of the writer for the copy": [(Event, "synchronize", lambda event: None)],
-        "of the copy for the writer": [(CudaStaging, "_buffer", in_use), (Checkpoints, "wait", unseen)],
-    }
-    found = {}
-    for which, omitted in no_wait.items():
-        cuda = Cuda()
-        with contextlib.ExitStack() as stack:
-            for owner, name, stand_in in omitted:
-                stack.enter_context(mock.patch.object(owner, name, stand_in))
-            run(cuda, None, Path(folder) / str(len(found)))
-        found[which] = cuda.faults
-    return found
-
-
-def test_what_is_left_out_of_a_checkpoint_is_found(tmp_path: Path) -> None:
-    (found,) = run_world(1, every_omission_of_a_checkpoint, str(tmp_path))
-    words = {
-        "of the copy for the step before": r"stream 1: .*geotrain\.staging\..* does not wait for training: ",
-        "of the next step for the copy": r"training: .* does not wait for stream 1: .*geotrain\.staging\.",
-        "of the writer for the copy": r"thread .*: .* does not wait for stream 1: .*geotrain\.staging\.",
-        "of the copy for the writer": r"stream 1: .*geotrain\.staging\..* does not wait for thread ",
-    }
-    for which, faults in found.items():
-        assert any(re.search(words[which], fault) for fault in faults), (which, faults)
 
 
 def waits_of_a_save(engine: Any, folder: str, cuda: Cuda) -> list[str]:

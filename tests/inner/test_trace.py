@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from benchmarks.trace.recorder import Recorder, Tally, fused, recorded
 
 ROOT = Path(__file__).parents[2]
 RUNS = sorted((ROOT / "configs/runs").glob("*.json"))
@@ -108,41 +105,3 @@ def test_the_roofline_counts_what_is_done(traced: dict[str, Any], name: str) -> 
         if name in ("125m", "1b", "8b", "70b", "quickstart"):  # Muon's matrices of a layer lie on one rank
             assert optimizer["flops_ratio"] == pytest.approx(1.0, rel=1e-6)
             assert optimizer["bytes_ratio"] == pytest.approx(1.0, rel=0.025)
-
-
-def test_the_recorder_counts_bytes_operations_and_waits() -> None:
-    a, b = torch.empty(64, 32, device="meta"), torch.empty(32, 16, device="meta", dtype=torch.float32)
-    out = torch.empty(64, 16, device="meta")
-    with recorded(Recorder(phase="p")) as recorder:
-        out += a @ b
-        out.copy_(torch.zeros(16, device="meta").expand(64, 16))
-        a.view(-1)
-        norm = float(a.norm())
-        out[:1].to("cpu", non_blocking=True)
-        torch.zeros(3).to("meta")
-        a.cpu()
-    assert recorder.tallies["p", "aten::mm"] == Tally(1, 4 * (64 * 32 + 32 * 16), 4 * 64 * 16, 2 * 64 * 32 * 16)
-    assert recorder.tallies["p", "aten::add_"] == Tally(1, 2 * 4 * 64 * 16, 4 * 64 * 16)
-    assert recorder.tallies["p", "aten::copy_"] == Tally(1, 4 * 16, 4 * 64 * 16)
-    assert norm == 1.0
-    assert [what for _, what in recorder.waits] == ["item", "copy from the host", "copy to the host"]
-    assert not any("view" in name for _, name in recorder.tallies)
-
-
-def test_a_fused_function_is_one_launch_forward_and_one_backward() -> None:
-    @fused
-    def gate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(x) * y + x
-
-    x, y = (torch.empty(8, 4, device="meta", requires_grad=True) for _ in range(2))
-    with recorded() as recorder:
-        gate(x, y).backward(torch.empty(8, 4, device="meta"))
-    size = 4 * 8 * 4
-    assert recorder.tallies == {
-        ("", "gate"): Tally(1, 2 * size, size),
-        ("", "gate backward"): Tally(1, 3 * size, 2 * size),
-    }
-    # On numbers it is the function, and so are its gradients.
-    plain = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    with recorded():
-        assert torch.autograd.gradcheck(gate, plain)

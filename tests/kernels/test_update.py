@@ -160,9 +160,10 @@ def coded(size_bytes):
 
 
 @pytest.mark.slow
+@pytest.mark.long("kernels/csrc")
 @pytest.mark.parametrize(
     "architecture",
-    ["x86-64", *(pytest.param(each, marks=pytest.mark.long("kernels/csrc")) for each in ("x86-64-v3", "x86-64-v4"))],
+    ["x86-64", "x86-64-v3", "x86-64-v4"],
 )
 def test_every_instruction_set_gives_the_same_bits(architecture, tmp_path, monkeypatch):
     """The library carries clones for three of them and picks one; here each is forced and compared."""

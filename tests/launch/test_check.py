@@ -51,13 +51,6 @@ def test_a_port_that_is_taken() -> None:
     check_port_is_free(Address(host="192.0.2.1", port=free_ports(1)[0], bind="0.0.0.0"))
 
 
-def test_free_ports_differ() -> None:
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
-    for port in ports:
-        check_port_is_free(Address(port=port))
-
-
 def test_addresses_are_resolved() -> None:
     fixed = cluster().model_copy(update={"global_server": Address(host="127.0.0.1", port=free_ports(1)[0])})
     resolved = resolve(fixed)
@@ -155,6 +148,19 @@ def test_one_launcher_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_words_survive_ssh() -> None:
+    command = over_ssh("host", "/a folder", ["prog", "two words", "$HOME"])
+    assert command[-2:] == ("host", "cd -- '/a folder' && exec prog 'two words' '$HOME'")
+    assert json.dumps(command).count("BatchMode=yes") == 1
+
+
+def test_a_flat_run_has_no_region_servers(tmp_path: Path) -> None:
+    run = quickstart()
+    flat = run.model_copy(update={"outer": run.outer.model_copy(update={"levels": 1})})
+    order = LaunchRequest(flat, cluster(), ("global", "eu"), resume=False)
+    assert [p.name for p in local_processes(order, tmp_path, HostMachine(8))] == ["global", "eu-0"]
+
+
 def test_processes_of_a_local_run(tmp_path: Path) -> None:
     order = LaunchRequest(quickstart(), cluster(), ("global", "eu", "us"), resume=True, launch="1")
     order.write_files(tmp_path)
@@ -172,16 +178,3 @@ def test_processes_of_a_local_run(tmp_path: Path) -> None:
     assert (tmp_path / "hosts/us-0").read_text() == "localhost slots=2\n"
     assert load_run(tmp_path / "run.json") == order.run
     assert load_cluster(tmp_path / "cluster.json") == order.cluster
-
-
-def test_a_flat_run_has_no_region_servers(tmp_path: Path) -> None:
-    run = quickstart()
-    flat = run.model_copy(update={"outer": run.outer.model_copy(update={"levels": 1})})
-    order = LaunchRequest(flat, cluster(), ("global", "eu"), resume=False)
-    assert [p.name for p in local_processes(order, tmp_path, HostMachine(8))] == ["global", "eu-0"]
-
-
-def test_words_survive_ssh() -> None:
-    command = over_ssh("host", "/a folder", ["prog", "two words", "$HOME"])
-    assert command[-2:] == ("host", "cd -- '/a folder' && exec prog 'two words' '$HOME'")
-    assert json.dumps(command).count("BatchMode=yes") == 1

@@ -107,19 +107,6 @@ def test_another_configuration_stops_what_lives_and_is_started_in_its_place(tmp_
         assert code == EXIT_FOR_GOOD and "data/train" in told  # its keeper misses the data
 
 
-def test_what_is_left_of_a_killed_site_is_known_for_that(tmp_path: Path) -> None:
-    first, mark = request(tmp_path), new_mark()
-    with kept(first, mark) as keeper:
-        with attached(first, keeper) as relay:
-            keeper.kill()
-            assert relay.wait(BUSY_S) == 1
-        assert SiteFiles.of(first).keeper() is None
-        assert until(lambda: marked(mark) == [], BUSY_S)
-    with kept(first, mark) as keeper, attached(first, keeper):
-        pass  # at its end the relay's input ends, and the site lives on
-    assert until(lambda: marked(mark) == [], BUSY_S)
-
-
 def launch_site(asked: LaunchRequest, *more: str) -> tuple[int, str]:
     """Run a relay whose commands do not end; returns its exit code and standard error."""
     command = [sys.executable, "-m", "geotrain", "launch-site", *more]

@@ -393,6 +393,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 @pytest.mark.root
+@pytest.mark.long("configs/kubernetes", "geotrain/net/server", "geotrain/net/transport")
 def test_a_server_and_a_shard_listen_in_pods_of_their_own_and_end_when_told(tmp_path: Path) -> None:
     """The manifests' own commands, volumes, certificates and host aliases, on a small model. The server's shards
     are not there: it ends nevertheless."""

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from geotrain.config import load_cluster
 from geotrain.emulate import proxy, wan
+from geotrain.launch import launcher
 from geotrain.launch.check import free_ports
-from geotrain.launch.launcher import launch
-from tests.support.small_runs import prepare_text, weights, write_files
+from geotrain.launch.supervisor import ProcessSpec, Supervisor
+from tests.support.small_runs import prepare_text, write_files
 
 RATE, DELAY_S, COUNT = 4_000_000, 0.1, 1_000_000
 
@@ -74,26 +74,41 @@ def test_a_link_has_its_rate_its_distance_and_all_its_bytes() -> None:
     assert json.loads(said)["carried_bytes"] == 4 * COUNT
 
 
-@pytest.mark.slow
-def test_a_run_without_namespaces_trains_over_shaped_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With shards, too. Regions' servers find the proxy in the global server's place, and the file of the run the
-    server itself; weights are those of a run without links."""
+class Noted(Exception):
+    """All processes of a launch would have been started."""
+
+
+def test_a_run_without_namespaces_has_a_proxy_in_the_global_servers_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With shards, too. Only regions' servers find the proxy there; the file of the run has the server itself."""
     prepare_text(tmp_path)
+    files = write_files(tmp_path, "shaped", 32, {"eu": [1], "us": [1]}, {"rule": {"name": "sync"}}, shards=1)
+    links = [{"regions": [region, "global"], "gbps": 0.1, "rtt_ms": 10.0} for region in ("eu", "us")]
+    files[1].write_text(json.dumps({**json.loads(files[1].read_text()), "emulate_links": True, "links": links}))
+    started: dict[str, ProcessSpec] = {}
+
+    class Noting(Supervisor):
+        def start(self, spec: ProcessSpec) -> None:
+            started[spec.name] = spec
+
+        def wait(self, *_: Any, **__: Any) -> Any:
+            raise Noted
+
     monkeypatch.setattr(wan, "cannot_emulate", lambda: "network namespaces need root")
-    made: dict[str, Any] = {}
-    for name in ("plain", "shaped"):
-        files = write_files(tmp_path, name, 32, {"eu": [1], "us": [1]}, {"rule": {"name": "sync"}}, shards=1)
-        if name == "shaped":
-            raw = json.loads(files[1].read_text())
-            links = [{"regions": [region, "global"], "gbps": 0.1, "rtt_ms": 10.0} for region in ("eu", "us")]
-            files[1].write_text(json.dumps({**raw, "emulate_links": True, "links": links}))
-        assert launch(*files) == 0
-        made[name] = weights(files[0])
-    for name, tensor in made["shaped"].items():
-        assert torch.equal(tensor, made["plain"][name]), name
-    folder = tmp_path / "shaped"
-    of_run, of_region = (load_cluster(folder / f"cluster{which}.json") for which in ("", ".eu"))
-    assert of_run.global_server.port != of_region.global_server.port
-    carried = json.loads((folder / "logs/wan.log").read_text().splitlines()[-1])["carried_bytes"]
-    deltas = 2 * 4 * sum(tensor.numel() for tensor in made["plain"].values())  # fp32, once up from each region
-    assert carried > deltas
+    monkeypatch.setattr(launcher, "supervisor_of", lambda request, folder, *_: Noting(folder / "logs"))
+    with pytest.raises(Noted):
+        launcher.launch(*files)
+    folder, command = tmp_path / "shaped", " ".join(started["wan"].command)
+    far = load_cluster(folder / "cluster.json")
+    for name, spec in started.items():
+        region = name.partition(".")[0]
+        seen = f"--cluster {folder}/cluster.{region}.json" in " ".join(spec.command)
+        assert seen == (region in ("eu", "us")), "workers speak to their region's server, without a proxy"
+    for region in ("eu", "us"):
+        near = load_cluster(folder / f"cluster.{region}.json")
+        pairs = [(near.global_server, far.global_server), *zip(near.global_shards, far.global_shards, strict=True)]
+        ports = ",".join(f"{here.port}:{there.port}" for here, there in pairs)
+        assert f"12500000 0.005 127.0.0.1 {ports}" in command and len(pairs) == 2
+        assert near.regions == far.regions
+    assert started["wan"].role == "helper"

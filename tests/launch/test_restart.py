@@ -61,19 +61,6 @@ def test_restarts_are_bounded_within_the_window() -> None:
     assert backoff.pause_s(EXIT_FOR_GOOD, 300.0, lived_s=9.0) is None
 
 
-def test_what_dies_is_started_again(tmp_path: Path) -> None:
-    deaths: list[ProcessDied] = []
-    with supervisor(tmp_path, deaths) as running:
-        running.start(
-            lasting(f"echo incarnation >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) = 3 ] || exit 7", "a")
-        )
-        assert running.wait().code == 0
-    assert [(d.group, d.how, d.pause_s, d.restarts) for d in deaths] == [
-        ("a", "failed with exit code 7", 0.05, 1),
-        ("a", "failed with exit code 7", 0.1, 2),
-    ]
-
-
 def test_a_full_disk_costs_no_restart_and_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where a process cannot be started for want of room, nor where nothing can be told."""
     monkeypatch.setattr("geotrain.launch.supervisor.FULL_RETRY_S", 0.05)

@@ -49,10 +49,6 @@ def test_guard_names_a_program_that_is_not_there() -> None:
     assert b"/no/such/program: No such file" in process.stderr.read()
 
 
-def test_guard_gives_its_command_an_empty_input() -> None:
-    assert guard("bash", "-c", "! read line").wait(60) == 0
-
-
 @pytest.mark.parametrize("how", ["end of input", "SIGTERM"])
 def test_guard_ends_the_whole_tree(how: str) -> None:
     mark = new_mark()
@@ -86,15 +82,6 @@ def test_guard_clears_up_what_its_command_leaves(script: str, code: int) -> None
 
 def test_guard_lets_the_last_processes_end() -> None:
     assert guard("bash", "-c", "setsid sleep 0.2 & exit 0").wait(60) == 0
-
-
-def test_all_end_well(tmp_path: Path) -> None:
-    with Supervisor(tmp_path / "logs") as supervisor:
-        for name in ("a", "b"):
-            supervisor.start(ProcessSpec(name, sh("echo $WHO; echo oops >&2"), env={"WHO": f"I am {name}"}))
-        outcome = supervisor.wait()
-    assert (outcome.code, outcome.reason) == (0, "")
-    assert (tmp_path / "logs" / "b.log").read_text() == "I am b\noops\n"
 
 
 def test_the_first_failure_decides_and_stops_the_others(tmp_path: Path) -> None:
@@ -141,22 +128,6 @@ def test_servers_that_do_not_follow_the_workers_are_a_failure(tmp_path: Path) ->
     assert "| waiting for eu-0" in outcome.reason
 
 
-def test_servers_that_follow_end_well(tmp_path: Path) -> None:
-    with Supervisor(tmp_path, drain_s=60) as supervisor:
-        supervisor.start(ProcessSpec("server", sh("sleep 0.5"), role="server"))
-        supervisor.start(ProcessSpec("eu-0", sh("exit 0")))
-        assert supervisor.wait().code == 0
-
-
-def test_helpers_run_until_the_others_have_ended(tmp_path: Path) -> None:
-    mark = new_mark()
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start(ProcessSpec("wan", sh("sleep 300"), env=mark, role="helper"))
-        supervisor.start(ProcessSpec("eu-0", sh("sleep 0.2")))
-        assert supervisor.wait().code == 0
-        assert marked(mark) == []
-
-
 def test_a_helper_that_ends_before_is_a_failure(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor:
         supervisor.start(ProcessSpec("wan", sh("exit 0"), role="helper"))
@@ -180,13 +151,6 @@ def test_ticks_come_at_their_pace(tmp_path: Path) -> None:
         supervisor.start(ProcessSpec("a", sh(f"until [ -e {tmp_path}/enough ]; do sleep 0.05; done")))
         supervisor.wait(tick, every_s=0.2)
     assert all(later - before >= 0.2 for before, later in pairwise(ticks))
-
-
-def test_hello_reaches_the_process(tmp_path: Path) -> None:
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start(ProcessSpec("a", ("bash", "-c", "read line; echo got $line"), first_input=b"the config\n"))
-        assert supervisor.wait().code == 0
-    assert (tmp_path / "a.log").read_text() == "got the config\n"
 
 
 def test_a_program_that_is_missing(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from geotrain.launch.terminal import (
     new_console,
     region_cells,
     region_state,
-    share_of,
-    size,
     wait_lines,
 )
 
@@ -136,12 +134,6 @@ def test_a_headline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert headline(seen, "unreachable", "no answer") == "unreachable; 25.0% committed, 1:00 ago; no answer"
 
 
-def test_nothing_is_known_at_first() -> None:
-    assert lines(cluster(), {}, None) == []
-    row = region_cells(cluster().regions[0], {})
-    assert (share_of({}), row["workers"], row["up"]) == (0.0, "0/2", "0 B")
-
-
 def test_a_flat_run_has_workers_at_the_global_server() -> None:
     top = {
         **TOP,
@@ -154,21 +146,16 @@ def test_a_flat_run_has_workers_at_the_global_server() -> None:
     assert (row["version"], row["global"]) == ("8", "8")
 
 
+def test_what_does_not_answer_is_as_old_as_its_last_answer() -> None:
+    once = aged({"global": TOP, "eu": {**EU, "finished": True}}, 5.0)
+    assert aged(once, 9.0) == once and once["global"]["as_of"] == 5.0 and "as_of" not in once["eu"]
+
+
 def test_time_that_is_left() -> None:
     eta = Eta()
     assert eta.update(0.0, 0.0) is None
     assert eta.update(0.1, 10.0) is None
     assert eta.update(0.3, 20.0) == pytest.approx(35.0)
-
-
-def test_sizes() -> None:
-    sizes = [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12, 5e15)]
-    assert sizes == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3.0 GB", "4.0 TB", "5000.0 TB"]
-
-
-def test_what_does_not_answer_is_as_old_as_its_last_answer() -> None:
-    once = aged({"global": TOP, "eu": {**EU, "finished": True}}, 5.0)
-    assert aged(once, 9.0) == once and once["global"]["as_of"] == 5.0 and "as_of" not in once["eu"]
 
 
 def test_last_words(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -196,34 +195,6 @@ def test_a_link_is_cut_and_slowed_on_command(tmp_path: Path) -> None:
         assert gbps_up(address, 1_000_000) < 0.009
 
 
-@pytest.mark.slow
-@pytest.mark.root
-def test_packets_are_lost_doubled_reordered_and_delayed_on_command(tmp_path: Path) -> None:
-    in_order = list(range(40))
-    with running({"eu": link("eu", 1.0, 40.0)}, tmp_path) as made:
-        address, control = made.addresses["eu"], tmp_path / "control"
-        disturb(control, "duplicate", 60.0, 1.0, 1)
-        assert echoes(address, 40, 160) == [n for n in in_order for _ in range(4)]  # there and back
-        disturb(control, "duplicate", 60.0, 0.0, 1)
-        disturb(control, "reorder", 60.0, 0.2, 2)
-        assert sorted(shuffled := echoes(address, 40, 40)) == in_order != shuffled
-        disturb(control, "reorder", 60.0, 0.0, 2)
-        disturb(control, "delay", 60.0, 1.0, 3, 0.15)
-        assert min(round_trips_ms(address, 2)) >= 340.0
-        disturb(control, "delay", 60.0, 0.2, 3, 0.01)
-        assert echoes(address, 40, 40) == in_order
-        disturb(control, "melt", 60.0, 0.5, 4)
-        disturb(control, "drop", 60.0, 0.3, 4)
-        some = echoes(address, 40)
-        assert 5 < len(some) < 35 and some == sorted(set(some))
-        disturb(control, "drop", 60.0, 0.0, 4)
-        assert echoes(address, 40, 40) == in_order
-    report = pump_report(tmp_path)
-    assert report["impaired_packets"].keys() == {"duplicate", "reorder", "delay", "drop"}
-    assert report["dropped_packets"] == report["impaired_packets"]["drop"]
-    assert "no kind of impairment: 'melt'" in (tmp_path / "wan.log").read_text()
-
-
 @pytest.mark.root
 def test_several_runs_at_once_and_nothing_left(tmp_path: Path) -> None:
     before = devices()
@@ -263,39 +234,3 @@ def test_a_link_that_cannot_be_set_up_leaves_nothing(tmp_path: Path, monkeypatch
 
 def _no_mtu(self: wan.LinkShape, name: str) -> object:
     return -5 if name == "mtu" else object.__getattribute__(self, name)
-
-
-@pytest.mark.root
-def test_a_pump_that_dies_fails_the_run(tmp_path: Path) -> None:
-    with (
-        wan.emulated({"eu": link("eu", 1.0, 1.0)}, control=tmp_path / "control") as made,
-        Supervisor(tmp_path) as supervisor,
-    ):
-        supervisor.start(pump_process(made))
-        namespace = made.namespaces["eu"]
-        supervisor.start(ProcessSpec("eu-0", guarded(("sleep", "300"), namespace), inherited_fds=(namespace,)))
-        (pid,) = _pids_of("pump.py", made.pump_command[-3:])
-        os.kill(pid, signal.SIGKILL)
-        outcome = supervisor.wait()
-    assert outcome.code == 137
-    assert "process 'wan' failed" in outcome.reason
-
-
-def _pids_of(script: str, last_arguments: tuple[str, ...]) -> list[int]:
-    """Processes that run the script (not its guard) with these last arguments."""
-    found: list[int] = []
-
-    def look() -> bool:
-        found.clear()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    words = (entry / "cmdline").read_text().split("\0")[:-1]
-                except OSError:
-                    continue
-                if words[-3:] == list(last_arguments) and words[3:4] and words[3].endswith(script):
-                    found.append(int(entry.name))
-        return bool(found)
-
-    assert until(look)
-    return found

@@ -79,6 +79,12 @@ def test_a_task_of_ones_own_in_the_evaluation_harness(
         measure(exported, None, "nonsense", None, None, 4, tmp_path / "tasks")
 
 
+@pytest.mark.long(
+    "examples/to_gguf.py",
+    "geotrain/parameters/hf_checkpoint.py",
+    "geotrain/data/tokenizer.py",
+    "launch/test_converter.sh",
+)
 @pytest.mark.slow
 def test_llama_cpps_converter_keeps_weights_and_tokens(tmp_path: Path) -> None:
     """The converter itself writes a file of which transformers computes the export's logits."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
-from geotrain.common.names import GLOBAL
 from geotrain.monitor.events import (
-    EventLog,
     LivenessChanged,
     MemberSampled,
     Record,
@@ -17,10 +14,8 @@ from geotrain.monitor.events import (
     Trouble,
     WaitsChanged,
 )
-from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.monitor.narrator import Narrator
 from geotrain.outer.events import Event, Joined, SentUp, Steered, UpdateApplied
-from tests.support.server_processes import Site
 
 UPDATE = UpdateApplied("a", 1, 1, [0], [7], 1, 8, 1, 2.5, {"tokens_per_s": 1200.0})
 SAMPLE = ServerSampled(1, 2, 3, 4, 5, 6, 7, 0.5, [7])
@@ -59,14 +54,3 @@ def test_progress_is_said_again_a_minute_later(caplog: pytest.LogCaptureFixture)
             narrator.on(Record(1000.0 + second, "eu", UPDATE))
             narrator.on(Record(1000.0 + second, "eu", SAMPLE))
     assert len(caplog.messages) == 10 and caplog.messages[1].startswith("12 updates, loss 2.5000")
-
-
-@pytest.mark.parametrize("site", [GLOBAL, "eu", LAUNCHER])
-def test_servers_say_it_and_the_launcher_has_its_display(
-    site: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = Site(tmp_path)
-    caplog.set_level(logging.INFO, "geotrain")
-    with EventLog(tmp_path / "e.jsonl", source=site) as events, Monitor(world.run, world.cluster, site, events):
-        events.write(Joined("a", 0, "x"))
-    assert ("a: joined" in caplog.messages) == (site != LAUNCHER)

@@ -6,36 +6,32 @@ import json
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.monitoring.chromium import Chromium
 from benchmarks.monitoring.synthetic import a_merge, synthetic_events, synthetic_facts
 from geotrain.monitor.events import (
-    Follower,
     LivenessChanged,
     MemberSampled,
     Record,
-    Recovery,
-    ServerSampled,
     Trouble,
     WaitsChanged,
 )
 from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
-from geotrain.outer.events import Joined, Merged, SentUp, UpdateApplied, UpdateRefused, ValidationDone
+from geotrain.outer.events import UpdateRefused, ValidationDone
 from tests.support.net_worlds import BUSY_S
 from tests.support.server_processes import Site
 
 POINTS = "Number(document.querySelector('#loss-curve')?.dataset.points ?? 0)"
 STATE = "document.querySelector('[data-member=eu]')?.dataset.state ?? ''"
+BROWSER = pytest.mark.long("geotrain/monitor", "benchmarks/monitoring")  # what only a person sees
 HEALTH = "document.querySelector('#health').textContent.trim()"
 
 
@@ -64,54 +60,6 @@ class Training(threading.Thread):
         self.worker.close()
 
 
-def check_metrics(site: Site) -> None:
-    """Both servers serve them, by the official parser."""
-    for which, member, wanted in (("global", "eu", "geotrain_committed_tokens"), ("eu", "a", "geotrain_merges")):
-        url = site.status(which)["metrics"]
-        with urllib.request.urlopen(url, timeout=BUSY_S) as answer:
-            assert answer.headers["Content-Type"].startswith("text/plain")
-            families = {f.name: f for f in text_string_to_metric_families(answer.read().decode())}
-        assert sum(s.value for s in families[wanted].samples if not s.name.endswith("_created")) > 0
-        for name in ("geotrain_staleness_versions", "geotrain_delta_norm", "geotrain_link_bytes"):
-            assert {s.labels["member"] for s in families[name].samples} == {member}, name
-            assert {s.labels["site"] for s in families[name].samples} == {which}
-
-
-def check_events(site: Site, folder: Path) -> None:
-    """Check that a server's events have what the schema promises, measured."""
-    for which, member in (("global", "eu"), ("eu", "a")):
-        records = list(Follower(folder / which / "events.jsonl").read())
-        assert {record.source for record in records} == {which}
-        events = [record.event for record in records]
-        kinds = {type(event) for event in events}
-        assert {Recovery, Joined, UpdateApplied, MemberSampled, ServerSampled} <= kinds
-        updates = [event for event in events if isinstance(event, UpdateApplied)]
-        for event in updates:
-            assert len(event.fragment_staleness) == len(event.delta_norms) == len(event.fragments)
-            assert max(event.fragment_staleness) == event.staleness and min(event.delta_norms) > 0
-            assert (event.tokens is not None) == (which == "global")
-        assert max(event.staleness for event in updates) <= max(max(event.versions) for event in updates)
-        samples = [i for i, e in enumerate(events) if isinstance(e, MemberSampled) and e.member == member]
-        last = events[samples[-1]]
-        assert isinstance(last, MemberSampled)
-        before = [event.payload_bytes for event in events[: samples[-1]] if isinstance(event, UpdateApplied)]
-        assert last.received_bytes > sum(before) > 0 and last.received_bytes_per_s > 0
-        servers = [i for i, e in enumerate(events) if isinstance(e, ServerSampled)]
-        last = events[servers[-1]]
-        assert isinstance(last, ServerSampled) and last.rss_bytes > 1e7 and last.disk_free_bytes > 0
-        before = [event for event in events[: servers[-1]] if isinstance(event, UpdateApplied)]
-        assert last.calls > len(before), "a member calls for more than its updates"
-        assert sum(events[i].journal_flushes for i in servers) > 0
-    assert kinds >= {SentUp, Merged}
-    follower, said = Follower(folder / "global" / "events.jsonl"), dict[str, float]()
-    deadline_s = time.monotonic() + BUSY_S
-    while not said.keys() >= {"loss", "workers", "in_flight", "retries", "rss_bytes"}:  # with the region's next sign
-        assert time.monotonic() < deadline_s, said
-        for record in follower.read():
-            said |= record.event.metrics if isinstance(record.event, MemberSampled) else {}
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None:
     site = Site(tmp_path, train_samples=4000)
@@ -135,9 +83,6 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
         assert float(chromium.evaluate("document.querySelector('#figure-loss dd span').textContent")) > 0
         chromium.wait_for("document.querySelector('.c-link').textContent", good=lambda text: "kB/s" in text)
         training.end()
-        check_metrics(site)
-        check_events(site, tmp_path)
-
         region.send(signal.SIGKILL)
         chromium.wait_for(STATE, good=lambda state: state == "cut off")
         chromium.wait_for(HEALTH, good=lambda text: text.startswith("eu cut off"))
@@ -171,6 +116,7 @@ def page() -> Iterator[str]:
     server.stop()
 
 
+@BROWSER
 @pytest.mark.parametrize(("width", "phone"), [(360, True), (768, True), (1440, False)])
 def test_nothing_is_wider_than_the_screen(chromium: Chromium, page: str, width: int, phone: bool) -> None:
     chromium.resize(width, 800, phone)
@@ -184,6 +130,7 @@ def test_nothing_is_wider_than_the_screen(chromium: Chromium, page: str, width: 
     assert chromium.complaints == []
 
 
+@BROWSER
 @pytest.mark.parametrize("regions", [1, 2])
 def test_few_regions_fill_their_map_and_long_numbers_their_tiles(chromium: Chromium, regions: int) -> None:
     facts, now_s = replace(synthetic_facts(regions, 0.1), target_tokens=15_300_000_000_000), time.time()
@@ -221,6 +168,7 @@ def test_few_regions_fill_their_map_and_long_numbers_their_tiles(chromium: Chrom
         server.stop()
 
 
+@BROWSER
 def test_controls_and_tooltips(chromium: Chromium, page: str) -> None:
     chromium.open(page)
     chromium.wait_for(POINTS, good=lambda n: n >= 2)

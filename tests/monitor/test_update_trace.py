@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
-from geotrain.commands.logs import shown, trace_update
+from geotrain.commands.logs import shown
 from geotrain.common.names import GLOBAL
-from geotrain.config import ConfigError
-from geotrain.monitor.events import Acknowledged, EventLog, Follower, Record
+from geotrain.monitor.events import Acknowledged, Record
 from geotrain.monitor.update_trace import RunFacts, UpdateTrace, trace
 from geotrain.outer.events import (
     Event,
@@ -25,7 +23,6 @@ from geotrain.outer.events import (
 )
 from geotrain.outer.messages import Answer
 from tests.support.outer_world import config, halves, make, random_deltas
-from tests.support.server_processes import Site
 
 FACTS = RunFacts(lambda member: GLOBAL if member == "eu" else "eu", updates_per_send=2)
 
@@ -173,42 +170,3 @@ def test_state_machines_write_what_a_trace_reads() -> None:
     tell("eu", answer)
     found = trace("a/1", logs, facts)
     assert found.held == [] and found.steps[-1].what == "merged the answer to eu/1: global versions 1"
-
-
-def test_an_update_of_a_run_of_processes_is_followed_by_its_folder(tmp_path: Path) -> None:
-    """Real servers on real sockets and their event logs, laid out as a launch lays them out."""
-    site = Site(tmp_path, train_samples=16)
-    (tmp_path / "servers").mkdir()
-    for server in ("global", "eu"):
-        (tmp_path / "servers" / server).symlink_to(tmp_path / server)
-    try:
-        servers = [site.serve("global"), site.serve("eu")]
-        left = {name: site.worker(name) for name in ("a", "b")}
-        for worker in left.values():
-            worker.join()
-        while left:
-            for name, worker in list(left.items()):
-                if lease := worker.lease():
-                    worker.train(lease)
-                else:
-                    left.pop(name).leave()
-                    worker.close()
-        assert all(server.ended() == (0, "") for server in servers)
-    finally:
-        for server in site.servers:
-            server.process.kill()
-    applied_here = [r.event for r in Follower(tmp_path / "eu" / "events.jsonl").read()]
-    newest = max(e.sequence for e in applied_here if isinstance(e, UpdateApplied) and e.member == "a")
-    found = trace_update(tmp_path, f"a/{newest}")
-    words = [(step.where, step.what.split(":")[0].partition(" eu/")[0]) for step in found.steps]
-    assert words[0] == ("eu", "first part arrived (a/1)".replace("a/1", f"a/{newest}"))
-    stages = [("eu", "sent up as"), (GLOBAL, "journaled and applied"), ("eu", "merged the answer to")]
-    for stage in (("eu", f"journaled and applied a/{newest}"), *stages, ("eu", "acknowledged")):
-        assert stage in words, words
-    times = [step.time_s for step in found.steps]
-    assert times == sorted(times) and found.held == []
-    with EventLog(tmp_path / "events" / "b.jsonl", source="b") as log:
-        log.write(UpdateEncoded("b/999", 9, [], [0], 8))
-    assert "b" in trace_update(tmp_path, "b/999").held[0]
-    with pytest.raises(ConfigError, match="write MEMBER/NUMBER"):
-        trace_update(tmp_path, "17")

@@ -93,12 +93,13 @@ def test_an_own_loop_ends_where_the_trainer_does(
         torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+@LONG
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("eu", "us", "steps"),
     [
         (("own_loop.py", (), 1), (HF, (), 1), 400),
-        pytest.param(("own_loop_fsdp.py", (), 2), ("own_loop_deepspeed.py", ("1",), 2), 240, marks=LONG),
+        (("own_loop_fsdp.py", (), 2), ("own_loop_deepspeed.py", ("1",), 2), 240),
     ],
     ids=["plain, hugging face", "fsdp2, zero 1"],
 )

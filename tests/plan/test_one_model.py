@@ -23,6 +23,9 @@ from geotrain.simulate.forecast import forecast_run
 WORLD = ROOT / "configs/clusters/world-inventory.json"
 PRESETS = sorted(path.stem for path in (ROOT / "configs/runs").glob("*.json") if "quick" not in path.stem)
 WITHIN = 0.02
+SHORT = ("8b", "moe-30b-a3b")  # dense, and with experts; the others have the same parts
+WHOLE = pytest.mark.long("geotrain/plan", "geotrain/simulate", "configs/runs")
+NAMES = [pytest.param(name, marks=[] if name in SHORT else WHOLE) for name in PRESETS]
 
 
 def figures(forecast: dict[str, Any]) -> dict[str, float]:
@@ -33,7 +36,7 @@ def figures(forecast: dict[str, Any]) -> dict[str, float]:
     return found | {f"server {name}": server["busy"] for name, server in forecast["servers"].items()}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_all_tell_the_same_of_a_preset(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast_module, "MAX_UPDATES", 3_000)
     told: list[tuple[Any, dict[str, Any], Console]] = []

@@ -1,21 +1,17 @@
 """The plain cost against its definition on numbers by hand, and the vectorized one against the plain one."""
 
-import itertools
-
 import numpy as np
 import pytest
 
 from geotrain.plan.placement.cost import (
     Problem,
     arrange,
-    match_stages,
-    open_tour,
     placement,
     problem_from_links,
     stage_costs,
     table_costs,
 )
-from tests.support.placement_reference import matching_cost, partition_cost, stage_cost
+from tests.support.placement_reference import partition_cost, stage_cost
 from tests.support.plan_cases import random_problem
 
 
@@ -70,35 +66,6 @@ def test_vectorized_equals_plain(shape):
         assert placement(problem, table).total_s == pytest.approx(plain)
         assert table_costs(problem, groups) >= plain - 1e-9  # any other order of rows and columns costs at least that
         np.testing.assert_allclose(stage_costs(problem, groups), [stage_cost(problem, g) for g in groups.tolist()])
-
-
-def test_matching_and_tour_against_all_permutations():
-    rng = np.random.default_rng(3)
-    for size in (1, 2, 4, 5):
-        times = rng.integers(1, 9, size=(size, size)).astype(float)
-        best = min(max(times[i, j] for i, j in enumerate(order)) for order in itertools.permutations(range(size)))
-        assert times[np.arange(size), match_stages(times)].max() == best
-        edges = times + times.T
-        order = open_tour(edges)
-        lengths = [sum(edges[a, b] for a, b in itertools.pairwise(o)) for o in itertools.permutations(range(size))]
-        assert sorted(order) == list(range(size))
-        assert sum(edges[a, b] for a, b in itertools.pairwise(order)) == min(lengths)
-
-
-def test_plain_matching_against_all_permutations():
-    problem = random_problem(np.random.default_rng(5), 2, 4)
-    left, right = [0, 3, 5, 7], [1, 2, 4, 6]
-    ways = [
-        max(problem.activation_s[i, j] for i, j in zip(left, o, strict=True)) for o in itertools.permutations(right)
-    ]
-    assert matching_cost(problem, left, right) == min(ways)
-
-
-def test_batches_of_tables():
-    rng = np.random.default_rng(11)
-    problem = random_problem(rng, 3, 4)
-    tables = np.array([rng.permutation(12).reshape(3, 4) for _ in range(6)])
-    np.testing.assert_allclose(table_costs(problem, tables), [placement(problem, t).total_s for t in tables])
 
 
 def with_entry(value: float, fill: float = 1.0) -> np.ndarray:

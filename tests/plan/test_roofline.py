@@ -59,28 +59,6 @@ def test_where_nothing_waits_for_memory_only_attention_is_done_twice() -> None:
     assert roofline(work, 1, ENDLESS, half).mfu == pytest.approx(useful / (useful + again) / 2)
 
 
-def test_what_moves_memory_takes_its_bytes_at_the_bandwidth() -> None:
-    """Of one layer with the head: sums by hand."""
-    work = work_of("8b.json", tensor=1)
-    a = replace(work.architecture, layers=1)
-    work = replace(work, architecture=a, recompute="none", deepspeed=ADAMW)
-    t, h, q, kv, f, v = work.micro_tokens, 4096, 4096, 1024, 14336, a.vocab_size
-    matrices = [(h, q + 2 * kv), (q, h), (h, 2 * f), (f, h), (h, v)]
-    moved = sum(3 * 2 * (t * k + k * n + t * n) + (2 + 4 + 4) * k * n for k, n in matrices)
-    moved += (1 + 2) * 2 * t * 2 * (q + kv)
-    moved += 2 * t * ((10 + 12) * h + (3 + 5) * f + (2 + 2) * (q + kv) + 2 * q + 2 * (q + 2 * kv)) + t * 16 * 128
-    moved += t * v * (2 * 2 + 7 * 4) + 2 * t * 5 * h  # the head
-    moved += 2 * t * 3 * h + (2 + 10) * v * h  # the look-up
-    assert sum(o.bytes for o in micro_batch(work, 0)) == pytest.approx(moved)
-    slow = replace(ENDLESS, flops=math.inf, bandwidth=1e12)
-    found = roofline(work, 1, slow, CEILING)
-    micro_batches = found.memory_s + found.products_s + found.attention_s
-    steps = round(micro_batches / (moved / 1e12))
-    assert steps >= 1 and micro_batches == pytest.approx(steps * moved / 1e12)
-    parameters = 2 * h * v + h * (q + 2 * kv) + q * h + 3 * f * h + 3 * h
-    assert found.optimizer_s == pytest.approx(46 * parameters / 1e12)
-
-
 def test_ranks_of_a_replica_send_each_other_activations() -> None:
     alone, tensor = work_of("8b.json", tensor=1), work_of("8b.json", tensor=4)
     assert exchanged_bytes(alone) == 0.0

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from geotrain.commands.evaluate import evaluate
+from geotrain.commands.logs import trace_update
 from geotrain.commands.operate import RunState
 from geotrain.commands.quickstart import PROMPTS
 from tests.chaos.faults.audit import accounts
@@ -83,6 +84,19 @@ def test_what_was_killed_was_started_again(life: Life) -> None:
     assert {name: members[name]["restarts"] for name in US} == {"us-0": 1}
 
 
+def test_the_way_of_an_update_is_followed_through_all_servers(life: Life) -> None:
+    sent = [e for e in life.run.events("us-0") if e["event"] == "UpdateEncoded"][3]
+    found = trace_update(life.run.folder, sent["update"])
+    assert found.held == [] and [step.time_s for step in found.steps] == sorted(step.time_s for step in found.steps)
+    told = [(step.where, step.what.partition(" us")[0]) for step in found.steps]
+    for where, what in (
+        *(("us-0", "encoded: "), ("us-0", "sending begins"), ("us", "first part arrived (us-0/")),
+        *(("us", "journaled and applied"), ("us", "sent up as"), ("global", "journaled and applied")),
+        *(("us", "merged the answer to"), ("us-0", "answer adopted")),
+    ):
+        assert any(place == where and said.startswith(what) for place, said in told), (where, what, told)
+
+
 def test_damaged_packets_came_through_as_none(life: Life) -> None:
     packets = life.run.impaired_packets()
     assert packets.keys() == {*PACKETS, "repaired"} and min(packets.values()) > 0, packets
@@ -117,6 +131,24 @@ def test_page_and_metrics_tell_of_every_region(life: Life) -> None:
     for region in ("eu", "us"):
         assert any(f'"{region}"' in line for line in measured), region
         assert told[region]["metrics"].endswith("/metrics")
+
+
+def test_servers_measure_what_their_events_promise(life: Life) -> None:
+    for which, member in (("global", "eu"), ("eu", "eu-0")):
+        events = life.run.events(which)
+        updates = [e for e in events if e["event"] == "UpdateApplied" and e["member"] == member]
+        for event in updates:
+            assert len(event["fragment_staleness"]) == len(event["delta_norms"]) == len(event["fragments"])
+            assert max(event["fragment_staleness"]) == event["staleness"]
+            assert (event["tokens"] is not None) == (which == "global")
+        assert max(norm for event in updates for norm in event["delta_norms"]) > 0
+        heard = [e for e in events if e["event"] == "MemberSampled" and e["member"] == member]
+        assert max(e["received_bytes"] for e in heard) > 0 and max(e["received_bytes_per_s"] for e in heard) > 0
+        servers = [e for e in events if e["event"] == "ServerSampled"]
+        assert all(e["rss_bytes"] > 1e7 and e["disk_free_bytes"] > 0 for e in servers)
+        assert sum(e["journal_flushes"] for e in servers) > 0 and max(e["calls"] for e in servers) > 0
+    said = set().union(*(e["metrics"] for e in life.run.events("global") if e["event"] == "MemberSampled"))
+    assert said >= {"loss", "workers", "in_flight", "retries", "rss_bytes"}, "a region's heartbeats bring them"
 
 
 def test_there_is_one_launcher_of_a_run(life: Life) -> None:
@@ -194,6 +226,7 @@ def test_the_resumed_run_trains_all_its_data(life: Life) -> None:
     top = last["servers"]["global"]
     assert (life.said["status"].returncode, last["state"]) == (RunState.FINISHED, "finished")
     assert top["committed_samples"] == top["train_samples"] and top["complete"] and top["open_leases"] == 0
+    assert 0 < top["effective"] <= 1
     before = life.seen["stopped"].statuses
     assert top["committed_samples"] >= before["global"]["committed_samples"] + STEPS * BATCH
     for region in ("eu", "us"):  # counted from the run's beginning
@@ -245,6 +278,7 @@ def test_logs_and_checkpoints_are_where_they_belong(life: Life) -> None:
     shards = [f"{server}.shard-{i}" for server in ("global", "eu") for i in (0, 1)]
     assert {p.stem for p in (folder / "logs").iterdir()} == {"global", "eu", "us", "wan", *shards, *EU, *US}
     assert ": loss " in (folder / "logs/eu-0.log").read_text()
+    assert "us-0: joined" in (folder / "logs/us.log").read_text(), "what happens, in words"
     layouts = {
         path.parts[-3]: json.loads(path.read_text())["layout"].get("expert", 1)
         for path in (folder / "checkpoints").glob("*/*/manifest.json")

@@ -15,7 +15,7 @@ from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import StridedSlice
 from geotrain.staging import cuda as cuda_staging
 from geotrain.staging.cuda import CudaStaging, HostStaging, staging_for
-from geotrain.staging.interface import Ready, Staging, SynchronousStaging, from_bytes, to_bytes
+from geotrain.staging.interface import Staging, SynchronousStaging, to_bytes
 from tests.support.cuda_stand_in import Cuda
 from tests.support.outer_world import parameter_map
 
@@ -34,27 +34,6 @@ def whole(value: float, codec: str = "int8") -> ChunkWeights:
     """As a server sends them whose codec is this: a coarse one carries changes only, so that these are fp32."""
     plain = make_codec(codec_config("bf16" if codec == "bf16" else "fp32"))
     return ChunkWeights(0, 1, to_bytes(plain.encode(torch.full((16,), value)).payload))
-
-
-def test_the_streams_wait_for_each_other_and_the_host_for_neither(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    cuda = Cuda(late=True)
-    worker, matrix = rank(CudaStaging(CPU, cuda))
-    worker.on_weights(whole(1.0), start=True)
-    matrix.add_(1.0)
-    delta = worker.make_delta(0, seed=1)
-    waiting = worker.when_made(lambda: Ready(delta.result().payload))
-    matrix.add_(10.0)  # training goes on: what was read before does not change
-    assert not delta.done() and not waiting.done()
-    adopting = ["exchange after training", "[", "]", "training after event 1"]  # event 0: the host buffer is free
-    making = ["training after event 1", "exchange after training", "[", "]"]  # event 2: fetched, event 3: all done
-    said = [line for line in cuda.log if not line.startswith("deltas")]
-    assert said == adopting + making
-    for event in cuda.events:
-        event.happened.set()
-    sent = make_codec(codec_config("int8")).decode(from_bytes(waiting.result()), 16)
-    torch.testing.assert_close(sent, torch.full((16,), -1.0), rtol=0.01, atol=0)
-    assert "deltas waits for event 2" in cuda.log  # on a thread of its own
 
 
 def test_a_buffer_is_allocated_once_and_not_touched_while_a_copy_uses_it():
@@ -88,12 +67,6 @@ def test_what_is_fetched_is_not_overwritten_before_it_was_read():
     assert [f.result() for f in fetched] == [(bytes([i] * 4), True) for i in range(9)]
 
 
-def test_damaged_weights_are_refused_before_they_reach_the_device():
-    staging = CudaStaging(CPU, Cuda())
-    with pytest.raises(ValueError, match="too bad"):
-        staging.bring(0, b"abc", check=refuse)
-
-
 def test_a_buffer_is_used_again_after_its_first_payload_was_refused():
     staging = CudaStaging(CPU, Cuda())
     for _ in range(2):
@@ -113,18 +86,6 @@ def test_a_rank_that_holds_nothing_of_a_fragment_adopts_it_on_its_device(monkeyp
         for start in (True, False):
             worker.on_weights(ChunkWeights(empty, 1, b""), start)
         assert {shard.anchor.device for shard in worker.shards} == {meta}
-
-
-def test_what_is_swapped_out_is_put_aside_after_the_delta_under_way_was_coded(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    cuda = Cuda()
-    worker, _ = rank(CudaStaging(CPU, cuda))
-    worker.on_weights(whole(1.0), start=True)
-    worker.make_delta(0, seed=1).result()
-    coded = worker.shards[0].done
-    cuda.log.clear()
-    with worker.swapped_in([]):  # reads into the buffer that the delta was coded from
-        assert cuda.log == [f"training after {coded.name}"]
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -16,7 +16,7 @@ from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import StridedSlice
 from geotrain.staging.cuda import CudaStaging, HostStaging
 from geotrain.staging.interface import Ready, to_bytes
-from tests.support.cuda_emulator import Cuda, Event
+from tests.support.cuda_emulator import Cuda
 from tests.support.outer_world import parameter_map
 
 CPU = torch.device("cpu")
@@ -67,37 +67,6 @@ def test_every_use_waits_for_what_it_needs(codec: str) -> None:
         assert not cuda.faults and len(cuda.current_stream().clock) > 2, adopt
 
 
-def no_wait_for_training(staging: CudaStaging) -> Any:
-    return staging._cuda.stream(staging._stream)
-
-
-def no_wait_for_a_mark(staging: CudaStaging, mark: Any, *made: torch.Tensor) -> None:
-    for tensor in made:
-        tensor.record_stream(staging._cuda.current_stream(staging.device))
-
-
-def read_too_early(event: Event) -> None:
-    """Nothing, as if the host did not wait for it."""
-
-
-@pytest.mark.parametrize(
-    ("codec", "owner", "name", "omission", "words"),
-    [
-        ("int4", CudaStaging, "beside", no_wait_for_training, "does not wait for training"),
-        ("int4", CudaStaging, "wait", no_wait_for_a_mark, "does not wait for stream 1"),
-        ("fp32", torch.Tensor, "record_stream", lambda tensor, stream: None,
-         "freed on stream 1 while training may use it"),
-        ("int4", Event, "synchronize", read_too_early,
-         "does not wait for stream 1: aten::copy_ at geotrain.staging.cuda"),
-    ],
-    ids=["training", "mark", "record_stream", "buffer"],
-)  # fmt: skip
-def test_what_is_left_out_is_found(codec: str, owner: Any, name: str, omission: Any, words: str) -> None:
-    cuda = Cuda(READ_ON_A_CPU)
-    exchange(cuda, codec, omitted=(owner, name, omission))
-    assert any(words in fault for fault in cuda.faults), cuda.faults
-
-
 @pytest.mark.parametrize("waits", [True, False], ids=["answered", "not answered"])
 @pytest.mark.parametrize("codec", ["fp32", "int4"])
 def test_with_the_state_on_the_host_every_use_waits(codec: str, waits: bool) -> None:
@@ -105,41 +74,3 @@ def test_with_the_state_on_the_host_every_use_waits(codec: str, waits: bool) -> 
         cuda = Cuda(READ_ON_A_CPU)
         exchange(cuda, codec, adopt, host=True, waits=waits)
         assert not cuda.faults, adopt
-
-
-def no_wait_for_a_delta(staging: HostStaging, mark: Any, *made: torch.Tensor) -> None:
-    """Nothing, as if what a delta is made of could be overwritten at any time."""
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "omission", "words"),
-    [
-        (HostStaging, "wait", no_wait_for_a_delta, "does not wait for thread"),
-        (Event, "synchronize", read_too_early, "does not wait for training: aten::copy_ at geotrain.staging.cuda"),
-    ],
-    ids=["delta", "buffer"],
-)
-def test_with_the_state_on_the_host_what_is_left_out_is_found(
-    owner: Any, name: str, omission: Any, words: str
-) -> None:
-    cuda = Cuda(READ_ON_A_CPU)
-    exchange(cuda, "int4", omitted=(owner, name, omission), host=True, waits=False)
-    assert any(words in fault for fault in cuda.faults), cuda.faults
-
-
-@pytest.mark.parametrize(("of", "words"), [("read", "HostStaging._take"), ("change", "HostStaging._over")])
-def test_a_pinned_buffer_is_neither_read_nor_filled_too_early(of: str, words: str) -> None:
-    """Of the two waits each is left out alone."""
-    cuda, left = Cuda(), getattr(HostStaging, of)
-
-    def without(staging: HostStaging, *arguments: Any) -> None:
-        with mock.patch.object(Event, "synchronize", read_too_early):
-            left(staging, *arguments)
-
-    staging, matrix, vector = HostStaging(CPU, cuda, chunk=4), torch.zeros(16), torch.zeros(16)
-    cuda.on_host(vector)
-    with cuda.emulated(), mock.patch.object(HostStaging, of, without):
-        matrix.add_(1.0)
-        staging.read([matrix], vector)
-        staging.change([matrix], torch._foreach_add_, vector)
-    assert any(words in fault for fault in cuda.faults), cuda.faults
