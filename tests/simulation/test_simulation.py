@@ -80,10 +80,11 @@ async def has_no_room_under_a_shard(world: World) -> None:
     await world.network.messages(60)
     await operate(world, "pause")
     await asyncio.sleep(30.0)
-    assert (folder := world.processes["global.shard-0"].folder) is not None
+    folder = world.processes["global.shard-0"].folder
+    assert folder is not None
     world.disk.full.add(folder)
     began_s = world.loop.time()
-    with pytest.raises(aio.AioRpcError, match="global: a shard has no snapshot: .*no room for the journal"):
+    with pytest.raises(aio.AioRpcError, match=r"global: a shard has no snapshot: .*no room for the journal"):
         await operate(world, "snapshot")
     assert world.loop.time() - began_s < 5.0
     world.disk.full.discard(folder)

@@ -221,6 +221,14 @@ class Scenario:
         """Lose the server's disk."""
         self.world.restart(server, shutil.rmtree)
 
+    def do_fill(self, server: str, after: int = 0) -> None:
+        """Fill the server's disk when it has taken so many more messages of its members. In memory only."""
+        self.world.room[server] = after  # type: ignore[attr-defined]
+
+    def do_free(self, server: str) -> None:
+        """Make room on the server's disk again."""
+        del self.world.room[server]  # type: ignore[attr-defined]
+
     def do_snapshot(self, *servers: str) -> None:
         for server in servers:
             self.world.snapshot(server)

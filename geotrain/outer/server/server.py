@@ -240,6 +240,8 @@ class Server(Membership):
             return None
         if not self.fragments:
             raise Refused("this server has no weights yet", retry_s=1.0)
+        if part.sequence in member.refusals:
+            raise member.refusals[part.sequence].with_traceback(None)
         if part.sequence != member.sequence + 1:
             came, wanted = update_id(part.member, part.sequence), member.sequence + 1
             raise Refused(f"{part.member}: update {came} came, but {wanted} is next", retry_s=0.2)
@@ -424,8 +426,10 @@ class Server(Membership):
                 update = update_id(name, first.sequence)
                 raise Refused(f"{name}: the parts of update {update} speak of different fragments or leases")
             self._judge(name, member, first, fragments)
-        except Refused:
+        except Refused as refused:
             self.shards.execute(Forget(name, updates=(first.sequence,)))
+            if len(parts) > 1:
+                member.refusals[first.sequence] = refused
             raise
         member.meet(MemberEvent.HEARD)  # not before: what is refused is no sign of life
         member.sequence, member.job = first.sequence, first.job
