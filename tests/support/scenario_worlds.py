@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.net.server.server_host import STATUS
-from geotrain.net.server.server_thread import FULL_RETRY_S
 from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
 from geotrain.net.transport.operator_client import ask_status, command
@@ -154,7 +152,6 @@ class InMemory(World):
         self.identity = self.world.identity
         self.held: set[str] = set()  # regions whose link is cut
         self.refusing: set[str] = set()  # regions whose next update is refused for good
-        self.room: dict[str, int] = {}  # server whose disk fills → how many messages of members it still has room for
 
     def servers(self, name: str) -> Any:
         return self.world.server(name)
@@ -172,10 +169,6 @@ class InMemory(World):
         self.told(server, message, outcome)
 
     def tell(self, server: str, message: Message) -> Any:
-        if server in self.room:
-            if not self.room[server]:
-                raise Refused("the server's disk is full", FULL_RETRY_S)
-            self.room[server] -= 1
         try:
             reply = self.world.tell(server, message)
         except Refused as refused:
@@ -183,8 +176,7 @@ class InMemory(World):
             if refused.retry_s is None and isinstance(message, UpdatePart | LeaseRequest):  # as the service does it
                 life, bad = self.servers(server).members[member].incarnation, isinstance(refused, BadDelta)
                 sequence, job = (message.sequence, message.job) if isinstance(message, UpdatePart) else (0, 0)
-                with suppress(Refused):
-                    self.tell(server, UpdateRejected(member, life, refused.reason, sequence, job * bad))
+                self.tell(server, UpdateRejected(member, life, refused.reason, sequence, job * bad))
             raise
         if isinstance(message, UpdatePart):  # as a sender is told
             return self.servers(server).members[message.member].sequence >= message.sequence

@@ -197,8 +197,7 @@ class Server(Membership):
         if member is None:
             return False
         # Over a socket, `admit` has checked this part before its payload came; in replays and simulations, nobody.
-        admitted = member.admitted.pop(part.part, None)
-        if admitted is None or admitted != outline(part):
+        if member.admitted.pop(part.part, None) != outline(part):
             self._check(part, member)
         parts = member.arriving.setdefault(part.sequence, {})
         if part.part in parts:
@@ -420,9 +419,8 @@ class Server(Membership):
         fragments = self.parameter_map.fragments_of([d.chunk for d in first.deltas])
         del member.arriving[first.sequence]  # also when it is refused below, so that it can be sent anew
         spoken = [([d.chunk for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
-        alike = all(each == spoken[0] for each in spoken)
         try:
-            if not alike:
+            if any(each != spoken[0] for each in spoken):
                 update = update_id(name, first.sequence)
                 raise Refused(f"{name}: the parts of update {update} speak of different fragments or leases")
             self._judge(name, member, first, fragments)
