@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from grpc import aio
 
+from geotrain.common.files import out_of_room
 from geotrain.net.server.shard_sessions import ShardLost, ShardSessions, TimelineLost
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.storage.timeline import Timeline
@@ -240,5 +241,20 @@ async def test_a_moment_is_copied_when_all_shards_have_said_so() -> None:
     shards[0].says.put_nowait(aio.EOF)
     with pytest.raises(StoreError, match="8 is not copied: eu: the stream to shard 0 has ended"):
         await copying
+    for task in served:
+        task.cancel()
+
+
+@on_a_loop
+async def test_a_snapshot_that_a_shard_could_not_write_is_none_and_whether_there_was_room_is_known() -> None:
+    coordinator, *shards = sessions(), FakeShard(0), FakeShard(1)
+    served = await here(coordinator, *shards)
+    for full in (True, False):
+        shards[0].say(rpc.ShardState(0, 0, 0, 0, "7"))
+        shards[1].say(rpc.Unsaved("7", "it has no snapshot", full))
+        await asyncio.sleep(1.0)
+        with pytest.raises(StoreError, match="eu: a shard has no snapshot: it has no snapshot") as unsaved:
+            coordinator.saved("7")
+        assert out_of_room(unsaved.value) == full and not coordinator.saved("8")
     for task in served:
         task.cancel()

@@ -25,6 +25,7 @@ from geotrain.outer.messages import (
     Refused,
     UpdateRejected,
 )
+from geotrain.outer.server.leases import RETURNED_KEPT
 from geotrain.outer.server.member import MOST_INCARNATIONS
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
 from tests.support.outer_world import config, halves, make, random_deltas, saved_and_loaded
@@ -182,6 +183,15 @@ def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():
     while world.up["eu"]:
         world.deliver("eu")
     assert world.regions["eu"].leases.held["a"].keys() == {1, 2, 3}
+
+
+def test_a_restarted_region_keeps_all_leases_that_it_answers_for_however_many():
+    world = make(config(local_steps=1))
+    numbers = tuple(world.top.handle(LeaseRequest("a", job)).reply.lease for job in range(1, RETURNED_KEPT + 3))
+    again = dataclasses.replace(world.regions["eu"].join_message(), incarnation="life-2", leases=numbers[:-1])
+    assert world.top.handle(again).reply.gone == ()
+    assert tuple(world.top.holds("eu")) == numbers[:-1]
+    assert world.top.handle(LeaseRequest("b", 1)).reply.start == RETURNED_KEPT + 1  # that of which it knows nothing
 
 
 def test_a_run_that_is_resumed_with_fewer_samples_than_were_handed_out_trains_no_more():

@@ -113,10 +113,16 @@ def test_refused_updates(what: str) -> None:
     change, reason = UPDATES[what]
     world = make(config(limits=LimitsConfig(norm_deviations=None)), cut_a=halves, fragments=1, chunk_elements=6)
     region = world.regions["eu"]
-    first, good = world.workers["a"][1].parts(random_deltas(world, 1))
+    parts = first, good = world.workers["a"][1].parts(random_deltas(world, 1))
     region.handle(first)
     refuses(region, change(good), reason)
-    assert [region.handle(part).reply for part in (first, good)] == [False, True]
+    if "numbers" in what:  # the update was whole, and is refused for good: so are its parts, in this incarnation
+        for part in parts:
+            refuses(region, part, reason)
+        for join in world.workers["a"][1].joins(world.identity, "life-2"):
+            region.handle(join)
+        parts = [replace(part, incarnation="life-2") for part in parts]
+    assert [region.handle(part).reply for part in parts] == [False, True]
 
 
 JOINS = {

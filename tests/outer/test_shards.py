@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config, rule_config
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import left_out
@@ -21,7 +22,7 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
 from geotrain.outer.shards import shard
-from geotrain.outer.shards.protocol import Apply, Forget, NewIncarnation, SendUp, digest
+from geotrain.outer.shards.protocol import Apply, Forget, Freeze, NewIncarnation, SendUp, digest
 from geotrain.outer.shards.remote import RemoteShards
 from geotrain.outer.shards.shard import HeldPayload, ServerShard
 from geotrain.parameters.parameter_map import Parameter, ParameterMap, ParameterMapError
@@ -153,9 +154,8 @@ def test_a_fault_in_one_chunk_refuses_the_whole_update_in_all_shards() -> None:
         region.handle(replace(second, deltas=(*others, replace(last, payload=nan))))
     assert all(map(torch.equal, weights_of(region), before)) and held(region) == known
     worker.sequence = 0
-    for part in worker.parts(random_deltas(world, 1)):
-        applied = region.handle(part).reply
-    assert applied
+    again = *worker.joins(world.identity, "life-2"), *worker.parts(random_deltas(world, 1), incarnation="life-2")
+    assert [region.handle(message).reply for message in again][-1] is True
 
 
 def test_a_shard_applies_what_its_coordinator_has_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +190,33 @@ def test_a_shard_applies_what_its_coordinator_has_judged(monkeypatch: pytest.Mon
     digested.clear()
     machine.handle(given[-1])
     assert not torch.equal(weights_of(region)[1], before[1]) and not digested
+
+
+def test_a_shard_that_has_missed_a_join_gets_it_before_what_is_coded_for_that_member() -> None:
+    """Its machine lost power: the last messages before are on no disk, though all commands that count are."""
+    world = make(config(down=codec_config("int8")), **CHUNKS)
+    heard_all, missed = (
+        ShardServer(world.begun(GLOBAL).shards.all[0], 0, 1, tuple(world.regions), "region") for _ in range(2)
+    )
+    far = RemoteShards(world.parameter_map, 1, heard_all.shard.up_codec, changes=True)
+    far.emit = lambda command: [machine.handle(command) for machine in there]
+    there, join = [heard_all, missed], world.regions["eu"].join_message()
+    far.begin_incarnation("life-1")
+    far.execute(Forget("eu", mirrors=True))
+    there.remove(missed)
+    for _ in range(2):  # said twice, as where the welcome was lost
+        far.receive(join)
+    far.drop(missed.commands)
+    for fragment in range(len(world.parameter_map.fragments)):
+        far.execute(Freeze("eu", 0, fragment, 0))
+    assert [type(message) for message in far.since(missed.commands)][:2] == [Join, Freeze]
+    for message in far.since(missed.commands):
+        missed.handle(message)
+    there.append(missed)
+    far.begin_incarnation("life-2")
+    far.receive(join)
+    asked = "eu", join.incarnation, 0, 0, tuple(range(len(world.parameter_map.fragments)))
+    assert missed.answer(*asked) == heard_all.answer(*asked) is not None
 
 
 def test_a_fault_in_one_chunk_of_global_weights_changes_no_mirror() -> None:

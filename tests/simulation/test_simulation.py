@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from grpc import aio
 
+from geotrain.common.names import GLOBAL
 from geotrain.outer.events import UpdateApplied
 from tests.simulation import machine
 from tests.simulation.lives import dies_half_way, digest, live, settings_of, violations
-from tests.simulation.world import World
+from tests.simulation.world import World, operate
 
 ROOT = Path(__file__).parents[2]
 TOLD = """
@@ -72,6 +74,28 @@ def test_who_calls_while_a_shard_is_missing_is_not_taken_for_dead() -> None:
     drawn = {seed: settings_of(seed) for seed in range(60)}
     for seed in [seed for seed, each in drawn.items() if "eu" in each["shards"] and each["rule"] != "sync"][:2]:
         assert violations(live(seed, lacks_a_shard)) == []
+
+
+async def has_no_room_under_a_shard(world: World) -> None:
+    await world.network.messages(60)
+    await operate(world, "pause")
+    await asyncio.sleep(30.0)
+    folder = world.processes["global.shard-0"].folder
+    assert folder is not None
+    world.disk.full.add(folder)
+    began_s = world.loop.time()
+    with pytest.raises(aio.AioRpcError, match=r"global: a shard has no snapshot: .*no room for the journal"):
+        await operate(world, "snapshot")
+    assert world.loop.time() - began_s < 5.0
+    world.disk.full.discard(folder)
+    await operate(world, "snapshot")
+    await operate(world, "resume")
+
+
+def test_a_snapshot_for_which_a_shard_has_no_room_is_refused_at_once() -> None:
+    drawn = {seed: settings_of(seed) for seed in range(60)}
+    for seed in [seed for seed, each in drawn.items() if GLOBAL in each["shards"] and each["rule"] != "sync"][:2]:
+        assert violations(live(seed, has_no_room_under_a_shard)) == []
 
 
 async def is_refused_at_once(world: World) -> None:

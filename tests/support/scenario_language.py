@@ -17,6 +17,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import LimitsConfig, codec_config
+from geotrain.net.server.server_thread import FULL_RETRY_S
 from geotrain.outer.messages import (
     Finished,
     Lease,
@@ -31,6 +33,7 @@ from geotrain.outer.messages import (
     Leave,
     LiftQuarantine,
     MemberSilent,
+    Message,
     OperatorCommand,
     Refused,
     RunComplete,
@@ -231,6 +234,23 @@ class Scenario:
     def do_lose(self, server: str) -> None:
         """Lose the server's disk."""
         self.world.restart(server, shutil.rmtree)
+
+    def do_fill(self, server: str, after: int = 0) -> None:
+        """Fill the server's disk when it has taken so many more messages of its members. In memory only."""
+        tell, room = self.world.tell, count(after, -1)
+
+        def told(to: str, message: Message) -> Any:
+            if to != server or next(room) > 0:
+                return tell(to, message)
+            if isinstance(message, UpdateRejected):  # the service cannot write it down, and goes on
+                return None
+            raise Refused("the server's disk is full", FULL_RETRY_S)
+
+        self.world.tell = told  # type: ignore[method-assign]
+
+    def do_free(self) -> None:
+        """Make room on the disk again."""
+        del self.world.tell
 
     def do_snapshot(self, *servers: str) -> None:
         for server in servers:

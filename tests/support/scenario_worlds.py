@@ -176,7 +176,7 @@ class InMemory(World):
             if refused.retry_s is None and isinstance(message, UpdatePart | LeaseRequest):  # as the service does it
                 life, bad = self.servers(server).members[member].incarnation, isinstance(refused, BadDelta)
                 sequence, job = (message.sequence, message.job) if isinstance(message, UpdatePart) else (0, 0)
-                self.world.tell(server, UpdateRejected(member, life, refused.reason, sequence, job * bad))
+                self.tell(server, UpdateRejected(member, life, refused.reason, sequence, job * bad))
             raise
         if isinstance(message, UpdatePart):  # as a sender is told
             return self.servers(server).members[message.member].sequence >= message.sequence

@@ -33,19 +33,8 @@ MOST_INCARNATION = 256  # characters of an incarnation's name
 MOST_INCARNATIONS = 65536  # of a member in a run: all of them are remembered, in every snapshot
 # Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
 SAVED = (
-    *(
-        "incarnation",
-        "former",
-        "restarts",
-        "quarantined",
-        "expelled",
-        "banned",
-        "sequence",
-        "job",
-        "updates",
-        "refused",
-    ),
-    *("strikes", "fault", "step_s", "metrics"),
+    *("incarnation", "former", "restarts", "quarantined", "expelled", "banned"),
+    *("sequence", "job", "updates", "refused", "strikes", "fault", "step_s", "metrics"),
 )
 
 
@@ -71,6 +60,9 @@ class Member:
     # Sequence → part → what came, without its payloads, which are in the shards.
     arriving: dict[int, dict[int, UpdatePart]] = field(default_factory=dict)
     admitted: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # part → outline that `Server.admit` checked
+    # Sequence → why that update of several parts was refused for good. A part of it that is said again, as the reply
+    # was lost, is refused again: the others, which were taken, never come again.
+    refusals: dict[int, Refused] = field(default_factory=dict)
     # Fragments whose delta was taken and whose answer the rule has not released yet (synchronous rules wait for all).
     # Unlike `awaiting` this outlives the server: a member that asks again after a restart must still wait.
     owed: set[int] = field(default_factory=set)

@@ -276,7 +276,7 @@ class Membership(ABC):
         answers = tuple(member.answers) if sent else ()
         self.shards.execute(Forget(name, joins, sent, answers, (member.sequence,)))
         if joins:
-            for table in (member.joined, member.slices, member.arriving, member.admitted):
+            for table in (member.joined, member.slices, member.arriving, member.admitted, member.refusals):
                 table.clear()
         if sent:
             member.awaiting.clear()

@@ -197,8 +197,7 @@ class Server(Membership):
         if member is None:
             return False
         # Over a socket, `admit` has checked this part before its payload came; in replays and simulations, nobody.
-        admitted = member.admitted.pop(part.part, None)
-        if admitted is None or admitted != outline(part):
+        if member.admitted.pop(part.part, None) != outline(part):
             self._check(part, member)
         parts = member.arriving.setdefault(part.sequence, {})
         if part.part in parts:
@@ -240,6 +239,8 @@ class Server(Membership):
             return None
         if not self.fragments:
             raise Refused("this server has no weights yet", retry_s=1.0)
+        if part.sequence in member.refusals:
+            raise member.refusals[part.sequence].with_traceback(None)
         if part.sequence != member.sequence + 1:
             came, wanted = update_id(part.member, part.sequence), member.sequence + 1
             raise Refused(f"{part.member}: update {came} came, but {wanted} is next", retry_s=0.2)
@@ -418,14 +419,15 @@ class Server(Membership):
         fragments = self.parameter_map.fragments_of([d.chunk for d in first.deltas])
         del member.arriving[first.sequence]  # also when it is refused below, so that it can be sent anew
         spoken = [([d.chunk for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
-        alike = all(each == spoken[0] for each in spoken)
         try:
-            if not alike:
+            if any(each != spoken[0] for each in spoken):
                 update = update_id(name, first.sequence)
                 raise Refused(f"{name}: the parts of update {update} speak of different fragments or leases")
             self._judge(name, member, first, fragments)
-        except Refused:
+        except Refused as refused:
             self.shards.execute(Forget(name, updates=(first.sequence,)))
+            if len(parts) > 1:
+                member.refusals[first.sequence] = refused
             raise
         member.meet(MemberEvent.HEARD)  # not before: what is refused is no sign of life
         member.sequence, member.job = first.sequence, first.job
