@@ -62,8 +62,8 @@ class EncodedDelta:
 class Codec:
     """One wire format. It keeps no state: the caller owns the residuals, one for each stream of deltas.
 
-    Tensors are read flat, in memory order. `values` may be fp32 or bf16; anchors, residuals and outputs are fp32 and
-    contiguous, on the same device.
+    Tensors are read flat, in memory order. `values` may be fp32 or bf16; anchors, residuals and outputs are fp32; all
+    are contiguous, on the same device.
     """
 
     def __init__(self, spec: PayloadFormat) -> None:
@@ -91,18 +91,16 @@ class Codec:
     ) -> EncodedDelta:
         """Encode v = values + decay · residual or, with an anchor, v = anchor − values + decay · residual.
 
-        One pass over memory. The residual (fp32, same size) becomes v − decoded(v), in place: what this payload could
-        not express goes with the next one (error feedback).
+        One pass over memory. The residual (same size) becomes v − decoded(v), in place: what this payload could not
+        express goes with the next one (error feedback). On hosts it may be bf16, which is rounded by chance.
 
         seed: chooses the random bits of stochastic rounding. what: names the tensor in errors. Raises CodecError, and
         NonFiniteError on a CPU; the residual is then unusable, since that of the finite blocks was updated already.
         """
-        if values.dtype not in (torch.float32, torch.bfloat16):
-            raise CodecError(f"{what or 'a tensor'}: is {values.dtype}; the codecs take float32 and bfloat16")
-        for role, other in (("anchor", anchor), ("residual", residual)):
-            if other is not None:
-                _need_fp32(other, values.numel(), values.device, f"{what or 'a tensor'}: its {role}")
-        payload, finite = kernels.quantize(values, self.spec, anchor=anchor, residual=residual, seed=seed)
+        try:
+            payload, finite = kernels.quantize(values, self.spec, anchor=anchor, residual=residual, seed=seed)
+        except ValueError as error:
+            raise CodecError(f"{what or 'a tensor'}: {error}") from None
         if values.device.type == "cpu":
             return EncodedDelta(payload, bool(finite), what).check()
         # On a GPU the flag stays a tensor: `bool` would stop training until the device has caught up.
@@ -168,6 +166,13 @@ class Codec:
         if not checked:
             self.check(payload, out.numel())
         kernels.dequantize(payload, out, self.spec, weight=weight)
+
+
+def residual_dtype(config: CodecConfig, bf16_state: bool) -> torch.dtype | None:
+    """Dtype of a server's residuals; None: the format needs none. Codecs of other packages take fp32 only."""
+    if not make_codec(config).error_feedback:
+        return None
+    return torch.bfloat16 if bf16_state and not isinstance(config, PluggedCodec) else torch.float32
 
 
 def make_codec(config: CodecConfig) -> Codec:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from geotrain.config import OuterConfig
+from geotrain.config import OuterConfig, rule_config
+from geotrain.outer.codec import rounding_seed
 from geotrain.outer.rules import Vectors
-from geotrain.outer.rules.region_momentum import momentum_average
-from geotrain.outer.shards.bf16_state import in_fp32
+from geotrain.outer.rules.region_momentum import MomentumRegion
+from geotrain.outer.rules.rule import NOTHING
 
 
 def test_a_momentum_that_moves_by_less_than_bf16_can_tell_arrives_all_the_same() -> None:
     """After many updates the mean over elements is that of fp32; rounding to the nearest stops on the way there."""
-    v, nearest, exact = Vectors(torch.zeros(4096)), torch.zeros(1, dtype=torch.bfloat16), 0.0
-    delta, room = torch.ones(4096), torch.full((5000,), torch.nan)  # larger, and it holds something else
+    v, nearest, exact = Vectors(torch.zeros(4096), in_bf16=["momentum"]), torch.zeros(1, dtype=torch.bfloat16), 0.0
+    rule = MomentumRegion(rule_config("region_momentum"), 1, 0.999)  # type: ignore[arg-type]
     for number in range(2000):
-        with in_fp32(v, ("momentum",), [room], "eu", number, 0) as wide:
-            m = wide.vector("momentum")
-            momentum_average(wide.x, delta, m, decay=0.999, gain=1.0, weight=1.0)
+        v.seed = rounding_seed("eu", number)
+        rule.apply(v, "a", torch.ones(4096), NOTHING)
         nearest = (0.999 * nearest.float() + 0.001).bfloat16()
         exact = 0.999 * exact + 0.001
     kept = v.aux["momentum"]
