@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_SHIFT, PayloadFormat
-from geotrain.kernels.steps import (
-    AdamStep,
-    OuterStep,
-)
+from geotrain.kernels.steps import AdamStep, OuterStep
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -205,9 +202,7 @@ def _run(name: str, **fields: Any) -> Any:
     loaded = library()
     if loaded is None:
         raise RuntimeError("geotrain.kernels: the CPU kernels are not built")
-    job = _FUNCTIONS[name][0](**fields)
-    if hasattr(job, "threads"):
-        job.threads = torch.get_num_threads()
+    job = _FUNCTIONS[name][0](threads=torch.get_num_threads(), **fields)
     return getattr(loaded, f"geotrain_{name}")(ctypes.byref(job))
 
 

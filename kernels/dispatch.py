@@ -15,12 +15,7 @@ from torch import Tensor
 
 from geotrain.kernels import cpu, newton_schulz, reference
 from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, PayloadFormat
-from geotrain.kernels.steps import (
-    QUINTIC,
-    AdamStep,
-    Coefficients,
-    OuterStep,
-)
+from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
 
 LOW_PRECISION = (torch.float32, torch.bfloat16)
 
@@ -37,7 +32,8 @@ def quantize(
     """Encode v = (anchor −) values + decay · residual in one pass; residual becomes v − decoded, in place.
 
     values: fp32 or bf16; anchor: fp32; residual: fp32, on hosts also bf16, which is rounded up or down by chance; all
-    of one size. Returns (payload: uint8, 1-D; whether all was finite, 0-d bool). A block that is not finite gets a NaN scale and keeps its residual.
+    of one size. Returns (payload: uint8, 1-D; whether all was finite, 0-d bool). A block that is not finite gets a
+    NaN scale and keeps its residual.
     payload: where to write it, of the right size; None: to new memory.
     """
     values = values.detach()

@@ -36,8 +36,8 @@ def quantize(
     """Encode v = (anchor −) values + decay · residual into `payload`; residual becomes v − decoded, in place.
 
     All 1-D: values fp32 or bf16, anchor fp32, residual fp32 or bf16 (rounded by chance), payload uint8 of
-    `fmt.encoded_bytes`. Returns whether all v are finite (0-d bool). A block that is not finite is coded as zeros with a NaN scale and keeps its residual; of
-    fp32 and bf16 a single element that is not finite keeps its own.
+    `fmt.encoded_bytes`. Returns whether all v are finite (0-d bool). A block that is not finite is coded as zeros
+    with a NaN scale and keeps its residual; of fp32 and bf16 a single element that is not finite keeps its own.
     """
     v = values.float() if anchor is None else anchor - values.float()
     if residual is not None:

@@ -136,7 +136,6 @@ class Codec:
         self._check_size(payload, out.numel())
         if not plain:
             self.check(payload, out.numel())
-        _need_fp32(out, out.numel(), payload.device, "decode: out")
         squares = torch.empty(-(-out.numel() // SQUARES_BLOCK), dtype=torch.float64, device=out.device)
         kernels.dequantize(payload, out, self.spec, squares=squares)
         total = fsum(squares.tolist())  # correctly rounded, so the order of the blocks does not matter
@@ -162,7 +161,6 @@ class Codec:
         return CodecError(f"{self.name} payload of {numel} elements holds values that are not finite; refused")
 
     def _decode(self, payload: Tensor, out: Tensor, weight: float | None, checked: bool) -> None:
-        _need_fp32(out, out.numel(), payload.device, "decode: out")
         if not checked:
             self.check(payload, out.numel())
         kernels.dequantize(payload, out, self.spec, weight=weight)
@@ -193,10 +191,3 @@ def rounding_seed(*stream: str | int) -> int:
     """
     # blake2b and not `hash`: Python salts the hashes of strings anew in every process.
     return int.from_bytes(blake2b(repr(stream).encode(), digest_size=8).digest(), "little")
-
-
-def _need_fp32(tensor: Tensor, numel: int, device: torch.device, role: str) -> None:
-    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-        raise CodecError(f"{role} must be contiguous float32, is {tensor.dtype} with strides {tensor.stride()}")
-    if tensor.numel() != numel or tensor.device != device:
-        raise CodecError(f"{role} must have {numel} elements on {device}, has {tensor.numel()} on {tensor.device}")
