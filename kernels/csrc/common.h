@@ -122,8 +122,8 @@ INLINE void random_block(uint32_t *words, int64_t first, int quarter, uint64_t s
 
 /* v of elements [at, at + n) into `v`; returns the largest magnitude's bits. In load.c, as are the next. */
 int32_t load_block(float *restrict v, const codec_job *job, int64_t at, int n);
-/* State that is kept in bf16: `n` elements of it, and back again, rounded by chance. Element i of a block of STATE_BLOCK
- * takes the low half of word i, or of its second half the high half: drawing takes longer than all else.
+/* State that is kept in bf16: `n` elements of it, and back again, rounded by chance. Two halves of a block of
+ * STATE_BLOCK share their words, since drawing takes longer than all else: the first takes the low half of each.
  * `first`, a multiple of STATE_BLOCK: the number of the first element. */
 void widen(float *restrict wide, const uint16_t *restrict kept, int n);
 void keep_in_bf16(uint16_t *restrict kept, const float *restrict wide, int64_t first, int n, uint64_t seed);
