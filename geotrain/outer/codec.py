@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import fsum, isfinite
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class Codec:
         if not plain:
             self.check(payload, out.numel())
         squares = torch.empty(-(-out.numel() // SQUARES_BLOCK), dtype=torch.float64, device=out.device)
-        kernels.dequantize(payload, out, self.spec, squares=squares)
+        self._dequantize(payload, out, squares=squares)
         total = fsum(squares.tolist())  # correctly rounded, so the order of the blocks does not matter
         if plain and not isfinite(total):
             raise self._not_finite(out.numel())
@@ -163,7 +163,13 @@ class Codec:
     def _decode(self, payload: Tensor, out: Tensor, weight: float | None, checked: bool) -> None:
         if not checked:
             self.check(payload, out.numel())
-        kernels.dequantize(payload, out, self.spec, weight=weight)
+        self._dequantize(payload, out, weight=weight)
+
+    def _dequantize(self, payload: Tensor, out: Tensor, **how: Any) -> None:
+        try:
+            kernels.dequantize(payload, out, self.spec, **how)
+        except ValueError as error:
+            raise CodecError(f"decode: {error}") from None
 
 
 def residual_dtype(config: CodecConfig, bf16_state: bool) -> torch.dtype | None:
