@@ -23,10 +23,11 @@ ADAM = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10)
 NEXT = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=11)
 
 # name: (bytes touched for each element, call(ops, four fp32 tensors, gradients in bf16, weights in bf16))
-ON_HOSTS = ("outer_update", "average", "merge")  # of servers, whose vectors are in host memory
+ON_HOSTS = ("outer_update", "outer_update_bf16", "average", "merge")  # of servers, whose vectors are in host memory
 OPS: dict[str, tuple[int, Callable]] = {
-    "outer_update": (28, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], t[2], t[3], OUTER)),
-    "average": (12, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], None, None, AVERAGE)),
+    "outer_update": (28, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], t[2], t[3], OUTER, 0)),
+    "outer_update_bf16": (16, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], low, None, OUTER, 0)),
+    "average": (12, lambda ops, t, grad, low: ops.outer_update(t[0], t[1], None, None, AVERAGE, 0)),
     "merge": (20, lambda ops, t, grad, low: ops.merge(t[0], t[1], t[2], True, 0.25)),
     "adam_step": (28, lambda ops, t, grad, low: ops.adam(t[0], t[1], t[2], grad, low, ADAM, None, True)),
     "adam_step_look_ahead": (28, lambda ops, t, grad, low: ops.adam(t[0], t[1], t[2], grad, low, ADAM, NEXT, True)),

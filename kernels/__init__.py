@@ -19,12 +19,7 @@ from geotrain.kernels.dispatch import (
     quantize,
     rotate,
 )
-from geotrain.kernels.steps import (
-    QUINTIC,
-    AdamStep,
-    Coefficients,
-    OuterStep,
-)
+from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
 
 __all__ = [
     "QUINTIC",

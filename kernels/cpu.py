@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_SHIFT, PayloadFormat
-from geotrain.kernels.steps import (
-    AdamStep,
-    OuterStep,
-)
+from geotrain.kernels.steps import AdamStep, OuterStep
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -36,18 +33,20 @@ _Record = _struct("record", (_int, "length kept low_bits lows_at highs_at values
 _CodecJob = _struct(
     "codec_job",
     (_pointer, "anchor values residual out squares payload"),
-    (_long, "numel codes_offset"),
+    (_long, "numel codes_offset residual_begin"),
     (ctypes.c_uint64, "seed"),
     (_float, "decay inverse_level weight"),
-    (_int, "values_are_bf16 stochastic accumulate format block scale_shift scale_bytes max_scale_bits threads"),
+    (_int, "values_are_bf16 residual_is_bf16 stochastic accumulate"),
+    (_int, "format block scale_shift scale_bytes max_scale_bits threads"),
     (_Record * 2, "record"),
 )
 _OuterJob = _struct(
     "outer_job",
     (_pointer, "weights momentum accumulator delta"),
     (_long, "numel"),
+    (ctypes.c_uint64, "seed"),
     (_float, "keep gain from_momentum from_delta"),
-    (_int, "moves_momentum threads"),
+    (_int, "moves_momentum state_is_bf16 threads"),
 )
 _MergeJob = _struct(
     "merge_job",
@@ -124,6 +123,7 @@ def quantize(
         decay=fmt.error_decay,
         inverse_level=1.0 / GRIDS[fmt.name].max_level if fmt.name in GRIDS else 0.0,
         values_are_bf16=values.dtype == torch.bfloat16,
+        residual_is_bf16=residual is not None and residual.dtype == torch.bfloat16,
         stochastic=fmt.stochastic,
     )
     return torch.tensor(finite == 1)
@@ -150,11 +150,12 @@ def payload_ok(payload: Tensor, numel: int, fmt: PayloadFormat) -> bool:
 
 
 def outer_update(
-    weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep
+    weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep, seed: int
 ) -> None:
     """Apply one server update, in place."""
     vectors = _tensors(weights=weights, momentum=momentum, accumulator=accumulator, delta=delta)
-    _run("outer_update", **vectors, numel=weights.numel(), **vars(step))
+    narrow = momentum is not None and momentum.dtype == torch.bfloat16
+    _run("outer_update", **vectors, numel=weights.numel(), seed=seed, state_is_bf16=narrow, **vars(step))
 
 
 def merge(weights: Tensor, base: Tensor, incoming: Tensor, ledger: bool, alpha: float) -> None:
@@ -201,9 +202,7 @@ def _run(name: str, **fields: Any) -> Any:
     loaded = library()
     if loaded is None:
         raise RuntimeError("geotrain.kernels: the CPU kernels are not built")
-    job = _FUNCTIONS[name][0](**fields)
-    if hasattr(job, "threads"):
-        job.threads = torch.get_num_threads()
+    job = _FUNCTIONS[name][0](threads=torch.get_num_threads(), **fields)
     return getattr(loaded, f"geotrain_{name}")(ctypes.byref(job))
 
 

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from geotrain.kernels import cpu, newton_schulz, reference
 from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, PayloadFormat
-from geotrain.kernels.steps import (
-    QUINTIC,
-    AdamStep,
-    Coefficients,
-    OuterStep,
-)
+from geotrain.kernels.steps import QUINTIC, AdamStep, Coefficients, OuterStep
 
 LOW_PRECISION = (torch.float32, torch.bfloat16)
 
@@ -36,12 +31,14 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Encode v = (anchor −) values + decay · residual in one pass; residual becomes v − decoded, in place.
 
-    values: fp32 or bf16; anchor and residual: fp32, of the same size. Returns (payload: uint8, 1-D; whether all was
-    finite, 0-d bool). A block that is not finite gets a NaN scale and keeps its residual.
+    values: fp32 or bf16; anchor: fp32; residual: fp32, on hosts also bf16, which is rounded up or down by chance; all
+    of one size. Returns (payload: uint8, 1-D; whether all was finite, 0-d bool). A block that is not finite gets a
+    NaN scale and keeps its residual.
     payload: where to write it, of the right size; None: to new memory.
     """
     values = values.detach()
-    _check("quantize", values, {"values": (values, LOW_PRECISION), "anchor": anchor, "residual": residual})
+    kept = None if residual is None else (residual, LOW_PRECISION if residual.is_cpu else LOW_PRECISION[:1])
+    _check("quantize", values, {"values": (values, LOW_PRECISION), "anchor": anchor, "residual": kept})
     if payload is None:
         payload = values.new_empty(fmt.encoded_bytes(values.numel()), dtype=torch.uint8)
     _check_payload("quantize", payload, values, fmt)
@@ -101,24 +98,24 @@ def outer_update(
     momentum: Tensor | None,
     step: OuterStep,
     accumulator: Tensor | None = None,
+    seed: int = 0,
 ) -> None:
-    """Apply one server update (`OuterStep`) in place and in one pass, on hosts; all fp32 and of one size.
+    """Apply one server update (`OuterStep`) in place and in one pass, on hosts; all of one size.
 
     momentum: None for steps that know none. accumulator: needed by a step that has a momentum and does not move it;
-    without one, a step's own delta moves it.
+    without one, a step's own delta moves it. Weights and delta are fp32; momentum and accumulator both fp32, or both
+    bf16: then they are rounded up or down by chance, with random bits that `seed` chooses, and are right on average.
     """
     if not weights.numel():
         return
-    _check(
-        "outer_update",
-        weights,
-        {"weights": weights, "delta": delta, "momentum": momentum, "accumulator": accumulator},
-    )
+    kept = None if momentum is None else (momentum, LOW_PRECISION)
+    summed = None if accumulator is None else (accumulator, LOW_PRECISION[:1] if kept is None else (momentum.dtype,))
+    _check("outer_update", weights, {"weights": weights, "delta": delta, "momentum": kept, "accumulator": summed})
     if momentum is None and step.moves_momentum:
         raise ValueError("outer_update: a step that moves the momentum needs one")
     if momentum is not None and accumulator is None and not step.moves_momentum:
         raise ValueError("outer_update: a step that does not move the momentum needs an accumulator")
-    _pick(weights, on_gpu=False).outer_update(weights, delta, momentum, accumulator, step)
+    _pick(weights, on_gpu=False).outer_update(weights, delta, momentum, accumulator, step, seed)
 
 
 def merge(weights: Tensor, base: Tensor, incoming: Tensor, alpha: float, ledger: bool) -> None:

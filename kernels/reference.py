@@ -25,6 +25,8 @@ from geotrain.kernels.reference_math import (
 from geotrain.kernels.steps import AdamStep, Coefficients, OuterStep
 
 MAX_BF16 = 0x7F7F
+STATE_BLOCK = 256  # elements for which as many half words are drawn, of state that is kept in bf16
+SECOND_STREAM = 1 << 63  # in a seed's bits: other random numbers than the first rounding with that seed
 TO_INTEGER = 8388608.0  # 2^23: adding it rounds a small fp32 to an integer, half to even, in the low bits
 
 
@@ -33,13 +35,13 @@ def quantize(
 ) -> Tensor:
     """Encode v = (anchor −) values + decay · residual into `payload`; residual becomes v − decoded, in place.
 
-    All 1-D: values fp32 or bf16, anchor and residual fp32, payload uint8 of `fmt.encoded_bytes`. Returns whether all
-    v are finite (0-d bool). A block that is not finite is coded as zeros with a NaN scale and keeps its residual; of
-    fp32 and bf16 a single element that is not finite keeps its own.
+    All 1-D: values fp32 or bf16, anchor fp32, residual fp32 or bf16 (rounded by chance), payload uint8 of
+    `fmt.encoded_bytes`. Returns whether all v are finite (0-d bool). A block that is not finite is coded as zeros
+    with a NaN scale and keeps its residual; of fp32 and bf16 a single element that is not finite keeps its own.
     """
     v = values.float() if anchor is None else anchor - values.float()
     if residual is not None:
-        v = v + torch.tensor(fmt.error_decay, dtype=torch.float32) * residual
+        v = v + torch.tensor(fmt.error_decay, dtype=torch.float32) * residual.float()
     if fmt.name in ("fp32", "bf16"):
         good = torch.isfinite(v)
         decoded = _write_plain(v, payload, fmt, seed)
@@ -51,8 +53,22 @@ def quantize(
         code = reference_topk.encode if fmt.name == "topk2" else _encode_dense
         decoded = code(torch.where(finite, rows, 0.0), finite, v.numel(), payload, fmt, seed)
     if residual is not None:
-        residual.copy_(torch.where(good, v - decoded, residual))
+        _keep(residual, torch.where(good, v - decoded, residual.float()), seed ^ SECOND_STREAM)
     return good.all()
+
+
+def _keep(state: Tensor, wide: Tensor, seed: int) -> None:
+    """Write fp32 values into state, into bf16 up or down by chance.
+
+    Element i of a block of STATE_BLOCK takes the low half of word i; one of its second half the high half of word
+    i − STATE_BLOCK / 2.
+    """
+    if state.dtype == torch.float32:
+        state.copy_(wide)
+    else:
+        words = random_words(-(-wide.numel() // STATE_BLOCK), STATE_BLOCK // 2, seed)
+        halves = torch.cat([words & 0xFFFF, words >> 16], 1).view(-1)[: wide.numel()]
+        state.view(torch.int16).copy_(_to_bf16(wide, halves))
 
 
 def dequantize(
@@ -119,11 +135,17 @@ def _write_plain(v: Tensor, payload: Tensor, fmt: PayloadFormat, seed: int) -> T
         increment = random_words(-(-v.numel() // fmt.block), fmt.block, seed).view(-1)[: v.numel()] >> 16
     else:
         increment = 0x7FFF + ((bits >> 16) & 1)
-    magnitude = ((bits & 0x7FFFFFFF) + increment) >> 16
-    magnitude = torch.where(torch.isfinite(v), magnitude.clamp(max=MAX_BF16), NAN_BITS >> 16)
-    code = (magnitude | ((bits >> 16) & 0x8000)).to(torch.int32)
+    code = _to_bf16(v, increment)
     payload.copy_(code.to(torch.int16).view(torch.uint8))
     return as_float(code << 16)
+
+
+def _to_bf16(v: Tensor, increment: Tensor) -> Tensor:
+    """Round to bf16's bits (int32): increment: what is added below them before the rest is cut off."""
+    bits = as_int(v)
+    magnitude = ((bits & 0x7FFFFFFF) + increment) >> 16
+    magnitude = torch.where(torch.isfinite(v), magnitude.clamp(max=MAX_BF16), NAN_BITS >> 16)
+    return (magnitude | ((bits >> 16) & 0x8000)).to(torch.int32)
 
 
 def _encode_dense(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt: PayloadFormat, seed: int) -> Tensor:
@@ -217,17 +239,21 @@ def _aligned(payload: Tensor) -> Tensor:
 
 
 def outer_update(
-    weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep
+    weights: Tensor, delta: Tensor, momentum: Tensor | None, accumulator: Tensor | None, step: OuterStep, seed: int
 ) -> None:
-    """Apply an `OuterStep` to fp32 tensors of one size, in place. Without an accumulator acc is Δ itself."""
-    total = delta if accumulator is None else accumulator + delta
+    """Apply an `OuterStep` to tensors of one size, in place. Without an accumulator acc is Δ itself.
+
+    Momentum and accumulator: fp32 or bf16, rounded by chance; weights move by the momentum before it is rounded.
+    """
+    total = delta if accumulator is None else accumulator.float() + delta
     change = _f(step.from_delta) * delta
     if step.moves_momentum:
         assert momentum is not None
-        momentum.copy_(_f(step.keep) * momentum + _f(step.gain) * total)
-        change = _f(step.from_momentum) * momentum + change
+        moved = _f(step.keep) * momentum.float() + _f(step.gain) * total
+        change = _f(step.from_momentum) * moved + change
+        _keep(momentum, moved, seed)
     if accumulator is not None:
-        accumulator.copy_(torch.zeros_like(total) if step.moves_momentum else total)
+        _keep(accumulator, torch.zeros_like(total) if step.moves_momentum else total, seed ^ SECOND_STREAM)
     weights.sub_(change)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import geotrain.plan.model.server_rates as product
 from benchmarks import ROOT
 from benchmarks.common import hardware
+from benchmarks.servers.world import OUTER
 from benchmarks.small_runs import deepspeed_block, llama
 from benchmarks.studies.claims.report import replace_block, table
 from geotrain.common.files import whole_file
@@ -26,11 +27,6 @@ OF_BYTE = ("frames_in", "journal_write", "journal_flush", "frames_out")
 OF_PARAMETER = ("decode_and_norm", "rule", "answer", "up_encode", "merge", "mirror")
 
 WORKERS, REGIONS, GBPS, HOST_BYTES = 2, (4, 16), 10.0, 1e12
-OUTER = {
-    "local_steps": 32, "server_state": "bf16", "up": {"name": "int4"}, "down": {"name": "int4"},
-    "local": {"name": "bf16"}, "fragments": {"layers_per_fragment": 2},
-    "rule": {"name": "region_momentum", "updates_per_send": 2},
-}  # fmt: skip
 # Llama 3's width, layers, heads and inner width.
 LARGE = {"8 B": (4096, 32, 32, 14336), "70 B": (8192, 80, 64, 28672), "405 B": (16384, 126, 128, 53248)}
 HEADER = (
@@ -98,7 +94,7 @@ def rounded(rates: ServerRates) -> ServerRates:
 def run_of(model: str) -> RunConfig:
     config = llama(*LARGE[model], 128256, 4096, num_key_value_heads=8, tie_word_embeddings=False)
     block = {
-        "name": "large", "folder": "large", "outer": OUTER,
+        "name": "large", "folder": "large", "outer": OUTER | {"fragments": {"layers_per_fragment": 2}},
         "model": {"config": config},
         "data": {"train": "data", "sequence_length": 4096, "train_samples": 1 << 24},
         "deepspeed": deepspeed_block(1024, 1, 1e-4, bf16={"enabled": True}),

@@ -11,15 +11,15 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from geotrain.config import RegionMomentumConfig, codec_config, rule_config
+from benchmarks.servers.world import OUTER
+from geotrain.config import OuterConfig, parse
 from geotrain.net.storage.disk_mirror_store import DiskMirrorStore
 from geotrain.net.storage.journal import Journal
 from geotrain.net.transport import wire
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsSender
 from geotrain.outer.messages import Answer, ChunkDelta, Join, UpdatePart
-from geotrain.outer.rules import Counts
-from geotrain.outer.rules.region_momentum import MomentumRegion
+from geotrain.outer.rules import Counts, region_rule
 from geotrain.outer.shards.protocol import Apply, Forget, Freeze, Merge, SendUp
 from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
@@ -29,7 +29,7 @@ ROUNDS = 3
 
 
 def measure(folder: Path, numel: int) -> dict[str, float]:
-    """ns a parameter of each stage; bf16 inside the region, int4 beyond it. folder: on the disk of the journal."""
+    """ns a parameter of each stage, with the settings of `world.OUTER`. folder: on the disk of the journal."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -39,15 +39,17 @@ def measure(folder: Path, numel: int) -> dict[str, float]:
 
 
 def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
-    local, wide = codec_config("bf16"), codec_config("int4")
-    config = rule_config("region_momentum")
-    assert isinstance(config, RegionMomentumConfig)
+    outer = parse(OuterConfig, OUTER, "outer")
+    local, wide = outer.local, outer.up
     parameter_map = ParameterMap([Parameter("a", (numel,), None, "zeros")])
     whole = (parameter_map.whole(0),)
-    rule, counts = MomentumRegion(config, 1, 0.9), Counts()
-    shard = ServerShard("eu", parameter_map, parameter_map.chunks, rule, make_codec(local), local, (wide, wide))
+    rule, counts = region_rule(outer, ("w",), 1e3), Counts()
+    shard = ServerShard(
+        "eu", parameter_map, parameter_map.chunks, rule, make_codec(local), local, (wide, outer.down), False,
+        outer.server_state == "bf16",
+    )  # fmt: skip
     shard.receive(Join("r", "c", parameter_map.digest, "m", "w", "1", 0, 1, whole, whole))
-    above = WeightsSender(wide)
+    above = WeightsSender(outer.down)
 
     def heard(version: int, x: Tensor) -> Answer:
         return Answer(version, (above.encode(0, version, x),))

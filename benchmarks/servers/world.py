@@ -27,6 +27,11 @@ from geotrain.net.transport.certs import OPERATOR, Role, trust_between
 REGION, WORKERS, RANKS = "eu", ("w0", "w1"), 2
 WIDTH = 1024
 FRAGMENTS = 15  # of layers; the embedding is one more
+# Deltas are bf16 inside the region, int4 beyond it; momenta and residuals are kept in bf16.
+OUTER = {
+    "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 32, "up": {"name": "int4"},
+    "down": {"name": "int4"}, "local": {"name": "bf16"}, "server_state": "bf16",
+}  # fmt: skip
 QUIET_S = 600.0
 START_S = 600.0  # a server writes its first weights to the disk before it listens
 
@@ -35,8 +40,7 @@ def write_files(
     folder: Path, parameters: float, workers: dict[str, Sequence[str]] | None = None, name: str = "servers",
     shards: int = 0, chunks: int = 0, encrypted: bool = False,
 ) -> Path:  # fmt: skip
-    """The run's and the cluster's files; returns the run's. Deltas are bf16 inside the region, int4 beyond it;
-    momenta and residuals are kept in bf16.
+    """The run's and the cluster's files, with the settings of OUTER; returns the run's.
 
     workers: the names of each region's; None: REGION with WORKERS. shards: processes beside each server; 0: one
     in its own. chunks: into how many a fragment of layers is cut; 0: as the product does by default. encrypted: links
@@ -53,11 +57,7 @@ def write_files(
         "model": {"config": llama(width, layers, 8, 4 * width, 4096, 128)},
         "data": {"train": str(folder / "none"), "sequence_length": 128, "train_samples": 1 << 30},
         "deepspeed": deepspeed_block(8, 2, 1e-3, bf16={"enabled": True}),
-        "outer": {
-            "rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 8,
-            "up": {"name": "int4"}, "down": {"name": "int4"}, "local": {"name": "bf16"},
-            "fragments": fragments, "server_state": "bf16",
-        },
+        "outer": OUTER | {"local_steps": 8, "fragments": fragments},
         "checkpoint": {"keep": 1, "every_minutes": 1e4},
         "monitor": {"sample_s": 2.0},
     }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import fsum, isfinite
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,8 +62,8 @@ class EncodedDelta:
 class Codec:
     """One wire format. It keeps no state: the caller owns the residuals, one for each stream of deltas.
 
-    Tensors are read flat, in memory order. `values` may be fp32 or bf16; anchors, residuals and outputs are fp32 and
-    contiguous, on the same device.
+    Tensors are read flat, in memory order. `values` may be fp32 or bf16; anchors, residuals and outputs are fp32; all
+    are contiguous, on the same device.
     """
 
     def __init__(self, spec: PayloadFormat) -> None:
@@ -91,18 +91,16 @@ class Codec:
     ) -> EncodedDelta:
         """Encode v = values + decay · residual or, with an anchor, v = anchor − values + decay · residual.
 
-        One pass over memory. The residual (fp32, same size) becomes v − decoded(v), in place: what this payload could
-        not express goes with the next one (error feedback).
+        One pass over memory. The residual (same size) becomes v − decoded(v), in place: what this payload could not
+        express goes with the next one (error feedback). On hosts it may be bf16, which is rounded by chance.
 
         seed: chooses the random bits of stochastic rounding. what: names the tensor in errors. Raises CodecError, and
         NonFiniteError on a CPU; the residual is then unusable, since that of the finite blocks was updated already.
         """
-        if values.dtype not in (torch.float32, torch.bfloat16):
-            raise CodecError(f"{what or 'a tensor'}: is {values.dtype}; the codecs take float32 and bfloat16")
-        for role, other in (("anchor", anchor), ("residual", residual)):
-            if other is not None:
-                _need_fp32(other, values.numel(), values.device, f"{what or 'a tensor'}: its {role}")
-        payload, finite = kernels.quantize(values, self.spec, anchor=anchor, residual=residual, seed=seed)
+        try:
+            payload, finite = kernels.quantize(values, self.spec, anchor=anchor, residual=residual, seed=seed)
+        except ValueError as error:
+            raise CodecError(f"{what or 'a tensor'}: {error}") from None
         if values.device.type == "cpu":
             return EncodedDelta(payload, bool(finite), what).check()
         # On a GPU the flag stays a tensor: `bool` would stop training until the device has caught up.
@@ -138,9 +136,8 @@ class Codec:
         self._check_size(payload, out.numel())
         if not plain:
             self.check(payload, out.numel())
-        _need_fp32(out, out.numel(), payload.device, "decode: out")
         squares = torch.empty(-(-out.numel() // SQUARES_BLOCK), dtype=torch.float64, device=out.device)
-        kernels.dequantize(payload, out, self.spec, squares=squares)
+        self._dequantize(payload, out, squares=squares)
         total = fsum(squares.tolist())  # correctly rounded, so the order of the blocks does not matter
         if plain and not isfinite(total):
             raise self._not_finite(out.numel())
@@ -164,10 +161,22 @@ class Codec:
         return CodecError(f"{self.name} payload of {numel} elements holds values that are not finite; refused")
 
     def _decode(self, payload: Tensor, out: Tensor, weight: float | None, checked: bool) -> None:
-        _need_fp32(out, out.numel(), payload.device, "decode: out")
         if not checked:
             self.check(payload, out.numel())
-        kernels.dequantize(payload, out, self.spec, weight=weight)
+        self._dequantize(payload, out, weight=weight)
+
+    def _dequantize(self, payload: Tensor, out: Tensor, **how: Any) -> None:
+        try:
+            kernels.dequantize(payload, out, self.spec, **how)
+        except ValueError as error:
+            raise CodecError(f"decode: {error}") from None
+
+
+def residual_dtype(config: CodecConfig, bf16_state: bool) -> torch.dtype | None:
+    """Dtype of a server's residuals; None: the format needs none. Codecs of other packages take fp32 only."""
+    if not make_codec(config).error_feedback:
+        return None
+    return torch.bfloat16 if bf16_state and not isinstance(config, PluggedCodec) else torch.float32
 
 
 def make_codec(config: CodecConfig) -> Codec:
@@ -188,10 +197,3 @@ def rounding_seed(*stream: str | int) -> int:
     """
     # blake2b and not `hash`: Python salts the hashes of strings anew in every process.
     return int.from_bytes(blake2b(repr(stream).encode(), digest_size=8).digest(), "little")
-
-
-def _need_fp32(tensor: Tensor, numel: int, device: torch.device, role: str) -> None:
-    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-        raise CodecError(f"{role} must be contiguous float32, is {tensor.dtype} with strides {tensor.stride()}")
-    if tensor.numel() != numel or tensor.device != device:
-        raise CodecError(f"{role} must have {numel} elements on {device}, has {tensor.numel()} on {tensor.device}")

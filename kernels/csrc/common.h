@@ -24,7 +24,8 @@
 
 /* Elements. A thread takes a chunk at a time: it holds whole blocks, and is what one sum of squares covers. Below
  * WORTH_THREADS waking the other threads takes longer than the work. */
-enum { MAX_BLOCK = 4096, CHUNK = 4096, WORTH_THREADS = 1 << 15 };
+enum { MAX_BLOCK = 4096, CHUNK = 4096, WORTH_THREADS = 1 << 15, STATE_BLOCK = 256 };
+#define SECOND_STREAM(seed) ((seed) ^ 1ull << 63) /* SECOND_STREAM in kernels/reference.py */
 enum format { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, E3M0 = 4, E2M1 = 5, TOPK2 = 6 };
 enum { TINY_BITS = 27 << 23, NAN_BITS = 0x7FC00000, INFINITY_BITS = 0x7F800000 };
 
@@ -41,6 +42,18 @@ INLINE float float_of(int32_t b) {
 INLINE int32_t magnitude_bits(float x) { return bits_of(x) & 0x7FFFFFFF; }
 INLINE float from_bf16(uint16_t b) { return float_of((int32_t)((uint32_t)b << 16)); }
 
+/* To the nearest, half to even, or with `random` up or down by chance; not beyond the largest finite value. */
+INLINE void round_bf16(uint16_t *restrict codes, const float *restrict v, const uint32_t *restrict random, int n,
+                       const int stochastic) {
+    for (int i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)bits_of(v[i]), magnitude = bits & 0x7FFFFFFF;
+        uint32_t rounded = (magnitude + (stochastic ? random[i] >> 16 : 0x7FFF + ((bits >> 16) & 1))) >> 16;
+        rounded = rounded < 0x7F7F ? rounded : 0x7F7F;
+        rounded = magnitude < INFINITY_BITS ? rounded : NAN_BITS >> 16;
+        codes[i] = (uint16_t)(rounded | ((bits >> 16) & 0x8000));
+    }
+}
+
 /* Nearest, half to even; NaN stays NaN. As torch rounds. */
 INLINE uint16_t to_bf16(float x) {
     uint32_t b = (uint32_t)bits_of(x);
@@ -53,20 +66,26 @@ INLINE uint16_t to_bf16(float x) {
 typedef struct {
     const float *anchor; /* or NULL */
     const void *values;  /* fp32, or bf16 if values_are_bf16 */
-    float *residual;     /* or NULL; becomes v − decoded */
+    void *residual;      /* or NULL; becomes v − decoded. fp32, or bf16 if residual_is_bf16 */
     float *out;          /* with `accumulate` it gets weight · decoded added */
     double *squares;     /* or NULL; the sum of squares of each chunk of `out` */
     uint8_t *payload;    /* written by encoders, read by decoders */
     int64_t numel, codes_offset;
+    int64_t residual_begin; /* the element that `residual` begins with */
     uint64_t seed;
     float decay, inverse_level, weight; /* inverse_level: 1 / the grid's largest magnitude */
-    int32_t values_are_bf16, stochastic, accumulate;
+    int32_t values_are_bf16, residual_is_bf16, stochastic, accumulate;
     int32_t format, block, scale_shift, scale_bytes, max_scale_bits, threads;
     /* topk2 only: the record of a full block (0) and of the last, shorter one (1) */
     struct record {
         int32_t length, kept, low_bits, lows_at, highs_at, values_at, bytes;
     } record[2];
 } codec_job;
+
+/* The residual, which is fp32 by now, from that element on. */
+INLINE float *residual_at(const codec_job *job, int64_t at) {
+    return job->residual ? (float *)job->residual + (at - job->residual_begin) : NULL;
+}
 
 INLINE void store_scale(uint8_t *at, int32_t bits, int32_t shift, int32_t bytes) {
     uint32_t stored = (uint32_t)bits >> shift;
@@ -101,8 +120,13 @@ INLINE void random_block(uint32_t *words, int64_t first, int quarter, uint64_t s
     }
 }
 
-/* v of elements [at, at + n) into `v`; returns the largest magnitude's bits. In load.c, as is the next. */
+/* v of elements [at, at + n) into `v`; returns the largest magnitude's bits. In load.c, as are the next. */
 int32_t load_block(float *restrict v, const codec_job *job, int64_t at, int n);
+/* State that is kept in bf16: `n` elements of it, and back again, rounded by chance. Two halves of a block of
+ * STATE_BLOCK share their words, since drawing takes longer than all else: the first takes the low half of each.
+ * `first`, a multiple of STATE_BLOCK: the number of the first element. */
+void widen(float *restrict wide, const uint16_t *restrict kept, int n);
+void keep_in_bf16(uint16_t *restrict kept, const float *restrict wide, int64_t first, int n, uint64_t seed);
 double sum_of_squares(const float *x, int64_t n);
 
 /* Blocks [first, last), one file a family of formats; threads are in entry.c. Encoders return whether all was finite. */

@@ -95,10 +95,11 @@ INLINE int encode_blocks(const codec_job *job, int64_t first, int64_t last, cons
         if (length < block) memcpy(target, codes, (size_t)low);
         store_scale(job->payload + b * job->scale_bytes, finite ? bits : NAN_BITS, job->scale_shift,
                     job->scale_bytes);
-        if (job->residual && finite) {
+        float *residual = residual_at(job, at);
+        if (residual && finite) {
             const int high = length < block && per_byte == 2 ? block / 2 : low;
-            memcpy(job->residual + at, v, sizeof(float) * (size_t)low);
-            memcpy(job->residual + at + low, v + high, sizeof(float) * (size_t)(length - low));
+            memcpy(residual, v, sizeof(float) * (size_t)low);
+            memcpy(residual + low, v + high, sizeof(float) * (size_t)(length - low));
         }
     }
     return all_finite;
@@ -150,7 +151,7 @@ INLINE int encode_plain(const codec_job *job, int64_t first, int64_t last, const
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
         const int finite = load_block(v, job, at, length) < INFINITY_BITS;
         all_finite &= finite;
-        float *restrict residual = job->residual ? job->residual + at : NULL;
+        float *restrict residual = residual_at(job, at);
         if (format == FP32) {
             memcpy(job->payload + at * 4, v, sizeof(float) * (size_t)length);
             for (int i = 0; residual && i < length; i++)
@@ -159,13 +160,7 @@ INLINE int encode_plain(const codec_job *job, int64_t first, int64_t last, const
         }
         uint16_t codes[MAX_BLOCK] __attribute__((aligned(64)));
         if (stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
-        for (int i = 0; i < length; i++) {
-            uint32_t bits = (uint32_t)bits_of(v[i]), magnitude = bits & 0x7FFFFFFF;
-            uint32_t rounded = (magnitude + (stochastic ? random[i] >> 16 : 0x7FFF + ((bits >> 16) & 1))) >> 16;
-            rounded = rounded < 0x7F7F ? rounded : 0x7F7F;
-            rounded = magnitude < INFINITY_BITS ? rounded : NAN_BITS >> 16;
-            codes[i] = (uint16_t)(rounded | ((bits >> 16) & 0x8000));
-        }
+        round_bf16(codes, v, random, length, stochastic);
         memcpy(job->payload + at * 2, codes, sizeof(uint16_t) * (size_t)length);
         for (int i = 0; residual && i < length; i++)
             residual[i] = magnitude_bits(v[i]) < INFINITY_BITS ? v[i] - from_bf16(codes[i]) : residual[i];

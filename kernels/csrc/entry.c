@@ -22,8 +22,18 @@ API int32_t geotrain_quantize(const codec_job *job) {
     }
 #pragma omp parallel for schedule(static) reduction(&& : finite) num_threads(job->threads) if (numel > WORTH_THREADS)
     for (int64_t chunk = 0; chunk < chunks_of(numel); chunk++) {
-        const int64_t first = chunk * (CHUNK / block), last = end_of(chunk, numel, job->block);
-        const int ok = job->format == TOPK2 ? encode_topk(job, first, last) : encode_dense(job, first, last);
+        const int64_t first = chunk * (CHUNK / block), last = end_of(chunk, numel, job->block), at = chunk * CHUNK;
+        const int length = (int)(numel - at < CHUNK ? numel - at : CHUNK);
+        uint16_t *kept = job->residual_is_bf16 ? (uint16_t *)job->residual + at : NULL;
+        float wide[CHUNK] __attribute__((aligned(64)));
+        codec_job part = *job;
+        if (kept) {
+            widen(wide, kept, length);
+            part.residual = wide;
+            part.residual_begin = at;
+        }
+        const int ok = job->format == TOPK2 ? encode_topk(&part, first, last) : encode_dense(&part, first, last);
+        if (kept) keep_in_bf16(kept, wide, at, length, SECOND_STREAM(job->seed));
         finite = finite && ok;
     }
     return finite;

@@ -5,7 +5,7 @@
  * has a condition inside. */
 CLONES int32_t load_block(float *restrict v, const codec_job *job, int64_t at, int n) {
     const float *f = (const float *)job->values + at;
-    const float *a = job->anchor ? job->anchor + at : NULL, *r = job->residual ? job->residual + at : NULL;
+    const float *a = job->anchor ? job->anchor + at : NULL, *r = residual_at(job, at);
     const uint16_t *h = (const uint16_t *)job->values + at;
     const float decay = job->decay;
     int32_t largest = 0;
@@ -29,6 +29,22 @@ CLONES int32_t load_block(float *restrict v, const codec_job *job, int64_t at, i
         CASE(1, 1, 1, (a[i] - from_bf16(h[i])) + decay * r[i])
     }
     return largest;
+}
+
+CLONES void widen(float *restrict wide, const uint16_t *restrict kept, int n) {
+    for (int i = 0; i < n; i++) wide[i] = from_bf16(kept[i]);
+}
+
+CLONES void keep_in_bf16(uint16_t *restrict kept, const float *restrict wide, int64_t first, int n, uint64_t seed) {
+    enum { HALF = STATE_BLOCK / 2 };
+    uint32_t high[HALF] __attribute__((aligned(64))), low[HALF] __attribute__((aligned(64)));
+    for (int at = 0; at < n; at += STATE_BLOCK) {
+        const int left = n - at, second = at + HALF;
+        random_block(high, (first + at) / 8, HALF / 4, seed);
+        for (int i = 0; i < HALF; i++) low[i] = high[i] << 16;
+        round_bf16(kept + at, wide + at, low, left < HALF ? left : HALF, 1);
+        round_bf16(kept + second, wide + second, high, left < STATE_BLOCK ? left - HALF : HALF, 1);
+    }
 }
 
 /* In fp64, where the square of an fp32 number is exact. The order is fixed, whatever the width of the machine's

@@ -189,7 +189,7 @@ INLINE int encode_records(const codec_job *job, int64_t first, int64_t last, con
             write_all(v, magnitude, random, levels, r, out, stochastic);
         else
             write_kept(v, magnitude, position, random, levels, r, out, stochastic);
-        if (job->residual && finite) memcpy(job->residual + at, v, sizeof(float) * (size_t)length);
+        if (job->residual && finite) memcpy(residual_at(job, at), v, sizeof(float) * (size_t)length);
     }
     return all_finite;
 }

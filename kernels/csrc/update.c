@@ -2,11 +2,13 @@
 #include "common.h"
 
 typedef struct {
-    float *weights, *momentum, *accumulator; /* the last two or NULL */
+    float *weights;
+    void *momentum, *accumulator; /* or NULL; fp32, or bf16 if state_is_bf16 */
     const float *delta;
     int64_t numel;
+    uint64_t seed;
     float keep, gain, from_momentum, from_delta;
-    int32_t moves_momentum, threads;
+    int32_t moves_momentum, state_is_bf16, threads;
 } outer_job;
 
 typedef struct {
@@ -30,11 +32,12 @@ typedef struct {
 } adam_job;
 
 /* The loops below are inlined once for each combination of their last, constant arguments: see EITHER. */
-INLINE void outer_range(const outer_job *job, int64_t begin, int64_t end, const int moves, const int accumulates) {
-    float *restrict x = job->weights, *restrict m = job->momentum, *restrict acc = job->accumulator;
-    const float *restrict d = job->delta;
+INLINE void outer_range(const outer_job *job, float *restrict m, float *restrict acc, int64_t begin, int n,
+                        const int moves, const int accumulates) {
+    float *restrict x = job->weights + begin;
+    const float *restrict d = job->delta + begin;
     const float keep = job->keep, gain = job->gain, p = job->from_momentum, q = job->from_delta;
-    for (int64_t i = begin; i < end; i++) {
+    for (int i = 0; i < n; i++) {
         const float total = accumulates ? acc[i] + d[i] : d[i];
         float change = q * d[i];
         if (moves) {
@@ -46,11 +49,25 @@ INLINE void outer_range(const outer_job *job, int64_t begin, int64_t end, const 
     }
 }
 
+/* A vector of the state in fp32, in `room` if it is kept in bf16. */
+static float *opened(const outer_job *job, void *state, float *room, int64_t begin, int n) {
+    if (!state || !job->state_is_bf16) return state ? (float *)state + begin : NULL;
+    widen(room, (const uint16_t *)state + begin, n);
+    return room;
+}
+
 CLONES void outer_chunk(const outer_job *job, int64_t begin, int64_t end) {
+    const int n = (int)(end - begin);
+    float rooms[2][CHUNK] __attribute__((aligned(64)));
+    float *m = opened(job, job->momentum, rooms[0], begin, n);
+    float *acc = opened(job, job->accumulator, rooms[1], begin, n);
     if (job->moves_momentum)
-        EITHER(job->accumulator != NULL, outer_range, job, begin, end, 1);
+        EITHER(acc != NULL, outer_range, job, m, acc, begin, n, 1);
     else
-        EITHER(job->accumulator != NULL, outer_range, job, begin, end, 0);
+        EITHER(acc != NULL, outer_range, job, m, acc, begin, n, 0);
+    if (!job->state_is_bf16) return;
+    if (job->moves_momentum) keep_in_bf16((uint16_t *)job->momentum + begin, m, begin, n, job->seed);
+    if (acc) keep_in_bf16((uint16_t *)job->accumulator + begin, acc, begin, n, SECOND_STREAM(job->seed));
 }
 
 CLONES void merge_chunk(const merge_job *job, int64_t begin, int64_t end) {

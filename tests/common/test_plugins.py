@@ -13,7 +13,7 @@ import torch
 
 from geotrain.config import AccoConfig, ConfigError, OuterConfig, ParallelConfig, architecture_from_hf, parse
 from geotrain.families import UnsupportedModelError
-from geotrain.outer.codec import CodecError, make_codec
+from geotrain.outer.codec import CodecError, make_codec, residual_dtype
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.memory import memory_per_rank
 from geotrain.parameters.parameter_map import canonical_parameters
@@ -203,7 +203,10 @@ def test_a_rule_and_a_codec_of_another_package_train_a_world(installed: None) ->
 
 
 def test_the_codec_keeps_what_it_leaves_out(installed: None) -> None:
-    codec = make_codec(parse(OuterConfig, OUTER, "here").up)
+    config = parse(OuterConfig, OUTER, "here")
+    codec = make_codec(config.up)
+    kept = [residual_dtype(each, bf16_state=True) for each in (config.up, config.down)]
+    assert kept == [torch.float32, torch.bfloat16]  # it was not written for others
     values, residual = torch.tensor([3.0, -1.0, 0.5]), torch.zeros(3)
     coded = codec.encode(values, residual=residual)
     assert torch.allclose(codec.decode(coded.payload, 3) + residual, values)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from geotrain import kernels
+from geotrain.config import MomentumConfig
 from geotrain.kernels import AdamStep, OuterStep, cpu, dispatch, reference
 from geotrain.kernels.payload_format import PayloadFormat
 from geotrain.outer.rules.halos import delayed_nesterov
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_delayed_nesterov_is_the_published_rule():
     """HALoS, arXiv 2506.04531: lr = lr_per_update · N; the momentum moves with every N-th delta."""
     lr_per_update, beta, buffer = 0.2, 0.9, 4
+    settings = MomentumConfig(lr_per_update=lr_per_update, beta=beta, buffer=buffer)
     torch.manual_seed(0)
     x, m, acc = torch.randn(500), torch.zeros(500), torch.zeros(500)
     want_x, want_m, want_acc = x.double(), m.double(), acc.double()
@@ -35,7 +37,7 @@ def test_delayed_nesterov_is_the_published_rule():
             want_acc.zero_()
         else:
             want_x -= lr * delta / buffer
-        delayed_nesterov(x, delta, m, acc, arrival, lr_per_update=lr_per_update, beta=beta, buffer=buffer)
+        kernels.outer_update(x, delta, m, delayed_nesterov(arrival, settings), acc)
     torch.testing.assert_close(x, want_x.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(m, want_m.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(acc, want_acc.float(), rtol=1e-5, atol=1e-5)
@@ -48,7 +50,7 @@ def test_nesterov_is_torchs():
     sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
     for _ in range(5):
         parameter.grad = torch.randn(300)
-        nesterov(x, parameter.grad, m, lr=0.7, momentum=0.9)
+        kernels.outer_update(x, parameter.grad, m, nesterov(0.7, 0.9))
         sgd.step()
     torch.testing.assert_close(x, parameter.detach(), rtol=1e-5, atol=1e-5)
 
@@ -62,7 +64,7 @@ def test_region_momentum_is_the_rule_of_the_study():
         delta = torch.randn(300)
         want_m = decay * want_m + (1 - decay) * delta
         want_x -= weight * (delta + gain * want_m)
-        momentum_average(x, delta, m, decay=decay, gain=gain, weight=weight)
+        kernels.outer_update(x, delta, m, momentum_average(decay, gain, weight))
     torch.testing.assert_close(x, want_x.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -140,6 +142,8 @@ SQUARES = torch.zeros(1, dtype=torch.float64)
         (lambda: kernels.outer_update(X, X, X[1:], OuterStep(0.7, moves_momentum=True)),
          "momentum must have 10 elem"),
         (lambda: kernels.outer_update(X, X, X, OuterStep(0.1)), "needs an accumulator"),
+        (lambda: kernels.outer_update(X, X, X.bfloat16(), OuterStep(0.1), X),
+         "accumulator must be contiguous bfloat16"),
         (lambda: kernels.outer_update(X, X, None, OuterStep(0.1, moves_momentum=True)),
          "moves the momentum needs one"),
         (lambda: kernels.adam_step(X, X, X, torch.zeros(20)[::2], STEP),

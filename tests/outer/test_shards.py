@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import codec_config, rule_config
+from geotrain.config import OuterConfig, codec_config, rule_config
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import make_codec
@@ -273,30 +273,27 @@ def test_a_server_has_as_many_shards_as_it_is_told() -> None:
 class Written(MomentumRegion):
     """Keeps, and so keeps alive, all vectors that it computes with and that are no state."""
 
-    def __init__(self) -> None:
-        super().__init__(rule_config("region_momentum"), 1, 0.9)  # type: ignore[arg-type]
+    def __init__(self, decay: float) -> None:
+        super().__init__(rule_config("region_momentum"), 1, decay)  # type: ignore[arg-type]
         self.temporary: list[torch.Tensor] = []
 
     def apply(self, v: Vectors, member: str, delta: torch.Tensor, inputs: Inputs) -> None:
         super().apply(v, member, delta, inputs)
-        self.temporary += [delta, v.aux["momentum"]]
-
-    def progress(self, v: Vectors, inputs: Inputs) -> torch.Tensor:
-        self.temporary.append(super().progress(v, inputs))
-        return self.temporary[-1]
+        self.temporary.append(delta)
 
 
-def one_shard() -> tuple[ServerShard, Written, Callable[[int], None]]:
+def one_shard(size: int = 64, decay: float = 0.9) -> tuple[ServerShard, Written, Callable[[int], None]]:
     """A region's shard in bf16 with weights, its rule, and a call that applies update `number` there."""
-    parameter_map, rule, coded = ParameterMap([Parameter("a", (64,), None, "zeros")]), Written(), codec_config("bf16")
+    parameter_map, rule = ParameterMap([Parameter("a", (size,), None, "zeros")]), Written(decay)
+    coded = codec_config("bf16")
     of = ServerShard(
         "eu", parameter_map, parameter_map.chunks, rule, make_codec(coded), coded, (coded, coded), False, True
     )
     whole = (parameter_map.whole(0),)
     of.receive(Join("r", "c", parameter_map.digest, "m", "w", "1", 0, 1, whole, whole))
-    of.set_weights([torch.zeros(64)])
+    of.set_weights([torch.zeros(size)])
     rule.begin(of.vectors[0])
-    payload = to_bytes(make_codec(coded).encode(torch.ones(64)).payload)
+    payload = to_bytes(make_codec(coded).encode(torch.ones(size)).payload)
 
     def update(number: int) -> None:
         of.receive(UpdatePart("w", "1", number, 0, (ChunkDelta(0, 0, payload),)))
@@ -306,12 +303,32 @@ def one_shard() -> tuple[ServerShard, Written, Callable[[int], None]]:
     return of, rule, update
 
 
+def test_a_momentum_that_moves_by_less_than_bf16_can_tell_arrives_all_the_same() -> None:
+    """After many updates the mean over elements is that of fp32, and none stays behind; rounding to the nearest stops
+    on the way there."""
+    of, _, update = one_shard(4096, decay=0.999)
+    nearest, exact = torch.zeros(1, dtype=torch.bfloat16), 0.0
+    for number in range(1, 2001):
+        update(number)
+        nearest = (0.999 * nearest.float() + 0.001).bfloat16()
+        exact = 0.999 * exact + 0.001
+    kept = of.vectors[0].aux["momentum"]
+    assert kept.dtype == torch.bfloat16 and kept.float().mean().item() == pytest.approx(exact, rel=2e-3)
+    assert kept.min().item() > 0.8 * exact and nearest.item() < 0.5 * exact
+
+
+def test_bf16_state_is_refused_where_no_server_has_any_of_it() -> None:
+    with pytest.raises(ValueError, match="server_state: without effect with levels = 1"):
+        OuterConfig.model_validate({"levels": 1, "server_state": "bf16"})
+    assert OuterConfig.model_validate({"levels": 1, "server_state": "bf16", "rule": {"name": "halos"}})
+
+
 def test_updates_are_computed_in_the_same_memory_again_and_again() -> None:
     of, rule, update = one_shard()
     for number in range(1, 5):
         update(number)
         of.execute(SendUp(0, number, {}))
-    assert len(rule.temporary) == 12 and len({vector.data_ptr() for vector in rule.temporary}) == 2
+    assert len(rule.temporary) == 4 and len({vector.data_ptr() for vector in rule.temporary}) == 1
 
 
 def test_a_snapshot_in_writing_copies_of_an_updates_vectors_those_that_it_changes() -> None:

@@ -5,30 +5,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from geotrain import kernels
 from geotrain.config import HalosConfig, MomentumConfig
 from geotrain.kernels import OuterStep
 from geotrain.outer.rules.rule import AsyncRegion, Counts, Inputs, Vectors
 
 
-def delayed_nesterov(
-    x: Tensor, delta: Tensor, m: Tensor, acc: Tensor, arrival: int, *, lr_per_update: float, beta: float, buffer: int
-) -> None:
+def delayed_nesterov(arrival: int, settings: MomentumConfig) -> OuterStep:
     """Delayed Nesterov (HALoS, arXiv 2506.04531, Alg. 1; Async Local-SGD, arXiv 2401.09135).
 
     acc += Δ;  at every N-th arrival: m = β·m + acc/N, x −= lr·(β·m + Δ/N), acc = 0;  else x −= lr·Δ/N,
-    with N = buffer and lr = lr_per_update · N. `arrival` counts from 1. All tensors are changed in place but delta.
+    with N = buffer and lr = lr_per_update · N. `arrival` counts from 1.
     """
+    beta, buffer = settings.beta, settings.buffer
     # The rate is set for one update, so that changing the buffer does not change how far a single delta moves x.
-    lr = lr_per_update * buffer
-    step = OuterStep(
-        keep=beta,
-        gain=1 / buffer,
-        from_momentum=lr * beta,
-        from_delta=lr / buffer,
-        moves_momentum=arrival % buffer == 0,
-    )
-    kernels.outer_update(x, delta, m, step, acc)
+    lr = settings.lr_per_update * buffer
+    return OuterStep(lr / buffer, beta, 1 / buffer, lr * beta, moves_momentum=arrival % buffer == 0)
 
 
 class _Halos:
@@ -38,9 +29,7 @@ class _Halos:
     settings: MomentumConfig
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        m, acc, arrival = v.vector("momentum"), v.vector("accumulated"), int(inputs["arrival"])
-        lr, beta, buffer = self.settings.lr_per_update, self.settings.beta, self.settings.buffer
-        delayed_nesterov(v.x, delta, m, acc, arrival, lr_per_update=lr, beta=beta, buffer=buffer)
+        v.move(delta, delayed_nesterov(int(inputs["arrival"]), self.settings), "momentum", "accumulated")
 
 
 class HalosRegion(_Halos, AsyncRegion):

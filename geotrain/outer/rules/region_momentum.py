@@ -8,7 +8,6 @@ from math import exp
 
 from torch import Tensor
 
-from geotrain import kernels
 from geotrain.config import RegionMomentumConfig
 from geotrain.kernels import OuterStep
 from geotrain.outer.rules.rule import NOTHING, AsyncRegion, Counts, Inputs, Vectors, average
@@ -44,10 +43,9 @@ def updates_in_run(steps: int, local_steps: int, workers: int, all_workers: int)
     return steps / local_steps * workers / all_workers
 
 
-def momentum_average(x: Tensor, delta: Tensor, m: Tensor, *, decay: float, gain: float, weight: float) -> None:
-    """m = k·m + (1−k)·Δ;  x −= w·(Δ + c·m), with k = decay, c = gain, w = weight. Changes x and m in place."""
-    step = OuterStep(keep=decay, gain=1 - decay, from_momentum=weight * gain, from_delta=weight, moves_momentum=True)
-    kernels.outer_update(x, delta, m, step)
+def momentum_average(decay: float, gain: float, weight: float) -> OuterStep:
+    """m = k·m + (1−k)·Δ;  x −= w·(Δ + c·m), with k = decay, c = gain, w = weight."""
+    return OuterStep(weight, decay, 1 - decay, weight * gain, moves_momentum=True)
 
 
 class MomentumRegion(AsyncRegion):
@@ -58,10 +56,10 @@ class MomentumRegion(AsyncRegion):
 
     def __init__(self, config: RegionMomentumConfig, workers: int, decay: float, merged: bool = False) -> None:
         super().__init__(config.updates_per_send, 1.0 if merged else config.merge_alpha, True, merged)
-        self.decay, self.gain, self.weight = decay, momentum_gain(config.gain, decay), 1 / workers
+        self.step = momentum_average(decay, momentum_gain(config.gain, decay), 1 / workers)
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        momentum_average(v.x, delta, v.vector("momentum"), decay=self.decay, gain=self.gain, weight=self.weight)
+        v.move(delta, self.step, "momentum")
 
 
 class AveragingGlobal:

@@ -13,6 +13,7 @@ rule's file states its coefficients and their sources, with symbols and order as
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from geotrain.kernels import OuterStep
 
 Inputs = dict[str, float]  # from the counting half to the computing one: plain numbers by name
 NOTHING: Inputs = {}
+Encode = Callable[..., None]  # (values, anchor=None): sends anchor − values, or the values; it keeps neither
 
 
 @dataclass
@@ -49,13 +51,19 @@ class Vectors:
     x: Tensor  # weights: fp32, 1-D
     aux: dict[str, Tensor] = field(default_factory=dict)  # further vectors like x: momentum, base, …
     waiting: dict[str, Tensor] = field(default_factory=dict)  # synchronous rules: member → Δ
-    spare: Tensor | None = None  # memory like x, in which `RegionRule.progress` may return its delta
+    in_bf16: Sequence[str] = ()  # names of the auxiliary vectors that are kept in bf16
+    seed: int = 0  # chooses the random bits with which the update at hand rounds these
 
     def vector(self, name: str) -> Tensor:
         """Return the auxiliary vector of that name, created with zeros at first use."""
         if name not in self.aux:
-            self.aux[name] = torch.zeros_like(self.x)
+            self.aux[name] = torch.zeros_like(self.x, dtype=torch.bfloat16 if name in self.in_bf16 else None)
         return self.aux[name]
+
+    def move(self, delta: Tensor, step: OuterStep, momentum: str, accumulator: str | None = None) -> None:
+        """Apply a step, with the auxiliary vectors of these names, which may be kept in bf16."""
+        summed = None if accumulator is None else self.vector(accumulator)
+        kernels.outer_update(self.x, delta, self.vector(momentum), step, summed, self.seed)
 
     def all(self) -> tuple[Tensor, ...]:
         """Return the vectors that an outer step may change in place."""
@@ -83,7 +91,9 @@ class Rule(Protocol):
     """A rule of any server.
 
     in_rounds: whether all members are waited for. Each then sends one delta of each fragment a round.
-    bf16_vectors, if there are any: auxiliary vectors that each update may round to bf16 (`outer.server_state`).
+    bf16_vectors, if there are any: auxiliary vectors that may be kept in bf16 (`outer.server_state`). `Vectors.move`
+    alone changes them: a momentum moves by a thousandth of itself at each update, less than bf16 resolves, so it must
+    be rounded by chance; a replay and any number of shards give the same bits.
     unmoved, if there are any: auxiliary vectors that `apply` leaves as they are, so no snapshot copies them.
     """
 
@@ -119,8 +129,8 @@ class RegionRule(Rule, Protocol):
         """Count an update as in flight from now on. Returns the inputs of `progress`, and the number of workers'
         deltas that it stands for."""
 
-    def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
-        """Return the delta to send up."""
+    def progress(self, v: Vectors, inputs: Inputs, encode: Encode) -> None:
+        """Send the delta up, by one call of `encode`."""
 
     def on_global_weights(self, c: Counts) -> tuple[str, ...]:
         """Count the answer to what was in flight, which is merged now. Returns the members to answer then."""
@@ -190,11 +200,10 @@ class AsyncRegion(ABC):
         c.waiting.update(dict.fromkeys(c.waiting, 1))
         return NOTHING, weight
 
-    def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
-        delta = torch.sub(v.vector("base"), v.x, out=v.spare)
+    def progress(self, v: Vectors, inputs: Inputs, encode: Encode) -> None:
+        encode(v.x, anchor=v.vector("base"))
         if self.ledger:
             v.aux["base"].copy_(v.x)
-        return delta
 
     def on_global_weights(self, c: Counts) -> tuple[str, ...]:
         if not self.ledger:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geotrain import kernels
 from geotrain.config import SyncConfig
 from geotrain.kernels import OuterStep
-from geotrain.outer.rules.rule import NOTHING, Counts, Inputs, Vectors, average
+from geotrain.outer.rules.rule import NOTHING, Counts, Encode, Inputs, Vectors, average
 
 
-def nesterov(x: Tensor, delta: Tensor, m: Tensor, *, lr: float, momentum: float) -> None:
+def nesterov(lr: float, momentum: float) -> OuterStep:
     """DiLoCo's outer step (arXiv 2311.08105): m = μ·m + Δ;  x −= lr·(Δ + μ·m)."""
-    step = OuterStep(keep=momentum, gain=1.0, from_momentum=lr * momentum, from_delta=lr, moves_momentum=True)
-    kernels.outer_update(x, delta, m, step)
+    return OuterStep(lr, momentum, 1.0, lr * momentum, moves_momentum=True)
 
 
 class _Sync:
@@ -77,8 +75,8 @@ class SyncRegion(_Sync):
         weight = sum(c.waiting.values())
         return self.take_weights(c), weight
 
-    def progress(self, v: Vectors, inputs: Inputs) -> Tensor:
-        return self.take_mean(v, inputs)
+    def progress(self, v: Vectors, inputs: Inputs, encode: Encode) -> None:
+        encode(self.take_mean(v, inputs))
 
     def on_global_weights(self, c: Counts) -> tuple[str, ...]:
         c.counts["in_flight"] = 0
@@ -95,7 +93,7 @@ class SyncGlobal(_Sync):
 
     def __init__(self, config: SyncConfig, members: tuple[str, ...]) -> None:
         super().__init__(members)
-        self.lr, self.momentum = config.lr, config.momentum
+        self.step = nesterov(config.lr, config.momentum)
 
     def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
         c.waiting[member] = weight
@@ -107,4 +105,4 @@ class SyncGlobal(_Sync):
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         super().apply(v, member, delta, inputs)
         if inputs:
-            nesterov(v.x, self.take_mean(v, inputs), v.vector("momentum"), lr=self.lr, momentum=self.momentum)
+            v.move(self.take_mean(v, inputs), self.step, "momentum")

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig
-from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, rounding_seed
+from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, residual_dtype, rounding_seed
 from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender
 from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
-from geotrain.outer.shards.bf16_state import in_fp32, round_to_bf16
 from geotrain.outer.shards.protocol import (
     Apply,
     Command,
@@ -74,8 +73,6 @@ class ServerShard:
         down: CodecConfig,
         above: tuple[CodecConfig, CodecConfig] | None = None, validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
-        # dtype of residuals, and of the vectors that the rule lets be rounded
-        self.kept = torch.bfloat16 if bf16_state else torch.float32
         self.bf16_vectors = getattr(rule, "bf16_vectors", ()) if bf16_state else ()
         self.unmoved = getattr(rule, "unmoved", ())
         self.name, self.parameter_map, self.chunks = name, parameter_map, chunks
@@ -95,6 +92,7 @@ class ServerShard:
         self.in_flight: dict[int, bytes] = {}  # payloads whose answer has not come yet
         self._came: dict[int, ChunkWeights] = {}  # global weights that were received and are not merged yet
         self.up_codec = up if above is None else make_codec(above[0])
+        self.residual_dtype = None if above is None else residual_dtype(above[0], bf16_state)
         self.downlink = WeightsReceiver(down if above is None else above[1])
         self.mirror_store = MirrorStore()  # another one: see `LocalShards.set_mirror_store`
         # Called with tensors of `state` before they are changed in place, for a snapshot that is being written.
@@ -144,17 +142,16 @@ class ServerShard:
                 for chunk in self._of[command.fragment]:
                     v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
                     self.will_change(v.x, *(vector for name, vector in v.aux.items() if name not in self.unmoved))
-                    room = [self._buffer() for _ in self.bf16_vectors]
-                    with in_fp32(v, self.bf16_vectors, room, self.name, command.version, chunk.index) as wide:
-                        self.rule.apply(wide, command.member, delta, command.inputs)
-                    self._spare += room
+                    v.in_bf16 = self.bf16_vectors
+                    v.seed = rounding_seed("momentum", self.name, command.version, chunk.index)
+                    self.rule.apply(v, command.member, delta, command.inputs)
             case Freeze():
                 self._freeze(command)
             case Forget():
                 self._forget(command)
             case SendUp():
                 for chunk in self._of[command.fragment]:
-                    self.in_flight[chunk.index] = self._progress(chunk, command)
+                    self._send_up(chunk, command)
             case Merge():
                 for chunk in self._of[command.fragment]:
                     self._merge(chunk, command.first)
@@ -238,34 +235,27 @@ class ServerShard:
             for sequence in sequences:
                 table.pop(sequence, None)
 
-    def _progress(self, chunk: Chunk, command: SendUp) -> bytes:
+    def _send_up(self, chunk: Chunk, command: SendUp) -> None:
         """Encode the region's progress. Raises NonFiniteError, naming the parameter."""
         rule: RegionRule = self.rule  # type: ignore[assignment]
-        v = self.vectors[chunk.index]
-        self.will_change(*v.all())
-        room = [self._buffer()]
-        v.spare = room[0][: chunk.numel]
-        delta, stream = rule.progress(v, command.inputs), (self.name, 0, command.sequence, chunk.index)
-        v.spare = residual = None
-        if self.up_codec.error_feedback:
-            if chunk.index not in self.residuals:
-                self.residuals[chunk.index] = torch.zeros_like(delta, dtype=self.kept)
-            self.will_change(self.residuals[chunk.index])
-            residual = self.residuals[chunk.index]
-            if self.kept == torch.bfloat16:
-                room.append(self._buffer())
-                residual = room[1][: chunk.numel].copy_(residual)
-        try:
-            payload = self.up_codec.encode(delta, residual=residual, seed=rounding_seed(*stream)).payload
-            if residual is not None and self.kept == torch.bfloat16:
-                round_to_bf16(residual, self.residuals[chunk.index], "residual", *stream)
-            return to_bytes(payload)
-        except NonFiniteError:
-            parameter = self.parameter_map.not_finite(chunk.fragment, delta, chunk.start)
-            what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
-            raise refusal(f"region {self.name}: {what}") from None
-        finally:
-            self._spare += room
+        i, v = chunk.index, self.vectors[chunk.index]
+        seed = rounding_seed(self.name, 0, command.sequence, i)
+        if self.residual_dtype and i not in self.residuals:
+            self.residuals[i] = torch.zeros_like(v.x, dtype=self.residual_dtype)
+        residual = self.residuals.get(i)
+        self.will_change(*v.all(), *([] if residual is None else [residual]))
+
+        def encode(values: Tensor, anchor: Tensor | None = None) -> None:
+            try:
+                coded = self.up_codec.encode(values, anchor=anchor, residual=residual, seed=seed)
+            except NonFiniteError:
+                delta = values if anchor is None else anchor - values
+                parameter = self.parameter_map.not_finite(chunk.fragment, delta, chunk.start)
+                what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
+                raise refusal(f"region {self.name}: {what}") from None
+            self.in_flight[i] = to_bytes(coded.payload)
+
+        rule.progress(v, command.inputs, encode)
 
     def _merge(self, chunk: Chunk, first: bool) -> None:
         rule: RegionRule = self.rule  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from typing import Literal
 from geotrain.config import CodecConfig, OuterConfig
 from geotrain.net.storage.disk_mirror_store import LEAVING
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES
-from geotrain.outer.codec import make_codec
+from geotrain.outer.codec import make_codec, residual_dtype
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.rules import AsyncRegion, Rule, global_rule, region_rule
 from geotrain.parameters.parameter_map import Chunk, ParameterMap, fragments_due
@@ -92,11 +92,10 @@ def server_needs(
     answer, in_flight = coded(place.down, chunks), 0
     if place.above is not None:
         up, down = place.above
-        state["residual"] = width * numel if make_codec(up).error_feedback else 0
+        residual = residual_dtype(up, bf16_state)
+        state["residual"] = residual.itemsize * numel if residual else 0
         state["mirror"] = 4 * numel if sends_changes(down) else 0
         in_flight = coded(up, chunks)
-    # An update's deltas with what is kept in 16 bits, or what goes up with its residual.
-    at_work = [len(due) + momenta * bf16_state, 1 + (bf16_state and bool(state.get("residual")))]
     coming = in_flight + place.members * answer
     saved = coming if changes else in_flight
     if place.rule.in_rounds:
@@ -114,7 +113,7 @@ def server_needs(
     passing = {
         # A payload's data frames are joined when the last one is here.
         "arriving": 2 * place.members * coded(place.up, due),
-        "decoding": 4 * largest * max(at_work),
+        "decoding": 4 * largest * len(due),
         "computing": 4 * largest,  # a vector's difference or mean
         # One is computed with, a snapshot reads another.
         "mirrors in use": min(mirrors, 4 * largest * (LEAVING + 2)),
