@@ -25,6 +25,7 @@ PAYLOAD_FORMATS = [
 ]
 PAYLOAD_FORMATS += [
     PayloadFormat("topk2", 64, "fp32", stochastic=True, density=1.0),
+    PayloadFormat("topk2", 4096, "bf16", stochastic=True, density=0.25),
     PayloadFormat("topk2", 512, "bf16", density=1.0),
 ]
 SIZES = (0, 1, 2, 31, 33, 127, 256, 645)
