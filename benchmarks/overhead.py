@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -56,9 +56,9 @@ def main() -> None:
     )
 
 
-@contextmanager
-def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Iterator[tuple[RunConfig, ClusterConfig]]:
-    """A prepared data set and two running servers. run_keys: laid over the run file's blocks."""
+def files(folder: Path, local_steps: int, regions: Sequence[str] = ("eu",), **run_keys: Any) -> tuple[Path, Path]:
+    """Write a prepared data set, a run file and a cluster file, with a worker of one rank in each region. run_keys:
+    laid over the run file's blocks."""
     from geotrain.data.corpus import write_jsonl
     from geotrain.data.prepare import prepare
     from geotrain.data.tokenizer import byte_tokenizer
@@ -69,35 +69,44 @@ def servers(folder: Path, local_steps: int, **run_keys: dict[str, Any]) -> Itera
     raw["model"]["config"] = json.loads((ROOT / "configs/models/llama-tiny.json").read_text())
     raw["deepspeed"]["bf16"]["enabled"] = cuda_devices() > 0 or processor_has_bf16()
     raw["folder"] = str(folder / "run")
-    raw["data"].update(train=str(folder / "data/train"), validation=None, train_samples=1 << 20)
+    raw["data"].update(train=str(folder / "data/train"), validation=None, tokenizer=None, train_samples=1 << 20)
     raw["outer"]["local_steps"] = local_steps
     raw["checkpoint"] = {"every_jobs": 1 << 20}  # saving is no part of what is measured
     del raw["monitor"]["validate_every_samples"]
     for block, keys in run_keys.items():
         raw[block] = {**raw.get(block, {}), **keys}
-    ports = free_ports(2)
+    ports = free_ports(1 + len(regions))
     cluster = {
         "name": "bench",
         "global_server": {"port": ports[0]},
         "regions": [
             {
-                "name": "eu",
-                "server": {"port": ports[1]},
-                "workers": [{"name": "eu-0", "hosts": [{"host": "localhost", "slots": 1}]}],
+                "name": name,
+                "server": {"port": port},
+                "workers": [{"name": f"{name}-0", "hosts": [{"host": "localhost", "slots": 1}]}],
             }
+            for name, port in zip(regions, ports[1:], strict=True)
         ],
     }
-    (folder / "run.json").write_text(json.dumps(raw))
-    (folder / "cluster.json").write_text(json.dumps(cluster))
+    paths = folder / "run.json", folder / "cluster.json"
+    for path, content in zip(paths, (raw, cluster), strict=True):
+        path.write_text(json.dumps(content))
+    return paths
+
+
+@contextmanager
+def servers(folder: Path, local_steps: int, **run_keys: Any) -> Iterator[tuple[RunConfig, ClusterConfig]]:
+    """Two running servers of what `files` writes."""
+    run, cluster = files(folder, local_steps, **run_keys)
     command = [sys.executable, "-m", "geotrain", "serve"]
-    files = ["--run", str(folder / "run.json"), "--cluster", str(folder / "cluster.json")]
+    named = ["--run", str(run), "--cluster", str(cluster)]
     with (folder / "log").open("w") as log:
         started = [
-            subprocess.Popen([*command, "global", *files], stdout=log, stderr=log),
-            subprocess.Popen([*command, "region", "eu", *files], stdout=log, stderr=log),
+            subprocess.Popen([*command, "global", *named], stdout=log, stderr=log),
+            subprocess.Popen([*command, "region", "eu", *named], stdout=log, stderr=log),
         ]
         try:
-            yield load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+            yield load_run(run), load_cluster(cluster)
         finally:
             for process in started:
                 process.kill()

@@ -56,6 +56,19 @@ def round_scale(x, SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
     return tl.minimum(bits, MAX_SCALE_BITS)
 
 
+@triton.jit
+def counted_so_far(flags, BLOCK: tl.constexpr):
+    """Count the flags (int32 sums) up to and with each.
+
+    By rows of a warp: a scan of all has each thread load the sums of all warps, up to 32 registers.
+    """
+    ROWS: tl.constexpr = min(BLOCK, 32)
+    rows = tl.reshape(flags, (ROWS, BLOCK // ROWS))
+    sums, row = tl.sum(rows, axis=1), tl.arange(0, ROWS)
+    before = tl.sum(tl.where(row[None, :] < row[:, None], sums[None, :], 0), axis=1)
+    return tl.reshape(tl.cumsum(rows, axis=1) + before[:, None], (BLOCK,))
+
+
 @triton.jit(do_not_specialize=["first", "seed"])
 def quantize_topk(
     values, anchor, residual, words, all_finite, first, decay, seed: tl.uint64,
@@ -94,8 +107,10 @@ def quantize_topk(
     above = bits > low
     tie = (bits == low).to(tl.int32)
     wanted_ties = KEPT - tl.sum(above.to(tl.int32), axis=0)
-    kept = above | ((tie == 1) & (tl.cumsum(tie, axis=0) <= wanted_ties))
-    rank = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    counted = counted_so_far(above.to(tl.int32) | (tie << 16), BLOCK)  # both at once: a block has 4096 at most
+    ties = counted >> 16
+    kept = above | ((tie == 1) & (ties <= wanted_ties))
+    rank = (counted & 0xFFFF) + tl.minimum(ties, wanted_ties) - 1
 
     # two magnitudes: the means above and below the common mean, in fixed point (integer sums have no order)
     exponent = tl.maximum(largest, TINY_BITS) >> 23

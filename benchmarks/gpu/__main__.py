@@ -1,6 +1,6 @@
 """For the day a GPU is there, within eight minutes: its tests; the engine there against itself on the processor;
 kernels against the bandwidth of a copy; the step with ZeRO-1 and ACCO, one GPU's against a plain PyTorch loop's, peak
-memory against the estimate; the outer loop's exposed time.
+memory against the estimate; the outer loop's exposed time; two regions that share the GPU.
 
 Each part is a process with a limit. One that fails or takes too long is told, what it had measured stays, and the
 rest goes on. Figures are written as they come: rows to benchmarks/out/gpu.jsonl; after each part also the page and,

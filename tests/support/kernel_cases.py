@@ -25,6 +25,7 @@ PAYLOAD_FORMATS = [
 ]
 PAYLOAD_FORMATS += [
     PayloadFormat("topk2", 64, "fp32", stochastic=True, density=1.0),
+    PayloadFormat("topk2", 4096, "bf16", stochastic=True, density=0.25),
     PayloadFormat("topk2", 512, "bf16", density=1.0),
 ]
 SIZES = (0, 1, 2, 31, 33, 127, 256, 645)
@@ -35,13 +36,16 @@ def format_id(fmt: PayloadFormat) -> str:
 
 
 def awkward(numel: int, seed: int = 0) -> Tensor:
-    """Normal values with zero, denormal, tiny, huge, tied and constant stretches."""
+    """Normal values with zero, denormal, tiny, huge, tied and constant stretches, some at what is kept last."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-3, 3, (numel,), generator=generator)
     stretches = [0.0, 1e-40, -3e-39, 2.0**-101, 2.0e38, -2.5e38, 0.5, -7.0, 1e-30, -0.0]
     for i, value in enumerate(stretches):
         start = (37 * i) % max(numel, 1)
         x[start : start + 5] = value
+    if numel > 90:  # more ties than are kept, with larger ones behind
+        x[-40:-8] = 1e6
+        x[-36:-8:9] = 2e6
     if numel > 400:
         x[256:384] = 0.0
         x[384:400] = 1e-41
