@@ -53,6 +53,10 @@ class ParallelLayout:
         return self.ranks // self.parallel.replica_ranks
 
     @property
+    def kinds(self) -> str:
+        return "+".join(dict.fromkeys(host.kind for host in self.hosts))
+
+    @property
     def usd_per_hour(self) -> float | None:
         prices = [host.device.usd_per_hour for host in self.hosts]
         return None if None in prices else self.slots * sum(p for p in prices if p is not None)
