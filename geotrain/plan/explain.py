@@ -66,8 +66,8 @@ def reasons(plan: Plan) -> list[str]:
             )
         if len(worker.regions) > 1:
             found.append(
-                f"{names[0]} spans {where}: one of these is too small for the model alone, or trained on staler weights; "
-                f"together they train {p.workers[names[0]].tokens_per_s:,.0f} tokens/s; stages are dealt out by DT-FM's cost"
+                f"{names[0]} spans {where}: one of these is too small for the model alone, or would train on staler "
+                f"weights; together they train {p.workers[names[0]].tokens_per_s:,.0f} tokens/s"
             )
     found.append(
         f"global server in {plan.place.region}: the slowest region exchanges the whole model (bf16) in "
