@@ -52,10 +52,8 @@ def tightest_memory(
     rank's device."""
     ranks, stages = len(room_bytes), setup.parallel.pipeline
     rooms = [min(room_bytes[s * ranks // stages : (s + 1) * ranks // stages], default=0.0) for s in range(stages)]
-    first = {
-        alike: s
-        for s, alike in reversed([*enumerate(zip(first_like(architecture, setup.parallel), rooms, strict=True))])
-    }
+    alike = [*zip(first_like(architecture, setup.parallel), rooms, strict=True)]
+    first = {kind: alike.index(kind) for kind in alike}  # which keeps most micro-batches of those
     parts = stage_memory(run, architecture, setup, ranks, first.values())
     return max(
         ((parts, rooms[s]) for s, parts in zip(first.values(), parts, strict=True)),
@@ -67,37 +65,26 @@ def stage_memory(
     run: RunConfig, architecture: Architecture, setup: WorkerSetup, ranks: int, stages: Iterable[int]
 ) -> list[dict[str, int]]:
     """Estimate the same of a rank in each of these pipeline stages."""
-    return [
-        _parts(run, architecture, setup, ranks, *stage) for stage in _stages(run, architecture, setup, ranks, stages)
-    ]
-
-
-def _parts(
-    run: RunConfig,
-    architecture: Architecture,
-    setup: WorkerSetup,
-    ranks: int,
-    memory: MemoryPerRank,
-    shard: ShardSize,
-) -> dict[str, int]:
-    block = setup.deepspeed
-    state = {
-        "weights": memory.weights_bytes,
-        "gradients": memory.gradients_bytes,
-        "optimizer": memory.optimizer_bytes,
-        "buffers": memory.buffers_bytes,
-    }
-    if run.acco is not None:
-        size, summed = 2 if trains_in_bf16(block) else 4, 4 if accumulates_in_fp32(block) else 2
-        in_fp8 = 2 * fp8_weights(architecture, setup.parallel, memory.stage) if setup.precision.fp8 else 0
-        state.update(weights=size * shard.total, gradients=summed * shard.total)
-        state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
-        flat = flat_bytes(shard, size, summed, block, _copies(setup, ranks))
-        zeros = 2 * min(shard.adamw + shard.matrices, CODED_AT_ONCE) if coded_bits(block) is not None else 0
-        state["buffers"] = flat - state["weights"] - state["gradients"] + zeros
-        state["weights"] += in_fp8
-    outer = 0 if outer_on_host(run, setup) else outer_bytes(run, shard.adamw + shard.matrices)
-    return {**state, "activations": memory.activations_bytes, "outer": outer}
+    found, block = list[dict[str, int]](), setup.deepspeed
+    for memory, shard in _stages(run, architecture, setup, ranks, stages):
+        state = {
+            "weights": memory.weights_bytes,
+            "gradients": memory.gradients_bytes,
+            "optimizer": memory.optimizer_bytes,
+            "buffers": memory.buffers_bytes,
+        }
+        if run.acco is not None:
+            size, summed = 2 if trains_in_bf16(block) else 4, 4 if accumulates_in_fp32(block) else 2
+            in_fp8 = 2 * fp8_weights(architecture, setup.parallel, memory.stage) if setup.precision.fp8 else 0
+            state.update(weights=size * shard.total, gradients=summed * shard.total)
+            state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
+            flat = flat_bytes(shard, size, summed, block, _copies(setup, ranks))
+            zeros = 2 * min(shard.adamw + shard.matrices, CODED_AT_ONCE) if coded_bits(block) is not None else 0
+            state["buffers"] = flat - state["weights"] - state["gradients"] + zeros
+            state["weights"] += in_fp8
+        outer = 0 if outer_on_host(run, setup) else outer_bytes(run, shard.adamw + shard.matrices)
+        found.append({**state, "activations": memory.activations_bytes, "outer": outer})
+    return found
 
 
 def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig) -> dict[str, int]:
