@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -42,15 +43,18 @@ def hosts_of(
     """Collect (launcher's name, host) → the needs of each worker there, for all hosts on which these sites start
     ranks. The host of `local` workers is `HERE`."""
     from geotrain.parallelism.transformer_engine import asked_by
-    from geotrain.plan.model.memory import rank_memory
+    from geotrain.plan.model.memory import stage_memory
 
     found: dict[tuple[str, str], list[HostNeeds]] = {}
     for number, (region, worker) in enumerate(cluster.workers):
         setup = WorkerSetup.of(run, worker)
         asks = asked_by(setup.precision, setup.parallel) or ("", (0, 0))
-        memory = rank_memory(run, run.architecture, worker)
+        stages = setup.parallel.pipeline
+        memory = stage_memory(run, run.architecture, setup, worker.ranks, range(stages))
+        ranks = iter(range(worker.ranks))
         launcher = launcher_of(worker)
         for position, host in enumerate(worker.hosts):
+            here = [memory[rank * stages // worker.ranks] for rank in islice(ranks, host.slots)]
             starter = region if isinstance(launcher, WorldLauncher) else host.region or region
             if starter not in sites:
                 continue
@@ -59,8 +63,8 @@ def hosts_of(
             needs = HostNeeds(
                 worker.name,
                 host.slots,
-                sum(memory.values()),
-                host.slots * memory["optimizer"],
+                max(sum(parts.values()) for parts in here),
+                sum(parts["optimizer"] for parts in here),
                 host.device,
                 (fixed_master_port(worker, number),) if fixed else (),
                 worker.env.get("DS_ACCELERATOR") == "cpu",

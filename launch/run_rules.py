@@ -3,7 +3,6 @@ and `dry-run` both ask here."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from geotrain.config import (
@@ -12,8 +11,6 @@ from geotrain.config import (
     ConfigError,
     RegionMomentumConfig,
     RunConfig,
-    WorkerConfig,
-    WorkerSetup,
 )
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.terminal import size
@@ -23,22 +20,18 @@ FEW = 10  # exchanges of a region: momentum and merging then do next to nothing
 
 def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
     """Find what keeps this cluster from training this run. The files must go together (`check_together`)."""
-    from geotrain.plan.model.memory import tightest_memory
+    from geotrain.plan.model.memory import tightest_rank
 
     for _, worker in cluster.workers:
-        if least_memory(cluster, worker):
-            rooms = {kind: 1e9 * device.memory_gb for kind, device in cluster.devices.items()}
-            placed = [rooms.get(str(host.device), math.inf) for host in worker.hosts for _ in range(host.slots)]
-            parts, room = tightest_memory(run, run.architecture, WorkerSetup.of(run, worker), placed)
-            if (needed := sum(parts.values())) > room:
-                kind = next(host.device for host in worker.hosts if rooms.get(str(host.device)) == room)
-                most = max(parts, key=lambda part: parts[part])
-                yield ConfigError(
-                    f"worker {worker.name!r}: its tightest rank needs {size(needed)} ({most} {size(parts[most])}), "
-                    f"devices.{kind}.memory_gb = {room / 1e9:g}; take more ranks, more of `parallel`, "
-                    "model.recompute 'full' or a smaller train_micro_batch_size_per_gpu (`geotrain plan` finds a "
-                    "parallel layout that fits)"
-                )
+        parts, room, kind = tightest_rank(run, cluster, worker)
+        if kind is not None and (needed := sum(parts.values())) > room:
+            most = max(parts, key=lambda part: parts[part])
+            yield ConfigError(
+                f"worker {worker.name!r}: its tightest rank needs {size(needed)} ({most} {size(parts[most])}), "
+                f"devices.{kind}.memory_gb = {room / 1e9:g}; take more ranks, more of `parallel`, "
+                "model.recompute 'full' or a smaller train_micro_batch_size_per_gpu (`geotrain plan` finds a "
+                "parallel layout that fits)"
+            )
     yield from _shared_devices(cluster)
     steps, local_steps, count = run.inner_steps, run.outer.local_steps, len(cluster.workers)
     first = local_steps + count - 1 if run.outer.scale_local_steps else local_steps * count
@@ -48,12 +41,6 @@ def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
             f"has {steps} (data.train_samples / train_batch_size); use at most {max(1, steps // count)}, or more "
             "samples"
         )
-
-
-def least_memory(cluster: ClusterConfig, worker: WorkerConfig) -> tuple[int, str] | None:
-    """Find the least memory of the worker's accelerators: bytes that a rank may use, and the kind; None: unknown."""
-    kinds = {host.device for host in worker.hosts if host.device is not None}
-    return min(((round(1e9 * cluster.devices[kind].memory_gb), kind) for kind in kinds), default=None)
 
 
 def _shared_devices(cluster: ClusterConfig) -> Iterator[ConfigError]:

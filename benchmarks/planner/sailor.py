@@ -5,11 +5,11 @@ accelerators, by micro-batch and tensor parallelism; rates within and between zo
 simulator's formulas (`iteration`) are stated again here: time of a 1F1B pipeline by its slowest stage, an all-reduce
 in buckets, 24 bytes a parameter and all activations in flight.
 
-The planner forms workers of each group of like hosts with these figures in place of its own cost model, chooses among
-them by price, and takes the outer settings that the links between zones bear; of the result counts what they leave
-(`Setting.utilization`). All workers together train at most Sailor's batch a step: of 1 to 16 workers, each with its
-part, the best number counts. Their updates are of different versions, which one synchronous job's are not; what that
-costs in loss no figure here shows (docs/evidence.md).
+The planner forms workers of like hosts, and of unlike ones of a zone, with these figures in place of its own cost
+model, chooses among them by price, and takes the outer settings that the links between zones bear; of the result
+counts what they leave (`Setting.utilization`). All workers together train at most Sailor's batch a step: of 1 to 16
+workers, each with its part, the best number counts. Their updates are of different versions, which one synchronous
+job's are not; what that costs in loss no figure here shows (docs/evidence.md).
 
 `bound_it_s`: no plan does more in this simulator: a linear program that gives each layer to the kinds that compute it
 best, without bubbles and communication. `bound_usd_it`: none costs less, likewise. `job_it_s`, `job_usd_it`: of a
@@ -39,6 +39,7 @@ from geotrain.plan.choice import usd_per_hour
 from geotrain.plan.grouping import Workers, speed
 from geotrain.plan.inventory import Host, Pins, PlanError, PlanTask, Wish, task_of
 from geotrain.plan.layouts import ParallelLayout, Refusals
+from geotrain.plan.model.division import Layers, divide_within
 from geotrain.plan.model.step import StepTime
 from geotrain.plan.planner import decide
 
@@ -88,6 +89,11 @@ class Sailor:
         bounds = [0, *(1 + each * s for s in range(1, pipeline)), self.total]
         return list(pairwise(bounds))
 
+    def stages_of(self, layers: Layers) -> list[tuple[int, int]]:
+        """The same of stages that hold these numbers of the model's layers."""
+        inner = [1 + end for end in accumulate(layers[:-1])]
+        return list(pairwise([0, *inner, self.total]))
+
     def fits(self, kind: str, pipeline: int, tp: int, micro: int) -> bool:
         return self.fullest(pipeline, tp, micro) <= self.data["memory_gib"][kind] * 2**30
 
@@ -133,8 +139,9 @@ class Sailor:
     def layouts(self, task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept: int) -> list[ParallelLayout]:
         """Find the fastest layouts of one worker on these hosts, complete search; in place of the cost model's."""
         zone, kind, ranks = hosts[0].region, hosts[0].kind, SLOTS * len(hosts)
-        found = []
-        for micro, tp in self.profiles[kind].compute_s:
+        unlike = len({(host.region, host.kind) for host in hosts}) > 1
+        found = self.mixed(task, hosts) if unlike else []
+        for micro, tp in self.profiles[kind].compute_s if not unlike else ():
             for pipeline in range(1, self.layers + 1):
                 replicas, rest = divmod(ranks, pipeline * tp)
                 if rest or not replicas or self.layers % pipeline or task.batch % (replicas * micro):
@@ -142,10 +149,64 @@ class Sailor:
                 if self.fits(kind, pipeline, tp, micro):
                     step_s = self.iteration(zone, kind, pipeline, tp, replicas, micro, task.batch)
                     parallel = ParallelConfig(tensor=tp, pipeline=pipeline)
-                    step = StepTime(step_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0.0, 0.0, {}, False)
                     need = int(self.fullest(pipeline, tp, micro))
-                    found.append(ParallelLayout(tuple(hosts), SLOTS, parallel, micro, step, need))
+                    found.append(ParallelLayout(tuple(hosts), SLOTS, parallel, micro, _step(step_s), need))
         return sorted(found, key=lambda layout: layout.order)[:kept]
+
+    def mixed(self, task: PlanTask, hosts: Sequence[Host]) -> list[ParallelLayout]:
+        """Find the layouts of one worker of stages on unlike kinds of a zone, with one tensor parallelism, as the
+        product launches them. Links between kinds are those of the slower one."""
+        zone, found = hosts[0].region, list[ParallelLayout]()
+        of = {kind: [host for host in hosts if host.kind == kind] for kind in dict.fromkeys(h.kind for h in hosts)}
+        shared = set.intersection(*(set(self.profiles[kind].compute_s) for kind in of))
+        for (micro, tp), width in product(sorted(shared), (1, 2, *range(SLOTS, SLOTS * len(hosts), SLOTS))):
+            counts = {kind: SLOTS * len(mine) // width for kind, mine in of.items()}
+            kinds, replicas = [kind for kind, count in counts.items() for _ in range(count)], width // tp
+            links = [f"{zone} {kind} {tp}" for kind in of]
+            if width % tp or task.batch % (replicas * micro) or not all(counts.values()) or len(kinds) > self.layers:
+                continue
+            if any(host.region != zone for host in hosts) or not self.data["gbytes_per_s"].keys() >= set(links):
+                continue
+            at = [0, *range(2, self.layers + 1), self.total]
+            sums = {kind: np.array(self.profiles[kind].compute_s[micro, tp])[at] for kind in of}
+
+            def needs(layers: Layers, micro: int = micro, tp: int = tp, kinds: list[str] = kinds) -> Any:
+                stages = self.stages_of(layers)
+                rooms = [self.data["memory_gib"][kind] * 2**30 for kind in kinds]
+                return [(self.stage_bytes(stages, s, tp, micro), room) for s, room in enumerate(rooms)]
+
+            layers = divide_within([sums[kind] for kind in kinds], needs)
+            if layers is None:
+                continue
+            stages = self.stages_of(layers)
+            moved = np.max([self.transfers(link, stages, micro) for link in links], axis=0)
+            each = [self.profiles[kind].compute_s[micro, tp] for kind in kinds]
+            took = [sums[end] - sums[begin] for sums, (begin, end) in zip(each, stages, strict=True)] + moved
+            step_s = (ceil(task.batch / (micro * replicas)) - 1) * max(took) + sum(took)
+            step_s += max(self.profiles[kind].update_s[micro, tp] for kind in of)
+            if replicas > 1:
+                step_s += max(
+                    self.reduction(4 * (self.parameters[1][end] - self.parameters[1][begin]) / tp, replicas,
+                                   self.data["gbytes_per_s"][f"{zone} {kind} 1"])
+                    for kind, (begin, end) in zip(kinds, stages, strict=True)
+                )  # fmt: skip
+            unlike = layers if len(set(layers)) > 1 else None
+            parallel = ParallelConfig(tensor=tp, pipeline=len(kinds), stage_layers=unlike)
+            used = [host for kind, mine in of.items() for host in mine[: ceil(counts[kind] * width / SLOTS)]]
+            need = int(max(need for need, _ in needs(layers)))
+            found.append(ParallelLayout(tuple(used), SLOTS, parallel, micro, _step(float(step_s)), need))
+        return found
+
+    def out_of_memory(self, layout: ParallelLayout) -> bool:
+        """Whether a stage does not fit its own accelerators."""
+        p = layout.parallel
+        stages = self.stages(p.pipeline) if p.stage_layers is None else self.stages_of(p.stage_layers)
+        width = layout.ranks // p.pipeline
+        on = [layout.hosts[s * width // SLOTS].kind for s in range(p.pipeline)]
+        return any(
+            self.stage_bytes(stages, s, p.tensor, layout.micro_batch) > self.data["memory_gib"][kind] * 2**30
+            for s, kind in enumerate(on)
+        )
 
     def bounds(self, available: dict[str, int]) -> tuple[float, float]:
         """(most iterations a second, least dollars an iteration) of any plan: accelerator-seconds of each layer of a
@@ -345,8 +406,8 @@ def measure(quick: bool) -> dict[str, Any]:
             plan = planned(sailor, cluster, **wish)
             took_s = time.process_time() - began
             assert plan is not None, name
-            used = [(w.layout.hosts[0].kind, w.layout.parallel, w.layout.micro_batch) for w in plan.workers]
-            failed = sum(not sailor.fits(kind, one.pipeline, one.tensor, micro) for kind, one, micro in used)
+            failed = sum(sailor.out_of_memory(w.layout) for w in plan.workers)
+            mixed = sum(len({host.kind for host in w.layout.hosts}) > 1 for w in plan.workers)
             if quotas:
                 pool = {key: min(n, data["quotas"][key.split()[1]][key.split()[0]]) for key, n in pool.items()}
             every = jobs(sailor, pool)
@@ -359,7 +420,7 @@ def measure(quick: bool) -> dict[str, Any]:
             as_fast = planned(sailor, cluster, objective="cost", tokens_per_s=job[0])
             figures = {
                 "it_s": plan.it_s, "usd_it": plan.usd_it, "out_of_memory": failed,
-                "plan_seconds": took_s, "workers": len(plan.workers), "utilization": plan.utilization,
+                "plan_seconds": took_s, "workers": len(plan.workers), "mixed": mixed, "utilization": plan.utilization,
                 "bound_it_s": most, "bound_usd_it": least, "job_it_s": job[0], "job_usd_it": job[1],
                 "usd_it_as_fast_as_job": None if as_fast is None else as_fast.usd_it,
                 "accelerators": sum(w.layout.ranks for w in plan.workers), "available": sum(pool.values()),
@@ -367,6 +428,10 @@ def measure(quick: bool) -> dict[str, Any]:
             found[f"{model} {name}"] = figures
             print(f"{model} {name}", json.dumps(figures), flush=True)
     return found | {"paper": data["paper"]}
+
+
+def _step(step_s: float) -> StepTime:
+    return StepTime(step_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0.0, 0.0, {}, False)
 
 
 def _unpacked(runs: list[list[Any]]) -> list[list[float]]:

@@ -14,11 +14,11 @@ from geotrain.launch.check import check_together
 from geotrain.launch.host_check import check_far_sites, check_hosts, hosts_of
 from geotrain.launch.host_check import show as show_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
-from geotrain.launch.run_rules import least_memory, misfits
+from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import size, table_of
 from geotrain.parallelism.checks import accumulation_steps, zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
-from geotrain.plan.model.memory import host_memory, rank_memory
+from geotrain.plan.model.memory import host_memory, rank_memory, tightest_rank
 from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
@@ -32,8 +32,8 @@ from geotrain.simulate.forecast import forecast_run
 @dataclass(frozen=True)
 class WorkerNeeds:
     """One worker. delta_bytes, answer_bytes: of one exchange with its server, over all its ranks (without the
-    padding of ranks' last blocks). memory, host_memory: of its fullest rank. device: the least memory of its
-    accelerators, and their kind."""
+    padding of ranks' last blocks). memory: of the rank that has least left; device: that rank's. host_memory: of the
+    fullest rank."""
 
     name: str
     region: str
@@ -86,6 +86,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         setup = WorkerSetup.of(run, worker)
         parallel, zero = setup.parallel, zero_stage(setup.deepspeed)
         fullest[parallel] = fullest.get(parallel) or check_shards(parameter_map, run, parallel)
+        memory, room, kind = tightest_rank(run, cluster, worker)
         workers.append(
             WorkerNeeds(
                 worker.name,
@@ -93,10 +94,10 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
                 f"{parallel.text(worker.ranks)}, ZeRO {zero}",
                 worker.ranks,
                 fullest[parallel],
-                rank_memory(run, run.architecture, worker),
+                memory,
                 host_memory(run, run.architecture, worker),
                 *to_server,
-                "–" if (limit := least_memory(cluster, worker)) is None else f"{size(limit[0])} ({limit[1]})",
+                "–" if kind is None else f"{size(room)} ({kind})",
             )
         )
     links = []
@@ -291,14 +292,14 @@ def planned_steps(run: RunConfig, cluster: ClusterConfig) -> list[str]:
         return [f"geotrain plan's steps are not known: {error}"]
     told = []
     for _, worker in cluster.workers:
-        w, limit = predicted.workers[worker.name], least_memory(cluster, worker)
-        assert limit is not None  # else nothing was predicted
-        device = cluster.devices[limit[1]]
+        w, kind = predicted.workers[worker.name], tightest_rank(run, cluster, worker)[2]
+        assert kind is not None  # else nothing was predicted
+        device = cluster.devices[kind]
         flops = useful_flops(run.architecture, run.data.sequence_length) * run.samples_per_step
         mfu = flops * run.data.sequence_length / (w.step_s * w.ranks * 1e12 * device.tflops)
         told.append(
             f"{worker.name}: geotrain plan and simulate count {w.step_s:.3g} s a step ({mfu:.0%} of the peak), "
-            f"{w.compute_s:.3g} s of it arithmetic at devices.{limit[1]}.efficiency = {device.efficiency:g}, which "
+            f"{w.compute_s:.3g} s of it arithmetic at devices.{kind}.efficiency = {device.efficiency:g}, which "
             "stands for all that the roofline counts by itself, for launches and stragglers; `geotrain probe --run` "
             "measures it"
         )

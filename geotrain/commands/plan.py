@@ -218,7 +218,7 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     workers = []
     for name, w in p.workers.items():
         tokens_per_s = forecast["workers"][name]["tokens_per_s"]
-        kinds = "+".join(dict.fromkeys(host.kind for host in found.workers[name].layout.hosts))
+        kinds = found.workers[name].layout.kinds
         workers.append(
             {
                 "worker": name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,7 @@ class MemoryPerRank:
     their peak, in the optimizer's step. optimizer_bytes: fp32 masters and the moments; 0 if offloaded to the host.
     buffers_bytes: of gradients or weights that travel. activations_bytes: an estimate, see `activation_bytes`.
     checkpoint_bytes: on the host, and not in the total: the copy of a checkpoint while it is written, at most (ranks
-    that see one file system leave out what another saves); without a GPU it comes on top. room_bytes: of the smallest
-    device of stages like this one; 0: not asked for.
+    that see one file system leave out what another saves); without a GPU it comes on top.
     """
 
     parameters: int
@@ -51,7 +50,6 @@ class MemoryPerRank:
     buffers_bytes: int
     activations_bytes: int
     checkpoint_bytes: int
-    room_bytes: float
 
     @property
     def total_bytes(self) -> int:
@@ -68,14 +66,30 @@ def memory_per_rank(
     recompute: str = "none",
     fp8: bool = False,
     documents: bool = False,
-    room_bytes: Sequence[float] = (),
 ) -> MemoryPerRank:
-    """Estimate the memory of the worker's fullest rank. room_bytes: of each rank's device; then of the rank that has
-    least left.
+    """Estimate the memory of the worker's fullest rank. Arguments and errors: as of `memory_of_stages`."""
+    first = sorted(set(first_like(architecture, parallel)))  # which keeps most micro-batches of those
+    settings = deepspeed_block, sequence_length, recompute, fp8, documents
+    stages = memory_of_stages(architecture, parallel, ranks, first, *settings)
+    return max(stages, key=lambda memory: memory.total_bytes)
 
-    Pipeline stages differ: the first has the embedding and keeps activations of more micro-batches, the last has the
-    head and the logits. fp8: Transformer Engine keeps the layers' weights twice more, in FP8, as they are and
-    transposed. documents: attention stays inside documents. Raises ConfigError if the parallel layout cannot work.
+
+def memory_of_stages(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    ranks: int,
+    of: Iterable[int],
+    deepspeed_block: dict[str, Any],
+    sequence_length: int,
+    recompute: str = "none",
+    fp8: bool = False,
+    documents: bool = False,
+) -> list[MemoryPerRank]:
+    """Estimate the memory of a rank in each of these pipeline stages of a worker.
+
+    Stages differ: the first has the embedding and keeps activations of more micro-batches, the last has the head and
+    the logits. fp8: Transformer Engine keeps the layers' weights twice more, in FP8, as they are and transposed.
+    documents: attention stays inside documents. Raises ConfigError if the parallel layout cannot work.
     """
     block = deepspeed_block
     dp = check_layout(architecture, parallel, ranks, block, sequence_length)
@@ -84,8 +98,8 @@ def memory_per_rank(
     zero, size = zero_stage(block), 2 if trains_in_bf16(block) else _FP32_BYTES
     kept = _FP32_BYTES if accumulates_in_fp32(block) else size  # bytes of an accumulated gradient
     masked = mask_elements(architecture, block, sequence_length, documents)
-    stages, like = [], first_like(architecture, parallel)
-    for stage in sorted(set(like)):  # which keeps most micro-batches of those
+    stages = []
+    for stage in of:
         parameters = stage_parameters(architecture, parallel, stage)
         whole = shard_size(architecture, parallel, stage, 1, muon, together=False)
         shard = shard_size(architecture, parallel, stage, copies, muon, together=False) if zero else whole
@@ -112,10 +126,8 @@ def memory_per_rank(
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8, masked)
         weights = size * held + (2 * fp8_weights(architecture, parallel, stage) if fp8 else 0)
         held_bytes = weights, gradients, optimizer, buffers, activations, saved_bytes(shard, block, copies)
-        mine = [room for i, room in enumerate(room_bytes) if like[i * parallel.pipeline // ranks] == stage]
-        room = min(mine, default=0.0)
-        stages.append(MemoryPerRank(parameters, stage, *held_bytes, room))
-    return max(stages, key=lambda memory: memory.total_bytes - memory.room_bytes)
+        stages.append(MemoryPerRank(parameters, stage, *held_bytes))
+    return stages
 
 
 def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:

@@ -38,20 +38,20 @@ class Choice:
         return self.usd_per_hour / self.steps_per_s / 3600
 
 
-def choose(task: PlanTask, wish: Wish, groups: Groups) -> Workers:
+def choose(task: PlanTask, wish: Wish, divisions: Sequence[Groups]) -> Workers:
     """Choose the workers that fulfil the wish, and of those as cheap a token the ones whose tokens are worth most.
-    Raises PlanError, which says what could be had."""
+    divisions: of the hosts into groups, of which one is taken. Raises PlanError, which says what could be had."""
     if not wish.priced:
-        return helpful(task, wish, tuple(w for group in groups for w in group[0]))
-    unpriced = {
-        h.kind for group in groups for workers in group for w in workers for h in w.layout.hosts if h.unpriced
-    }
+        return helpful(task, wish, [tuple(w for group in groups for w in group[0]) for groups in divisions])
+    found = [workers for groups in divisions for group in groups for workers in group]
+    unpriced = {host.kind for workers in found for w in workers for host in w.layout.hosts if host.unpriced}
     if unpriced:
         raise PlanError(
             f"--objective cost, --usd, --tokens-per-s: devices.{min(unpriced)} has no usd_per_hour; add it, or plan "
             "for speed"
         )
-    every = frontier([[*group, *(w for w in map(on_spot, group) if w)] for group in groups])
+    priced = [[[*group, *(w for w in map(on_spot, group) if w)] for group in groups] for groups in divisions]
+    every = [choice for groups in priced for choice in frontier(groups)]
 
     def tokens_per_s(choice: Choice) -> float:
         return choice.steps_per_s * task.tokens_per_step * wish.utilization
@@ -64,7 +64,7 @@ def choose(task: PlanTask, wish: Wish, groups: Groups) -> Workers:
 
     fast = [c for c in every if tokens_per_s(c) >= wish.least_tokens_per_s]
     if not fast:
-        most = tokens_per_s(every[-1])
+        most = max(map(tokens_per_s, every))
         days = wish.tokens / most / DAY_S
         wanted = f"{wish.tokens:.3g} tokens within {wish.within_days:g} days" if wish.within_days else "that"
         if wish.tokens_per_s is not None:
@@ -98,16 +98,17 @@ def expected_gap(task: PlanTask, wish: Wish, workers: Workers) -> float:
     return loss_gap(step_s, tokens, task.tokens_per_step, task.run.outer.scale_local_steps)
 
 
-def helpful(task: PlanTask, wish: Wish, workers: Workers) -> Workers:
-    """Keep so many of the fastest workers that all of their steps are worth most, with at least the wished speed."""
-    ranked = sorted(workers, key=lambda worker: -speed((worker,)))
-    if wish.most_workers is not None:
-        ranked = ranked[: wish.most_workers]
-    every = [tuple(ranked[:count]) for count in range(len(ranked), 0, -1)]
+def helpful(task: PlanTask, wish: Wish, divisions: Sequence[Workers]) -> Workers:
+    """Keep so many of the fastest workers of one division that all of their steps are worth most, with at least the
+    wished speed."""
+    every = list[Workers]()
+    for workers in divisions:
+        slowest_last = sorted(workers, key=lambda worker: -speed((worker,)))
+        for count in range(min(len(workers), wish.most_workers or len(workers)), 0, -1):
+            every.append(tuple(worker for worker in workers if worker in slowest_last[:count]))
     a_step = task.tokens_per_step * wish.utilization
     fast = [kept for kept in every if speed(kept) * a_step >= wish.least_tokens_per_s]
-    best = max(fast or every[:1], key=lambda kept: effective(task, wish, kept))
-    return tuple(worker for worker in workers if worker in best)
+    return max(fast or every[:1], key=lambda kept: effective(task, wish, kept))
 
 
 def frontier(groups: Sequence[Sequence[Workers]]) -> list[Choice]:

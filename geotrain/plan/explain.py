@@ -59,10 +59,15 @@ def reasons(plan: Plan) -> list[str]:
             f"{layout.step.step_s:.3g} s; most of what is lost: {limit}"
         )
         found += hiding_text(plan, names[0])
+        if layout.parallel.stage_layers:
+            found.append(
+                f"{names[0]}: each stage holds as many layers as its accelerators compute in the time of the others "
+                f"and have memory for; several workers of {where} would train on staler weights, or not fit"
+            )
         if len(worker.regions) > 1:
             found.append(
-                f"{names[0]} spans {where}: one of these is too small for the model alone, and together they train "
-                f"{p.workers[names[0]].tokens_per_s:,.0f} tokens/s; stages are dealt out by DT-FM's cost"
+                f"{names[0]} spans {where}: one of these is too small for the model alone, or would train on staler "
+                f"weights; together they train {p.workers[names[0]].tokens_per_s:,.0f} tokens/s"
             )
     found.append(
         f"global server in {plan.place.region}: the slowest region exchanges the whole model (bf16) in "

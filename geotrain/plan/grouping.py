@@ -9,8 +9,10 @@ staler weights. So of all numbers of workers the smallest is taken that comes wi
 than the user wants. Which of them are worth their place beside the others `choice.py` says.
 
 Unlike hosts. A group of like hosts that is too small for the model by itself may be joined with others like it, of
-the same region or not, and with the nearest one that is large enough. Not all sets of groups are tried (`joinable`),
-but the best division of the groups among the sets that are is found exactly.
+the same region or not, and with the nearest one that is large enough. Groups that are large enough are joined, too,
+where links are fast and the one worker is faster than any of its parts: one worker of unlike stages trains on fresher
+weights than several. Not all sets of groups are tried (`joinable`), but of each number of workers the best division
+of the groups among the sets that are is found exactly.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from scipy.cluster.hierarchy import linkage
 
 from geotrain.config import ConfigError
 from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask
-from geotrain.plan.layouts import KEPT, ParallelLayout, Refusals, layouts
-from geotrain.plan.spanning import spanning_layouts
+from geotrain.plan.layouts import KEPT, ParallelLayout, Refusals
+from geotrain.plan.spanning import found_layouts, spanning_layouts
 
 SLACK = 0.05  # of the tokens: about what twice as many workers cost in loss (`geotrain.plan.model.loss`)
 MOST_COMBINED = 3  # small groups of which every combination is tried
@@ -53,7 +55,8 @@ class Worker:
 
     def on(self, hosts: tuple[Host, ...]) -> Worker:
         """The same worker on other hosts, which are like its own."""
-        return Worker(replace(self.layout, hosts=hosts), tuple(replace(o, hosts=hosts) for o in self.others))
+        others = (other for other in self.others if other.hosts == self.layout.hosts)
+        return Worker(replace(self.layout, hosts=hosts), tuple(replace(other, hosts=hosts) for other in others))
 
 
 Workers = tuple[Worker, ...]
@@ -62,6 +65,7 @@ Groups = list[Group]
 Known = dict[object, list[ParallelLayout]]
 Find = Callable[[PlanTask, Sequence[Host], Refusals, int], list[ParallelLayout]]
 Alike = tuple[str, str, int, bool]  # region, kind, accelerators of a host, whether on the spot market
+Division = tuple[frozenset[Alike], ...]
 
 
 def speed(workers: Iterable[Worker]) -> float:
@@ -74,11 +78,11 @@ def form_workers(
     refused: Refusals,
     partial: bool = False,
     most_workers: int = MOST_WORKERS,
-    find: Find = layouts,
-) -> Groups:
-    """Form the workers of all hosts: groups of hosts, of each the alternatives, the fastest first. Returns none when
-    the model fits nowhere. partial: workers on fewer hosts of a group are alternatives, too. most_workers: as in
-    `Wish`. find: layouts of one worker on like hosts."""
+    find: Find = found_layouts,
+) -> list[Groups]:
+    """Form the workers of all hosts: divisions of the hosts into groups (`divisions`), of each group the
+    alternatives, the fastest first. Returns none when the model fits nowhere. partial: workers on fewer hosts of a
+    group are alternatives, too. most_workers: as in `Wish`. find: layouts of one worker, on like hosts or not."""
     known: Known = {}
     every = sum(map(len, task.hosts.values()))
     hosts: dict[Alike, list[Host]] = {}
@@ -101,7 +105,17 @@ def form_workers(
             except ConfigError as error:  # a link between the regions has no figure
                 found, refused.missing = [], refused.missing or str(error)
             sets[joined] = [(Worker(found[0], tuple(found[1:KEPT])),)] if found else []
-    return [sets[chosen] for chosen in best_division(sets, list(alone)) if sets[chosen]]
+    for joined in (joined for joined in joinable(task, list(alone)) if len(joined) > 1):
+        parts = [sets[each] for each in ({joined} | {frozenset((alike,)) for alike in joined}) if sets.get(each)]
+        fastest = max((speed(found[0]) for found in parts), default=0.0)
+        apart_s = max(distance_s(task, alike, joined - {alike}) for alike in joined)
+        if fastest * apart_s < 1:
+            layouts = find(task, [host for alike in sorted(joined) for host in hosts[alike]], refused, KEPT)
+            mixed = [(Worker(layouts[0], tuple(layouts[1:])),)] if layouts else []
+            if mixed and speed(mixed[0]) > fastest:
+                sets[joined] = mixed
+    divided = ([sets[chosen] for chosen in division if sets[chosen]] for division in divisions(sets, list(alone)))
+    return [groups for groups in divided if groups]
 
 
 def joinable(task: PlanTask, small: Sequence[Alike]) -> list[frozenset[Alike]]:
@@ -125,22 +139,25 @@ def distance_s(task: PlanTask, alike: Alike, others: frozenset[Alike]) -> float:
     return min((link.rtt_ms / 2000 + 8e-9 * size / link.gbps for link in known), default=NO_LINK_S)
 
 
-def best_division(sets: Mapping[frozenset[Alike], Group], groups: Sequence[Alike]) -> tuple[frozenset[Alike], ...]:
-    """Find the division of the groups into sets with the most steps a second. Every group is a set of its own
-    too."""
-    best: dict[frozenset[Alike], tuple[frozenset[Alike], ...]] = {frozenset(): ()}
+def divisions(sets: Mapping[frozenset[Alike], Group], groups: Sequence[Alike]) -> list[Division]:
+    """Find, for each number of workers, the division of the groups into sets with the most steps a second, the
+    fastest first. Every group is a set of its own too."""
+    best: dict[frozenset[Alike], dict[int, Division]] = {frozenset(): {0: ()}}  # by the number of workers
 
-    def total(division: Iterable[frozenset[Alike]]) -> float:
+    def total(division: Division) -> float:
         return sum(speed(sets[chosen][0]) for chosen in division if sets[chosen])
 
-    def of(left: frozenset[Alike]) -> tuple[frozenset[Alike], ...]:
+    def of(left: frozenset[Alike]) -> dict[int, Division]:
         if left not in best:
-            first = min(left, key=groups.index)
-            fitting = [joined for joined in sets if first in joined and joined <= left]
-            best[left] = max(((joined, *of(left - joined)) for joined in fitting), key=total)
+            first, found = min(left, key=groups.index), dict[int, Division]()
+            for joined in (joined for joined in sets if first in joined and joined <= left):
+                mine = len(sets[joined][0]) if sets[joined] else 0
+                for count, others in of(left - joined).items():
+                    found[mine + count] = max(found.get(mine + count, ()), (joined, *others), key=total)
+            best[left] = found
         return best[left]
 
-    return of(frozenset(groups))
+    return sorted(of(frozenset(groups)).values(), key=total, reverse=True)
 
 
 def like_workers(

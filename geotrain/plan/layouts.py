@@ -10,16 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import gcd
+from typing import Any
+
+import numpy as np
 
 from geotrain.config import Architecture, ConfigError, ParallelConfig, WorkerConfig
 from geotrain.families import family_of
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.inventory import Host, PlanError, PlanTask
+from geotrain.plan.model.division import divide
 from geotrain.plan.model.memory import tightest_memory
 from geotrain.plan.model.network import RankDevice
 from geotrain.plan.model.step import StepTime, step_time
 from geotrain.plan.model.work import stage_flops
+from geotrain.plan.placement.cost import Floats
 from geotrain.plan.predict import work_of
 
 FULL_MICRO_TOKENS = 8192  # a micro-batch of so many tokens keeps the matrix units as busy as a larger one
@@ -45,6 +51,10 @@ class ParallelLayout:
     @property
     def replicas(self) -> int:
         return self.ranks // self.parallel.replica_ranks
+
+    @property
+    def kinds(self) -> str:
+        return "+".join(dict.fromkeys(host.kind for host in self.hosts))
 
     @property
     def usd_per_hour(self) -> float | None:
@@ -116,12 +126,27 @@ def parallels(task: PlanTask, slots: int, most_pipeline: int) -> Iterator[Parall
         divides = a.experts.count if a.experts and task.run.acco is None else 1  # ACCO goes with whole experts only
         experts = [e for e in beside if divides % e == 0]
         for pp in [pins.pipeline] if pins.pipeline is not None else divisors(a.layers):
-            if pp > most_pipeline or a.layers % pp:
+            if pp > most_pipeline:
                 continue
             for cp in [pins.context] if pins.context is not None else contexts:
                 for ep in [pins.expert] if pins.expert is not None else experts:
-                    cut = {"tensor": tp, "pipeline": pp, "sequence": sequence, "context": cp, "expert": ep}
+                    cut: dict[str, Any] = {
+                        "tensor": tp,
+                        "pipeline": pp,
+                        "sequence": sequence,
+                        "context": cp,
+                        "expert": ep,
+                    }
+                    if a.layers % pp and task.run.parallel.stage_layers is None:
+                        sums = layer_sums(a, length, task.run.model.recompute)
+                        cut["stage_layers"] = divide([sums] * pp, [a.layers] * pp)
                     yield task.run.parallel.model_copy(update=cut)
+
+
+def layer_sums(a: Architecture, length: int, recompute: str) -> Floats:
+    """Add up the operations of a token in all layers before each, and in all."""
+    each = [sum(stage_flops(a, length, range(layer, layer + 1), recompute)) for layer in range(a.layers)]
+    return np.array([0.0, *accumulate(each)])
 
 
 def _shares_sequences(a: Architecture, tp: int, cp: int, length: int) -> bool:

@@ -69,7 +69,7 @@ def changes(now: ClusterConfig, plan: Plan) -> Iterator[Change]:
         if prices := [p.usd_per_hour for _, p in mine if p.usd_per_hour is not None]:
             gain += f" for {sum(prices):,.2f} USD/h"
         if name not in before:
-            kinds = ", ".join(f"{w.layout.ranks} × {w.layout.hosts[0].kind}" for w, _ in mine)
+            kinds = ", ".join(f"{w.layout.ranks} × {w.layout.kinds}" for w, _ in mine)
             yield Change("add", name, f"{kinds}: {gain}")
         elif name not in after:
             reasons = [

@@ -29,10 +29,11 @@ from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.choice import choose, expected_gap
 from geotrain.plan.grouping import Find, Worker, Workers, form_workers, speed
 from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask, Wish, hosts_of
-from geotrain.plan.layouts import Refusals, home_of, layouts, nothing_fits, worker_of
+from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of
 from geotrain.plan.model.work import useful_flops
 from geotrain.plan.predict import RunPrediction, predict
 from geotrain.plan.settings import BUSY, SERVER_BUSY, TRAFFIC, ServerPlace, Setting, line_to, places, settings
+from geotrain.plan.spanning import found_layouts
 
 GLOBAL_PORT = 7070
 LONGEST_NAME = 28  # of a region, in the names of its workers
@@ -80,8 +81,8 @@ class Decided:
     settings: Sequence[Setting]
 
 
-def decide(task: PlanTask, wish: Wish, find: Find = layouts) -> Decided:
-    """Take the decisions, one after the other. find: layouts of one worker on like hosts. Raises PlanError."""
+def decide(task: PlanTask, wish: Wish, find: Find = found_layouts) -> Decided:
+    """Take the decisions, one after the other. find: as of `form_workers`. Raises PlanError."""
     refused = Refusals()
     # The fastest workers, without recomputation where that makes no difference.
     choices = [task.pins.recompute] if task.pins.recompute is not None else ["none", "full"]
@@ -89,11 +90,11 @@ def decide(task: PlanTask, wish: Wish, find: Find = layouts) -> Decided:
         (tasked, form_workers(tasked, refused, wish.partial, wish.most_workers or MOST_WORKERS, find))
         for tasked in map(task.with_recompute, choices)
     ]
-    task, groups = max(formed, key=lambda entry: speed(w for group in entry[1] for w in group[0]))
-    if not groups:
+    task, divided = max(formed, key=lambda entry: speed(w for group in next(iter(entry[1]), []) for w in group[0]))
+    if not divided:
         raise nothing_fits(task, refused)
-    every = tuple(w for group in groups for w in group[0])
-    workers = choose(task, wish, groups)
+    every = tuple(w for group in divided[0] for w in group[0])
+    workers = choose(task, wish, divided)
     homes = list(dict.fromkeys(home_of(w.layout.hosts) for w in workers))
     model_bytes = 2 * parameter_count(task.architecture)  # bf16: which codec is chosen does not change the order
     where = places(task, homes, model_bytes)

@@ -19,7 +19,7 @@ from geotrain.config import (
     shards_of,
 )
 from geotrain.parameters.parameter_map import parameter_map_of
-from geotrain.plan.model.memory import tightest_memory
+from geotrain.plan.model.memory import tightest_rank
 from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, server_times, worker_timing
 from geotrain.plan.model.server_rates import MEASURED
@@ -136,12 +136,7 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
     if not placed:
         raise ConfigError(f"cluster {cluster.name!r} has no workers; `geotrain plan` makes them of its hosts")
     ranks = {name: network.ranks(region, worker) for name, (region, worker) in placed.items()}
-    memory = {  # checks layouts
-        name: tightest_memory(
-            run, architecture, WorkerSetup.of(run, worker), [1e9 * rank.device.memory_gb for rank in ranks[name]]
-        )
-        for name, (_, worker) in placed.items()
-    }
+    memory = {name: tightest_rank(run, cluster, worker) for name, (_, worker) in placed.items()}  # checks layouts
     steps = {
         name: step_time(work_of(run, architecture, WorkerSetup.of(run, worker), imbalance), ranks[name], network)
         for name, (_, worker) in placed.items()
@@ -219,7 +214,7 @@ def _worker(
     ranks: list[RankDevice],
     step: StepTime,
     paced: WorkerPace,
-    memory: tuple[dict[str, int], float],
+    memory: tuple[dict[str, int], float, str | None],
 ) -> WorkerPrediction:
     work = work_of(run, architecture, WorkerSetup.of(run, worker))
     steps, job_s = paced.local_steps, paced.job_s

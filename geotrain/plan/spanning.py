@@ -11,21 +11,39 @@ result is not proven to be the best.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, permutations
+from math import lcm
 
 import numpy as np
 
-from geotrain.config import ParallelConfig
+from geotrain.config import ConfigError, ParallelConfig
 from geotrain.parallelism.checks import overlaps_reduction, trains_in_bf16, wire_bytes
 from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters
 from geotrain.plan.inventory import Host, PlanTask
-from geotrain.plan.layouts import ParallelLayout, Refusals, evaluated, fitting, least_step_s, micro_batches, parallels
+from geotrain.plan.layouts import (
+    KEPT,
+    ParallelLayout,
+    Refusals,
+    divisors,
+    evaluated,
+    fitting,
+    layer_sums,
+    layouts,
+    least_step_s,
+    micro_batches,
+    parallels,
+)
+from geotrain.plan.model.division import Layers, divide, divide_within
+from geotrain.plan.model.memory import stage_memory
 from geotrain.plan.model.network import RankDevice
 from geotrain.plan.model.work import stage_flops
 from geotrain.plan.placement.cost import Floats, Problem, problem_from_links, quick_bound, quick_bound_of_hidden
 from geotrain.plan.placement.search import Effort, search
 
 MOST_SHAPES = 4
+MOST_MIXED, MOST_TRIED = 4, 24  # shapes of mixed workers that are predicted, and whose memory is asked
+MOST_ORDERED = 3  # kinds of which every order is tried
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,17 @@ class PipelineShape:
     @property
     def replicas(self) -> int:
         return self.columns * self.slots // (self.parallel.tensor * self.parallel.context)
+
+
+@dataclass(frozen=True)
+class MixedShape:
+    """Pipeline stages on unlike hosts: of each kind its stages, of each stage its hosts, `slots` accelerators of each
+    host. width: accelerators of a stage."""
+
+    stages: tuple[tuple[tuple[Host, ...], ...], ...]
+    slots: int
+    width: int
+    parallel: ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -78,6 +107,91 @@ def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -
         ]
         found += sorted((layout for layout in tried if layout is not None), key=lambda layout: layout.order)[:1]
     return sorted(found, key=lambda layout: layout.order)
+
+
+def mixed_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept: int = KEPT) -> list[ParallelLayout]:
+    """Find fast parallel layouts of one worker each of whose pipeline stages stands on hosts of one kind and region,
+    and holds as many layers as they compute in the time of the others, and have memory for.
+
+    For all (accelerators of a host, tensor, context, expert, accelerators of a stage) each kind has as many stages as
+    it can. They are ranked by the time of their stages; the first MOST_MIXED that fit are predicted, with the kinds
+    in any order. Raises ConfigError when a figure of a link is missing.
+    """
+    groups: dict[tuple[str, str], list[Host]] = {}
+    for host in hosts:
+        groups.setdefault((host.region, host.kind), []).append(host)
+    one_stage = replace(task, pins=replace(task.pins, pipeline=1))
+    ranked: list[tuple[float, int, MixedShape]] = []
+    for slots in sorted({host.slots for host in hosts} if task.run.parallel.stage_layers is None else ()):
+        for parallel in parallels(one_stage, slots, 1):
+            each = lcm(parallel.context, parallel.expert) * parallel.tensor
+            for width in (*divisors(slots)[:-1], *range(slots, slots * len(hosts), slots)):
+                micros = [] if width % each else micro_batches(task, width // parallel.replica_ranks)
+                placed = [[host for host in group if host.slots >= slots] for group in groups.values()]
+                counts = [len(group) * slots // width for group in placed]
+                pipeline = sum(counts)
+                if not micros or not all(counts) or task.pins.pipeline not in (None, pipeline):
+                    continue
+                stages = tuple(
+                    tuple(tuple(of[i * width // slots : -(-(i + 1) * width // slots)]) for i in range(count))
+                    for of, count in zip(placed, counts, strict=True)
+                )
+                shape = MixedShape(stages, slots, width, parallel.model_copy(update={"pipeline": pipeline}))
+                sums_s = [_sample_s(task, parallel, stage[0]) for of in stages for stage in of]
+                layers = divide(sums_s, [task.architecture.layers] * pipeline)
+                if layers is not None:
+                    ends = [0, *accumulate(layers)]
+                    took_s = [sums[ends[s + 1]] - sums[ends[s]] for s, sums in enumerate(sums_s)]
+                    for micro in micros:
+                        again = task.batch * parallel.replica_ranks // (width * micro) - 1
+                        ranked.append((micro * (sum(took_s) + again * max(took_s)), micro, shape))
+    best: dict[MixedShape, ParallelLayout] = {}
+    for bound, micro, shape in sorted(ranked, key=lambda entry: (entry[0], -entry[1]))[:MOST_TRIED]:
+        if len(best) == MOST_MIXED or any(bound > layout.step.step_s for layout in best.values()):
+            break
+        orders = permutations(shape.stages) if len(groups) <= MOST_ORDERED else [shape.stages]
+        tried = [_divided(task, replace(shape, stages=order), micro, refused) for order in orders]
+        if shape not in best and (found := [layout for layout in tried if layout is not None]):
+            best[shape] = min(found, key=lambda layout: layout.order)
+    return sorted(best.values(), key=lambda layout: layout.order)[:kept]
+
+
+def _sample_s(task: PlanTask, parallel: ParallelConfig, host: Host) -> Floats:
+    """Seconds that a replica's accelerators of such a host take for a sample in all layers before each, and in all:
+    arithmetic, and what tensor ranks exchange."""
+    a, length, recompute = task.architecture, task.run.data.sequence_length, task.run.model.recompute
+    speed = 1e12 * host.device.tflops * host.device.efficiency * parallel.tensor
+    sent = 2 * a.hidden_size * (6 if recompute == "full" else 4) * 2 * (parallel.tensor - 1) / parallel.tensor
+    exchanged_s = 8e-9 * sent / host.device.host_gbps * np.arange(a.layers + 1)
+    return length / parallel.context * (layer_sums(a, length, recompute) / speed + exchanged_s)
+
+
+def _divided(task: PlanTask, shape: MixedShape, micro: int, refused: Refusals) -> ParallelLayout | None:
+    """Predict a worker of this shape, the layers divided so that each stage fits; None where none such does."""
+    stages = [stage for of in shape.stages for stage in of]
+    rooms = [1e9 * min(host.device.memory_gb for host in stage) for stage in stages]
+
+    def cut(layers: Layers) -> ParallelConfig:
+        return shape.parallel.model_copy(update={"stage_layers": layers if len(set(layers)) > 1 else None})
+
+    def needs(layers: Layers) -> list[tuple[float, float]]:
+        setup, every = task.setup(cut(layers), micro), range(len(stages))
+        memory = stage_memory(task.base, task.architecture, setup, shape.width * len(stages), every)
+        return [(sum(parts.values()), room) for parts, room in zip(memory, rooms, strict=True)]
+
+    try:
+        layers = divide_within([_sample_s(task, shape.parallel, stage[0]) for stage in stages], needs)
+    except ConfigError as error:
+        refused.rule = refused.rule or str(error)
+        return None
+    hosts = list(dict.fromkeys(host for stage in stages for host in stage))
+    return None if layers is None else evaluated(task, hosts, shape.slots, cut(layers), micro, refused)
+
+
+def found_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept: int = KEPT) -> list[ParallelLayout]:
+    """Find the fastest layouts of one worker: on like hosts of all, on others of those whose stages are alike."""
+    alike = len({(host.region, host.kind, host.slots) for host in hosts}) == 1
+    return (layouts if alike else mixed_layouts)(task, hosts, refused, kept)
 
 
 def effort(problem: Problem) -> Effort:

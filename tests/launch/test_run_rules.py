@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.launch.host_check import hosts_of
 from geotrain.launch.run_rules import doubts, misfits
 from tests.support.plan_cases import small_run
 
@@ -105,5 +107,13 @@ def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:
 def test_a_stage_of_few_layers_fits_a_small_kind(kinds: tuple[str, ...], last: int, told: str) -> None:
     _, cluster = pair(on(*kinds))
     first = small_run().architecture.layers - last
-    found = list(misfits(small_run(parallel={"pipeline": 2, "stage_layers": [first, last]}), cluster))
+    run = small_run(parallel={"pipeline": 2, "stage_layers": [first, last]})
+    found = list(misfits(run, cluster))
     assert bool(found) == bool(told) and all(told in str(error) for error in found)
+    # The dry run and each host are told of the stage that stands there, not of the fullest on the smallest device.
+    (needs,) = dry_run.needs(run, cluster).workers
+    kind = needs.device.rpartition("(")[2].rstrip(")")
+    assert (sum(needs.memory.values()) > 1e9 * KINDS[kind]["memory_gb"]) == bool(told)
+    hosts = [each[0] for each in hosts_of(run, cluster, ("eu",)).values()]
+    fits = [each.memory_bytes <= 1e9 * KINDS[str(each.device)]["memory_gb"] for each in hosts]
+    assert all(fits) == (not told) and len({each.memory_bytes for each in hosts}) == 2

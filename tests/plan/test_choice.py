@@ -55,7 +55,7 @@ def test_each_wish_is_the_best_of_every_combination(spot: float | None) -> None:
     if spot is not None:
         cluster = offered(cluster, a={"spot_usd_per_hour": spot, "preemptions_per_hour": 0.2})
     fast = planned(small_run(), cluster)
-    groups = form_workers(fast.task, Refusals(), partial=True)
+    groups = form_workers(fast.task, Refusals(), partial=True)[0]
     sums = every_sum(fast, groups)
     most = max(per_s for per_s, _, _ in sums)
     dearest = max(usd for _, _, usd in sums)
@@ -81,7 +81,7 @@ def test_each_wish_is_the_best_of_every_combination(spot: float | None) -> None:
 
 def test_the_frontier_leaves_out_what_is_dearer_and_no_faster() -> None:
     plan = planned(small_run(), two_prices())
-    points = frontier(form_workers(plan.task, Refusals(), partial=True))
+    points = frontier(form_workers(plan.task, Refusals(), partial=True)[0])
     assert len(points) > 4
     for one, other in itertools.pairwise(points):
         assert one.usd_per_hour < other.usd_per_hour and one.steps_per_s < other.steps_per_s
@@ -137,8 +137,10 @@ def test_stale_workers_are_taken_where_their_tokens_are_worth_their_loss(tokens:
     every = decide(plan.task, plan.wish).every
     best = max(
         effective(plan.task, plan.wish, some)
-        for count in range(1, len(every) + 1)
-        for some in itertools.combinations(every, count)
+        for groups in form_workers(plan.task, Refusals())
+        for workers_of in [[w for group in groups for w in group[0]]]
+        for count in range(1, len(workers_of) + 1)
+        for some in itertools.combinations(workers_of, count)
     )
     assert effective(plan.task, plan.wish, workers) == pytest.approx(best, rel=1e-12), "of every subset"
     if "l40s" not in kinds:

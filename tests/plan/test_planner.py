@@ -13,7 +13,7 @@ from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.explain import doubts, synchronous_text
-from geotrain.plan.grouping import SLACK, best_division, fewest_workers
+from geotrain.plan.grouping import SLACK, divisions, fewest_workers
 from geotrain.plan.inventory import Pins, PlanError, PlanTask
 from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layouts, micro_batches
 from geotrain.plan.placement.search import search
@@ -144,7 +144,7 @@ def test_regions_are_divided_in_the_best_way() -> None:
     sets = {frozenset((alike[name],)): [] for name in "abcd"}
     sets |= {frozenset(map(alike.get, "ab")): [(worker,)]}
     sets |= {frozenset(map(alike.get, pair)): [(worker, worker)] for pair in ("bc", "cd")}
-    found = best_division(sets, list(alike.values()))
+    found = divisions(sets, list(alike.values()))[0]
     assert {"".join(sorted(name for name, *_ in chosen)) for chosen in found} == {"ab", "cd"}, "not bc alone"
 
 
