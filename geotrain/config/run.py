@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, AwareDatetime, Field, WithJsonSchema, model_validator
 
 from geotrain.config.batches import BatchSchedule
 from geotrain.config.block import (
@@ -258,6 +258,10 @@ class RunConfig(Block):
         description="Passed to DeepSpeed; see its documentation. Inline, or the path of a JSON file. "
         '"auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
         "warmup_max_lr, gradient_accumulation_steps, …",
+    )
+    ends_at: AwareDatetime | None = Field(
+        None,
+        description="Time at which the global server stops the run in good order, as 2026-12-24T18:00:00Z.",
     )
     acco: AccoConfig | None = None
     outer: OuterConfig = OuterConfig()
