@@ -177,7 +177,8 @@ def up(
                 f"--budget {wanted.budget:g}: the machines cost {total:.2f} USD an hour, and {2 * GRACE_S / 60:.0f} "
                 f"minutes are kept for start and end; at least {total * 2 * GRACE_S / 3600:.2f}"
             )
-        ends_s = None if math.isinf(last_s) else int(time.time() + last_s)
+        earliest_s = min(time.time() + last_s, run.ends_at.timestamp() if run.ends_at else math.inf)
+        ends_s = None if math.isinf(earliest_s) else int(earliest_s)
     if ends_s is not None:  # the global server keeps the time, so that the money ends with no one looking
         content["ends_at"] = datetime.fromtimestamp(ends_s, UTC).isoformat()
     shipment = replace(shipment, ends_s=ends_s)
