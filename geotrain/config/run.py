@@ -259,10 +259,7 @@ class RunConfig(Block):
         '"auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
         "warmup_max_lr, gradient_accumulation_steps, …",
     )
-    ends_at: AwareDatetime | None = Field(
-        None,
-        description="Time at which the global server stops the run in good order, as 2026-12-24T18:00:00Z.",
-    )
+    ends_at: AwareDatetime | None = Field(None, description="When the global server stops the run in good order.")
     acco: AccoConfig | None = None
     outer: OuterConfig = OuterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
