@@ -29,7 +29,7 @@ def arrow_files(pattern: str) -> list[Path]:
     except ImportError:
         raise DataError(f"{pattern}: a Hugging Face data set needs a package: pip install datasets") from None
     name, _, split = pattern.removeprefix(URL).removeprefix(PREFIX).partition(":")
-    if name.startswith("//") or name.count("/") > 1:
+    if pattern.startswith(PREFIX) and (name.startswith("//") or name.count("/") > 1):
         raise DataError(f"{pattern}: names no data set; write {URL}OWNER/NAME, with ,CONFIG or :SPLIT behind")
     name, _, config = name.partition(",")
     if "[" in split:
