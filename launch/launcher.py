@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from geotrain.common.files import OutputError, try_lock, write_whole
@@ -196,8 +197,8 @@ def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: C
 
 def placed(cluster: ClusterConfig, places: tuple[str, ...]) -> ClusterConfig:
     """Put sites on hosts that are known only now. places: each "SITE=HOST[,HOST…]"; the first host gets the site's
-    server and shards, all of them the ranks of its only worker, with the slots of the first in the file. Raises
-    ConfigError."""
+    server and shards. A region's only worker gets them all, with the slots of its first host in the file; of several
+    each as many as it has there. Raises ConfigError."""
     for place in places:
         site, _, said = place.partition("=")
         hosts = [host for host in said.split(",") if host]
@@ -213,12 +214,23 @@ def placed(cluster: ClusterConfig, places: tuple[str, ...]) -> ClusterConfig:
             cluster = cluster.model_copy(update={"global_server": server, "global_shards": shards})
             continue
         region = cluster.region(site)
-        if len(region.workers) != 1:
-            count = len(region.workers)
-            raise ConfigError(f"--at {place}: region {site!r} has {count} workers; hosts are given to one")
-        (worker,), (server,) = region.workers, there(region.server)
-        ranks = tuple(worker.hosts[0].model_copy(update={"host": host}) for host in hosts)
-        workers = (worker.model_copy(update={"hosts": ranks}),)
+        counts, (server,) = [len(worker.hosts) for worker in region.workers], there(region.server)
+        if len(counts) != 1 and sum(counts) != len(hosts):
+            raise ConfigError(
+                f"--at {place}: region {site!r} has {len(counts)} workers of {sum(counts)} hosts; name as many"
+            )
+        left = iter(hosts)
+        workers = tuple(
+            worker.model_copy(
+                update={
+                    "hosts": tuple(
+                        worker.hosts[0].model_copy(update={"host": host})
+                        for host in islice(left, count if len(counts) > 1 else None)
+                    )
+                }
+            )
+            for worker, count in zip(region.workers, counts, strict=True)
+        )
         region = region.model_copy(update={"server": server, "shards": there(*region.shards), "workers": workers})
         regions = tuple(region if old.name == site else old for old in cluster.regions)
         cluster = cluster.model_copy(update={"regions": regions})

@@ -228,6 +228,8 @@ def headline(top: Status, state: str, reason: str = "") -> str:
     if "train_samples" in top:
         ago = f", {clock(time.time() - top['as_of'])} ago" if "as_of" in top else ""
         words.append(f"{share_of(top):.1%} committed{ago}")
+    if (ends_s := top.get("ends_s")) and top.get("phase") in ("running", "paused"):
+        words.append(f"stops in {clock(max(0.0, ends_s - time.time()))}")
     if validated := top.get("validation"):
         words.append(f"validation loss {validated['loss']:.4f} (at {validated['samples']:,} samples)")
     if (effective := top.get("effective")) is not None:

@@ -189,7 +189,9 @@ def up(
     ] = None,
     gpu: Annotated[str, typer.Option(metavar="CLOUD:COUNTxKIND@REGION,…", help="In place of CLUSTER.")] = "",
     results: Annotated[str | None, typer.Option(metavar="URL", help="Of the export: hf://…, s3://….")] = None,
-    budget: Annotated[float | None, typer.Option(min=0, metavar="USD", help="Stop in good order before it.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0, metavar="USD", help="Stop before it; alone: choose machines.")
+    ] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken back, with --gpu.")] = False,
     image: Annotated[str | None, typer.Option(metavar="docker:NAME", help="A container with GeoTrain.")] = None,
     setup: Annotated[str | None, typer.Option(metavar="COMMAND", help="Instead of installing this checkout.")] = None,

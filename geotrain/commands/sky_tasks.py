@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,6 +15,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import Address, ClusterConfig, ConfigError, HostConfig, RegionConfig, RunConfig, WorkerConfig
 from geotrain.config.block import with_paths
 from geotrain.config.cluster import SecurityConfig
+from geotrain.plan.offers import Offer, region_name
 
 SHAPE = re.compile(
     r"(?P<cloud>[a-z]\w*):((?P<nodes>\d+)x)?(?P<slots>\d+)x(?P<kind>[a-z][\w-]*)(@(?P<place>[\w./-]+))?", re.I
@@ -40,8 +42,8 @@ FOUND = 'export PATH="$HOME/sky_workdir/.venv/bin:$PATH"; cd "$HOME/' + HERE + '
 
 @dataclass(frozen=True)
 class Machines:
-    """Equal machines of one region. kind: of accelerators, "cpu": none. slots: ranks a host. place: the provider's
-    region, or region/zone; empty: any."""
+    """Equal machines of one region. kind: of accelerators, "cpu": none. slots: accelerators or CPU ranks a host.
+    place: the provider's region, or region/zone; empty: any."""
 
     cloud: str
     kind: str
@@ -53,7 +55,7 @@ class Machines:
     @property
     def region(self) -> str:
         """Name of the region in the cluster file."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.cloud}-{self.place}".lower()).strip("-")
+        return region_name(self.cloud, self.place)
 
     @property
     def infra(self) -> str:
@@ -78,7 +80,7 @@ class Wanted:
 class Shipment:
     """What goes to the machines. folder: here, with run.json, cluster.json and certs/. copies: see `shipped`.
     launch_id: the launch's name, which a machine that is brought back gives again. memory_gb: of the global server's
-    machine. ends_s: Unix time at which the run is stopped."""
+    machine. ends_s: Unix time of the run's `ends_at`."""
 
     folder: Path
     copies: Mapping[str, str]
@@ -106,42 +108,65 @@ def machines_of(said: str, spot: bool = False) -> tuple[Machines, ...]:
     return tuple(found)
 
 
-def machines_of_plan(cluster: ClusterConfig) -> tuple[Machines, ...]:
-    """Read them from a cluster file that `geotrain plan` wrote, whose regions are called CLOUD-REGION and whose
-    devices have SkyPilot's names. Raises ConfigError."""
+def machines_of_plan(cluster: ClusterConfig, offered: Mapping[str, Offer] | None = None) -> tuple[Machines, ...]:
+    """Read them from a cluster file that `geotrain plan` wrote, whose devices have SkyPilot's names. offered: what
+    was planned with, by region; None: regions are called CLOUD-REGION. Raises ConfigError."""
     found = []
     for region in cluster.serving:
         cloud, _, place = region.name.partition("-")
         hosts = [host for worker in region.workers for host in worker.hosts]
-        kinds = {(host.device, host.slots, host.spot, host.region) for host in hosts}
-        if len(region.workers) != 1 or len(kinds) != 1 or hosts[0].region or hosts[0].device is None:
+        kinds = {(host.device, host.spot, host.region) for host in hosts}
+        slots = {host.slots for host in hosts}
+        if offered is not None:
+            offer = offered[region.name]
+            cloud, place, slots = offer.cloud, offer.place, {offer.count}
+        if len(kinds) != 1 or len(slots) != 1 or hosts[0].region or hosts[0].device is None:
             raise ConfigError(
-                f"cluster {cluster.name!r}, region {region.name!r}: `geotrain up` asks for one worker a region, of "
-                "hosts with one kind of device, as many of it each, all in that region; plan with --most-workers, or "
-                "fewer kinds"
+                f"cluster {cluster.name!r}, region {region.name!r}: `geotrain up` asks for hosts with one kind of "
+                "device, as many of it each, all in that region; plan with fewer kinds"
             )
-        found.append(Machines(cloud, hosts[0].device, place, len(hosts), hosts[0].slots, hosts[0].spot))
+        found.append(Machines(cloud, hosts[0].device, place, len(hosts), slots.pop(), hosts[0].spot))
     return tuple(found)
 
 
 def cluster_of(run: RunConfig, machines: tuple[Machines, ...], planned: ClusterConfig | None = None) -> ClusterConfig:
-    """Make the run's cluster file. `launch --at` puts the hosts in, which are known only on them. planned: keeps its
-    workers' settings."""
-    regions = []
-    for i, each in enumerate(machines):
-        old = planned.region(each.region).workers[0] if planned else WorkerConfig(name=f"{each.region}-w0")
-        hosts = tuple(HostConfig(host=f"host-{n}", slots=each.slots) for n in range(each.hosts))
-        env = {"DS_ACCELERATOR": "cpu", **old.env} if each.kind == "cpu" else old.env
-        launcher = "ssh" if each.hosts > 1 else "local"
-        worker = old.model_copy(
-            update={"name": f"{each.region}-w0", "hosts": hosts, "launcher": launcher, "env": env}
+    """Make the run's cluster file. `launch --at` puts the hosts in, which are known only on them. planned: its
+    workers, devices and numbers of shards are kept."""
+    ports = count(PORT)
+
+    def address() -> Address:
+        return Address(host="127.0.0.1", port=next(ports), bind="0.0.0.0")
+
+    def made(each: Machines) -> RegionConfig:
+        server, names = address(), (f"{each.region}-{n}" for n in count())
+        hosts = (HostConfig(host="localhost", slots=each.slots),) * each.hosts
+        old = (WorkerConfig(name="w", hosts=hosts),)
+        shards: tuple[Address, ...] = ()
+        if planned is not None:
+            old, shards = planned.region(each.region).workers, planned.region(each.region).shards
+        workers = [
+            worker.model_copy(
+                update={
+                    "name": f"{each.region}-w{n}",
+                    "hosts": tuple(
+                        host.model_copy(update={"host": next(names), "spot": False}) for host in worker.hosts
+                    ),
+                    "launcher": "ssh" if each.hosts > 1 else "local",
+                    "env": {"DS_ACCELERATOR": "cpu", **worker.env} if each.kind == "cpu" else worker.env,
+                }
+            )
+            for n, worker in enumerate(old)
+        ]
+        return RegionConfig(
+            name=each.region, server=server, shards=tuple(address() for _ in shards), workers=tuple(workers)
         )
-        server = Address(host="127.0.0.1", port=PORT + 1 + i, bind="0.0.0.0")
-        regions.append(RegionConfig(name=each.region, server=server, workers=(worker,)))
+
     return ClusterConfig(
         name=run.name,
-        global_server=Address(host="127.0.0.1", port=PORT, bind="0.0.0.0"),
-        regions=tuple(regions),
+        global_server=address(),
+        global_shards=tuple(address() for _ in (planned.global_shards if planned else ())),
+        regions=tuple(map(made, machines)),
+        devices=planned.devices if planned else {},
         security=SecurityConfig(folder="certs"),
     )
 
@@ -169,25 +194,19 @@ def shipped(run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def tasks_of(
-    run: RunConfig, machines: tuple[Machines, ...], wanted: Wanted, shipment: Shipment
+    run: RunConfig, cluster: ClusterConfig, machines: tuple[Machines, ...], wanted: Wanted, shipment: Shipment
 ) -> dict[str, dict[str, Any]]:
     """Make the tasks by site, the global server's first: the content of SkyPilot's task files. Regions expect the
-    address of the global server's machine as GEOTRAIN_GLOBAL."""
-    first = machines[0]
-    tasks = {GLOBAL: _task(run, GLOBAL, first, wanted, shipment, ("global-global", "operator-operator"))}
+    address of the global server's machine as GEOTRAIN_GLOBAL. cluster: of `cluster_of`."""
+    first, shards = machines[0], cluster.global_shards
+    certs = ("global-global", "operator-operator", *["shard-global"] * bool(shards))
+    tasks = {GLOBAL: _task(run, GLOBAL, first, wanted, shipment, certs)}
     task = tasks[GLOBAL]
     task["resources"]["cpus"] = "4+"
     if first.cloud not in QUEUES:
-        task["resources"] |= {"memory": f"{shipment.memory_gb}+", "ports": [PORT]}
+        task["resources"] |= {"memory": f"{shipment.memory_gb}+", "ports": [PORT, *(s.port for s in shards)]}
         task["resources"]["autostop"] = {"idle_minutes": IDLE_MINUTES, "down": True}
-    lines = [_launch(GLOBAL, shipment, "--at global=127.0.0.1 & launcher=$!")]
-    if shipment.ends_s is not None:  # this machine keeps the time, so that the money ends with no one looking
-        lines.append(
-            f"( sleep $(({shipment.ends_s} - $(date +%s))); geotrain stop runs/{run.name} --wait 600 ) & clock=$!"
-        )
-    lines.append("code=0; wait $launcher || code=$?")
-    if shipment.ends_s is not None:
-        lines.append("kill $clock 2>/dev/null || true")
+    lines = ["code=0", _launch(GLOBAL, shipment, "--at global=127.0.0.1 || code=$?")]
     if wanted.results is not None:
         output, bucket = wanted.results, re.fullmatch(r"(\w+://[^/]+)(?:/(.*))?", wanted.results)
         if bucket is not None and not output.startswith("hf://"):
@@ -197,8 +216,9 @@ def tasks_of(
             task["secrets"] = {"HF_TOKEN": None}
         lines.append(f"geotrain export runs/{run.name} {shlex.quote(output)} || code=$?")
     task["run"] = FOUND + "\n".join((*lines, "exit $code"))
-    for each in machines:
-        certs = f"region-{each.region}", f"worker-{each.region}-w0"
+    for each, region in zip(machines, cluster.regions, strict=True):
+        workers = [f"worker-{worker.name}" for worker in region.workers]
+        certs = (f"region-{each.region}", *workers, *[f"shard-{each.region}"] * bool(region.shards))
         task = tasks[each.region] = _task(run, each.region, each, wanted, shipment, certs)
         if each.kind == "cpu":
             task["resources"]["cpus"] = f"{each.slots}+"

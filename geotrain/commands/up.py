@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,14 @@ from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster,
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console, table_of
 from geotrain.net.transport.authority import make_certificates
+from geotrain.parameters.parameter_map import parameter_count
+from geotrain.plan.inventory import PlanError, Wish, pins_of, task_of
+from geotrain.plan.offers import Offer, inventory_of
+from geotrain.plan.planner import plan
 
 START_S, ASK_S = 3600.0, 600.0  # until machines are there; for what else SkyPilot is asked
 ENDED = {0: "is over", 100: "failed", 103: "was cancelled"}  # exit codes of `sky logs`; others: it is not known
+PLANNED = 0.9  # of a budget: prices differ between zones, and a prediction is one
 TRIES, PAUSE_S = 20, 30.0  # of `sky logs` in a row without a word of the job's end
 WHERE = "uv tool install 'skypilot[aws,gcp]', or of your clouds; then `sky check`"
 
@@ -80,15 +89,26 @@ class Sky:
         return said
 
     def prices(self, tasks: list[dict[str, Any]]) -> list[float | None]:
-        """Have SkyPilot validate tasks; returns dollars an hour of each, None where it has no catalogue. Raises
-        SkyError."""
-        script = Path(__file__).with_name("sky_prices.py")
-        command = [*self._python.split(), str(script)]
-        done = subprocess.run(command, input=json.dumps(tasks), capture_output=True, text=True, timeout=ASK_S)
-        if done.returncode:
-            raise SkyError(f"SkyPilot refuses the tasks: {done.stderr.strip().splitlines()[-1]}")
-        prices: list[float | None] = json.loads(done.stdout.splitlines()[-1])
+        """Have SkyPilot validate tasks; returns dollars an hour of each where they are dearest, None where it has no
+        catalogue. Raises SkyError."""
+        prices: list[float | None] = self._ask(tasks)
         return prices
+
+    def offers(self, spot: bool) -> list[Offer]:
+        """List the machines with accelerators that SkyPilot's catalogues have a price of. Raises SkyError."""
+        rows = [(*row[:4], row[4 + spot]) for row in self._ask(None)]
+        return [Offer(cloud, kind, int(number), place, usd) for cloud, kind, number, place, usd in rows if usd]
+
+    def _ask(self, question: Any) -> Any:
+        """Ask what `sky_prices` answers. Raises SkyError."""
+        command = [*self._python.split(), str(Path(__file__).with_name("sky_prices.py"))]
+        try:
+            done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, timeout=ASK_S)
+        except subprocess.TimeoutExpired as error:
+            raise SkyError(f"SkyPilot's catalogues did not answer in {ASK_S:.0f} s; is the network there?") from error
+        if done.returncode:
+            raise SkyError(f"SkyPilot refuses the tasks: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
+        return json.loads(done.stdout.splitlines()[-1])
 
 
 def up(
@@ -117,16 +137,24 @@ def up(
             f"{folder}/tasks: machines were started, and not ended: `geotrain up RUN --down`; or remove that folder, "
             "if `sky status` and `sky jobs queue` show none"
         )
-    if bool(wanted.gpu) == (cluster_path is not None):
-        raise ConfigError(
-            "name the machines: --gpu CLOUD:COUNTxKIND@REGION,…, or the cluster file of `geotrain plan`"
-        )
+    if wanted.gpu and cluster_path is not None:
+        raise ConfigError("--gpu and a cluster file name the machines twice; leave one out")
     if wanted.results is None and not dry_run:
         raise ConfigError(
             "--results hf://OWNER/NAME or s3://BUCKET/PATH: the machines are torn down, and keep nothing"
         )
     planned = load_cluster(cluster_path) if cluster_path else None
-    machines = machines_of_plan(planned) if planned else machines_of(wanted.gpu, wanted.spot)
+    if planned is not None:
+        machines = machines_of_plan(planned)
+    elif wanted.gpu:
+        machines = machines_of(wanted.gpu, wanted.spot)
+    elif wanted.budget is not None:
+        run, planned, machines = chosen(run, wanted, console)
+    else:
+        raise ConfigError(
+            "name the machines, --gpu CLOUD:COUNTxKIND@REGION,… or the cluster file of `geotrain plan`; or say what "
+            "they may cost, --budget USD, and they are chosen"
+        )
     cluster = cluster_of(run, machines, planned)
     need = needs(run, cluster)
     for misfit in misfits(run, cluster):
@@ -138,7 +166,7 @@ def up(
     if not (wanted.image or wanted.setup or (checkout / "launch/install.sh").exists()):
         raise ConfigError("GeoTrain is not a checkout here: say with --image or --setup how machines get it")
     shipment = Shipment(folder, copies, uuid.uuid4().hex, memory_gb, checkout)
-    prices = sky.prices(list(tasks_of(run, machines, wanted, shipment).values()))
+    prices = sky.prices(list(tasks_of(run, cluster, machines, wanted, shipment).values()))
     total, ends_s = hourly(prices), None
     if wanted.budget is not None:
         if total is None:
@@ -149,15 +177,40 @@ def up(
                 f"--budget {wanted.budget:g}: the machines cost {total:.2f} USD an hour, and {2 * GRACE_S / 60:.0f} "
                 f"minutes are kept for start and end; at least {total * 2 * GRACE_S / 3600:.2f}"
             )
-        ends_s = None if math.isinf(last_s) else int(time.time() + last_s)
-    shipment = Shipment(folder, copies, shipment.launch_id, memory_gb, checkout, ends_s)
-    tasks = tasks_of(run, machines, wanted, shipment)
+        earliest_s = min(time.time() + last_s, run.ends_at.timestamp() if run.ends_at else math.inf)
+        ends_s = None if math.isinf(earliest_s) else int(earliest_s)
+    if ends_s is not None:  # the global server keeps the time, so that the money ends with no one looking
+        content["ends_at"] = datetime.fromtimestamp(ends_s, UTC).isoformat()
+    shipment = replace(shipment, ends_s=ends_s)
+    tasks = tasks_of(run, cluster, machines, wanted, shipment)
     show(tasks, prices, machines, wanted, console)
     if dry_run:
         return Told({"tasks": tasks, "usd_per_hour": total}, json.dumps(tasks, indent=2))
     write(folder, content, cluster, tasks)
-    start_and_follow(sky, run, folder, tasks, console)
+    with _signals_raised():
+        start_and_follow(sky, run, folder, tasks, console)
     return Told({"down": list(tasks)})
+
+
+def chosen(run: RunConfig, wanted: Wanted, console: Console) -> tuple[RunConfig, ClusterConfig, tuple[Machines, ...]]:
+    """Choose machines from SkyPilot's catalogues on which the run is trained soonest for its budget, and what of the
+    run is not pinned; tells it. Returns the planned run, cluster and machines, first those of the region that gets
+    the global server. Raises PlanError, SkyError."""
+    assert wanted.budget is not None
+    offers = Sky().offers(wanted.spot)
+    inventory, offered = inventory_of(offers, parameter_count(run.architecture), wanted.spot)
+    tokens = float(run.data.train_samples * run.data.sequence_length)
+    wish = Wish(tokens, usd=PLANNED * wanted.budget, idle_s=2 * GRACE_S)
+    try:
+        task = task_of(run, pins_of(run.model_dump(by_alias=True, exclude_unset=True)), inventory)
+        found = plan(task, wish)
+    except PlanError as error:
+        raise PlanError(f"--budget {wanted.budget:g}, of which {PLANNED:.0%} are planned: {error}") from None
+    hours, rate = found.prediction.seconds(tokens) / found.available / 3600, found.prediction.tokens_per_s
+    console.print(f"{tokens:.3g} tokens take about {hours:.3g} hours ({rate:,.0f} tokens/s) on the machines chosen")
+    machines = machines_of_plan(found.cluster, offered)
+    first = [each for each in machines if each.region == found.place.region]
+    return found.run, found.cluster, (*first, *(each for each in machines if each not in first))
 
 
 def hourly(prices: list[float | None]) -> float | None:
@@ -204,7 +257,8 @@ def write(folder: Path, run: dict[str, Any], cluster: ClusterConfig, tasks: dict
 
 
 def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str, Any], console: Console) -> None:
-    """Start the tasks, print the global server's log until the run is over, tear all down. Raises SkyError."""
+    """Start the tasks, print the global server's log until the run is over, tear all down. A signal during the start
+    tears all down as well; later the machines go on. Raises SkyError."""
     sites, top = list(tasks), task_name(run, GLOBAL)
     files = {site: str(folder / "tasks" / f"{site}.json") for site in sites}
     secrets = [word for name in tasks[GLOBAL].get("secrets", ()) for word in ("--secret", name)]
@@ -221,7 +275,7 @@ def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str,
         raise
     try:
         code = follow(sky, top)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         console.print(f"\nthe machines go on: `sky logs {top}` shows the run, `geotrain up RUN --down` ends them")
         return
     if code not in ENDED:
@@ -235,6 +289,26 @@ def start_and_follow(sky: Sky, run: RunConfig, folder: Path, tasks: Mapping[str,
             f"{top} {ENDED[code]}: its machine stays for {IDLE_MINUTES} minutes (`sky logs {top}`, `ssh {top}`), "
             "then or by `geotrain up RUN --down` it ends"
         )
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Make the first SIGTERM or SIGHUP in the block a SystemExit; further ones do not disturb what that begins."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    caught = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # as under nohup
+
+    def end(number: int, _: object) -> None:
+        for each in caught:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    try:
+        for each in caught:
+            signal.signal(each, end)
+        yield
+    finally:
+        for each in caught:
+            signal.signal(each, before[each])
 
 
 def follow(sky: Sky, cluster: str) -> int:
@@ -254,7 +328,10 @@ def tear_down(sky: Sky, run: RunConfig, folder: Path, sites: Sequence[str], cons
     for site in sites:
         name = task_name(run, site)
         words = ("down", "-y", name) if site == GLOBAL else ("jobs", "cancel", "-y", "-n", name)
-        code, said = sky.run(*words)
+        try:
+            code, said = sky.run(*words)
+        except SkyError as error:
+            code, said = 1, str(error)
         left += [name] * bool(code)
         console.print(f"sky {' '.join(words)}: {said if code else 'done'}", highlight=False, soft_wrap=True)
     if not left and GLOBAL in sites:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, AwareDatetime, Field, WithJsonSchema, model_validator
 
 from geotrain.config.batches import BatchSchedule
 from geotrain.config.block import (
@@ -259,6 +259,7 @@ class RunConfig(Block):
         '"auto" may stand for what follows from the run: total_num_steps, warmup_num_steps, '
         "warmup_max_lr, gradient_accumulation_steps, …",
     )
+    ends_at: AwareDatetime | None = Field(None, description="When the global server stops the run in good order.")
     acco: AccoConfig | None = None
     outer: OuterConfig = OuterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

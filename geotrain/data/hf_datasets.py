@@ -8,6 +8,7 @@ from typing import Any
 from geotrain.data.tokens import DataError
 
 PREFIX = "hf:"  # before the name of a data set that `datasets` finds by itself
+URL = "hf://datasets/"  # the same, as a hub writes it
 _SAVED = ("state.json", "dataset_dict.json")  # in a folder of `save_to_disk`: of a data set, of one with splits
 
 
@@ -19,15 +20,17 @@ def is_hf_dataset(pattern: str) -> bool:
 def arrow_files(pattern: str) -> list[Path]:
     """Find the files of a data set's split, in its order.
 
-    pattern: "hf:NAME[,CONFIG][:SPLIT]" of what `datasets.load_dataset` finds, with HF_DATASETS_OFFLINE=1 in its cache
-    only; or a folder that `save_to_disk` wrote, of several splits the split's own. Without a word it is the split
-    "train". Raises DataError, also where the package is missing.
+    pattern: "hf:NAME[,CONFIG][:SPLIT]", or hf://datasets/NAME likewise, of what `datasets.load_dataset` finds, with
+    HF_DATASETS_OFFLINE=1 in its cache only; or a folder that `save_to_disk` wrote, of several splits the split's own.
+    Without a word it is the split "train". Raises DataError, also where the package is missing.
     """
     try:
         import datasets  # an extra, and slow to import
     except ImportError:
         raise DataError(f"{pattern}: a Hugging Face data set needs a package: pip install datasets") from None
-    name, _, split = pattern.removeprefix(PREFIX).partition(":")
+    name, _, split = pattern.removeprefix(URL).removeprefix(PREFIX).partition(":")
+    if pattern.startswith(PREFIX) and (name.startswith("//") or name.count("/") > 1):
+        raise DataError(f"{pattern}: names no data set; write {URL}OWNER/NAME, with ,CONFIG or :SPLIT behind")
     name, _, config = name.partition(",")
     if "[" in split:
         raise DataError(f"{pattern}: a part of a split; name the whole split")

@@ -32,6 +32,10 @@ _ZSTD_READ_BYTES = 1 << 14  # little: all that comes out of it is in memory at o
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
+class UnreadableError(DataError):
+    """Raised where a disk or a network fails, whatever the file holds: what follows in it must not be passed over."""
+
+
 @dataclass(frozen=True)
 class TextBlock:
     """A part of one input file, not yet parsed.
@@ -82,7 +86,7 @@ def read_blocks(path: Path, text_key: str) -> Generator[TextBlock, None, None]:
     """Stream a file. Memory is bounded by a block and a line of JSON. text_key: the column in parquet and Arrow.
 
     Where reading stops before the end, as in a file that was cut, the last block is a fault, behind all that came
-    before it.
+    before it. Raises UnreadableError.
     """
     rows, lines = (".parquet", ".arrow"), (".jsonl", ".jsonl.gz", ".jsonl.zst")
     try:
@@ -90,6 +94,8 @@ def read_blocks(path: Path, text_key: str) -> Generator[TextBlock, None, None]:
             yield from _row_blocks(path, text_key)
         else:
             yield from (_jsonl_blocks if path.name.endswith(lines) else _text_blocks)(path)
+    except UnreadableError:
+        raise
     except DataError as error:
         yield TextBlock(str(path), "fault", 1, (str(error).encode(),), path.stat().st_size if path.exists() else 0)
 
@@ -223,11 +229,10 @@ def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
             for number, chunk in enumerate(_chunks(path, file)):
                 yield chunk if number else chunk.removeprefix(_BYTE_ORDER_MARK), file.tell()
                 lines += chunk.count(b"\n")
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise DataError(f"{path}: cannot be read after line {lines}: {why}") from None
-    except (EOFError, zlib.error, zstandard.ZstdError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"{path}: damaged after line {lines}: {error}; fetch or compress the file again") from None
+    except OSError as error:
+        raise UnreadableError(f"{path}: cannot be read after line {lines}: {error.strerror or error}") from None
 
 
 def _chunks(path: Path, file: IO[bytes]) -> Iterator[bytes]:
@@ -261,6 +266,8 @@ def _row_blocks(path: Path, text_key: str) -> Iterator[TextBlock]:
             row += len(items)
     except (OSError, pyarrow.ArrowException) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, OSError) and error.errno is not None:  # Arrow has none for what a file holds
+            raise UnreadableError(f"{path}: cannot be read after row {row}: {why}") from None
         kind = path.suffix.removeprefix(".")
         raise DataError(f"{path}: damaged or no {kind} file, after row {row}: {why}") from None
 

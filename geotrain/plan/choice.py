@@ -60,7 +60,8 @@ def choose(task: PlanTask, wish: Wish, divisions: Sequence[Groups]) -> Workers:
         """Dollars for the tokens, or, where these are what is asked for, of all days."""
         if wish.objective == "tokens":
             return choice.usd_per_hour * 24 * (wish.within_days or 0.0)
-        return choice.usd_per_step * wish.tokens / (task.tokens_per_step * wish.utilization)
+        trained = choice.usd_per_step * wish.tokens / (task.tokens_per_step * wish.utilization)
+        return trained + choice.usd_per_hour * wish.idle_s / 3600
 
     fast = [c for c in every if tokens_per_s(c) >= wish.least_tokens_per_s]
     if not fast:

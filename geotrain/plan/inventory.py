@@ -38,7 +38,8 @@ class Wish:
     token; or most tokens within `usd` and `within_days`, in place of `tokens`. within_days: the latest end, for which
     cost takes as many hosts as it needs. utilization: that workers should reach in spite of the outer loop. usd: most
     to pay, traffic left out. tokens_per_s: the least speed. most_workers: of which the fastest are
-    kept; None: MOST_WORKERS, shared out among groups of like hosts, of which each may have one."""
+    kept; None: MOST_WORKERS, shared out among groups of like hosts, of which each may have one. idle_s: for which
+    machines are paid, too, before and after they train."""
 
     tokens: float
     objective: Objective = "speed"
@@ -47,6 +48,7 @@ class Wish:
     usd: float | None = None
     tokens_per_s: float | None = None
     most_workers: int | None = None
+    idle_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.objective == "tokens" and (self.usd is None or self.within_days is None):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from geotrain.commands.sky_tasks import Shipment, Wanted, cluster_of, machines_of, machines_of_plan, shipped, tasks_of
-from geotrain.commands.up import SkyError, up
+from geotrain.commands.up import Sky, SkyError, _signals_raised, start_and_follow, up
 from geotrain.config import ClusterConfig, ConfigError, load_run, parse
+from geotrain.launch.launcher import placed
+from geotrain.launch.run_rules import misfits
+from geotrain.launch.terminal import new_console
 from tests.support.small_runs import prepare_text, write_files
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +27,8 @@ GPUS = "aws:2x8xh100@us-east-2,gcp:8xa100@europe-west4"
 AWS = """\
 InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone,Arch
 p5.48xlarge,H100,8.0,192.0,2048.0,,55.04,20.5,us-east-2,us-east-2a,x86_64
+p5.48xlarge,H100,8.0,192.0,2048.0,,55.04,30.5,us-east-2,us-east-2b,x86_64
+p5.48xlarge,H100,8.0,192.0,2048.0,,66.04,,us-west-2,us-west-2b,x86_64
 m6i.xlarge,,,4.0,16.0,,0.25,0.1,us-east-2,us-east-2a,x86_64
 m6i.24xlarge,,,96.0,384.0,,4.5,2.0,us-east-2,us-east-2a,x86_64
 """
@@ -64,7 +71,7 @@ def tasks(run_file: Path, said: str, wanted: Wanted | None = None, ends_s: int |
     run = load_run(run_file)
     machines = machines_of(said, wanted is not None and wanted.spot)
     shipment = Shipment(Path("/here"), {"files/0/a.bin": "/data/a.bin"}, "id", 18, Path("/checkout"), ends_s)
-    return tasks_of(run, machines, wanted or Wanted(), shipment)
+    return tasks_of(run, cluster_of(run, machines), machines, wanted or Wanted(), shipment)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,6 @@ def test_a_task_a_region_and_one_for_the_global_server(run_file: Path) -> None:
     assert (aws["num_nodes"], gcp["num_nodes"]) == (2, 1)
     assert top["file_mounts"]["/geotrain-results"] == {"source": "s3://bucket", "mode": "MOUNT_CACHED"}
     assert "geotrain export runs/mine /geotrain-results/a/b || code=$?\nexit $code" in top["run"]
-    assert "sleep $((5000 - $(date +%s))); geotrain stop runs/mine" in top["run"]
     assert "left=$((5900 - $(date +%s)))" in aws["run"] and "timeout -s TERM $left geotrain launch" in aws["run"]
     # each machine has its own keys and no other's
     keys = {
@@ -122,12 +128,13 @@ def test_a_task_a_region_and_one_for_the_global_server(run_file: Path) -> None:
 
 
 def test_a_plan_gives_its_machines() -> None:
-    def plan(**more: Any) -> ClusterConfig:
+    def plan(others: Sequence[Any] = (), top: dict[str, Any] | None = None, **more: Any) -> ClusterConfig:
         hosts = [{"host": f"a{i}", "slots": 8, "device": "H100", "spot": True} for i in range(2)]
         worker = {"name": "w", "hosts": hosts, "parallel": {"tensor": 2}, **more}
         kinds = {kind: {"memory_gb": 80, "tflops": 989} for kind in ("H100", "A100")}
-        raw = {"name": "p", "devices": kinds, "regions": [{"name": "aws-us-east-2", "workers": [worker]}]}
-        return parse(ClusterConfig, raw, "plan")
+        workers = [worker, *others]
+        raw = {"name": "p", "devices": kinds, "regions": [{"name": "aws-us-east-2", "workers": workers}]}
+        return parse(ClusterConfig, {**raw, **(top or {})}, "plan")
 
     (found,) = machines_of_plan(plan())
     assert (found.infra, found.kind, found.hosts, found.slots, found.spot) == ("aws/us-east-2", "H100", 2, 8, True)
@@ -136,8 +143,24 @@ def test_a_plan_gives_its_machines() -> None:
     assert region.workers[0].parallel is not None and region.workers[0].parallel.tensor == 2
     assert region.workers[0].name == "aws-us-east-2-w0"  # as its certificate
     assert region.workers[0].launcher == "ssh" and region.workers[0].ranks == 16
+    other = {"name": "x", "hosts": [{"host": "b", "slots": 8, "device": "H100", "spot": True}]}
+    shards = {"global_shards": [{}, {}, {}]}
+    (found,) = machines_of_plan(plan([other], shards))
+    assert found.hosts == 3
+    cluster = cluster_of(run, (found,), plan([other], shards))
+    assert [(w.name, len(w.hosts)) for _, w in cluster.workers] == [("aws-us-east-2-w0", 2), ("aws-us-east-2-w1", 1)]
+    assert cluster.workers[0][1].parallel == region.workers[0].parallel and cluster.devices
+    top, task = tasks_of(run, cluster, (found,), Wanted(), Shipment(Path("/here"), {}, "id", 18)).values()
+    addresses = [cluster.global_server, *cluster.global_shards]
+    assert top["resources"]["ports"] == [address.port for address in addresses] and len(addresses) == 4
+    assert "~/geotrain-run/certs/shard-global.key" in top["file_mounts"] and task["num_nodes"] == 3
+    assert "~/geotrain-run/certs/worker-aws-us-east-2-w1.key" in task["file_mounts"]
+    with_hosts = placed(cluster, ("aws-us-east-2=a,b,c",))
+    assert [[host.host for host in worker.hosts] for _, worker in with_hosts.workers] == [["a", "b"], ["c"]]
     mixed = [{"host": "a", "slots": 8, "device": "H100"}, {"host": "b", "slots": 8, "device": "A100"}]
-    with pytest.raises(ConfigError, match="region 'aws-us-east-2': `geotrain up` asks for one worker a region"):
+    with pytest.raises(
+        ConfigError, match="region 'aws-us-east-2': `geotrain up` asks for hosts with one kind of device"
+    ):
         machines_of_plan(plan(hosts=mixed))
 
 
@@ -159,9 +182,9 @@ def test_skypilot_takes_the_tasks_and_prices_them_from_its_catalogue(
 ) -> None:
     wanted = Wanted("aws:2x8xh100@us-east-2", spot=True, results="s3://bucket", budget=100.0)
     told = up(run_file, None, wanted, dry_run=True)
-    assert told.data["usd_per_hour"] == pytest.approx(2 * 20.5 + 0.25)
+    assert told.data["usd_per_hour"] == pytest.approx(2 * 30.5 + 0.25)  # of its zones the dearer
     shown = capsys.readouterr().out
-    assert "mine-aws-us-east-2  aws/us-east-2  2 × 8 H100 spot  41.00" in shown and "100 USD last 2.42 hours" in shown
+    assert "mine-aws-us-east-2  aws/us-east-2  2 × 8 H100 spot  61.00" in shown and "100 USD last 1.63 hours" in shown
     script = (
         "import json, sys, sky\nfor task in json.load(sys.stdin):\n"
         " t = sky.Task.from_yaml_config(task); (r,) = t.resources\n"
@@ -210,6 +233,47 @@ def test_what_cannot_be_started_is_torn_down(run_file: Path, sky: Path, capsys: 
     ):
         up(run_file, None, Wanted("aws:8xh100@us-east-2", results="s3://bucket"))
     assert up(run_file, None, Wanted(), down=True).data == {"left": ["mine-aws-us-east-2", "mine-global"]}
+
+
+def test_a_budget_alone_gets_machines(run_file: Path, sky: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = up(run_file, None, Wanted(budget=400.0), dry_run=True)
+    shown = capsys.readouterr().out
+    assert "hours (" in shown and "USD an hour; 400 USD last" in shown
+    top, first, *_ = told.data["tasks"].values()
+    assert first["resources"] == {"infra": "aws/us-east-2", "accelerators": {"H100": 8}}
+    assert top["resources"]["infra"] == "aws/us-east-2"
+    assert 0 < told.data["usd_per_hour"] < 400
+
+
+def test_several_regions_of_several_hosts_have_hosts_of_their_own(run_file: Path) -> None:
+    cluster = cluster_of(load_run(run_file), machines_of("aws:2x8xh100@a,gcp:2x8xa100@b"))
+    assert not list(misfits(load_run(run_file), cluster))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_start_tears_down(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    calls, program = tmp_path / "calls", tmp_path / "bin/sky"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys, time\nopen({str(calls)!r}, 'a')"
+        ".write(' '.join(sys.argv[1:3]) + '\\n')\n"
+        f"if sys.argv[1] == 'launch':\n os.kill(os.getppid(), {number})\n time.sleep(60)\n"
+        f"if sys.argv[1] == 'down':\n os.kill(os.getppid(), {number})\n time.sleep(1)\n"
+    )
+    program.chmod(0o755)
+    tasks_folder = tmp_path / "up/tasks"
+    tasks_folder.mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    run, tasks_now = load_run(run_file), {"global": {}, "aws-x": {}}
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, _signals_raised():
+        start_and_follow(Sky(), run, tmp_path / "up", tasks_now, new_console())
+    assert signal.getsignal(number) is before
+    assert ended.value.code == 128 + number
+    assert calls.read_text().splitlines() == ["launch -y", "down -y", "jobs cancel"]
+    assert not tasks_folder.exists(), "nothing is left to end"
 
 
 def test_without_skypilot_one_is_told_where_to_get_it(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_a_name_is_found_in_the_cache_without_a_network(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "geotrain", "prepare", name, *how, "--processes", "1"]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
 
-    done = prepare("hf:someone/tiny:validation")
+    done = prepare("hf://datasets/someone/tiny:validation")
     assert done.returncode == 0, done.stderr
     assert read_manifest(tmp_path / "out/train").documents == len(TEXTS)
 
@@ -88,6 +89,9 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         check_inputs([file], "number")
     with pytest.raises(DataError, match=r"hf:a:train\[:10%\]: a part of a split; name the whole split"):
         find_inputs(["hf:a:train[:10%]"])
+    for url in ("hf://someone/tiny", "hf://datasets/someone/tiny/data/a.parquet", "hf:///x"):
+        with pytest.raises(DataError, match=re.escape(f"{url}: names no data set; write hf://datasets/OWNER/NAME")):
+            find_inputs([url])
     os.truncate(file, 500)
     with pytest.raises(DataError, match=r"damaged or no arrow file, after row 0"):
         check_inputs([file], "body")

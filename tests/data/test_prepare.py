@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -217,6 +218,30 @@ def test_a_cut_file_gives_what_is_before_the_cut(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"b\.jsonl\.gz: damaged after line"):
         prepare(files, tmp_path / "strict", byte_tokenizer())
     assert not (tmp_path / "strict").exists()
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "z.parquet"])
+def test_a_disk_or_network_that_fails_is_no_broken_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its rest would be missing for good, and nobody would look for it."""
+    write_inputs(tmp_path / "in")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "in/z.parquet")
+    opened = 0
+
+    def failing(*_: Any, **__: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        if opened > 1:  # when all inputs have been looked at
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*_, **__)
+
+    where = (readers.pyarrow.parquet, "ParquetFile") if name == "z.parquet" else (readers.gzip, "GzipFile")
+    real = getattr(*where)
+    monkeypatch.setattr(*where, failing)
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: cannot be read after (line|row) 0: .*put error"):
+        prepare(find_inputs([str(tmp_path / "in")]), tmp_path / "out", byte_tokenizer(), skip_broken=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_bad_line_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

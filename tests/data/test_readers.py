@@ -218,9 +218,9 @@ def test_rows_without_a_text_are_passed_over_as_lines_are(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"a.jsonl": json_lines(TEXTS), "b.jsonl.gz": b"no gzip", "c.jsonl": b"{}"}, r"^\S*b\.jsonl\.gz: cannot be"),
+        ({"a.jsonl": json_lines(TEXTS), "b.jsonl.gz": b"no gzip", "c.jsonl": b"{}"}, r"^\S*b\.jsonl\.gz: damaged"),
         ({"a.jsonl": json_lines(TEXTS), "b.parquet": b"no parquet"}, r"b\.parquet: damaged or no parquet file"),
-        ({f"{i}.txt.gz": b"x" for i in range(1, 5)}, r"1\.txt\.gz: cannot .*; \S*3\.txt\.gz: .*; and 1 more files$"),
+        ({f"{i}.txt.gz": b"x" for i in range(1, 5)}, r"1\.txt\.gz: damaged .*; \S*3\.txt\.gz: .*; and 1 more files$"),
         ({"a.jsonl": json_lines(TEXTS, "body"), "b.jsonl": b""}, r"no input begins with a text: \S*a\.jsonl:1: no k"),
     ],
 )  # fmt: skip

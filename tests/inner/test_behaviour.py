@@ -96,15 +96,23 @@ def one_rank(folder: str) -> dict[str, Any]:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     stop(engine)
 
-    seen["norms"], seen["threads"] = [], []
+    seen["norms"], seen["small"], seen["threads"] = [], [], []
     for stage in (0, 1, 2):
         engine = start(LLAMA, ParallelConfig(), deepspeed_block(stage, gradient_clipping=0.0))
         with mock.patch.object(dist, "all_reduce", mock.Mock(side_effect=dist.all_reduce)) as reduce:
             seen["norms"].append(engine.train_step(micro_batches(engine, 0), 0).grad_norm)
+        write(engine, canonical_weights(engine.architecture))
+        few = Given(micro_batches(engine, 0)[:1])  # of four, as early in a batch that grows
+        engine.set_train_batch_size(len(few[0]))
+        small = engine.train_step(few, 1)
+        seen["small"].append((small.grad_norm, small.loss, small.tokens))
         if stage == 0:
             seen["reduced"] = [call.args[0].numel() for call in reduce.call_args_list]
-        expected = torch.stack([p.grad.norm() for p in gradients(engine)]).norm()
+        expected = torch.stack([p.grad.norm() for p in gradients(engine, micro_batches(engine, 0))]).norm()
         seen["norms"].append(float(expected))
+        found = gradients(engine, few)
+        loss = engine.evaluate(few)
+        seen["small"].append((float(torch.stack([p.grad.norm() for p in found]).norm()), loss, few[0].numel() - 2))
         stop(engine)
         del engine
         gc.collect()
@@ -112,7 +120,7 @@ def one_rank(folder: str) -> dict[str, Any]:
     return seen
 
 
-def gradients(engine: Any) -> list[torch.nn.Parameter]:
+def gradients(engine: Any, batch: list[torch.Tensor]) -> list[torch.nn.Parameter]:
     """The parameters with the whole batch's gradients, by plain autograd."""
     from geotrain.inner.runtime import platform
 
@@ -121,7 +129,7 @@ def gradients(engine: Any) -> list[torch.nn.Parameter]:
     for hook in hooks:
         hook.remove()
     write(engine, canonical_weights(engine.architecture))
-    tokens = torch.cat(micro_batches(engine, 0))
+    tokens = torch.cat(batch)
     with platform.megatron_runtime():
         engine.module(tokens[:, :-1], None, None, labels=tokens[:, 1:]).mean().backward()
     return list(engine.module.parameters())
@@ -157,6 +165,8 @@ def test_one_engine(tmp_path: Path) -> None:
     assert seen["reduced"] and max(seen["reduced"]) <= 2 * SEQUENCE
     for measured, expected in zip(seen["norms"][::2], seen["norms"][1::2], strict=True):
         assert measured == pytest.approx(expected, rel=1e-4)
+    for measured, expected in zip(seen["small"][::2], seen["small"][1::2], strict=True):
+        assert measured == pytest.approx(expected, rel=1e-4), "of a small batch, as the whole one"
     assert seen["threads"][0] == seen["threads"][2], "the process groups of engines that are closed are gone"
 
 

@@ -117,7 +117,11 @@ def test_a_site_that_cannot_be_started_by_itself(found: ClusterConfig, site: str
     [
         (apart(), "mars=a", r"--at mars=a: write SITE=HOST,HOST…, with one of the cluster's sites: global, eu, us"),
         (apart(), "eu=,", r"--at eu=,: write SITE=HOST"),
-        (load_cluster(CONFIGS / "clusters/slurm.json"), "here=a", r"--at here=a: region 'here' has 2 workers; hosts"),
+        (
+            load_cluster(CONFIGS / "clusters/slurm.json"),
+            "here=a",
+            r"--at here=a: region 'here' has 2 workers of 8 hosts; name as many",
+        ),
     ],
 )
 def test_a_place_that_no_site_has(found: ClusterConfig, place: str, told: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from geotrain.launch.terminal import headline
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
@@ -127,6 +129,37 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     first = {p.name: initial_tensor(p, site.run.seed) for p in site.parameter_map.parameters}
     assert weights.keys() == first.keys()
     assert not any(torch.equal(weights[name], first[name]) for name in first)
+
+
+def test_a_run_stops_at_its_time_and_says_when(site: Site) -> None:
+    """In good order: workers finish what they have, all is written, and both servers end."""
+    path, hour_s = site.folder / "run.json", 3600.0
+    raw = json.loads(path.read_text())
+    for left_s in (hour_s, 0.0):
+        ends_s = int(time.time() + left_s)
+        path.write_text(json.dumps({**raw, "ends_at": datetime.fromtimestamp(ends_s, UTC).isoformat()}))
+        top, region = (site.serve(name, resume=left_s == 0.0) for name in ("global", "eu"))
+        if left_s:
+            told = site.status("global")
+            assert told["ends_s"] == ends_s and "; stops in 59:" in headline(told, told["phase"])
+            assert "ends_s" not in site.status("eu") or site.status("eu")["ends_s"] is None
+            starts = work(site, 1, "life-1")
+            assert site.status("global")["phase"] == "running"
+            region.send(signal.SIGTERM)
+            top.send(signal.SIGTERM)
+            assert region.ended() == (0, "") and top.ended() == (0, "")
+    wait_for(lambda: any(e["event"] == "Steered" and e["what"] == "stop" for e in site.events("global")))
+    for name in "ab":
+        worker = site.worker(name, "life-2")
+        worker.join()
+        while (lease := worker.lease()) is not None:  # those that were out when the servers were stopped
+            worker.train(lease)
+            starts.append(lease.start)
+        worker.leave()
+        worker.close()
+    assert region.ended() == (0, "") and top.ended() == (0, "")
+    words = json.loads((site.folder / "global/status.json").read_text())
+    assert words["phase"] == "ended" and not words["complete"] and "stops in" not in headline(words, "stopped")
 
 
 def cannot(weights: Weights, go_on: GoOn) -> float:

@@ -90,6 +90,29 @@ def test_nobody_is_slow_without_an_equal_or_by_less_than_twice(seconds: tuple[fl
     assert ranks.told == []
 
 
+def test_a_longer_step_of_a_growing_batch_hangs_no_more_than_a_short_one() -> None:
+    """A step counts by its samples: of a batch that has grown 32-fold it takes 32 times as long."""
+    now_s, told = 0.0, list[str]()
+    watch = RankWatch(CPU, told.append, measure=lambda _: 1e-3, clock=lambda: now_s)
+
+    def step(samples: int, seconds: float) -> None:
+        nonlocal now_s
+        watch.begin_step(samples)
+        end_s = now_s + seconds
+        while now_s < end_s:
+            now_s += min(BEAT_S, end_s - now_s)
+            watch.speak()
+            watch.judge()
+        watch.after_step()
+
+    for _ in range(20):
+        step(2, 4.0)
+    step(64, 128.0)
+    assert told == []
+    step(2, 60.0)
+    assert len(told) == 1 and told[0].startswith("hangs: rank 0 ")
+
+
 def test_a_moment_is_no_fault() -> None:
     ranks = Ranks(1e-3, 1e-3)
     ranks.seconds[1] = 5e-3

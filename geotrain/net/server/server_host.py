@@ -44,7 +44,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.deadlines import first_of, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
-from geotrain.outer.messages import Refused, RunComplete, Send, SkipSamples, Validated
+from geotrain.outer.messages import OperatorCommand, Refused, RunComplete, Send, SkipSamples, Validated
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.remote import RemoteShards
@@ -56,6 +56,7 @@ FINAL_VALIDATION_S = 600.0  # at most, of the final weights; the launcher waits 
 LINGER_S = 2.0  # the server goes on for so long after its end, since a member whose last answer was lost asks again
 SHARDS_LOOK_S = 0.05
 GROWN_LOOK_S = 0.1
+CLOCK_S = 10.0  # between two looks at the time
 TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next incarnation
 STATUS = "status.json"  # in the server's folder once it has ended: its last status
 
@@ -144,6 +145,8 @@ class ServerHost(ProcessHost[Server]):
             works.append(self.shards.until_lost())
         if self.setup.newest is not None:
             works.append(self._until_grown(self.setup.newest))
+        if self.server.name == GLOBAL and self.setup.run.ends_at is not None:
+            works.append(self._stop_at(self.setup.run.ends_at.timestamp()))
         return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
 
     async def _before_service(self) -> None:
@@ -247,6 +250,13 @@ class ServerHost(ProcessHost[Server]):
             await asyncio.sleep(GROWN_LOOK_S)
         self.grown = True
         raise Grown(cluster)
+
+    async def _stop_at(self, ends_s: float) -> None:
+        """Stop the run at a time, as a person would."""
+        while (left_s := ends_s - time.time()) > 0:
+            await asyncio.sleep(min(left_s, CLOCK_S))
+        await self.server_thread.persist(OperatorCommand("stop"))
+        await self.stop.wait()  # when this returns, the process ends
 
     async def _validate_final_weights(self) -> None:
         """Validate the final weights, once all data is trained. No worker is there any more, so this process does it,
@@ -391,7 +401,7 @@ class ServerHost(ProcessHost[Server]):
         for name, traffic in self._traffic().items():
             counts = {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
             peers[name] = {**counts, "fragments": by_member[name].status(parameter_map)}
-        effective = None
+        effective, ends_at = None, self.setup.run.ends_at
         if (trained_s := self.server_thread.status.get("trained_s")) and self.server.origin:
             effective = min(1.0, trained_s / max(1.0, time.time() - begun_s(self.server.origin)))
         return {
@@ -402,6 +412,7 @@ class ServerHost(ProcessHost[Server]):
             "snapshot_updates": self.saved_updates,
             "full": self.server_thread.full,
             "doing": self.doing,
+            "ends_s": ends_at.timestamp() if ends_at and self.server.name == GLOBAL else None,
             "shards": self.shards.status() if self.shards else [],
             "page": self.monitor.page_url,
             "metrics": self.monitor.metrics_url,
