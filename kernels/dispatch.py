@@ -109,7 +109,9 @@ def outer_update(
     if not weights.numel():
         return
     kept = None if momentum is None else (momentum, LOW_PRECISION)
-    summed = None if accumulator is None else (accumulator, LOW_PRECISION[:1] if kept is None else (momentum.dtype,))
+    summed = (
+        None if accumulator is None else (accumulator, LOW_PRECISION[:1] if momentum is None else (momentum.dtype,))
+    )
     _check("outer_update", weights, {"weights": weights, "delta": delta, "momentum": kept, "accumulator": summed})
     if momentum is None and step.moves_momentum:
         raise ValueError("outer_update: a step that moves the momentum needs one")

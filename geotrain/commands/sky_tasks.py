@@ -140,7 +140,7 @@ def cluster_of(run: RunConfig, machines: tuple[Machines, ...], planned: ClusterC
     def made(each: Machines) -> RegionConfig:
         server, names = address(), (f"{each.region}-{n}" for n in count())
         hosts = (HostConfig(host="localhost", slots=each.slots),) * each.hosts
-        old = (WorkerConfig(name="w", hosts=hosts),)
+        old: tuple[WorkerConfig, ...] = (WorkerConfig(name="w", hosts=hosts),)
         shards: tuple[Address, ...] = ()
         if planned is not None:
             old, shards = planned.region(each.region).workers, planned.region(each.region).shards

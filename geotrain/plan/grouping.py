@@ -111,7 +111,7 @@ def form_workers(
         apart_s = max(distance_s(task, alike, joined - {alike}) for alike in joined)
         if fastest * apart_s < 1:
             layouts = find(task, [host for alike in sorted(joined) for host in hosts[alike]], refused, KEPT)
-            mixed = [(Worker(layouts[0], tuple(layouts[1:])),)] if layouts else []
+            mixed: Group = [(Worker(layouts[0], tuple(layouts[1:])),)] if layouts else []
             if mixed and speed(mixed[0]) > fastest:
                 sets[joined] = mixed
     divided = ([sets[chosen] for chosen in division if sets[chosen]] for division in divisions(sets, list(alone)))

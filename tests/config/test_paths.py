@@ -28,7 +28,7 @@ from tests.support.small_runs import MODEL, prepare_text, write_files
 # What is text in a run or cluster file and no path: the test below asks of a new key which it is.
 # The last two are paths of files that are read into their places.
 NO_PATHS = {
-    "name", "data.sha256", "checkpoint.snapshots", "monitor.host", "monitor.otlp", "monitor.wandb.project",
+    "name", "ends_at", "data.sha256", "checkpoint.snapshots", "monitor.host", "monitor.otlp", "monitor.wandb.project",
     "monitor.wandb.entity", "monitor.wandb.group", "$schema", "model.config", "deepspeed",
 }  # fmt: skip
 

@@ -43,14 +43,14 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 5_948,
-    "net.transport.worker_client": 3_985,
+    "worker.loop": 5_962,
+    "net.transport.worker_client": 3_986,
     "outer.server.server": 6_900,
-    "worker.trainer": 9_460,
+    "worker.trainer": 9_464,
     "net.server.server_process": 15_302,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 36_439, ("benchmarks",): 11_955}
+SIZES = {PRODUCT: 36_862, ("benchmarks",): 12_153}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself
