@@ -255,15 +255,23 @@ def kept_rows(path: Path | None) -> list[dict[str, Any]]:
 
 
 def over_zero1(path: Path) -> dict[str, dict[str, float]]:
-    """By optimizer and way, the mean over seeds of the loss over ZeRO-1's, of the longest trainings that are kept."""
+    """By optimizer and way, the mean over seeds of the loss over ZeRO-1's, of the longest trainings that are kept; of
+    these, each optimizer's at the rate with which its ZeRO-1 ends lowest."""
     rows = kept_rows(path)
-    setting = [key for key in KEY if key not in ("optimizer", "seed", "way")]
-    longest = max(([row[key] for key in setting] for row in rows), key=lambda s: (s[-2], s), default=None)
+    setting = [key for key in KEY if key not in ("optimizer", "seed", "way", "rate")]
+    longest = max(([row[key] for key in setting] for row in rows), key=lambda s: (s[-1], s), default=None)
+    zero: dict[str, dict[float, dict[int, float]]] = {}  # optimizer → rate → seed → loss
     rows = [row for row in rows if [row[key] for key in setting] == longest]
-    zero = {(row["optimizer"], row["seed"]): row["loss"] for row in rows if row["way"] == "zero1"}
+    for row in (row for row in rows if row["way"] == "zero1"):
+        zero.setdefault(row["optimizer"], {}).setdefault(row["rate"], {})[row["seed"]] = row["loss"]
+    best = {
+        optimizer: min(rates, key=lambda rate: rates[rate][min(rates[rate])]) for optimizer, rates in zero.items()
+    }
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        if base := zero.get((row["optimizer"], row["seed"])):
+        if best.get(row["optimizer"]) == row["rate"] and (
+            base := zero[row["optimizer"]][row["rate"]].get(row["seed"])
+        ):
             found.setdefault(row["optimizer"], {}).setdefault(row["way"], []).append(row["loss"] / base)
     return {optimizer: {w: statistics.mean(x) for w, x in ways.items()} for optimizer, ways in found.items()}
 

@@ -81,7 +81,7 @@ def test_ranks_that_are_computed_together_are_as_if_alone() -> None:
         torch.testing.assert_close(gradient, alone.grad[0], rtol=1e-4, atol=1e-6)
 
 
-def test_losses_are_over_zero1s_of_the_longest_trainings(tmp_path: Path) -> None:
+def test_losses_are_over_zero1s_of_the_longest_trainings_at_its_best_rate(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     assert over_zero1(path) == {}
     rows = [
@@ -93,5 +93,6 @@ def test_losses_are_over_zero1s_of_the_longest_trainings(tmp_path: Path) -> None
     named = [dict(zip(("optimizer", "seed", "way", "steps", "loss"), row, strict=True)) for row in rows]
     rest = {"hidden": 104, "layers": 4, "samples": 2, "rate": 8e-3}
     assert {*named[0], *rest} == {*KEY, "loss"}
-    path.write_text("".join(json.dumps(rest | row) + "\n" for row in named))
+    worse = [{**row, "rate": 4e-3, "loss": 5 + row["loss"]} for row in named]
+    path.write_text("".join(json.dumps(rest | row) + "\n" for row in worse + named))
     assert over_zero1(path) == {"muon": {"zero1": 1.0, "delayed": pytest.approx(1.05)}}
