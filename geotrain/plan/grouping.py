@@ -110,7 +110,10 @@ def form_workers(
         fastest = max((speed(found[0]) for found in parts), default=0.0)
         apart_s = max(distance_s(task, alike, joined - {alike}) for alike in joined)
         if fastest * apart_s < 1:
-            layouts = find(task, [host for alike in sorted(joined) for host in hosts[alike]], refused, KEPT)
+            try:
+                layouts = find(task, [host for alike in sorted(joined) for host in hosts[alike]], refused, KEPT)
+            except ConfigError as error:  # as above
+                layouts, refused.missing = [], refused.missing or str(error)
             mixed: Group = [(Worker(layouts[0], tuple(layouts[1:])),)] if layouts else []
             if mixed and speed(mixed[0]) > fastest:
                 sets[joined] = mixed

@@ -39,7 +39,10 @@ def test_the_world_inventory() -> None:
     adamw = {**run.deepspeed, "optimizer": {**run.deepspeed["optimizer"], "type": "AdamW"}}
     larger = planned(run.model_copy(update={"deepspeed": adamw}), world())
     assert larger.run.model.recompute == "full", "with a second moment it fits only so"
-    assert {host.kind for host, _, _ in large.idle} == {"a100", "l40s"}, "left idle on purpose"
+    assert {host.kind for host, _, _ in large.idle} == {"l40s"}, "left idle on purpose"
+    (mixed,) = (w.layout for w in large.workers.values() if len({host.kind for host in w.layout.hosts}) > 1)
+    assert {host.kind for host in mixed.hosts} == {"a100", "h200"}, "which cannot hold the model alone"
+    assert mixed.parallel.stage_layers is not None and max(mixed.parallel.stage_layers[:2]) < 20
 
 
 def test_the_layout_is_the_fastest_of_all() -> None:
