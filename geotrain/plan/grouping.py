@@ -95,28 +95,26 @@ def form_workers(
     small = [alike for alike, found in alone.items() if not found]
     large = [alike for alike in alone if alike not in small]
     sets: dict[frozenset[Alike], Group] = {frozenset((alike,)): found for alike, found in alone.items()}
+
+    def joint(find: Callable[..., list[ParallelLayout]], joined: frozenset[Alike], *most: int) -> Group:
+        try:
+            found = find(task, [host for alike in sorted(joined) for host in hosts[alike]], refused, *most)
+        except ConfigError as error:  # a link between the regions has no figure
+            found, refused.missing = [], refused.missing or str(error)
+        return [(Worker(found[0], tuple(found[1:KEPT])),)] if found else []
+
     for chosen in joinable(task, small) if small else ():
         nearest = sorted(large, key=lambda alike: distance_s(task, alike, chosen))[:1]
         for joined in {chosen, chosen.union(nearest)}:
-            if sets.get(joined):
-                continue
-            try:
-                found = spanning_layouts(task, [h for alike in sorted(joined) for h in hosts[alike]], refused)
-            except ConfigError as error:  # a link between the regions has no figure
-                found, refused.missing = [], refused.missing or str(error)
-            sets[joined] = [(Worker(found[0], tuple(found[1:KEPT])),)] if found else []
+            if not sets.get(joined):
+                sets[joined] = joint(spanning_layouts, joined)
     for joined in (joined for joined in joinable(task, list(alone)) if len(joined) > 1):
         parts = [sets[each] for each in ({joined} | {frozenset((alike,)) for alike in joined}) if sets.get(each)]
         fastest = max((speed(found[0]) for found in parts), default=0.0)
         apart_s = max(distance_s(task, alike, joined - {alike}) for alike in joined)
-        if fastest * apart_s < 1:
-            try:
-                layouts = find(task, [host for alike in sorted(joined) for host in hosts[alike]], refused, KEPT)
-            except ConfigError as error:  # as above
-                layouts, refused.missing = [], refused.missing or str(error)
-            mixed: Group = [(Worker(layouts[0], tuple(layouts[1:])),)] if layouts else []
-            if mixed and speed(mixed[0]) > fastest:
-                sets[joined] = mixed
+        mixed = joint(find, joined, KEPT) if fastest * apart_s < 1 else []
+        if mixed and speed(mixed[0]) > fastest:
+            sets[joined] = mixed
     divided = ([sets[chosen] for chosen in division if sets[chosen]] for division in divisions(sets, list(alone)))
     return [groups for groups in divided if groups]
 
