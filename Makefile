@@ -36,11 +36,12 @@ test: test-packages install
 	bash launch/test_skypilot.sh $(BIN)/python $(VENV)/skypilot
 	$(PYTEST) $(PYTEST_ARGS)
 
-# Long tests too: faults at length, whole spaces of kernels, the notebook, browsers, Hypothesis' full profile.
+# Long tests too: faults at length, whole spaces of kernels, the notebook, browsers, Hypothesis' full profile; `make gpu`,
+# shortened, on the processor.
 test-all: test-packages install
 	bash launch/test_converter.sh $(BIN)/python $(VENV)/llama.cpp
 	bash launch/test_skypilot.sh $(BIN)/python $(VENV)/skypilot
-	$(PYTEST) --all $(PYTEST_ARGS)
+	$(PYTEST) --all tests benchmarks/tests/test_gpu.py $(PYTEST_ARGS)
 
 # Seeds known faults, one at a time: the tests must notice each of them (tests/mutants/faults.toml).
 mutants: test-packages install

@@ -19,6 +19,10 @@ from tests.support.inner_worlds import LLAMA, QWEN_2, SEQUENCE, deepspeed_block,
 from tests.support.inner_worlds import batch as random_batch
 
 END = 0
+# The versions that are pinned have it; below, masks are used.
+VARLEN = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="its varlen_attn knows no windows and groups"
+)
 MODELS = {"llama": {**LLAMA, "num_hidden_layers": 2}, "qwen": QWEN_2, "mistral": {**MISTRAL, "num_hidden_layers": 2}}
 
 
@@ -77,6 +81,7 @@ def by_segment(
     return torch.cat(out)
 
 
+@VARLEN
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("window", [None, (4, 0), (SEQUENCE, 0)])
 @pytest.mark.parametrize(("groups", "scale"), [(4, None), (2, 0.3)])
@@ -123,6 +128,7 @@ def test_which_attention_needs_no_mask(monkeypatch) -> None:
     assert not suits_varlen(*torch.zeros(2, 8, 2, 4, 64, dtype=torch.bfloat16)), "of a processor"
 
 
+@VARLEN
 @pytest.mark.parametrize(("window", "inside"), [(4, False), (None, True), (4, True)])
 def test_the_estimate_knows_the_masks_that_attention_keeps(window, inside) -> None:
     """In fp32, where masks are dense: what autograd keeps of a layer's attention beyond that of a causal one."""
