@@ -56,10 +56,10 @@ class MomentumRegion(AsyncRegion):
 
     def __init__(self, config: RegionMomentumConfig, workers: int, decay: float, merged: bool = False) -> None:
         super().__init__(config.updates_per_send, 1.0 if merged else config.merge_alpha, True, merged)
-        self.step = momentum_average(decay, momentum_gain(config.gain, decay), 1 / workers)
+        self.decay, self.gain, self.weight = decay, momentum_gain(config.gain, decay), 1 / workers
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        v.move(delta, self.step, "momentum")
+        v.move(delta, momentum_average(self.decay, self.gain, self.weight), "momentum")
 
 
 class AveragingGlobal:
