@@ -111,7 +111,8 @@ def memory_of_stages(
             if overlaps_reduction(block):
                 bits, bucket = coded_bits(block) if copies > 1 else None, reduction_bucket(block, parameters)
                 # A step takes fp32. Where gradients go on to hold what codes lose, their sum has a place of its own.
-                gradients = kept * held + (_FP32_BYTES * part if kept < _FP32_BYTES or bits is not None else 0)
+                gradients = kept * held
+                gradients += _FP32_BYTES * (part if kept < _FP32_BYTES else shard.divided if bits is not None else 0)
                 # Of each bucket under way, what is sent and what arrives; zeros that a bucket is encoded beside.
                 travels = size * bucket if bits is None else code_bytes(bucket, max(bits))
                 buffers = 2 * BUCKETS_IN_FLIGHT * travels if copies > 1 else 0
@@ -125,7 +126,7 @@ def memory_of_stages(
         tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8, masked)
         weights = size * held + (2 * fp8_weights(architecture, parallel, stage) if fp8 else 0)
-        held_bytes = weights, gradients, optimizer, buffers, activations, saved_bytes(shard, block, copies)
+        held_bytes = weights, gradients, optimizer, buffers, activations, saved_bytes(shard, block)
         stages.append(MemoryPerRank(parameters, stage, *held_bytes))
     return stages
 
@@ -145,10 +146,9 @@ def moment_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
     return _FP32_BYTES * (len(optimizer_kind(block).moments) * shard.adamw + shard.matrices)
 
 
-def saved_bytes(shard: ShardSize, block: dict[str, Any], ranks: int) -> int:
+def saved_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
     """Bytes of a rank's part of a checkpoint: moments and, where gradients travel in codes, what these lost."""
-    residual = _FP32_BYTES * (shard.adamw + shard.matrices) if coded_bits(block) is not None and ranks > 1 else 0
-    return moment_bytes(shard, block) + residual
+    return moment_bytes(shard, block) + (_FP32_BYTES * shard.divided if coded_bits(block) is not None else 0)
 
 
 def mask_elements(a: Architecture, block: dict[str, Any], length: int, documents: bool) -> int:

@@ -135,12 +135,13 @@ class ShardSize:
     """Sizes of the fullest data-parallel rank's shard, in elements.
 
     adamw: that AdamW steps. matrices: of Muon's matrices, with the gaps between them. total: of all shards of one
-    replica's parameters.
+    replica's parameters. divided: of both, what other ranks hold the rest of; experts may be whole.
     """
 
     adamw: int
     matrices: int
     total: int
+    divided: int
 
 
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
@@ -154,19 +155,21 @@ def shard_size(
     if together:
         sizes, others = _matrices_and_others(a, parallel, stage, muon, None)
         if not sizes:
-            return ShardSize(-(-others // dp), 0, others)
+            part = -(-others // dp)
+            return ShardSize(part, 0, others, part if dp > 1 else 0)
         head = -(-others // ALIGNED) * ALIGNED
         shard = pack(sizes, dp, head, ALIGNED).shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
-        return ShardSize(adamw, shard - adamw, dp * shard)
-    adamw = matrices = total = 0
+        return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0)
+    adamw = matrices = total = divided = 0
     for expert in (False, True):
         sizes, others = _matrices_and_others(a, parallel, stage, muon, expert)
         ranks = max(1, dp // parallel.expert) if expert else dp  # that hold the same ones, and divide them
         shard = pack(sizes, ranks, 0, ALIGNED).shard_numel if sizes else 0
-        adamw, matrices = adamw - (-others // ranks), matrices + shard
-        total += others + ranks * shard
-    return ShardSize(adamw, matrices, total)
+        rest = -(-others // ranks)
+        adamw, matrices, total = adamw + rest, matrices + shard, total + others + ranks * shard
+        divided += rest + shard if ranks > 1 else 0
+    return ShardSize(adamw, matrices, total, divided)
 
 
 @lru_cache(maxsize=256)

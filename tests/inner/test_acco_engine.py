@@ -173,7 +173,7 @@ def test_memory_is_what_the_formula_says(ranks: list[dict[str, Any]], form: str)
         seen = rank["large"][form]
         n = seen["parameters"]
         assert seen["bytes"] == pytest.approx(
-            flat_bytes(ShardSize(0, 0, n), 4, 4, FORMS[form][1], 2) + 12 * n / 2, rel=0.01
+            flat_bytes(ShardSize(0, 0, n, 0), 4, 4, FORMS[form][1], 2) + 12 * n / 2, rel=0.01
         )
 
 

@@ -108,9 +108,7 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
         "optimizer": 4 * owned + moment_bytes(shard, block) if offloaded else 0,
         "outer": outer_bytes(run, owned) if outer_on_host(run, setup) else 0,
         "pinned": pinned,
-        "checkpoint": memory.checkpoint_bytes
-        if run.acco is None
-        else saved_bytes(shard, block, _copies(setup, worker.ranks)),
+        "checkpoint": memory.checkpoint_bytes if run.acco is None else saved_bytes(shard, block),
     }
 
 
