@@ -155,8 +155,7 @@ def shard_size(
     if together:
         sizes, others = _matrices_and_others(a, parallel, stage, muon, None)
         if not sizes:
-            part = -(-others // dp)
-            return ShardSize(part, 0, others, part if dp > 1 else 0)
+            return ShardSize(-(-others // dp), 0, others, -(-others // dp) if dp > 1 else 0)
         head = -(-others // ALIGNED) * ALIGNED
         shard = pack(sizes, dp, head, ALIGNED).shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
