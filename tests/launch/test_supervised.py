@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ tell() { echo "$*" >> "$HAPPENED/told"; }
 await() { until [ -e "$HAPPENED/$1" ]; do sleep 0.05; done; }
 """
 ROLES = {"server", "shard", "helper"}
+BUSY_S = 120.0  # until a story has ended, on a busy machine
 
 
 def processes(story: list[str], env: dict[str, str]) -> list[ProcessSpec]:
@@ -78,6 +80,10 @@ def played(story: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
                 told.append(what)
                 (folder / "trouble").touch()
 
+    def in_time() -> None:
+        assert time.monotonic() < deadline_s, f"it goes on after {told}"
+
+    deadline_s = time.monotonic() + BUSY_S
     restart = RestartConfig(
         limit=int(keys.get("limit", 3)), first_s=float(keys.get("first_s", 0.05)), longest_s=600.0, window_s=6000.0
     )
@@ -85,7 +91,7 @@ def played(story: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         env = {**mark, "HAPPENED": str(folder), "SUPERVISOR": str(os.getpid())}
         for process in processes([line for line in lines if not line.startswith("with ")], env):
             running.start(process)
-        outcome = running.wait()
+        outcome = running.wait(in_time)
         assert until(lambda: marked(mark) == [])
     if (folder / "told").exists():
         told += (folder / "told").read_text().splitlines()
