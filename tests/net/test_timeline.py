@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,15 @@ from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import JOURNAL
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of, superfluous, whole
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
-from geotrain.net.storage.timeline import Timeline, clear_void, go_back, read_timeline, take, write_timeline
+from geotrain.net.storage.timeline import (
+    Timeline,
+    clear_void,
+    go_back,
+    read_timeline,
+    take,
+    who_goes_back,
+    write_timeline,
+)
 
 
 class Killed(BaseException):
@@ -23,8 +33,8 @@ class Killed(BaseException):
 
 
 @contextmanager
-def killed_after(steps: int | None, *places: tuple[Any, str]) -> Iterator[None]:
-    """Every call of these functions is a step, as each changes something for good; None: nobody is killed."""
+def killed_after(steps: int, *places: tuple[Any, str]) -> Iterator[None]:
+    """Every call of these functions is a step, as each changes something for good."""
     left, real = steps, [(owner, name, getattr(owner, name)) for owner, name in places]
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +42,7 @@ def killed_after(steps: int | None, *places: tuple[Any, str]) -> Iterator[None]:
             nonlocal left
             if left == 0:
                 raise Killed
-            left = None if left is None else left - 1
+            left -= 1
             return call(*arguments, **settings)
 
         return step
@@ -82,6 +92,8 @@ def test_a_state_is_exchanged_whole_or_the_folder_counts_as_empty(tmp_path: Path
         assert before or nothing or after, steps
         assert {path.name for path in folder.iterdir()} <= {SNAPSHOTS, JOURNAL, "timeline.json"}
     assert ended and steps > 8
+    shutil.rmtree(folder / SNAPSHOTS)
+    assert read_timeline(folder) == Timeline()  # with the state its timeline is gone
 
 
 def test_a_kill_while_copies_are_made_and_dropped_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
@@ -109,10 +121,16 @@ def test_a_kill_while_copies_are_made_and_dropped_leaves_a_whole_checkpoint(tmp_
         assert [*copies.every()] == ["00000003-a"] and mirrors[0].checkpoint_ids() == mirrors[1].checkpoint_ids()
         mirrors[0]._files.touch(f"{root}/far/eu.shard-0/00000007-a")  # of a checkpoint that only one has begun
         go_back(root / "again", copies)
-        assert SnapshotStore(root / "again" / SNAPSHOTS).numbers() == [7]
+        assert SnapshotStore(root / "again" / SNAPSHOTS).numbers() == [7] and not read_timeline(root / "again").begun
         if ended == 3:
             break
     assert ended == 3 and steps > 15
+
+
+def test_who_goes_back_depends_on_whether_the_others_have_begun() -> None:
+    taken = Timeline("timeline", "2")
+    assert [who_goes_back(taken, newest) for newest in (None, "2", "3")] == ["nobody", "shard", "all"]
+    assert who_goes_back(replace(taken, begun=True), "2") == "all"
 
 
 def test_what_is_whole_and_what_may_go() -> None:
