@@ -15,16 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.config import EXIT_FOR_GOOD, RestartConfig, config_digest, load_cluster, load_run
+from geotrain.config import EXIT_FOR_GOOD, config_digest, load_cluster, load_run
 from geotrain.data.dataset import read_manifest
 from geotrain.launch.check import with_data_digest
 from geotrain.launch.far_site import EXIT_HELD, SiteFiles
 from geotrain.launch.launcher import locked, resolve
 from geotrain.launch.site_processes import LaunchRequest
-from geotrain.launch.supervisor import ProcessSpec, Supervisor
-from geotrain.monitor.events import ProcessDied, Trouble
-from geotrain.outer.events import Event
-from tests.support.process_trees import marked, new_mark, stopped_when, until
+from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import prepare_text, write_files
 
 BUSY_S = 120.0
@@ -152,40 +149,6 @@ def test_a_site_with_other_data_is_refused_before_it_begins(tmp_path: Path) -> N
     assert f"data/train: is other data than data.sha256 = '{'0' * 64}' asks for: its digest is '{mine}'" in told
 
 
-# ------------------------------------------------------------------------------------------ the launcher's end
-
-
-def relay(script: str) -> ProcessSpec:
-    return ProcessSpec("eu.ssh", ("bash", "-c", script), respawn=lambda: [relay(script)], relay=True)
-
-
-def test_a_lost_connection_is_tried_again_beyond_all_limits_and_told(tmp_path: Path) -> None:
-    events: list[Event] = []
-    script = f"echo x >> {tmp_path}/tries; echo no route; [ $(wc -l < {tmp_path}/tries) = 6 ] || exit 255"
-    quick = RestartConfig(limit=0, first_s=0.01, longest_s=600.0)
-    with Supervisor(tmp_path, restart=quick, on_event=events.append) as running:
-        running.start(relay(script))
-        assert running.wait().code == 0
-    told = [event.what for event in events if isinstance(event, Trouble)]
-    assert told[0] == "eu.ssh: no connection (no route); what runs there goes on; tried again in 0.01 s"
-    assert len(told) == 5 and not any(isinstance(event, ProcessDied) for event in events)
-
-
-def test_who_is_stopped_asks_its_relays_to_stop_and_names_those_that_it_did_not_reach(tmp_path: Path) -> None:
-    events: list[Event] = []
-    slow = RestartConfig(first_s=600.0, longest_s=600.0)
-    with Supervisor(tmp_path, restart=slow, on_event=events.append) as running:
-        running.start(relay("read command; echo told to $command; exit 143"))
-        running.start(replace(relay("exit 255"), name="us.ssh"))
-        lost = Trouble("us.ssh: no connection (no word); what runs there goes on; tried again in 600 s")
-        assert stopped_when(running, lambda: lost in events) == 143
-    assert running.log("eu.ssh").read_text() == "told to stop\n"
-    assert [event for event in events if isinstance(event, Trouble)] == [
-        lost,
-        Trouble("us.ssh: was not reached when all was stopped: what runs there goes on, and --resume finds it"),
-    ]
-
-
 def test_a_launcher_that_dies_tells_its_relays_nothing(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from geotrain.launch.supervisor import *\n"
@@ -199,15 +162,6 @@ def test_a_launcher_that_dies_tells_its_relays_nothing(tmp_path: Path) -> None:
         launcher.kill()
     assert until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_text() != "", BUSY_S)
     assert (tmp_path / "heard").read_text() == "heard []\n"
-
-
-def test_those_who_miss_the_servers_end_are_a_failure(tmp_path: Path) -> None:
-    with Supervisor(tmp_path, drain_s=0.3) as running:
-        running.start(ProcessSpec("global", ("true",), role="server"))
-        running.start(relay("echo far away; read order"))
-        outcome = running.wait()
-    assert outcome.code == 1
-    assert "'eu.ssh' still running 0.3 s after all servers ended: they missed the run's end" in outcome.reason
 
 
 def test_a_resumed_run_has_its_ports_again(tmp_path: Path, free_port: int) -> None:

@@ -12,13 +12,12 @@ import pytest
 
 from geotrain.common.files import OutputError
 from geotrain.config import EXIT_FOR_GOOD, RestartConfig, load_cluster, load_run
-from geotrain.launch import supervisor as supervisor_module
 from geotrain.launch.backoff import RestartBackoff
 from geotrain.launch.launcher import resolve
 from geotrain.launch.machine import HostMachine
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
-from geotrain.monitor.events import ProcessDied, ProcessEnded, Trouble
+from geotrain.monitor.events import ProcessDied, Trouble
 from geotrain.outer.events import Event
 from tests.support.process_trees import began_alone, marked, names, new_mark, only_deaths, stopped_when, until
 from tests.support.small_runs import write_files
@@ -35,16 +34,6 @@ def lasting(script: str, name: str, **more: Any) -> ProcessSpec:
 
 def supervisor(folder: Path, deaths: list[ProcessDied], **more: Any) -> Supervisor:
     return Supervisor(folder, restart=more.pop("restart", FAST), on_event=only_deaths(deaths), **more)
-
-
-def until_there(file: Path) -> str:
-    """A script that waits for the file."""
-    return f"until [ -e '{file}' ]; do sleep 0.05; done"
-
-
-def note(file: Path, happened: object) -> None:
-    if happened:
-        file.touch()
 
 
 def test_pauses_double_and_begin_anew_after_it_has_run_for_long() -> None:
@@ -86,135 +75,20 @@ def test_a_full_disk_costs_no_restart_and_ends_no_run(tmp_path: Path, monkeypatc
     assert said == ["hosts/a: cannot be written; it is started when there is room"]
 
 
-def test_a_worker_that_dies_at_once_again_and_again_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
-    deaths: list[ProcessDied] = []
-    with supervisor(tmp_path, deaths) as running:
-        running.start(lasting("echo the cause; exit 1", "ill"))
-        running.start(lasting(until_there(tmp_path / "given up"), "well"))
-        given_up = tmp_path / "given up"
-        outcome = running.wait(lambda: note(given_up, deaths and deaths[-1].pause_s is None), every_s=0.05)
-    assert [d.pause_s is None for d in deaths] == [False, False, False, True]
-    assert outcome.code == 0
-    assert "the others have finished, but\nprocess 'ill' failed with exit code 1" in outcome.reason
-    assert "| the cause" in outcome.reason
-
-
-def test_the_run_fails_when_no_worker_is_left_or_a_server_is_given_up(tmp_path: Path) -> None:
-    for role in ("worker", "server"):
-        deaths: list[ProcessDied] = []
-        with supervisor(tmp_path / role, deaths, restart=RestartConfig(limit=1, first_s=0.05)) as running:
-            running.start(lasting("exit 9", "ill", role=role))
-            if role == "server":
-                running.start(lasting("sleep 300", "well"))
-            outcome = running.wait()
-        assert (outcome.code, len(deaths)) == (9, 1)
-        assert "process 'ill' failed with exit code 9" in outcome.reason
-
-
-def test_a_configuration_error_is_not_tried_again(tmp_path: Path) -> None:
-    deaths: list[ProcessDied] = []
-    with supervisor(tmp_path, deaths) as running:
-        running.start(lasting(f"exit {EXIT_FOR_GOOD}", "a"))
-        assert running.wait().code == EXIT_FOR_GOOD
-    assert deaths == []
-
-
-@pytest.mark.parametrize(
-    ("why", "pauses"),
-    [(errno.EAGAIN, [0.05, 0.1]), (errno.ENOSPC, [0.05])],
-    ids=["counts as a death", "a full disk is waited out"],
-)
-def test_what_cannot_be_started_again_is_tried_later(tmp_path: Path, why: int, pauses: list[float]) -> None:
+def test_what_cannot_be_started_again_counts_as_a_death(tmp_path: Path) -> None:
     tries: list[str] = []
 
     def again() -> list[ProcessSpec]:
         tries.append("try")
         if len(tries) == 1:
-            raise OSError(why, os.strerror(why))
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return [ProcessSpec("a", guarded(("true",)), respawn=again)]
 
     deaths: list[ProcessDied] = []
     with supervisor(tmp_path, deaths) as running:
         running.start(ProcessSpec("a", guarded(("false",)), respawn=again))
         assert running.wait().code == 0
-    assert (len(tries), [d.pause_s for d in deaths]) == (2, pauses)
-
-
-def test_a_synchronous_run_needs_every_worker(tmp_path: Path) -> None:
-    with supervisor(tmp_path, [], needs_all=True, restart=RestartConfig(limit=0)) as running:
-        running.start(lasting("exit 1", "ill"))
-        running.start(lasting("sleep 300", "well"))
-        assert running.wait().code == 1
-
-
-def test_a_worker_of_two_hosts_lives_and_dies_as_one(tmp_path: Path) -> None:
-    """One host's job is killed: the other's is stopped too, and both are started again."""
-    mark, deaths = new_mark(), list[ProcessDied]()
-    script = "echo begins; sleep 300 & wait"
-    with supervisor(tmp_path, deaths) as running:
-
-        def both() -> list[ProcessSpec]:
-            command = guarded(("bash", "-c", script), grace_s=1.0)
-            return [ProcessSpec(host, command, mark, respawn=both, group="a") for host in ("a.0", "a.1")]
-
-        for spec in both():
-            running.start(spec)
-        logs = [tmp_path / f"{name}.log" for name in ("a.0", "a.1")]
-        assert until(lambda: all("begins" in log.read_text() for log in logs), BUSY_S)
-        os.kill(min(marked(mark)), signal.SIGKILL)
-        began_twice = stopped_when(running, lambda: all(log.read_text().count("begins") == 2 for log in logs))
-        assert began_twice == 128 + signal.SIGTERM
-    assert [death.group for death in deaths] == ["a"]
-    assert marked(mark) == []
-
-
-def test_a_worker_whose_server_has_ended_well_is_not_started_again(tmp_path: Path) -> None:
-    deaths: list[ProcessDied] = []
-    slow = RestartConfig(limit=3, first_s=300.0)
-    with supervisor(tmp_path, deaths, restart=slow) as running:
-        running.start(lasting(until_there(tmp_path / "died"), "eu", role="server"))
-        running.start(lasting("exit 1", "eu-0", depends_on="eu"))
-        assert running.wait(lambda: note(tmp_path / "died", deaths), every_s=0.05).code == 0
-    assert len(deaths) == 1
-    assert (tmp_path / "eu-0.log").read_text() == ""
-
-
-def test_what_outlives_its_server_is_stopped_and_fails_nothing(tmp_path: Path) -> None:
-    """A worker and a region that missed the run's end would wait for servers that do not return; and one may find
-    that out by itself."""
-    said: list[Event] = []
-    mark = new_mark()
-
-    def hear(event: Event) -> None:
-        said.append(event)
-        if isinstance(event, ProcessEnded) and event.process == "eu":
-            (tmp_path / "over").touch()
-
-    with Supervisor(tmp_path, drain_s=2.0, restart=FAST, on_event=hear) as running:
-        running.start(lasting("true", "global", role="server"))
-        running.start(lasting("true", "eu", role="server", depends_on="global"))
-        running.start(lasting("sleep 300", "us", role="server", depends_on="global", env=mark))
-        running.start(lasting("sleep 300", "eu-0", depends_on="eu", env=mark))
-        running.start(lasting(f"{until_there(tmp_path / 'over')}; exit 1", "eu-1", depends_on="eu"))
-        outcome = running.wait()
-    assert (outcome.code, outcome.reason) == (0, "")
-    assert marked(mark) == []
-    told = [event.what for event in said if isinstance(event, Trouble)]
-    assert sorted(what.partition(" ")[0] for what in told) == ["eu-0", "eu-1", "us"]
-    assert not [event for event in said if isinstance(event, ProcessDied)]
-
-
-def test_a_shard_that_missed_its_books_end_is_stopped_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed when its coordinator had let it go, it came back. A server may need long for its end, a shard does
-    not."""
-    monkeypatch.setattr(supervisor_module, "LEAF_DRAIN_S", 0.5)
-    mark = new_mark()
-    with Supervisor(tmp_path, drain_s=1000.0, restart=FAST) as running:
-        running.start(lasting("true", "eu", role="server"))
-        running.start(lasting("sleep 300", "eu.shard-0", role="shard", depends_on="eu", env=mark))
-        outcome = running.wait()
-    assert (outcome.code, outcome.reason) == (0, "")
-    assert marked(mark) == []
+    assert (len(tries), [d.pause_s for d in deaths]) == (2, [0.05, 0.1])
 
 
 def test_a_server_is_told_the_launch_and_so_is_what_replaces_it(tmp_path: Path) -> None:

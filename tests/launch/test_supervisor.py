@@ -84,59 +84,12 @@ def test_guard_lets_the_last_processes_end() -> None:
     assert guard("bash", "-c", "setsid sleep 0.2 & exit 0").wait(60) == 0
 
 
-def test_the_first_failure_decides_and_stops_the_others(tmp_path: Path) -> None:
-    mark = new_mark()
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start(ProcessSpec("well", sh("sleep 300"), env=mark))
-        supervisor.start(ProcessSpec("ill", sh("seq 100; echo the cause; exit 5"), env=mark))
-        outcome = supervisor.wait()
-        assert marked(mark) == []
-    assert outcome.code == 5
-    assert "process 'ill' failed with exit code 5" in outcome.reason
-    assert str(tmp_path / "ill.log") in outcome.reason
-    assert outcome.reason.endswith("| 100\n  | the cause")
-    assert "| 1\n" not in outcome.reason
-
-
 def test_an_exception_stops_everything(tmp_path: Path) -> None:
     mark = new_mark()
     with pytest.raises(KeyError), Supervisor(tmp_path) as supervisor:
         supervisor.start(ProcessSpec("a", sh("sleep 300"), env=mark))
         raise KeyError("x")
     assert marked(mark) == []
-
-
-def test_killing_a_guard_fails_the_run_and_leaves_nothing(tmp_path: Path) -> None:
-    mark = new_mark()
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start(ProcessSpec("a", sh("sleep 300; true"), env=mark))
-        assert until(lambda: len(marked(mark)) == 3)
-        os.kill(min(marked(mark)), signal.SIGKILL)
-        outcome = supervisor.wait()
-    assert outcome.code == 137
-    assert "'a' was ended by SIGKILL" in outcome.reason
-    assert until(lambda: marked(mark) == [])
-
-
-def test_servers_that_do_not_follow_the_workers_are_a_failure(tmp_path: Path) -> None:
-    with Supervisor(tmp_path, drain_s=0.3) as supervisor:
-        supervisor.start(ProcessSpec("server", sh("echo waiting for eu-0; sleep 300"), role="server"))
-        supervisor.start(ProcessSpec("eu-0", sh("exit 0")))
-        outcome = supervisor.wait()
-    assert outcome.code == 1
-    assert "'server' still running 0.3 s after all workers ended" in outcome.reason
-    assert "| waiting for eu-0" in outcome.reason
-
-
-def test_a_helper_that_ends_before_is_a_failure(tmp_path: Path) -> None:
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start(ProcessSpec("wan", sh("exit 0"), role="helper"))
-        supervisor.start(ProcessSpec("eu-0", sh("sleep 300")))
-        outcome = supervisor.wait()
-    assert (outcome.code, outcome.reason.splitlines()[0][:48]) == (
-        1,
-        "process 'wan' failed with exit code 0; the end o",
-    )
 
 
 def test_ticks_come_at_their_pace(tmp_path: Path) -> None:

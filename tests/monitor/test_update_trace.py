@@ -21,8 +21,6 @@ from geotrain.outer.events import (
     UpdateRefused,
     UpdateStage,
 )
-from geotrain.outer.messages import Answer
-from tests.support.outer_world import config, halves, make, random_deltas
 
 FACTS = RunFacts(lambda member: GLOBAL if member == "eu" else "eu", updates_per_send=2)
 
@@ -141,32 +139,3 @@ def test_an_update_of_two_fragments_goes_on_in_two_of_the_region() -> None:
         "sent up as eu/6",
     ]
     assert len(found.held) == 2 and "eu/5" in found.held[0] and found.held[1].startswith("between eu and global")
-
-
-def test_state_machines_write_what_a_trace_reads() -> None:
-    """Servers in this process, a worker of two ranks: what `handle` reports is enough to follow its update."""
-    world = make(config(updates_per_send=2), cut_a=halves)
-    region, top, logs = world.regions["eu"], world.top, {"eu": list[Record](), GLOBAL: list[Record]()}
-    clock = iter(range(100))
-
-    def tell(server: str, message: object) -> list[object]:
-        handled = (top if server == GLOBAL else region).handle(message)  # type: ignore[arg-type]
-        logs[server] += [Record(float(next(clock)), server, event) for event in handled.events]
-        return [send.message for send in handled.sends]
-
-    facts = RunFacts(lambda member: GLOBAL if member == "eu" else "eu", 2)
-    first, second = (world.workers["a"][1].parts(random_deltas(world, seed)) for seed in (1, 2))
-    tell("eu", first[0])
-    assert trace("a/1", logs, facts).held == ["at eu: waits for the parts of the other ranks of a"]
-    tell("eu", first[1])
-    assert trace("a/1", logs, facts).held == ["in eu, fragment 0: waits for 2 updates, and has 1"]
-    tell("eu", second[0])
-    [sent] = tell("eu", second[1])
-    assert trace("a/1", logs, facts).held == ["taken by global, whose events are not here: they lie on its machine"]
-    tell(GLOBAL, sent)
-    assert trace("a/1", logs, facts).held == ["the answer to eu/1 is made by global, and not adopted by eu"]
-    answer = top.answer("eu", "life-1", 0, 1, (0,))
-    assert isinstance(answer, Answer)
-    tell("eu", answer)
-    found = trace("a/1", logs, facts)
-    assert found.held == [] and found.steps[-1].what == "merged the answer to eu/1: global versions 1"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from geotrain.net.storage import timeline as timeline_module
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import JOURNAL
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, number_of, superfluous, whole
-from geotrain.net.storage.snapshots import SNAPSHOTS, DamagedSnapshot, SnapshotStore, StoreError
+from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
 from geotrain.net.storage.timeline import (
     Timeline,
     clear_void,
@@ -32,16 +27,14 @@ from geotrain.net.storage.timeline import (
     write_timeline,
 )
 
-KEEP = 2
-
 
 class Killed(BaseException):
     """As by SIGKILL: nothing after it is done."""
 
 
 @contextmanager
-def killed_after(steps: int | None, *places: tuple[Any, str]) -> Iterator[None]:
-    """Every call of these functions is a step, as each changes something for good; None: nobody is killed."""
+def killed_after(steps: int, *places: tuple[Any, str]) -> Iterator[None]:
+    """Every call of these functions is a step, as each changes something for good."""
     left, real = steps, [(owner, name, getattr(owner, name)) for owner, name in places]
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +42,7 @@ def killed_after(steps: int | None, *places: tuple[Any, str]) -> Iterator[None]:
             nonlocal left
             if left == 0:
                 raise Killed
-            left = None if left is None else left - 1
+            left -= 1
             return call(*arguments, **settings)
 
         return step
@@ -63,175 +56,6 @@ def killed_after(steps: int | None, *places: tuple[Any, str]) -> Iterator[None]:
     finally:
         for owner, name, call in real:
             setattr(owner, name, call)
-
-
-class Sets(RuleBasedStateMachine):
-    """A coordinator and two shards with folders, copies, and a value each that says what they hold. What
-    `ShardSessions` and the processes around it do is told here; of `geotrain.net.storage.timeline` and the copies
-    every line is the real one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.root = Path(tempfile.mkdtemp())
-        self.fsync, os.fsync = os.fsync, lambda _: None  # processes are killed here, machines are not
-        self.names = ["coordinator", "shard-0", "shard-1"]
-        self.folders = [self.root / name for name in self.names]
-        self.mirrors = [RemoteSnapshots(f"file://{self.root}/far/{name}") for name in self.names]
-        self.copies = Copies(self.mirrors[0], KEEP, self.mirrors[1:])
-        self.value = 0  # what the set has trained
-        self.of: dict[str, int] = {}  # checkpoint id → what the set had trained then
-        self.newest_known = ""  # the newest checkpoint id of which all were told that it is whole
-        self.lost: set[int] = set()  # whose state is not that of the others
-
-    def teardown(self) -> None:
-        os.fsync = self.fsync
-        shutil.rmtree(self.root)
-
-    def places(self) -> list[tuple[Any, str]]:
-        """All that changes something for good, in the store and on the disks."""
-        far = [(type(self.mirrors[0]._files), name) for name in ("put_file", "rm_file", "rm")]
-        near = [(timeline_module.shutil, "rmtree"), (timeline_module, "sync"), (timeline_module, "write_timeline")]
-        return [*far, *near, (SnapshotStore, "adopt"), (RemoteSnapshots, "condemn")]
-
-    def store(self, process: int) -> SnapshotStore:
-        return SnapshotStore(self.folders[process] / SNAPSHOTS, KEEP)
-
-    def held(self, process: int) -> tuple[str, int] | None:
-        """The timeline of a process's state, and the value of its newest snapshot; None: it has none."""
-        clear_void(self.folders[process])
-        newest, faults = self.store(process).load_newest()
-        assert not faults
-        if newest is None:
-            return None
-        return read_timeline(self.folders[process]).name, int(newest.tensors["x"][0])
-
-    @initialize()
-    def begin(self) -> None:
-        self.meet()
-        self.save_all()
-
-    def save_all(self) -> str:
-        checkpoint_id = self.store(0).new_checkpoint_id()
-        self.of[checkpoint_id] = self.value
-        for process in range(3):
-            # The names of the files, too, tell checkpoints apart.
-            tensors = {"x": torch.tensor([float(self.value), process]), f"at.{self.value}": torch.zeros(1)}
-            state = FrozenState(tensors)
-            self.store(process).save(state, {"segment": 1, "ended": False, "checkpoint_id": checkpoint_id})
-            (self.folders[process] / JOURNAL).mkdir(exist_ok=True)
-        return checkpoint_id
-
-    def meet(self) -> None:
-        timeline = Timeline("first", begun=True)
-        for folder in self.folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        self.save_all()
-        for folder in self.folders:
-            write_timeline(folder, timeline)
-
-    @rule()
-    def train_and_save(self) -> None:
-        if not self.lost:
-            self.value += 1
-            self.save_all()
-
-    @rule(killed=st.none() | st.integers(0, 12))
-    def copy(self, killed: int | None) -> None:
-        """The coordinator tells its shards, and copies its own when all have said so. Killed at any point of it."""
-        if self.lost:
-            return
-        checkpoint_ids = [self.store(p).checkpoint_ids() for p in range(3)]
-        checkpoint_id = max(checkpoint_ids[0].values())
-        numbers = [next(n for n, m in each.items() if m == checkpoint_id) for each in checkpoint_ids]
-        with killed_after(killed, *self.places()):
-            for process in (1, 2):
-                self.mirrors[process].upload(self.store(process).path(numbers[process]), checkpoint_id)
-            self.copies.upload(self.store(0).path(numbers[0]), checkpoint_id)
-            self.newest_known = checkpoint_id
-            there = [mirror.checkpoint_ids() for mirror in self.mirrors]
-            assert there[0] == there[1] == there[2] and all(there[0].values()) and len(there[0]) <= KEEP
-
-    @rule(process=st.integers(0, 2))
-    def lose_a_disk(self, process: int) -> None:
-        shutil.rmtree(self.folders[process], ignore_errors=True)
-        self.lost.add(process)
-
-    @rule(process=st.integers(0, 2))
-    def damage_a_copy(self, process: int) -> None:
-        """All but the oldest may be damaged, each by one process's copy."""
-        checkpoint_ids = self.copies.whole()
-        if len(checkpoint_ids) == KEEP:
-            path = self.root / "far" / self.names[process] / checkpoint_ids[-1] / "x.safetensors"
-            path.write_bytes(path.read_bytes()[:-1] + b"!")
-
-    @rule(killed=st.none() | st.integers(0, 25))
-    def live_again(self, killed: int | None) -> None:
-        """The processes begin new incarnations until they fit, with a kill somewhere on the way: then the next call
-        begins anew."""
-        if self.lost and self.copies.whole():
-            with killed_after(killed, *self.places()):
-                self.settle()
-
-    def settle(self) -> None:
-        if self.held(0) is None:
-            go_back(self.folders[0], self.copies)
-        for _ in range(20):
-            coordinator = read_timeline(self.folders[0])
-            unfit = [v for v in (1, 2) if (self.held(v) or ("",))[0] != coordinator.name]
-            if not unfit:
-                write_timeline(self.folders[0], replace(coordinator, begun=True))
-                break
-            newest = max(self.copies.whole(), default=None)
-            who = who_goes_back(coordinator, newest)
-            assert newest is not None and who != "nobody"
-            if who == "all":
-                go_back(self.folders[0], self.copies)
-                continue
-            try:
-                take(
-                    self.folders[unfit[0]],
-                    self.mirrors[unfit[0]],
-                    Timeline(coordinator.name, newest, True),
-                    number_of(newest),
-                )
-            except DamagedSnapshot as error:
-                self.mirrors[unfit[0]].condemn(newest, str(error))
-        else:
-            raise AssertionError("they never fit")
-        checkpoint_id = read_timeline(self.folders[0]).checkpoint_id
-        states = [self.held(process) for process in range(3)]
-        assert states[0] == states[1] == states[2], "all on one timeline, at one checkpoint"
-        assert states[0] is not None and states[0][1] == self.of[checkpoint_id]
-        self.value, self.lost = self.of[checkpoint_id], set()
-        assert self.store(0).new_checkpoint_id() > max(self.copies.every()), (
-            "what follows is newer than all that is there"
-        )
-
-    @invariant()
-    def a_moment_that_was_whole_has_a_whole_successor(self) -> None:
-        checkpoint_ids = self.copies.whole() if self.newest_known else []
-        if self.newest_known and not self.damaged():
-            assert checkpoint_ids and checkpoint_ids[-1] >= self.newest_known
-        for checkpoint_id in checkpoint_ids:
-            for process, mirror in enumerate(self.mirrors):
-                try:
-                    mirror.fetch(checkpoint_id, self.root / "look")
-                except DamagedSnapshot:
-                    assert self.damaged()
-                    continue
-                SnapshotStore(self.root / "looked").adopt(self.root / "look", 1)
-                found = SnapshotStore(self.root / "looked").load(1)
-                assert found.meta["checkpoint_id"] == checkpoint_id
-                assert found.tensors["x"].tolist() == [self.of[checkpoint_id], process]
-
-    def damaged(self) -> bool:
-        return any(b"!" in path.read_bytes()[-1:] for path in (self.root / "far").rglob("x.safetensors")) or any(
-            (self.root / "far").rglob("damaged.txt")
-        )
-
-
-TestSets = Sets.TestCase
-TestSets.settings = settings(stateful_step_count=20)
 
 
 def test_a_state_is_exchanged_whole_or_the_folder_counts_as_empty(tmp_path: Path) -> None:
@@ -268,6 +92,45 @@ def test_a_state_is_exchanged_whole_or_the_folder_counts_as_empty(tmp_path: Path
         assert before or nothing or after, steps
         assert {path.name for path in folder.iterdir()} <= {SNAPSHOTS, JOURNAL, "timeline.json"}
     assert ended and steps > 8
+    shutil.rmtree(folder / SNAPSHOTS)
+    assert read_timeline(folder) == Timeline()  # with the state its timeline is gone
+
+
+def test_a_kill_while_copies_are_made_and_dropped_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Of a coordinator and a shard, at each step of it; the next attempt brings the rest, and the state goes back."""
+    for steps in range(60):
+        root, ended = tmp_path / str(steps), 0
+        mirrors = [RemoteSnapshots(f"file://{root}/far/{name}") for name in ("eu", "eu.shard-0")]
+        copies, store = Copies(mirrors[0], 1, mirrors[1:]), SnapshotStore(root / "here", keep=3)
+        for number in (1, 2, 3):
+            state = FrozenState({f"at.{number}": torch.tensor([float(number)])})
+            store.save(state, {"checkpoint_id": f"{number:08d}-a"})
+        with killed_after(steps, *((type(mirrors[0]._files), name) for name in ("put_file", "rm_file", "rm"))):
+            for number in (1, 2, 3):
+                for upload in (mirrors[1].upload, copies.upload):
+                    upload(store.path(number), f"{number:08d}-a")
+                ended = number
+        for attempt in range(2):
+            for number in map(number_of, copies.whole()):
+                for mirror in mirrors:
+                    mirror.fetch(f"{number:08d}-a", root / f"looked/{number:08d}")
+                    assert SnapshotStore(root / "looked").load(number).tensors[f"at.{number}"] == number
+            assert max(map(number_of, copies.whole()), default=0) >= ended
+            for upload in (mirrors[1].upload, copies.upload) if not attempt else ():
+                upload(store.path(3), "00000003-a")
+        assert [*copies.every()] == ["00000003-a"] and mirrors[0].checkpoint_ids() == mirrors[1].checkpoint_ids()
+        mirrors[0]._files.touch(f"{root}/far/eu.shard-0/00000007-a")  # of a checkpoint that only one has begun
+        go_back(root / "again", copies)
+        assert SnapshotStore(root / "again" / SNAPSHOTS).numbers() == [7] and not read_timeline(root / "again").begun
+        if ended == 3:
+            break
+    assert ended == 3 and steps > 15
+
+
+def test_who_goes_back_depends_on_whether_the_others_have_begun() -> None:
+    taken = Timeline("timeline", "2")
+    assert [who_goes_back(taken, newest) for newest in (None, "2", "3")] == ["nobody", "shard", "all"]
+    assert who_goes_back(replace(taken, begun=True), "2") == "all"
 
 
 def test_what_is_whole_and_what_may_go() -> None:

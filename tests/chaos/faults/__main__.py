@@ -1,5 +1,5 @@
-"""Disturb a run of real processes over emulated links: at random processes are killed, links cut, packets corrupted
-and clocks stepped; then its accounts.
+"""Disturb a run of real processes over emulated links: at random processes are killed, links cut and packets
+corrupted; then its accounts.
 
 Two regions of two workers each, linked by TLS. Nothing that was acknowledged may be missing or counted twice, no
 sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
@@ -13,8 +13,8 @@ journal gives. With shards, the journals of a server's coordinator and shards ar
 
 short: one of each burden and kills of servers, in 12 s; minutes, the default: 5 minutes; hour: also the growth
 of memory and of open files.
-Needs root, for the network namespaces and for a small disk that can be filled, and a C compiler, for clocks that can
-be stepped. `--pace` is the least time of an inner step: others get the processor.
+Needs root, for the network namespaces and for a small disk that can be filled. `--pace` is the least time of an inner
+step: others get the processor.
 
 The last line printed is one JSON object. Zero must be: lost_acknowledged, applied_twice, replay_mismatches,
 samples_skipped, samples_twice_uncounted, hung (workers that train nothing any more when the faults are over),
@@ -39,7 +39,6 @@ from geotrain.common.names import GLOBAL
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from tests.chaos.faults.audit import accounts
-from tests.chaos.faults.clocks import Clocks, cannot_step
 from tests.chaos.faults.goodput import goodput
 from tests.chaos.faults.runner import FaultyRun, Samples, kinds_done
 from tests.chaos.faults.scenario import kills_at_the_end, random_faults, short_faults
@@ -50,7 +49,7 @@ PROFILES = {"short": (12.0, 0.0, "1g"), "minutes": (300.0, 20.0, "2g"), "hour": 
 COUNTED = {
     "kill": "kills", "stop": "stops", "cut": "partitions", "slow": "slows", "drop": "drops", "corrupt": "corrupts",
     "delay": "delays", "reorder": "reorders", "duplicate": "duplicates",
-    "starve": "starved", "files": "out_of_files", "fill": "full_disks", "lie": "liars", "clock": "clock_steps",
+    "starve": "starved", "files": "out_of_files", "fill": "full_disks", "lie": "liars",
 }  # fmt: skip
 START_S = 240.0  # until every worker has trained a job
 HUNG_S = 180.0  # after the faults, for every worker to train a job
@@ -74,8 +73,7 @@ def main() -> int:
     )
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="no run: count once more what one has left")
     args = parser.parse_args()
-    why_not = wan.cannot_emulate() or cannot_step()
-    if why_not:
+    if why_not := wan.cannot_emulate():
         print(f"faults: {why_not}", file=sys.stderr)
         return 2
     folder = args.again or args.folder or Path(tempfile.mkdtemp(prefix="geotrain-faults-"))
@@ -85,9 +83,8 @@ def main() -> int:
         if args.again:
             shutil.copytree(folder / "left", disk, dirs_exist_ok=True)
         else:
-            clocks = Clocks(disk / "clocks")
-            files = make_world(disk, args.pace, clocks=clocks, shards=args.shards)
-            faulty(files, disk, clocks, args.seed, seconds, every_s, args.kills_at_end)
+            files = make_world(disk, args.pace, shards=args.shards)
+            faulty(files, disk, args.seed, seconds, every_s, args.kills_at_end)
             if args.folder is not None:  # before anything is counted, which may fail
                 ignored = shutil.ignore_patterns(WAN_CONTROL)
                 shutil.copytree(disk, folder / "left", ignore=ignored, dirs_exist_ok=True)
@@ -124,7 +121,6 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 def faulty(
     files: tuple[Path, Path],
     disk: Path,
-    clocks: Clocks,
     seed: int,
     seconds: float,
     every_s: float,
@@ -133,7 +129,7 @@ def faulty(
     """Launch the run, do to it what the seed says, end it, and leave on the disk what `counted` needs.
 
     end_kills_s: for so long servers are killed while it ends."""
-    with FaultyRun(*files, disk / "archive", clocks=clocks) as run:
+    with FaultyRun(*files, disk / "archive") as run:
         workers = [worker for names in run.regions.values() for worker in names]
         if not run.wait_for(lambda: all(run.jobs_of(worker) for worker in workers), START_S):
             raise RuntimeError(f"the workers do not train: {run.log.read_text()[-3000:]}")

@@ -31,13 +31,11 @@ from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, checked_meta
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.outer.messages import Refused
-from tests.chaos.faults.clocks import Clocks, on_one_clock
 from tests.chaos.faults.liar import BELIEVED
 from tests.chaos.faults.scenario import Event, Fault
 from tests.support.process_trees import until
 
 KEPT = "faulty-run.pickle"
-SERVERS = "servers"  # the clock of the machine that launches
 POLL_S = 0.1
 SOON_S = 0.01  # a server that ends may be gone soon
 KEEP_S = 0.5  # between looks at the journals: a segment stays for much longer
@@ -69,21 +67,15 @@ class FaultyRun:
     processes.
 
     archive: the servers' whole journals and all snapshots are kept there, by hard links: the run itself drops them.
-    clocks: the launcher and the servers follow the one called SERVERS.
     """
 
-    def __init__(
-        self, run_file: Path, cluster_file: Path, archive: Path, env: dict[str, str] | None = None,
-        clocks: Clocks | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, run_file: Path, cluster_file: Path, archive: Path, env: dict[str, str] | None = None) -> None:
         self.files = run_file, cluster_file
         self.run: RunConfig = load_run(run_file)
         self.cluster: ClusterConfig = load_cluster(cluster_file)
         self.folder = self.run.run_folder.absolute()
         self.archive = archive
-        self.clocks = clocks
-        self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **(clocks.env(SERVERS) if clocks else {})}
-        self.began_s = time.time()
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         self.regions = {region.name: [w.name for w in region.workers] for region in self.cluster.regions}
         self.shards = {
             site: tuple(shard_name(site, i) for i in range(len(shards_of(self.cluster, site))))
@@ -197,10 +189,8 @@ class FaultyRun:
     # -- what happened
 
     def events(self, source: str) -> list[dict[str, Any]]:
-        """The event log of a worker, a region, "global" or "launcher", with this machine's times."""
-        steps = {round(fault.amount) for _, fault in self.done if fault.what == "clock"}
-        until_s = self.noted["end_s"] + STOP_S if self.noted else time.time()
-        return on_one_clock(read_events(self.folder, source), self.began_s, until_s, steps)
+        """The event log of a worker, a region, "global" or "launcher"."""
+        return read_events(self.folder, source)
 
     def jobs_of(self, worker: str) -> int:
         """Jobs that it has trained until now."""
@@ -255,11 +245,6 @@ class FaultyRun:
             ends.append((until_s, fill(self.folder.parent)))
         elif fault.what == "lie":
             return self._lie(fault)
-        elif fault.what == "clock":
-            assert self.clocks is not None
-            clock = SERVERS if fault.kind == "servers" else fault.of
-            self.clocks.set(clock, round(fault.amount))
-            ends.append((until_s, partial(self.clocks.set, clock, 0)))
         elif fault.what in ("starve", "files"):
             # One that has not begun to listen yet still loads its modules, for which there would be no descriptor.
             pids = [pid for pid in self.pids(fault.kind, fault.of) if pid == self._listening(fault.of)]
@@ -327,13 +312,13 @@ class FaultyRun:
     def keep(self, **noted: Any) -> None:
         """Write down beside the run what only this process knows of it."""
         self.noted = noted
-        (self.folder.parent / KEPT).write_bytes(pickle.dumps((self.began_s, self.done, self.samples, self.noted)))
+        (self.folder.parent / KEPT).write_bytes(pickle.dumps((self.done, self.samples, self.noted)))
 
     @staticmethod
     def kept(disk: Path) -> FaultyRun:
         """A run that has ended and was kept, to look at what it has left."""
         run = FaultyRun(disk / "run.json", disk / "cluster.json", disk / "archive")
-        run.began_s, run.done, run.samples, run.noted = pickle.loads((disk / KEPT).read_bytes())
+        run.done, run.samples, run.noted = pickle.loads((disk / KEPT).read_bytes())
         return run
 
     def _keep_on(self) -> None:

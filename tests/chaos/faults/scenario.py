@@ -11,8 +11,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import shard_name
 
 KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
-BURDENS = ("starve", "files", "fill", "lie", "clock")  # what servers, and the last one workers, must bear
-STEP_S = 3600  # of a clock; certificates are valid from an hour before they were made
+BURDENS = ("starve", "files", "fill", "lie")  # what servers, and the last one workers, must bear
 ENDS = "ends"  # an event that is in no log: the server has written its last snapshot
 END_S = 5.0  # after which it is left alone: it may have gone long before
 PACKETS = ("drop", "corrupt", "delay", "reorder", "duplicate")  # what befalls a share of a link's packets
@@ -32,20 +31,19 @@ class Fault:
     """what: kill (SIGKILL), stop (SIGSTOP, later SIGCONT) a process; cut or slow a region's emulated link; drop,
     corrupt, delay, reorder or duplicate its packets; starve a server's process (it gets a tenth of its time), take
     its last free file descriptors (EMFILE), fill the disk of the whole run, or have a liar join as a worker and send
-    what is no update; step the wall clock of the machine that launches, or of a region's workers, and later back.
+    what is no update.
 
     kind: of process: "rank" (one of a worker's), "deepspeed" (a worker's launcher), "guard" (a worker's, under
     GeoTrain's launcher), "server" (a region's), "global", "shard" (of either), "region" (all its processes at once),
-    "launcher": of the whole run, which is then launched again with --resume. Of clocks: "servers" (and the launcher)
-    or "workers".
+    "launcher": of the whole run, which is then launched again with --resume.
     of: a worker, a region or a shard. when: seconds from the beginning, or an event, and after_s after that.
     for_s: how long it lasts.
-    rate, seed, amount: of packets, as in `geotrain.emulate.impairments`; the amount of a clock's step: seconds.
+    rate, seed, amount: of packets, as in `geotrain.emulate.impairments`.
     """
 
     what: Literal[
         "kill", "stop", "cut", "slow", "drop", "corrupt", "delay", "reorder", "duplicate", "starve", "files", "fill",
-        "lie", "clock",
+        "lie",
     ]  # fmt: skip
     when: float | Event
     of: str = "global"
@@ -60,8 +58,7 @@ class Fault:
     def __str__(self) -> str:
         lasting = f" for {self.for_s:g} s" if self.for_s else ""
         share = f" {self.rate:.0%} of the packets on the" if self.rate else ""
-        step = f" {self.amount:+g} s" if self.what == "clock" else ""
-        return f"{self.what}{step}{share} {self.kind or 'link'} of {self.of}{lasting}"
+        return f"{self.what}{share} {self.kind or 'link'} of {self.of}{lasting}"
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -93,10 +90,7 @@ def random_faults(
 
 def short_faults(regions: dict[str, Sequence[str]], shards: int = 0) -> list[Fault]:
     """One of each burden, and a kill of each server, within twelve seconds. regions: region → its workers. shards: of
-    each server, in processes of their own: one of each is killed, some are stopped, starved and without files.
-
-    Clocks are stepped both ways, and one server and one rank begin an incarnation while theirs is wrong.
-    """
+    each server, in processes of their own: one of each is killed, some are stopped, starved and without files."""
     first, last = min(regions), max(regions)
     of_shards = [
         Fault("kill", 2.0, shard_name(first, 0), "shard"),  # it comes back to a full disk
@@ -108,13 +102,10 @@ def short_faults(regions: dict[str, Sequence[str]], shards: int = 0) -> list[Fau
     ]
     faults = [
         Fault("fill", 0.5, "all", "disk", for_s=2.5),
-        Fault("clock", 1.0, "all", "servers", for_s=6.0, amount=STEP_S),
         Fault("kill", 1.5, "global", "global"),  # it comes back to a full disk
         Fault("files", 4.5, first, "server", for_s=3.0),
         Fault("lie", 4.5, regions[last][0], "worker"),
         Fault("starve", 5.0, last, "server", for_s=4.0),
-        Fault("clock", 5.0, first, "workers", for_s=60.0, amount=-STEP_S),  # to the end
-        Fault("clock", 6.0, last, "workers", for_s=3.0, amount=STEP_S),
         Fault("corrupt", 5.0, first, for_s=5.0, rate=0.1, seed=1, amount=0.25),
         Fault("kill", 8.0, first, "server"),
         Fault("kill", 9.0, regions[first][0], "rank"),
@@ -172,10 +163,6 @@ def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Seque
         return Fault("fill", at_s, "all", "disk", for_s=round(dice.uniform(2.0, 6.0), 1))
     if what == "lie":
         return Fault("lie", at_s, worker, "worker")
-    if what == "clock":
-        of, kind = dice.choice([("all", "servers"), (region, "workers")])
-        step_s = dice.choice([STEP_S, -STEP_S])
-        return Fault("clock", at_s, of, kind, for_s=round(dice.uniform(3, 30), 1), amount=step_s)
     if what in BURDENS:
         of = dice.choice(["global", region])
         return Fault(what, at_s, of, "global" if of == "global" else "server", for_s=round(dice.uniform(3, 8), 1))

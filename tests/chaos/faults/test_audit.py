@@ -7,7 +7,6 @@ import asyncio
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -20,15 +19,15 @@ from grpc import aio
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config, shard_name
-from geotrain.net.server.server_process import any_server, remote_shards, shard_server
 from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.storage.snapshots import Snapshot
 from geotrain.outer.messages import Answer, UpdatePart
 from geotrain.outer.shards.protocol import Apply, Freeze, HeldPart
+from tests.chaos.faults import audit
 from tests.chaos.faults.audit import segments, snapshots
-from tests.chaos.faults.replay import ServerReplay, Written
+from tests.chaos.faults.replay import ServerReplay
 from tests.simulation.network import site as site_of
 from tests.simulation.worker import REGIONS
 from tests.simulation.world import SHARDS, World, operate
@@ -36,48 +35,39 @@ from tests.simulation.world import SHARDS, World, operate
 # The recorded life is audited always (tests/runs/test_life.py).
 pytestmark = pytest.mark.long("tests/chaos/faults", "tests/simulation", "geotrain/net", "geotrain/outer")
 
-Kept = list[tuple[Snapshot, list[Any]]]  # snapshots, each with the journal that follows it
-
-
-def read(run: Any, name: str) -> Kept:
-    """All that a process has written, of which nothing was dropped."""
-    kept, saved = list[tuple[Snapshot, list[Any]]](), snapshots(run, name)
-    for number, messages in segments(run, name, JOURNALED if ".shard-" in name else KINDS):
-        if number in saved:
-            kept.append((saved[number](), list(messages)))
-        elif kept:  # the snapshot before it failed
-            kept[-1][1].extend(messages)
-    return kept
-
-
-def written(build: Callable[[], Any], kept: Kept) -> Written[Any]:
-    def snapshot(number: int) -> Snapshot:
-        saved = kept[number - 1][0]
-        return replace(saved, tensors={n: t.clone() for n, t in saved.tensors.items()}, meta=deepcopy(saved.meta))
-
-    def begin(machine: Any) -> None:
-        machine.load(snapshot(1).tensors, snapshot(1).meta["state"])
-
-    journals = [(number, messages) for number, (_, messages) in enumerate(kept, 1)]
-    return Written(build, begin, journals, {number: partial(snapshot, number) for number, _ in journals})
+Journals = list[tuple[int, list[Any]]]  # segments, with their messages
 
 
 class Server:
-    """A record of all that a server's processes have ever written, to be damaged."""
+    """A record of all that a server's processes have ever written, to be damaged: journals of its coordinator and its
+    shards, and how their snapshots are changed when they are read."""
 
-    def __init__(self, world: World, kept: dict[str, Kept], site: str) -> None:
-        self.world, self.site = world, site
-        names = [shard_name(site, i) for i in range(SHARDS)]
-        self.coordinator, *self.shards = [[(s, list(m)) for s, m in kept[name]] for name in (site, *names)]
+    def __init__(self, run: Any, site: str) -> None:
+        self.run, self.site = run, site
+        names = site, *run.shards[site]
+        kinds = KINDS, *[JOURNALED] * SHARDS
+        self.journals: dict[str, Journals] = {
+            name: [(number, list(messages)) for number, messages in segments(run, name, kind)]
+            for name, kind in zip(names, kinds, strict=True)
+        }
+        self.coordinator, *self.shards = self.journals.values()
+        self.flipped = ""
 
     def audited(self) -> ServerReplay:
-        run, cluster, site = self.world.run_config, self.world.cluster, self.site
+        journals = patch.object(audit, "segments", lambda run, name, kinds: self.journals[name])
+        with (
+            journals,
+            patch.object(audit, "snapshots", self.snapshots),
+            patch.object(audit, "load_run", lambda path: self.run.run),
+        ):
+            return audit.replayed(self.run, self.site)
 
-        def build() -> Any:
-            return any_server(run, cluster, site, remote_shards(run, cluster, site))
-
-        shards = [written(partial(shard_server, run, cluster, site, i), kept) for i, kept in enumerate(self.shards)]
-        return ServerReplay(written(build, self.coordinator), shards)
+    def snapshots(self, run: Any, name: str) -> dict[int, Callable[[], Snapshot]]:
+        found: Any = snapshots(run, name)
+        if name == self.flipped:
+            last = max(found)
+            found[last] = partial(flipped, found[last])
+        return found  # type: ignore[no-any-return]
 
 
 async def lives_and_deaths(world: World) -> None:
@@ -109,8 +99,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Server]
         assert place is not None
         (folder / "archive").mkdir(exist_ok=True)
         (folder / "archive" / name).symlink_to(place)
-    run = SimpleNamespace(archive=folder / "archive", run=world.run_config)
-    return partial(Server, world, {name: read(run, name) for name in world.addresses})
+    shards = {site: [shard_name(site, i) for i in range(SHARDS)] for site in (GLOBAL, *REGIONS)}
+    run = SimpleNamespace(
+        archive=folder / "archive", folder=folder, run=world.run_config, cluster=world.cluster, shards=shards
+    )
+    return partial(Server, run)
 
 
 @pytest.mark.parametrize("site", [GLOBAL, *REGIONS])
@@ -128,18 +121,21 @@ def test_what_lives_and_deaths_leave_is_whole(servers: Callable[[str], Server], 
 # --------------------------------------------------------------------------------------------- seeded damage
 
 
-def place(kept: Kept, kind: type, number: int = 3, like: Callable[[Any], bool] = lambda message: True) -> Any:
+def place(journals: Journals, kind: type, number: int = 3) -> Any:
     """(journal, index) of the `number`-th such message."""
-    found = [(journal, i) for _, journal in kept for i, m in enumerate(journal) if isinstance(m, kind) and like(m)]
-    return found[number]
+    return [(journal, i) for _, journal in journals for i, m in enumerate(journal) if isinstance(m, kind)][number]
+
+
+def flipped(read: Callable[[], Snapshot]) -> Snapshot:
+    """The last bit of the first element of a vector is another."""
+    saved = read()
+    name = next(name for name in sorted(saved.tensors) if name.endswith(".x"))
+    saved.tensors[name].view(torch.int32)[0] ^= 1
+    return saved
 
 
 def flip_an_element(server: Server) -> None:
-    saved, journal = server.shards[0][2]
-    name = next(name for name in sorted(saved.tensors) if name.endswith(".x"))
-    flipped = saved.tensors[name].clone()
-    flipped.view(torch.int32)[0] ^= 1  # the last bit of the first element
-    server.shards[0][2] = replace(saved, tensors={**saved.tensors, name: flipped}), journal
+    server.flipped = shard_name(server.site, 0)
 
 
 def leave_a_command_out(server: Server) -> None:
@@ -188,16 +184,8 @@ def lose_an_update(server: Server) -> None:
     del journal[i]
 
 
-def lack_the_last_commands(server: Server) -> None:
-    """Cut the record of a shard that was down at the end; no damage."""
-    journal, before = server.shards[0][-1][1], len(server.shards[0][-1][1])
-    while journal and not isinstance(journal[-1], UpdatePart | Answer):
-        journal.pop()
-    assert len(journal) < before, "it had commands"
-
-
 DAMAGE = {
-    flip_an_element: ("eu", r"^snapshot 3: chunk\.\d+\.x$"),
+    flip_an_element: ("eu", r"^snapshot \d+: chunk\.\d+\.x$"),
     leave_a_command_out: ("eu", r"^command \d+ is "),
     give_a_command_twice: (GLOBAL, r"^command \d+ is Apply\(.*, the coordinator gave "),
     give_a_command_late: ("eu", r"^Freeze of \w after \d+ commands: the coordinator gave it at no such place$"),
@@ -228,7 +216,9 @@ def test_what_a_shard_has_not_executed_yet_is_given_to_it(servers: Callable[[str
     """The payloads are on its disk: it comes to the state of the others."""
     server = servers("us")
     whole = server.audited().shards[0].now.state()
-    lack_the_last_commands(server)
+    journal = server.shards[0][-1][1]
+    while not isinstance(journal[-1], UpdatePart | Answer):
+        journal.pop()
     found = server.audited()
     assert found.mismatches == [] and found.behind > 0
     tensors, meta = found.shards[0].now.state()

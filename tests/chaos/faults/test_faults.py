@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.faults.audit import coverage
-from tests.chaos.faults.clocks import Clocks, on_one_clock
-from tests.chaos.faults.scenario import (
-    KILLS,
-)
+from tests.chaos.faults.scenario import KILLS
 
 ROOT = Path(__file__).parents[3]
 START_S = 500.0
 BURDENED = {
-    "kills": 4, "full_disks": 1, "out_of_files": 1, "starved": 1, "liars": 1, "clock_steps": 3, "lies_refused": 1
+    "kills": 4, "full_disks": 1, "out_of_files": 1, "starved": 1, "liars": 1, "lies_refused": 1
 }  # fmt: skip
 KILLED = {f"kill {kind}": 1 for kind in KILLS} | {"partitions": 1, "slows": 1, "stops": 1}
 
@@ -29,35 +24,6 @@ def test_coverage() -> None:
     assert coverage([(0, 4), (8, 4), (4, 4)]) == (12, 0)
     assert coverage([(0, 4), (2, 4), (8, 2)]) == (8, 2)
     assert coverage([]) == (0, 0)
-
-
-def test_a_clock_is_stepped_while_a_process_reads_it(tmp_path: Path) -> None:
-    clocks = Clocks(tmp_path)
-    # It sleeps before each line: libfaketime fails there.
-    script = (
-        "import sys, time\nfor _ in sys.stdin:\n time.sleep(0.01)\n"
-        " print(time.time(), time.monotonic(), time.localtime().tm_year > 2000, flush=True)"
-    )
-    env = {**os.environ, **clocks.env("eu")}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        for step_s in (0, 3600, -3600, 0):
-            clocks.set("eu", step_s)
-            clocks.env("eu")  # which sets nothing back
-            wall_s, monotonic_s = time.time(), time.monotonic()
-            process.stdin.write("\n")
-            told = process.stdout.readline().split()
-            assert float(told[0]) - wall_s == pytest.approx(step_s, abs=600.0)
-            assert float(told[1]) - monotonic_s == pytest.approx(0, abs=600.0)
-        process.stdin.close()
-
-
-def test_events_of_a_stepped_clock_are_told_by_one() -> None:
-    told = [10.0, 11.0, 3612.0, 3613.0, 14.0, -3585.0, -3584.0, 17.0]
-    events = on_one_clock([{"time_s": t} for t in told], 9.0, 18.0, {3600, -3600})
-    assert [e["time_s"] for e in events] == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]
 
 
 @pytest.mark.long("tests/chaos", "geotrain/net", "geotrain/outer", "launch")
@@ -73,7 +39,7 @@ def test_events_of_a_stepped_clock_are_told_by_one() -> None:
     ids=["burdens", "kills"],
 )
 def test_nothing_is_lost_whatever_befalls_a_run(words: tuple[str, ...], fewest: dict[str, int]) -> None:
-    """A full disk, no files, no time, wrong clocks and a liar, and kills while the run ends; any process is killed,
+    """A full disk, no files, no time and a liar, and kills while the run ends; any process is killed,
     and links are cut and slow."""
     command = [sys.executable, "-m", "tests.chaos.faults", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=ROOT)

@@ -9,19 +9,17 @@ from typing import Any
 from benchmarks.small_runs import cluster_file, run_file, write_files
 from geotrain.config import ClusterConfig
 from geotrain.net.transport.authority import make_certificates
-from tests.chaos.faults.clocks import Clocks
 
 CHUNK_ELEMENTS = 4096  # a tenth of the model
 
 
 def make_world(
-    folder: Path, pace_s: float, samples: int = 4_000_000, clocks: Clocks | None = None, shards: int = 0, **outer: Any
+    folder: Path, pace_s: float, samples: int = 4_000_000, shards: int = 0, **outer: Any
 ) -> tuple[Path, Path]:
     """Data, run file and cluster file in the folder. One worker has two ranks: its updates come in halves.
 
-    pace_s: least seconds of an inner step. clocks: each region's workers follow the one of its name. shards: of each
-    server, in processes of their own; the model is cut into small chunks then, so that each has some. outer: keys of
-    the run's outer block in place of those here.
+    pace_s: least seconds of an inner step. shards: of each server, in processes of their own; the model is
+    cut into small chunks then, so that each has some. outer: keys of the run's outer block in place of those here.
     """
     fragments = {"layers_per_fragment": 1, **({"chunk_elements": CHUNK_ELEMENTS} if shards else {})}
     run = run_file(folder, "faults", samples, (4, 2), (50, 20000))
@@ -42,8 +40,6 @@ def make_world(
     cluster["global_shards"] = [{}] * shards
     for region in cluster["regions"]:
         region["shards"] = [{}] * shards
-        for worker in region["workers"]:
-            worker["env"] = clocks.env(region["name"]) if clocks else {}
     make_certificates(ClusterConfig.model_validate_json(json.dumps(cluster)), folder / "certificates")
     cluster["security"] = {"folder": str(folder / "certificates")}
     return write_files(folder, run, cluster)
