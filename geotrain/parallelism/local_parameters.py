@@ -3,7 +3,8 @@
 Megatron-core fuses parameters that Hugging Face keeps apart, and splits what Hugging Face keeps whole; how, each
 family says (`geotrain.families`). A matrix that is split by rows is a run, or several where it alternates with
 others; one that is split by columns is a strided run. With a pipeline, a tied embedding has a second copy on the last
-stage. Expert parallelism deals out whole experts, in their order. A vocabulary that tensor ranks do not divide is padded.
+stage. Expert parallelism deals out whole experts, in their order. A vocabulary that tensor ranks do not divide is
+padded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from geotrain.families import family_of
 from geotrain.families.weights import Weight
 from geotrain.parameters.parameter_map import StridedSlice, numel
 
-
 VOCABULARY_ROWS = 128  # at whose multiples padding ends, as Megatron-LM's: matrix units are slow on odd numbers
 
 
@@ -26,8 +26,8 @@ class LocalParameter:
     """One parameter of this rank, under Megatron-core's name (local layer specification).
 
     runs: canonical places of its elements, read flat.
-    padding: elements behind those, which have no canonical place, stay 0 and are in nothing that leaves the rank: rows
-        of an embedding or head beyond the vocabulary.
+    padding: elements behind those, which have no canonical place and stay 0: rows of an embedding or a head beyond
+        the vocabulary. No shard has them, so that they are in no message, checkpoint or export.
     pushes: whether this rank sends its delta. For every element exactly one tensor and pipeline rank does.
     sharded: whether tensor ranks hold different parts of it; otherwise each has a copy.
     tied_copy: whether it is the second copy of a tied embedding, on the last pipeline stage.

@@ -171,7 +171,7 @@ def test_a_layout_trains_as_one_process_and_goes_on_from_the_checkpoint_of_anoth
         assert torch.equal(started[name], weight.view(-1)), name
     tables = 0
     if a.vocab_size == PADDED and layout.parallel.tensor == 2:  # on the second tensor rank
-        tables = layout.ranks // layout.parallel.tensor // layout.pipeline * (2 - (a.tied_embeddings and layout.pipeline == 1))
+        tables = (1 if a.tied_embeddings and layout.pipeline == 1 else 2) * layout.replicas * layout.context
     padding = [table for seen in ranks for table in seen["padding"]]
     assert padding == [((256 - PADDED) * a.hidden_size, 0)] * tables
     weights = torch.bfloat16 if "bf16" in layout.precision else torch.float32
