@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from geotrain.commands.dry_run import check_shards
 from geotrain.config import AccoConfig, ConfigError, ParallelConfig, UnsupportedModelError
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import check_layout
 from geotrain.parallelism.local_parameters import local_parameters
-from geotrain.parameters.parameter_map import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters, parameter_map_of
 from tests.support.families import DEEPSEEK, MIXTRAL, QWEN2_MOE, QWEN_MOE
-from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
+from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block, run_config
 
 
 def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False, **more: Any) -> ParallelConfig:
@@ -183,6 +184,8 @@ def test_a_vocabulary_is_padded_behind_its_end(
     many = {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": tied}
     a, tables = architecture(changed(vocab_size=size, **many)), ("embedding.word_embeddings", "output_layer")
     assert check_layout(a, layout(tensor, 2), 2 * tensor, block(), 16) == 1
+    run = run_config(changed(vocab_size=size, **many), block())
+    assert check_shards(parameter_map_of(run), run, layout(tensor, 2)) >= rows * a.hidden_size
     for tp_rank, stage in product(range(tensor), range(2)):
         places = local_parameters(a, layout(tensor, 2), tp_rank, stage)
         (table,) = (place for place in places if place.name == f"{tables[stage]}.weight")
