@@ -168,7 +168,7 @@ def check_shards(parameter_map: ParameterMap, run: RunConfig, parallel: Parallel
                 for parameter in local:
                     for run_ in parameter.runs:
                         parameter_map.slices((run_,), parameter_map.fragment_of(run_.parameter))
-                spoken_for += sum(p.numel for p in local if p.pushes and (p.expert or part == 0))
+                spoken_for += sum(p.numel - p.padding for p in local if p.pushes and (p.expert or part == 0))
                 fullest = max(fullest, sum(p.numel for p in local))
     if spoken_for != parameter_map.numel:
         raise AssertionError(f"the ranks speak for {spoken_for} of {parameter_map.numel} elements")

@@ -3,7 +3,8 @@
 Megatron-core fuses parameters that Hugging Face keeps apart, and splits what Hugging Face keeps whole; how, each
 family says (`geotrain.families`). A matrix that is split by rows is a run, or several where it alternates with
 others; one that is split by columns is a strided run. With a pipeline, a tied embedding has a second copy on the last
-stage. Expert parallelism deals out whole experts, in their order.
+stage. Expert parallelism deals out whole experts, in their order. A vocabulary that tensor ranks do not divide is
+padded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from functools import lru_cache
 from geotrain.config import Architecture, ParallelConfig
 from geotrain.families import family_of
 from geotrain.families.weights import Weight
-from geotrain.parameters.parameter_map import StridedSlice
+from geotrain.parameters.parameter_map import StridedSlice, numel
+
+VOCABULARY_ROWS = 128  # at whose multiples padding ends, as Megatron-LM's: matrix units are slow on odd numbers
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class LocalParameter:
     """One parameter of this rank, under Megatron-core's name (local layer specification).
 
     runs: canonical places of its elements, read flat.
+    padding: elements behind those, which have no canonical place and stay 0: rows of an embedding or a head beyond
+        the vocabulary. No shard has them, so that they are in no message, checkpoint or export.
     pushes: whether this rank sends its delta. For every element exactly one tensor and pipeline rank does.
     sharded: whether tensor ranks hold different parts of it; otherwise each has a copy.
     tied_copy: whether it is the second copy of a tied embedding, on the last pipeline stage.
@@ -35,6 +40,7 @@ class LocalParameter:
 
     name: str
     runs: tuple[StridedSlice, ...]
+    padding: int
     pushes: bool
     sharded: bool
     tied_copy: bool
@@ -46,7 +52,13 @@ class LocalParameter:
 
     @property
     def numel(self) -> int:
-        return sum(run.numel for run in self.runs)
+        return sum(run.numel for run in self.runs) + self.padding
+
+
+def vocabulary_rows(size: int, tensor: int) -> int:
+    """Count a tensor rank's rows of the embedding and the head. Ranks that do not divide a vocabulary of this size
+    have VOCABULARY_ROWS, or a multiple, each; rows beyond its end are padding."""
+    return -(-size // (tensor * VOCABULARY_ROWS)) * VOCABULARY_ROWS if size % tensor else size // tensor
 
 
 def local_parameters(
@@ -89,11 +101,13 @@ def _of_expert_rank(weights: Iterable[Weight], a: Architecture, expert_ranks: in
 
 def _local(name: str, parts: Sequence[Weight], parallel: ParallelConfig, tp_rank: int) -> LocalParameter:
     """Describe a tensor rank's part of the Megatron-core parameter in which these weights lie; they are cut alike."""
-    tp, one = parallel.tensor, parts[0]
+    tp, one, runs = parallel.tensor, parts[0], tuple(_runs(parts, parallel.tensor, tp_rank))
     copied = one.cut == "whole"
+    wanted = sum(_dealt(weight, tp) for weight in parts) if one.cut == "rows" else numel(runs)
     return LocalParameter(
         name,
-        tuple(_runs(parts, tp, tp_rank)),
+        runs,
+        padding=wanted - numel(runs),
         pushes=tp_rank == 0 or not copied,
         sharded=tp > 1 and not copied,
         tied_copy=False,
@@ -117,8 +131,17 @@ def _runs(parts: Sequence[Weight], tp: int, tp_rank: int) -> Iterator[StridedSli
         interleaved = one.interleaved or tp
         for part in range(tp_rank * interleaved // tp, (tp_rank + 1) * interleaved // tp):
             for weight in parts:
-                length = weight.numel // interleaved
-                yield StridedSlice(part * length, length, parameter=weight.name)
+                length = _dealt(weight, interleaved)
+                begin = min(part * length, weight.numel)
+                if held := min(length, weight.numel - begin):
+                    yield StridedSlice(begin, held, parameter=weight.name)
+
+
+def _dealt(weight: Weight, parts: int) -> int:
+    """Count the elements of each part of a weight whose rows are dealt out; `checks` lets no other than a
+    vocabulary's be padded."""
+    rows = weight.shape[0]
+    return vocabulary_rows(rows, parts) * (weight.numel // rows)
 
 
 @lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ from geotrain.parallelism.checks import (
     trains_in_bf16,
     zero_stage,
 )
-from geotrain.parallelism.local_parameters import first_like, stage_parameters
+from geotrain.parallelism.local_parameters import first_like, stage_parameters, vocabulary_rows
 from geotrain.parallelism.optimizer_settings import optimizer_kind, uses_muon
 from geotrain.parallelism.whole_matrices import ShardSize, shard_size
 
@@ -209,7 +209,8 @@ def activation_bytes(
     total = (in_flight * kept + at_once) * size
     masks = masked * (size * (in_flight * len(layers) if recompute == "none" else 1) + 2)
     if stage == parallel.pipeline - 1:
-        total += 2 * whole * size + a.vocab_size / tp * (_FP32_BYTES + (size if size < _FP32_BYTES else 0))
+        logit_bytes = _FP32_BYTES + (size if size < _FP32_BYTES else 0)
+        total += 2 * whole * size + vocabulary_rows(a.vocab_size, tp) * logit_bytes
     return int(tokens * total) + masks
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from geotrain.commands.dry_run import check_shards
 from geotrain.config import AccoConfig, ConfigError, ParallelConfig, UnsupportedModelError
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import check_layout
 from geotrain.parallelism.local_parameters import local_parameters
-from geotrain.parameters.parameter_map import canonical_parameters
+from geotrain.parameters.parameter_map import canonical_parameters, parameter_map_of
 from tests.support.families import DEEPSEEK, MIXTRAL, QWEN2_MOE, QWEN_MOE
-from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block
+from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block, run_config
 
 
 def layout(tensor: int = 1, pipeline: int = 1, sequence: bool = False, **more: Any) -> ParallelConfig:
@@ -47,7 +48,6 @@ REFUSED = [
     case("num_attention_heads = 6 … parallel.tensor = 4", 4, model=MULTI_HEAD),
     case("num_key_value_heads = 2 … parallel.tensor = 4", 4),
     case("intermediate_size = 49 … of 50", 2, model=changed(intermediate_size=49)),
-    case("vocab_size = 97 … of 98", 2, model=changed(vocab_size=97)),
     case("num_hidden_layers = 5 … parallel.pipeline = 2", 1, 2, model=changed(num_hidden_layers=5)),
     case("parallel.stage_layers adds up to 5 … num_hidden_layers is 4", 1, 2, model=changed(num_hidden_layers=4),
          stage_layers=(2, 3)),
@@ -150,7 +150,7 @@ def test_each_expert_is_on_the_ranks_that_speak_for_it(model: dict[str, Any], ex
     assert pushed == {p.name: p.numel for p in canonical_parameters(a)}
 
 
-@pytest.mark.parametrize("model", [LLAMA, QWEN, {**LLAMA, "model_type": "qwen2"}])
+@pytest.mark.parametrize("model", [LLAMA, QWEN, {**LLAMA, "model_type": "qwen2"}, {**QWEN, "vocab_size": 97}])
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 def test_pushed_runs_cover_every_element_once(model: dict[str, Any], tensor: int, pipeline: int) -> None:
@@ -170,6 +170,27 @@ def test_pushed_runs_cover_every_element_once(model: dict[str, Any], tensor: int
         assert (count == 1).all(), name
         copies = tensor if "norm" in name else 2 if name == "model.embed_tokens.weight" and pipeline > 1 else 1
         assert (held[name] == (copies if a.tied_embeddings or "norm" in name else 1)).all(), name
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "words", "rows"),
+    [(50257, 1, [50257], 50257), (50264, 8, [6283] * 8, 6283), (50257, 2, [25216, 25041], 25216),
+     (50254, 4, [12672, 12672, 12672, 12238], 12672), (259, 4, [128, 128, 3, 0], 128)],
+)  # fmt: skip
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_is_padded_behind_its_end(
+    size: int, tensor: int, words: list[int], rows: int, tied: bool
+) -> None:
+    many = {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": tied}
+    a, tables = architecture(changed(vocab_size=size, **many)), ("embedding.word_embeddings", "output_layer")
+    assert check_layout(a, layout(tensor, 2), 2 * tensor, block(), 16) == 1
+    run = run_config(changed(vocab_size=size, **many), block())
+    assert check_shards(parameter_map_of(run), run, layout(tensor, 2)) >= rows * a.hidden_size
+    for tp_rank, stage in product(range(tensor), range(2)):
+        places = local_parameters(a, layout(tensor, 2), tp_rank, stage)
+        (table,) = (place for place in places if place.name == f"{tables[stage]}.weight")
+        assert sum(run.numel for run in table.runs) == words[tp_rank] * a.hidden_size
+        assert table.numel == rows * a.hidden_size and not any(place.padding for place in places if place != table)
 
 
 @pytest.mark.parametrize(

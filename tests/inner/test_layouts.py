@@ -20,6 +20,7 @@ from tests.support.collectives import counted
 from tests.support.inner_worlds import (
     BATCH,
     SEQUENCE,
+    VOCABULARY,
     Given,
     architecture,
     assemble,
@@ -30,7 +31,7 @@ from tests.support.inner_worlds import (
     start,
     stop,
 )
-from tests.support.layouts import CHOICES, DENSE, MODELS, PACKED, SPARSE, Choice, Layout, pairs_of
+from tests.support.layouts import CHOICES, DENSE, MODELS, PACKED, PADDED, SPARSE, Choice, Layout, pairs_of
 
 FIRST, THEN = range(3), range(3, 6)
 END_OF_DOCUMENT = 0
@@ -43,7 +44,7 @@ class StepReader(Given):
     """This replica's micro-batches of a step; with `acco.balance` any of the worker's."""
 
     def __init__(self, engine: Any, step: int, packed: bool) -> None:
-        tokens = batch(step)
+        tokens = batch(step) * (engine.architecture.vocab_size // VOCABULARY)  # words of all tensor ranks
         if packed:
             tokens[:, ::5] = END_OF_DOCUMENT
         self.whole = tokens.split(engine.train_micro_batch_size_per_gpu())
@@ -106,6 +107,8 @@ def play(layouts: list[tuple[Layout, str, str | None]]) -> list[dict[str, Any]]:
         seen["tokens"] = {result.tokens for result in results}
         seen["evaluation"] = engine.evaluate(StepReader(engine, 0, packed))
         seen["end"] = pushed(engine)
+        padding = [p.view(-1)[p.numel() - place.padding :] for p, place in engine._placed if place.padding]
+        seen["padding"] = [(own.numel(), own.count_nonzero().item()) for own in padding]
         if layout.acco == "off":
             seen["bytes"] = state_bytes(engine)
         stop(engine)
@@ -166,6 +169,11 @@ def test_a_layout_trains_as_one_process_and_goes_on_from_the_checkpoint_of_anoth
     started = assemble(a, [seen["start"] for seen in ranks])
     for name, weight in canonical_weights(a).items():
         assert torch.equal(started[name], weight.view(-1)), name
+    tables = 0
+    if a.vocab_size == PADDED and layout.parallel.tensor == 2:  # on the second tensor rank
+        tables = (1 if a.tied_embeddings and layout.pipeline == 1 else 2) * layout.replicas * layout.context
+    padding = [table for seen in ranks for table in seen["padding"]]
+    assert padding == [((256 - PADDED) * a.hidden_size, 0)] * tables
     weights = torch.bfloat16 if "bf16" in layout.precision else torch.float32
     for seen in ranks:
         assert seen["tokens"] == alone["tokens"] and seen["types"] == ({weights}, {torch.float32})

@@ -207,7 +207,7 @@ def flats(case: Case) -> list[Flat]:
                 + (torch.arange(run.count)[:, None] * (run.stride or run.length) + torch.arange(run.length)).view(-1)
                 for run in place.runs
             ]
-            order[offset : offset + place.numel] = torch.cat(rows)
+            order[offset : offset + place.numel - place.padding] = torch.cat(rows)
         result.append(Flat(order, case.replicas))
     return result
 

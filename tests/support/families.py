@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from geotrain.parameters.hf_checkpoint import write_checkpoint
-from tests.support.inner_worlds import LLAMA, QWEN, VOCABULARY
+from tests.support.inner_worlds import LLAMA, QWEN
 
 LLAMA_3 = {
     **LLAMA,
@@ -86,7 +86,7 @@ def transformers_model(config: dict[str, Any], weights: dict[str, torch.Tensor])
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1]).logits
-    return torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].reshape(-1))
 
 
 def transformers_experts(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
@@ -108,7 +108,7 @@ def losses(model: Any, config: dict[str, Any], tokens: torch.Tensor) -> tuple[to
         return _losses_by_sequence(model, config, tokens)
     sparse = "num_experts_per_tok" in config
     out = model(tokens[:, :-1], **({"output_router_logits": True} if sparse else {}))
-    main = torch.nn.functional.cross_entropy(out.logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+    main = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), tokens[:, 1:].reshape(-1))
     chosen, balance = config.get("num_experts_per_tok", 0), torch.zeros(())
     for logits in out.router_logits if sparse else ():
         logits = logits.reshape(-1, logits.shape[-1])
@@ -137,7 +137,7 @@ def _losses_by_sequence(
         balance = balance + config["aux_loss_alpha"] * (often * shares.mean(1)).sum(1).mean()
         counts = torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
         router.counts = getattr(router, "counts", 0) + counts
-    main = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+    main = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].reshape(-1))
     return main, balance
 
 

@@ -13,11 +13,13 @@ from geotrain.parallelism.checks import accumulation_steps, check_layout
 from tests.support.families import DEEPSEEK, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, MUON, QWEN_2, SEQUENCE, architecture, deepspeed_block
 
-LLAMA_3 = {**LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 4}  # TP 2 × CP 2 take a head of four each
+PADDED = 201  # words, of which tensor ranks have 128 and 73
+# TP 2 × CP 2 take a head of four each.
+LLAMA_3 = {**LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 4, "vocab_size": PADDED}
 DENSE = {
     "llama": LLAMA_3,
     "packed": LLAMA_3,  # samples hold several documents, and attention stays inside them
-    "qwen": QWEN_2,
+    "qwen": {**QWEN_2, "vocab_size": PADDED},
     "qwen2": {**QWEN2, "num_hidden_layers": 3},  # with biases
     "mistral": {**MISTRAL, "num_hidden_layers": 2},  # packed, too
 }

@@ -6,7 +6,7 @@ linear layers with PyTorch's fused attention and RMSNorm.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from geotrain.inner.model.rotary import rotated
 from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import EXPERTS
-from geotrain.parallelism.local_parameters import LocalParameter, local_parameters
+from geotrain.parallelism.local_parameters import LocalParameter, local_parameters, vocabulary_rows
 from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
@@ -260,13 +260,14 @@ def build_model(
     `group_name`, by which DeepSpeed finds the ranks that have the same ones.
     """
     mine = parallel.layers_of(mesh.pp_rank, architecture.layers)
+    rows = vocabulary_rows(architecture.vocab_size, parallel.tensor)
     with platform.megatron_runtime():
         # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
         model_parallel_cuda_manual_seed(seed)
         model = GPTModel(
             config=transformer_config(architecture, parallel, bf16, recompute, precision),
             transformer_layer_spec=_block_spec(architecture, parallel, mine, packed),
-            vocab_size=architecture.vocab_size,
+            vocab_size=rows * parallel.tensor,
             max_sequence_length=sequence_length,
             pre_process=mesh.is_first_stage,
             post_process=mesh.is_last_stage,
@@ -284,6 +285,8 @@ def build_model(
                 module.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
     if architecture.multipliers:
         _multiply(model, architecture.multipliers)
+    if mesh.is_last_stage and (words := max(architecture.vocab_size - mesh.tp_rank * rows, 0)) < rows:
+        model.output_layer.register_forward_hook(partial(_without_padding, words))
     keep_counts_wide(model)
     for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()
@@ -310,6 +313,12 @@ def _multiply(model: GPTModel, by: Multipliers) -> None:
     for layer in model.decoder.layers:
         for part in (layer.self_attention, layer.mlp):
             part.register_forward_hook(times(by.residual))
+
+
+@torch.no_grad()  # the softmax is 0 there, and with it the gradient of these logits: backward has nothing to do
+def _without_padding(words: int, module: nn.Module, given: Any, out: Any) -> None:
+    """Leave rows of the head beyond this rank's words out of the softmax; a hook behind the head's forward."""
+    out[0][..., words:].fill_(-torch.inf)
 
 
 @lru_cache(maxsize=16)

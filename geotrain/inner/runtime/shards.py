@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from geotrain.parallelism.local_parameters import LocalParameter
 from geotrain.parallelism.mesh import RankMesh
-from geotrain.parameters.parameter_map import StridedSlice, clip_runs
+from geotrain.parameters.parameter_map import StridedSlice, clip_runs, numel
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def owned_shards(
         def add(start: int, master: Tensor, mine: bool, owner: Tensor, offset: int, place: Any = place) -> None:
             """Add a shard. start: where the master begins in the flattened local parameter, in elements."""
             runs = tuple(clip_runs(place.runs, start, start + master.numel()))
-            shards.append(OwnedShard(runs, master, place.pushes and mine, owner, offset))
+            if addressed := numel(runs):  # what is behind it is padding
+                shards.append(OwnedShard(runs, master[:addressed], place.pushes and mine, owner, offset))
 
         if partitioned and not place.untrained:
             # DeepSpeed links a parameter to its part of this rank's fp32 partition. The link is None where the

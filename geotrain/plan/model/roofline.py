@@ -36,7 +36,7 @@ from geotrain.parallelism.checks import (
     wire_bytes,
     zero_stage,
 )
-from geotrain.parallelism.local_parameters import stage_parameters
+from geotrain.parallelism.local_parameters import stage_parameters, vocabulary_rows
 from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_settings
 from geotrain.plan.model.exchanges import attended, context_exchanges, expert_exchanges, sent_bytes
 from geotrain.plan.model.work import Work, useful_flops
@@ -231,7 +231,8 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
         yield Operation("attention", pairs * (3 * a.query_dim + 2 * a.value_dim), 2 * once)
         ahead, back = _streamed(work, a.has_experts(layer))
         yield Operation("memory", 0.0, tokens * (forward * ahead + back))
-    vocabulary = a.vocab_size / tp * a.hidden_size
+    words = vocabulary_rows(a.vocab_size, tp)
+    vocabulary = words * a.hidden_size
     if stage == 0:  # the look-up, and a gradient of its whole table; where that is the head's too, both are added
         found: float = (3 + 4 * (tp > 1)) * a.hidden_size  # tensor ranks mask
         if work.micro_tokens > work.sequence_length:  # turned to [sequence, batch], and back
@@ -239,8 +240,8 @@ def micro_batch(work: Work, stage: int) -> Iterator[Operation]:
         added = 3 * size if a.tied_embeddings and last else summed
         yield Operation("memory", 0.0, size * tokens * found + (size + added) * vocabulary)
     if last:
-        yield from product(tokens, a.hidden_size, a.vocab_size / tp, vocabulary, 1, size)
-        yield Operation("memory", 0.0, tokens * (a.vocab_size / tp * (2 * size + 7 * 4) + 5 * size * whole))
+        yield from product(tokens, a.hidden_size, words, vocabulary, 1, size)
+        yield Operation("memory", 0.0, tokens * (words * (2 * size + 7 * 4) + 5 * size * whole))
 
 
 def _streamed(work: Work, sparse: bool) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from geotrain.parallelism.checks import (
     wire_bytes,
     zero_stage,
 )
-from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters
+from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters, vocabulary_rows
 from geotrain.plan.model.exchanges import Collectives, context_exchanges, expert_exchanges, stage_seconds
 from geotrain.plan.model.network import Line, LinkTable, RankDevice, RankTable, Sent
 from geotrain.plan.model.pipeline import Stages, claimed_shares, even_shares, pipeline_seconds
@@ -302,7 +302,7 @@ def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent
     if table.pp == 1 or not work.architecture.tied_embeddings:
         return 0.0
     a = work.architecture
-    size = a.vocab_size * a.hidden_size // table.tp * work.bytes_per_weight
+    size = vocabulary_rows(a.vocab_size, table.tp) * a.hidden_size * work.bytes_per_weight
     pairs = [(table.at(0, d, t), table.at(table.pp - 1, d, t)) for d in range(table.copies) for t in range(table.tp)]
     lines = [network.between(*pair) for pair in pairs]
     flows = Counter(line.key for line in lines)
