@@ -18,6 +18,7 @@ from geotrain.plan.grouping import Worker
 from geotrain.plan.inventory import PlanTask
 from geotrain.plan.layouts import layout_text
 from geotrain.plan.model.loss import worth
+from geotrain.plan.model.step import PARTS
 from geotrain.plan.planner import Plan, resolve
 from geotrain.plan.predict import RunPrediction, WorkerPrediction, predict
 from geotrain.plan.settings import BUSY, TRAFFIC, Setting
@@ -26,16 +27,6 @@ SHOWN = 3  # alternatives to each decision
 DISTINCT = 1.1  # times as many steps between exchanges
 MOST_WORKERS = 6  # whose layouts are explained; like ones once
 EXCHANGES = 100  # of fewer in a run, an outer momentum over a tenth of them (`momentum_share`) averages less than ten
-
-PARTS = {
-    "compute_s": "arithmetic",
-    "tensor_s": "tensor parallelism",
-    "context_s": "heads for tokens between context ranks",
-    "expert_s": "tokens on their way to experts",
-    "pipeline_s": "pipeline",
-    "reduction_s": "gradients",
-    "small_collectives_s": "words between ranks",
-}
 
 
 @dataclass(frozen=True)
