@@ -157,8 +157,8 @@ def _of_live(
     peaks = {name: links.get("peak_up_bytes_per_s", 0) for name, links in carried.items()}
     there = next((r.name for r in now.regions if now.global_ssh is not None and r.ssh == now.global_ssh), None)
     agreed = frozenset(OuterConfig.model_fields)
-    kept = {"recompute": run.model.recompute, "balance": run.acco and run.acco.balance}
-    pins = Pins(**kept, outer=agreed, global_region=pin_global or there)
+    balance = run.acco.balance if run.acco else None
+    pins = Pins(recompute=run.model.recompute, balance=balance, outer=agreed, global_region=pin_global or there)
     left = (run.data.train_samples - top["committed_samples"]) * run.data.sequence_length
     return run, pins, as_measured(run, now, inventory, step_s, peaks, there), float(max(left, 1))
 
