@@ -14,8 +14,9 @@ job's are not; what that costs in loss no figure here shows (docs/evidence.md).
 `bound_it_s`: no plan does more in this simulator: a linear program that gives each layer to the kinds that compute it
 best, without bubbles and communication. `bound_usd_it`: none costs less, likewise. `job_it_s`, `job_usd_it`: of a
 single synchronous job that fulfils the wish, which Sailor's plans are: more than they reach where they are of the
-forms of `jobs`; `usd_it_as_fast_as_job`: of the cheapest plan that is no slower. Sailor's planner needs its own build
-and was not run here: `paper` has its published figures, which are ratios over other planners.
+forms of `jobs`; `usd_it_as_fast_as_job`: of the cheapest plan that is no slower. `sailor`: the plan of Sailor's own
+planner, by its own simulator (docs/planner.md), and the processor seconds of its search, which in one case did not
+end.
 """
 
 from __future__ import annotations
@@ -419,15 +420,15 @@ def measure(quick: bool) -> dict[str, Any]:
                 job = min((one for one in every if one[0] >= wish["tokens_per_s"]), key=lambda one: one[1])
             as_fast = planned(sailor, cluster, objective="cost", tokens_per_s=job[0])
             figures = {
-                "it_s": plan.it_s, "usd_it": plan.usd_it, "out_of_memory": failed,
-                "plan_seconds": took_s, "workers": len(plan.workers), "mixed": mixed, "utilization": plan.utilization,
+                "it_s": plan.it_s, "usd_it": plan.usd_it, "sailor": data["planner"].get(f"{model} {name}"),
+                "plan_seconds": took_s, "workers": len(plan.workers), "mixed": mixed, "out_of_memory": failed,
                 "bound_it_s": most, "bound_usd_it": least, "job_it_s": job[0], "job_usd_it": job[1],
-                "usd_it_as_fast_as_job": None if as_fast is None else as_fast.usd_it,
-                "accelerators": sum(w.layout.ranks for w in plan.workers), "available": sum(pool.values()),
+                "usd_it_as_fast_as_job": None if as_fast is None else as_fast.usd_it, "available": sum(pool.values()),
+                "accelerators": sum(w.layout.ranks for w in plan.workers), "utilization": plan.utilization,
             }  # fmt: skip
             found[f"{model} {name}"] = figures
             print(f"{model} {name}", json.dumps(figures), flush=True)
-    return found | {"paper": data["paper"]}
+    return found
 
 
 def _step(step_s: float) -> StepTime:

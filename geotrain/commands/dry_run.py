@@ -19,7 +19,7 @@ from geotrain.launch.terminal import size, table_of
 from geotrain.parallelism.checks import accumulation_steps, zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.plan.model.memory import host_memory, rank_memory, tightest_rank
-from geotrain.plan.model.roofline import ACCELERATORS, CEILING, EXPECTED, fits, roofline
+from geotrain.plan.model.roofline import CEILING, COMPARED, EXPECTED, fits, roofline
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
 from geotrain.plan.model.sizes import Sizes
@@ -256,7 +256,7 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
         )
         replicas = worker.ranks // parallel.replica_ranks
         needed = sum(rank_memory(run, run.architecture, worker).values())
-        for device in ACCELERATORS:
+        for device in COMPARED:
             expected, ceiling = (roofline(work, replicas, device, shares) for shares in (EXPECTED, CEILING))
             tokens = work.micro_tokens * accumulation_steps(block, replicas) * replicas
             rows.append(
@@ -276,7 +276,7 @@ def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> N
     )
     for line in planned_steps(run, cluster):
         console.print(line, highlight=False)
-    for device in ACCELERATORS:
+    for device in COMPARED:
         console.print(
             f"{device.name}: {device.flops / 1e12:,.0f} TFLOP/s "
             f"({device.fp8_flops / 1e12:,.0f} in FP8), {device.bandwidth / 1e12:g} TB/s, "

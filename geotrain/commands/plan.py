@@ -30,8 +30,9 @@ from geotrain.launch.run_rules import answers
 from geotrain.launch.terminal import new_console, size, table_of
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.catalogue import with_catalogue
+from geotrain.plan.choice import NO_WORSE
 from geotrain.plan.explain import alternatives, doubts, outer_text, reasons
-from geotrain.plan.inventory import MOST_WORKERS, Objective, Pins, PlanError, Wish, pins_of, task_of
+from geotrain.plan.inventory import MOST_WORKERS, Objective, Pins, PlanError, PlanTask, Wish, pins_of, task_of
 from geotrain.plan.live import Change, as_measured, changes
 from geotrain.plan.model.loss import worth
 from geotrain.plan.picture import draw
@@ -85,9 +86,7 @@ def plan(
         run, pins = load_run(run_path), pins_of(raw, pin_global)
     wanted = tokens or run.data.train_samples * run.data.sequence_length
     wish = Wish(float(wanted), objective, within_days, utilization, usd, tokens_per_s, most_workers)
-    found = make_plan(task_of(run, pins, cluster, imbalance), wish)
-    check_together(found.run, found.cluster)
-    forecast = forecast_run(found.run, found.cluster, found.prediction)
+    found, forecast = played(task_of(run, pins, cluster, imbalance), wish)
     days, per_s = forecast["hours"] / 24 / found.available, forecast["tokens_per_s"] * found.available
     if within_days is not None and days > within_days and objective != "tokens":
         raise PlanError(
@@ -115,6 +114,30 @@ def plan(
     return found, changed
 
 
+def played(task: PlanTask, wish: Wish) -> tuple[Plan, dict[str, Any]]:
+    """Make the plan and play it; where the plan chooses `acco.balance`, both ways, of which the better one counts.
+    Raises PlanError where neither can be had."""
+    found, refused = list[tuple[Plan, dict[str, Any]]](), list[PlanError]()
+    for each in map(task.with_balance, (False, True)) if task.may_balance else (task,):
+        try:
+            one = make_plan(each, wish)
+        except PlanError as error:
+            refused.append(error)
+            continue
+        check_together(one.run, one.cluster)
+        found.append((one, forecast_run(one.run, one.cluster, one.prediction)))
+    if not found:
+        raise refused[0]
+
+    def tokens(entry: tuple[Plan, dict[str, Any]]) -> float:
+        """Tokens a second, or, where price decides, a dollar."""
+        one, forecast = entry
+        usd = one.prediction.usd_per_hour if wish.objective == "cost" else None
+        return forecast["tokens_per_s"] * worth(one.expected_gap) * one.available / (usd or 1.0)
+
+    return found[-1] if tokens(found[-1]) > NO_WORSE * tokens(found[0]) else found[0]
+
+
 def _of_live(
     running: LiveRun, inventory: ClusterConfig, pin_global: str | None
 ) -> tuple[RunConfig, Pins, ClusterConfig, float]:
@@ -130,11 +153,14 @@ def _of_live(
         for _, worker in now.workers
         if (m := members.get(worker.name, {})).get("steps") and m.get("compute_s")
     }
+    carried = {name: status.get("links", {}) for name, status in seen.statuses.items() if name != GLOBAL}
+    peaks = {name: links.get("peak_up_bytes_per_s", 0) for name, links in carried.items()}
     there = next((r.name for r in now.regions if now.global_ssh is not None and r.ssh == now.global_ssh), None)
     agreed = frozenset(OuterConfig.model_fields)
-    pins = Pins(recompute=run.model.recompute, outer=agreed, global_region=pin_global or there)
+    balance = run.acco.balance if run.acco else None
+    pins = Pins(recompute=run.model.recompute, balance=balance, outer=agreed, global_region=pin_global or there)
     left = (run.data.train_samples - top["committed_samples"]) * run.data.sequence_length
-    return run, pins, as_measured(run, now, inventory, step_s), float(max(left, 1))
+    return run, pins, as_measured(run, now, inventory, step_s, peaks, there), float(max(left, 1))
 
 
 def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[str, Any]:

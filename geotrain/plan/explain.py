@@ -15,8 +15,10 @@ from geotrain.parallelism.checks import accumulation_steps, gradient_wire_bytes,
 from geotrain.parallelism.optimizer_settings import uses_muon
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.grouping import Worker
+from geotrain.plan.inventory import PlanTask
 from geotrain.plan.layouts import layout_text
 from geotrain.plan.model.loss import worth
+from geotrain.plan.model.step import PARTS
 from geotrain.plan.planner import Plan, resolve
 from geotrain.plan.predict import RunPrediction, WorkerPrediction, predict
 from geotrain.plan.settings import BUSY, TRAFFIC, Setting
@@ -25,16 +27,6 @@ SHOWN = 3  # alternatives to each decision
 DISTINCT = 1.1  # times as many steps between exchanges
 MOST_WORKERS = 6  # whose layouts are explained; like ones once
 EXCHANGES = 100  # of fewer in a run, an outer momentum over a tenth of them (`momentum_share`) averages less than ten
-
-PARTS = {
-    "compute_s": "arithmetic",
-    "tensor_s": "tensor parallelism",
-    "context_s": "heads for tokens between context ranks",
-    "expert_s": "tokens on their way to experts",
-    "pipeline_s": "pipeline",
-    "reduction_s": "gradients",
-    "small_collectives_s": "words between ranks",
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +51,11 @@ def reasons(plan: Plan) -> list[str]:
             f"{layout.step.step_s:.3g} s; most of what is lost: {limit}"
         )
         found += hiding_text(plan, names[0])
+        if worker.unlike and plan.task.balanced:
+            found.append(
+                f"{names[0]}: acco.balance, since its replicas are unlike in speed: each takes its next "
+                "micro-batches when it is free"
+            )
         if layout.parallel.stage_layers:
             found.append(
                 f"{names[0]}: each stage holds as many layers as its accelerators compute in the time of the others "
@@ -114,9 +111,11 @@ def doubts(plan: Plan, exchanges: Mapping[str, float]) -> Iterator[str]:
 def alternatives(plan: Plan) -> Iterator[Alternative]:
     """Find the next best of each decision: parallel layouts, the global server's place, outer settings."""
 
-    def predicted(workers: dict[str, Worker], place: str, setting: Setting) -> RunPrediction:
-        run, cluster = resolve(plan.task, workers, place, setting.outer, plan.wish.tokens, setting.shards)
-        return predict(run, cluster, plan.task.imbalance)
+    def predicted(
+        workers: dict[str, Worker], place: str, setting: Setting, task: PlanTask = plan.task
+    ) -> RunPrediction:
+        run, cluster = resolve(task, workers, place, setting.outer, plan.wish.tokens, setting.shards)
+        return predict(run, cluster, task.imbalance)
 
     for names, worker in alike(plan)[:MOST_WORKERS]:
         for other in worker.others[:SHOWN]:
@@ -127,6 +126,13 @@ def alternatives(plan: Plan) -> Iterator[Alternative]:
                 decision += f", {other.ranks} of its accelerators"
             worse = _worse_step(plan.prediction.workers[names[0]], prediction.workers[names[0]])
             yield Alternative(decision, prediction, worse)
+
+    unlike = [name for name, worker in plan.workers.items() if worker.unlike]
+    if unlike and plan.task.may_balance:
+        task = plan.task.with_balance(not plan.task.balanced)
+        prediction = predicted(plan.workers, plan.place.region, plan.setting, task)
+        worse = _worse_step(plan.prediction.workers[unlike[0]], prediction.workers[unlike[0]])
+        yield Alternative(f"acco.balance = {str(task.balanced).lower()}", prediction, worse)
 
     now_s = plan.place.worst_s
     for place in plan.places[1 : 1 + SHOWN]:

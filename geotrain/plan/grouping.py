@@ -48,6 +48,11 @@ class Worker:
         return tuple(dict.fromkeys(host.region for host in self.layout.hosts))
 
     @property
+    def unlike(self) -> bool:
+        """Whether its replicas may be unlike in speed."""
+        return self.layout.replicas > 1 and len({(host.region, host.kind) for host in self.layout.hosts}) > 1
+
+    @property
     def available(self) -> float:
         """Share of the time that no spot host of it has been taken back and not replaced."""
         hosts = [host.offer for host in self.layout.hosts if host.spot]

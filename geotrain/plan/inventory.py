@@ -88,6 +88,7 @@ class Pins:
     context: int | None = None
     expert: int | None = None
     recompute: str | None = None
+    balance: bool | None = None
     outer: frozenset[str] = frozenset()
     global_region: str | None = None
 
@@ -107,6 +108,7 @@ def pins_of(raw: Mapping[str, Any], global_region: str | None = None) -> Pins:
     return Pins(
         **{cut: parallel.get(cut) for cut in CUTS},
         recompute=raw.get("model", {}).get("recompute"),
+        balance=(raw.get("acco") or {}).get("balance"),
         outer=frozenset(outer) | {f"rule.{key}" for key in outer.get("rule", {})},
         global_region=global_region,
     )
@@ -181,6 +183,23 @@ class PlanTask:
     def with_recompute(self, recompute: str) -> PlanTask:
         model = self.run.model.model_copy(update={"recompute": recompute})
         return replace(self, run=self.run.model_copy(update={"model": model}))
+
+    @property
+    def balanced(self) -> bool:
+        return self.run.acco is not None and self.run.acco.balance
+
+    def with_balance(self, balance: bool) -> PlanTask:
+        """The same with `acco.balance` so, where the run uses ACCO."""
+        acco = None if self.run.acco is None else self.run.acco.model_copy(update={"balance": balance})
+        return replace(self, run=self.run.model_copy(update={"acco": acco}))
+
+    @property
+    def may_balance(self) -> bool:
+        """Whether the plan chooses `acco.balance`: the run uses ACCO and does not say, and a worker could have
+        replicas of unlike speed."""
+        unlike = len({(host.region, host.kind) for hosts in self.hosts.values() for host in hosts}) > 1
+        free = self.pins.balance is None and not self.run.precision.deterministic_mode
+        return self.run.acco is not None and free and unlike
 
 
 def hosts_of(region: RegionConfig) -> tuple[HostConfig, ...]:

@@ -1,17 +1,21 @@
-"""Compares a run that is on with a plan of today's inventory, made with its speeds as measured."""
+"""Compares a run that is on with a plan of today's inventory, made with its speeds and links as measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any, Literal
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.inventory import hosts_of
 from geotrain.plan.planner import Plan
 from geotrain.plan.predict import predict
 
+LONG_S = 2.0  # of a message: then the fastest second holds nothing else
 APART = 0.1  # a region's accelerators that are so much faster or slower than others of their kind are planned as such
 
 
@@ -25,20 +29,33 @@ class Change:
 
 
 def as_measured(
-    run: RunConfig, now: ClusterConfig, inventory: ClusterConfig, step_s: Mapping[str, float]
+    run: RunConfig,
+    now: ClusterConfig,
+    inventory: ClusterConfig,
+    step_s: Mapping[str, float],
+    peaks: Mapping[str, float],
+    top: str | None,
 ) -> ClusterConfig:
-    """Return the inventory with accelerators as fast as they were found. Raises ConfigError.
+    """Return the inventory with accelerators and links as fast as they were found. Raises ConfigError.
 
     now: as the run is launched. step_s: worker → seconds of an inner step. A kind gets the median over its workers;
-    in a region that is APART from it, it becomes a kind of its own, `<kind>.<region>`.
+    in a region that is APART from it, it becomes a kind of its own, `<kind>.<region>`. peaks: region → bytes that it
+    sent towards the global server, which stands in region `top`, in the fastest second. A link has at least that
+    rate, and no more where a message takes longer than LONG_S.
     """
     found: dict[str, dict[str, float]] = {}  # kind → region → how many times as fast as predicted
-    predicted = predict(run, now).workers
+    predicted = predict(run, now)
     for region, worker in now.workers:
         kinds = {str(host.device) for host in worker.hosts}
         if len(kinds) == 1 and step_s.get(worker.name):
-            found.setdefault(kinds.pop(), {})[region] = predicted[worker.name].step_s / step_s[worker.name]
+            found.setdefault(kinds.pop(), {})[region] = predicted.workers[worker.name].step_s / step_s[worker.name]
     raw = inventory.model_dump(by_alias=True, mode="json")
+    fragments = len(parameter_map_of(run).fragments)
+    for link, (region, paced) in product(raw["links"], predicted.regions.items()):
+        peak = peaks.get(region)
+        if peak and region != top and set(link["regions"]) in ({region, GLOBAL}, {region, top}):
+            slower = paced.up_bytes / fragments > LONG_S * peak
+            link["gbps"] = 8e-9 * peak if slower else max(link["gbps"], 8e-9 * peak)
     for kind, by_region in found.items():
         usual, device = median(by_region.values()), raw["devices"].get(kind)
         for region in raw["regions"] if device else ():

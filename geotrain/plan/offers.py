@@ -13,23 +13,10 @@ from itertools import combinations_with_replacement
 
 from geotrain.config import ClusterConfig, parse
 from geotrain.plan.inventory import PlanError
+from geotrain.plan.model.accelerators import ACCELERATORS
 
 REGIONS, HOSTS = 4, 2
-# By SkyPilot's names: memory that a rank may use in 1e9 bytes; dense bf16 peak, 1e12 operations a second; Gbit/s
-# between two in one host, each way. Of the makers' data sheets.
-KINDS = {
-    "B200": (170, 2250, 7200),
-    **dict.fromkeys(("H200", "H200-SXM"), (134, 989, 3600)),
-    **dict.fromkeys(("H100", "H100-SXM", "H100-MEGA"), (76, 989, 3600)),
-    "H100-PCIe": (76, 756, 512),
-    **dict.fromkeys(("A100-80GB", "A100-80GB-SXM"), (76, 312, 2400)),
-    "A100": (38, 312, 2400),
-    "L40S": (44, 362, 256),
-    "L40": (44, 181, 256),
-    "A10": (22, 125, 256),
-    "A10G": (22, 70, 256),
-    "L4": (22, 121, 256),
-}
+USABLE = 0.95  # of the memory, by one rank
 STATE_BYTES = 18  # of a parameter, on the accelerators of one worker
 OUTSIDE = {"gbps": 1.0, "rtt_ms": 100.0, "usd_per_gb": 0.09}
 INSIDE = {"gbps": 50.0, "rtt_ms": 0.2}
@@ -53,7 +40,7 @@ class Offer:
 
     @property
     def usd_per_tflops(self) -> float:
-        return self.usd_per_hour / (self.count * KINDS[self.kind][1])
+        return 1e12 * self.usd_per_hour / (self.count * ACCELERATORS[self.kind].flops)
 
 
 def region_name(cloud: str, place: str) -> str:
@@ -69,9 +56,9 @@ def inventory_of(offers: Iterable[Offer], parameters: int, spot: bool) -> tuple[
     fitting = [
         offer
         for offer in offers
-        if offer.kind in KINDS
+        if offer.kind in ACCELERATORS
         and offer.usd_per_hour > 0
-        and HOSTS * offer.count * KINDS[offer.kind][0] * 1e9 >= STATE_BYTES * parameters
+        and HOSTS * offer.count * USABLE * ACCELERATORS[offer.kind].memory_bytes >= STATE_BYTES * parameters
     ]
     for offer in sorted(fitting, key=lambda each: (each.usd_per_tflops, -each.count, each.region)):
         if len(found) < REGIONS:
@@ -79,8 +66,8 @@ def inventory_of(offers: Iterable[Offer], parameters: int, spot: bool) -> tuple[
     if not found:
         raise PlanError(
             f"SkyPilot's catalogues offer no machines of which {HOSTS} would hold {parameters:.3g} parameters, of "
-            f"kinds {', '.join(KINDS)}; `sky gpus list` fetches catalogues, `sky check` says which clouds are yours; "
-            "or name machines with --gpu"
+            f"kinds {', '.join(ACCELERATORS)}; `sky gpus list` fetches catalogues, `sky check` says which clouds are "
+            "yours; or name machines with --gpu"
         )
     price = "spot_usd_per_hour" if spot else "usd_per_hour"
     regions = [
@@ -98,10 +85,9 @@ def inventory_of(offers: Iterable[Offer], parameters: int, spot: bool) -> tuple[
         {"regions": ends, **(INSIDE if ends[0] == ends[1] else OUTSIDE)}
         for ends in combinations_with_replacement(found, 2)
     ]
-    kinds = {offer.kind: KINDS[offer.kind] for offer in found.values()}
     devices = {
-        kind: {"memory_gb": memory_gb, "tflops": tflops, "host_gbps": host_gbps}
-        for kind, (memory_gb, tflops, host_gbps) in kinds.items()
+        kind: {"memory_gb": USABLE * of.memory_bytes / 1e9, "tflops": of.flops / 1e12, "host_gbps": 8e-9 * of.link}
+        for kind, of in {offer.kind: ACCELERATORS[offer.kind] for offer in found.values()}.items()
     }
     raw = {"name": "offers", "regions": regions, "links": links, "devices": devices}
     return parse(ClusterConfig, raw, "SkyPilot's catalogues"), found

@@ -24,7 +24,7 @@ from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, server_times, worker_timing
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.sizes import Sizes
-from geotrain.plan.model.step import StepTime, step_time
+from geotrain.plan.model.step import PARTS, StepTime, step_time
 from geotrain.plan.model.work import Work, useful_flops
 
 DAY_S = 86_400.0
@@ -221,14 +221,9 @@ def _worker(
     tokens_per_s = steps * run.samples_per_step * run.data.sequence_length / job_s
     utilization = tokens_per_s * useful_flops(architecture, run.data.sequence_length) / _speed(ranks)
     # The largest part of a job that is no useful arithmetic is what limits the worker.
-    losses = {
+    losses = {name: steps * getattr(step, part) for part, name in PARTS.items()} | {
+        PARTS["compute_s"]: 0.0,  # but for this part of it
         "arithmetic done twice, or unequal work": max(0.0, steps * step.compute_s - utilization * job_s),
-        "tensor parallelism": steps * step.tensor_s,
-        "heads for tokens between context ranks": steps * step.context_s,
-        "tokens on their way to experts": steps * step.expert_s,
-        "the pipeline's bubble and transfers": steps * step.pipeline_s,
-        "gradients between replicas": steps * step.reduction_s,
-        "words between all ranks": steps * step.small_collectives_s,
         "weights between replicas at exchanges": paced.stop_s,
         "waiting for the outer loop": paced.wait_s - paced.stop_s,
     }

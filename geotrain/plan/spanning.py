@@ -87,13 +87,13 @@ def spanning_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -
 
     Raises ConfigError when a figure of a link between them is missing.
     """
-    links, acco = link_tables(task, hosts), task.run.acco
+    links = link_tables(task, hosts)
     ranked: list[tuple[float, int, PipelineShape, Problem]] = []
     for shape in shapes(task, hosts, refused):
         problem = placement_problem(task, shape, links)
         speed = 1e12 * max(s.device.tflops * s.device.efficiency for s in shape.hosts)
         least = least_step_s(task, shape.parallel, shape.replicas, 1, speed)
-        bound = quick_bound(problem) if acco is None else quick_bound_of_hidden(problem, acco.balance)
+        bound = quick_bound(problem) if task.run.acco is None else quick_bound_of_hidden(problem, task.balanced)
         ranked.append((max(least, bound), len(ranked), shape, problem))
     found: list[ParallelLayout] = []
     for bound, _, shape, problem in sorted(ranked, key=lambda entry: entry[:2])[:MOST_SHAPES]:
@@ -189,9 +189,14 @@ def _divided(task: PlanTask, shape: MixedShape, micro: int, refused: Refusals) -
 
 
 def found_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept: int = KEPT) -> list[ParallelLayout]:
-    """Find the fastest layouts of one worker: on like hosts of all, on others of those whose stages are alike."""
-    alike = len({(host.region, host.kind, host.slots) for host in hosts}) == 1
-    return (layouts if alike else mixed_layouts)(task, hosts, refused, kept)
+    """Find the fastest layouts of one worker: on like hosts of all, on others of those whose stages are alike, and
+    with `acco.balance` also of replicas that are not."""
+    if len({(host.region, host.kind, host.slots) for host in hosts}) == 1:
+        return layouts(task, hosts, refused, kept)
+    found = mixed_layouts(task, hosts, refused, kept)
+    if task.balanced:
+        found += spanning_layouts(task, hosts, refused)
+    return sorted(found, key=lambda layout: layout.order)[:kept]
 
 
 def effort(problem: Problem) -> Effort:

@@ -16,6 +16,7 @@ from geotrain.commands.change_regions import with_regions
 from geotrain.commands.operate import LiveRun
 from geotrain.commands.serve import regions_added
 from geotrain.config import ClusterConfig, ConfigError, OuterConfig, load_cluster, parse
+from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.inventory import Pins
 from geotrain.plan.live import as_measured, changes
 from geotrain.plan.planner import Plan
@@ -32,7 +33,7 @@ def told(plan: Plan, today: ClusterConfig, slower: dict[str, float]) -> dict[str
     predicted = predict(plan.run, plan.cluster).workers
     step_s = {name: w.step_s * slower.get(name, 1.0) for name, w in predicted.items()}
     pins = Pins(recompute=plan.run.model.recompute, outer=frozenset(OuterConfig.model_fields))
-    again = planned(plan.run, as_measured(plan.run, plan.cluster, today, step_s), pins)
+    again = planned(plan.run, as_measured(plan.run, plan.cluster, today, step_s, {}, "a"), pins)
     return {change.region: (change.what, change.why) for change in changes(plan.cluster, again)}
 
 
@@ -59,13 +60,30 @@ def test_measured_speeds_are_of_a_kind_or_of_a_region() -> None:
     cluster = inventory(HOSTS)
     plan = planned(small_run(), cluster)
     step_s = {name: 1.25 * w.step_s for name, w in plan.prediction.workers.items()}
-    one = as_measured(plan.run, plan.cluster, cluster, {**step_s, "c-0": 4 * step_s["c-0"]})
+    one = as_measured(plan.run, plan.cluster, cluster, {**step_s, "c-0": 4 * step_s["c-0"]}, {}, "a")
     assert set(one.devices) == {"d", "d.c"}
     assert one.devices["d"].efficiency == pytest.approx(0.5 / 1.25)
     assert one.devices["d.c"].efficiency == pytest.approx(0.5 / 5)
     assert {host.device for host in one.region("c").hosts} == {"d.c"}
     assert {host.device for host in one.region("a").hosts} == {"d"}
-    assert as_measured(plan.run, plan.cluster, cluster, {}).devices == cluster.devices
+    assert as_measured(plan.run, plan.cluster, cluster, {}, {}, "a").devices == cluster.devices
+
+
+def test_links_have_the_rate_of_their_fastest_second() -> None:
+    """At least; and no more where one message takes longer than two."""
+    cluster = inventory(HOSTS)
+    plan = planned(small_run(), cluster)
+    message = plan.prediction.regions["b"].up_bytes / len(parameter_map_of(plan.run).fragments)
+
+    def gbps(peak: float) -> list[float]:
+        found = as_measured(plan.run, plan.cluster, cluster, {}, {"a": peak / 3, "b": peak, "c": 0}, "a")
+        return [link.gbps for link in found.links if set(link.regions) in ({"a", "b"}, {"a", "c"}, {"a"})]
+
+    stated = gbps(0.0)  # inside a; between a, where the global server is, and b; and c
+    assert stated == [100.0, 1.0, 1.0]
+    assert gbps(message / 2.5) == [100.0, pytest.approx(8e-9 * message / 2.5), 1.0]
+    assert gbps(0.9 * message) == [100.0, pytest.approx(max(1.0, 8e-9 * 0.9 * message)), 1.0]
+    assert gbps(1e10) == [100.0, 80.0, 1.0]
 
 
 def folder_of(tmp_path: Path, change: Any = lambda raw: None) -> LiveRun:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from geotrain.config import AccoConfig, ParallelConfig, load_run
+from geotrain.plan.model.accelerators import Accelerator
 from geotrain.plan.model.roofline import (
-    ACCELERATORS,
     CEILING,
+    COMPARED,
     EXPECTED,
-    Accelerator,
     exchanged_bytes,
     micro_batch,
     roofline,
@@ -72,7 +72,7 @@ def test_ranks_of_a_replica_send_each_other_activations() -> None:
 
 
 def test_a_pipeline_waits_and_traffic_between_replicas_hides_where_there_is_compute() -> None:
-    work, device = replace(work_of("70b.json"), acco=None), ACCELERATORS[0]
+    work, device = replace(work_of("70b.json"), acco=None), COMPARED[0]
     found = roofline(work, 4, device)
     slot = found.pipeline_s / (work.parallel.pipeline - 1)
     assert found.step_s > slot and found.exposed_s == 0.0
@@ -82,7 +82,7 @@ def test_a_pipeline_waits_and_traffic_between_replicas_hides_where_there_is_comp
 
 def test_codes_take_fewer_bytes_between_replicas_and_a_prediction_as_many_again() -> None:
     """Over a link so slow that next to nothing of them is hidden."""
-    plain, slow = replace(work_of("8b.json", tensor=1), acco=None), replace(ACCELERATORS[0], network=1.0, link=1.0)
+    plain, slow = replace(work_of("8b.json", tensor=1), acco=None), replace(COMPARED[0], network=1.0, link=1.0)
     bits = {"stage": 1, "gradient_bits": 8, "weight_bits": 4}
     coded = replace(plain, deepspeed=plain.deepspeed | {"zero_optimization": bits})
     exact = replace(plain, acco=AccoConfig(form="exact"))
@@ -94,14 +94,14 @@ def test_codes_take_fewer_bytes_between_replicas_and_a_prediction_as_many_again(
 @pytest.mark.parametrize("path", sorted(RUNS.glob("*.json")), ids=lambda path: path.stem)
 def test_of_everything_shipped_the_expected_is_below_the_ceiling(path: Path) -> None:
     work = work_of(path.name)
-    for device in ACCELERATORS:
+    for device in COMPARED:
         expected, ceiling = (roofline(work, 1, device, shares) for shares in (EXPECTED, CEILING))
         assert 0.0 < expected.mfu < ceiling.mfu < 1.0
 
 
 def test_in_fp8_products_go_at_its_peak_and_what_is_cast_moves_more() -> None:
     work = work_of("8b.json", tensor=1)
-    fp8, (h100, *_) = replace(work, fp8=True), ACCELERATORS
+    fp8, (h100, *_) = replace(work, fp8=True), COMPARED
     before, after = ([o for o in micro_batch(w, 0) if o.name == "products"] for w in (work, fp8))
     assert sum(o.flops for o in before) == sum(o.flops for o in after)
     a, tokens = work.architecture, work.micro_tokens

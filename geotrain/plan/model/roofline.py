@@ -21,7 +21,6 @@ all else stay in bf16. Utilization is then of FP8's peak. Weights are cast once 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +37,7 @@ from geotrain.parallelism.checks import (
 )
 from geotrain.parallelism.local_parameters import stage_parameters, vocabulary_rows
 from geotrain.parallelism.optimizer_settings import MuonSettings, optimizer_settings
+from geotrain.plan.model.accelerators import B200, H100, H200, Accelerator
 from geotrain.plan.model.exchanges import attended, context_exchanges, expert_exchanges, sent_bytes
 from geotrain.plan.model.work import Work, useful_flops
 
@@ -50,30 +50,7 @@ MUON_BYTES = 4 + 8 + 3 * 8 + 8 + 3 * 12 + 8 + 2 * 8 + 6
 IN_HOST = 8  # devices that share a host's fast links
 
 
-@dataclass(frozen=True)
-class Accelerator:
-    """Rates as NVIDIA's data sheets of the SXM modules say.
-
-    flops, fp8_flops: dense bf16 and FP8, a second. memory_bytes, bandwidth: of the HBM; bytes, bytes a second. link:
-    NVLink, bytes a second each way. network: one 400 Gbit/s adapter for each device, bytes a second, each way.
-    """
-
-    name: str
-    flops: float
-    memory_bytes: float
-    bandwidth: float
-    link: float
-    network: float = 50e9
-    fp8_flops: float = math.nan
-
-
-ACCELERATORS = (
-    Accelerator("H100", 989.4e12, 80e9, 3.35e12, 450e9, fp8_flops=1978.9e12),  # H100 Tensor Core GPU data sheet, 2023
-    Accelerator("H200", 989.4e12, 141e9, 4.8e12, 450e9, fp8_flops=1978.9e12),  # H200 Tensor Core GPU data sheet, 2024
-    Accelerator(
-        "B200", 2250e12, 180e9, 7.7e12, 900e9, fp8_flops=4500e12
-    ),  # HGX B200: an eighth of the board's, DGX B200 data sheet, 2024
-)
+COMPARED = (H100, H200, B200)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,15 @@ from geotrain.plan.model.pipeline import Stages, claimed_shares, even_shares, pi
 from geotrain.plan.model.work import Work, stage_flops
 
 NOTHING = (0.0, 0.0)
+PARTS = {  # of a step, in words
+    "compute_s": "arithmetic",
+    "tensor_s": "tensor parallelism",
+    "context_s": "heads for tokens between context ranks",
+    "expert_s": "tokens on their way to experts",
+    "pipeline_s": "the pipeline's bubble and transfers",
+    "reduction_s": "gradients between replicas",
+    "small_collectives_s": "words between all ranks",
+}
 SMALL_COLLECTIVES = 3  # of a step, over all ranks: the norm, whether it is finite, the loss
 
 
