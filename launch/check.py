@@ -62,7 +62,7 @@ def check_together(run: RunConfig, cluster: ClusterConfig) -> dict[str, int]:
             f"{round_steps * batch} samples{ramp}; use {at(max(1, run.inner_steps // round_steps) * round_steps)}"
         )
     for what, (site, address) in server_addresses(cluster, [GLOBAL, *(r.name for r in cluster.serving)]).items():
-        ssh = cluster.sites[site].ssh
+        ssh = address.host if address.host in cluster.sites[site].far_hosts else cluster.sites[site].ssh
         if ssh and (address.port == 0 or address.host in THIS_MACHINE):
             raise ConfigError(
                 f"{what} runs on {ssh}, by ssh: its address {address} must be one that the others reach, with a "

@@ -1,5 +1,5 @@
-"""Prepares the hosts on which a `HostLauncher` starts ranks: brings the run's files, and checks that its data is
-there. So the hosts need not share a file system."""
+"""Prepares the hosts on which a `HostLauncher` starts ranks, or ssh shards: brings the run's files, and checks that
+data, or certificates, are there. So the hosts need not share a file system."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from geotrain.config import ConfigError
+from geotrain.config import ClusterConfig, ConfigError
 from geotrain.data.dataset import local_files
 from geotrain.launch.launchers.base import HostLauncher, hostfile_path
 from geotrain.launch.launchers.registry import launcher_of
+from geotrain.launch.launchers.ssh import Ssh
 from geotrain.launch.site_processes import LaunchRequest
 
 DEADLINE_S = 60.0  # for one host
@@ -31,8 +32,8 @@ for file in {data}; do test -r "$file" || {{ echo "cannot read $file" >&2; exit 
 
 
 def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
-    """Bring the run's files to the hosts on which this request's sites start ranks by a command each; look for the
-    data there.
+    """Bring the run's files to the hosts on which this request's sites start ranks, or shards, by a command each.
+    Look for the ranks' data and the shards' certificates there.
 
     folder: the run's, absolute, with its files written. Raises ConfigError, which names the host.
     """
@@ -43,17 +44,33 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
             if isinstance(launcher, HostLauncher) and (host.region or home) in request.sites:
                 wanted.setdefault((launcher, host.host), []).append(hostfile_path(worker.name))
     data = [path for each in request.run.data.train for path in local_files(each.prefix)]
+    shards: dict[str, list[str]] = {}
+    for site in request.sites:
+        for name in request.cluster.sites[site].far_hosts:
+            shards.setdefault(name, []).extend(_certificates(request.cluster, site))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         prepared = [
-            pool.submit(_prepare, launcher, host, folder, ["run.json", "cluster.json", *hostfiles], data)
+            pool.submit(_prepare, "a worker", launcher, host, folder, hostfiles, data)
             for (launcher, host), hostfiles in wanted.items()
+        ]
+        prepared += [
+            pool.submit(_prepare, "a shard", Ssh(), name, folder, (), needs) for name, needs in shards.items()
         ]
     for each in prepared:
         each.result()
 
 
-def _prepare(launcher: HostLauncher, host: str, folder: Path, names: Sequence[str], data: Sequence[str]) -> None:
-    packed = io.BytesIO()
+def _certificates(cluster: ClusterConfig, site: str) -> list[str]:
+    """Files that a shard of this site's server reads; none without `security`."""
+    if cluster.security is None:
+        return []
+    return [f"{cluster.security.folder}/{name}" for name in ("ca.pem", f"shard-{site}.pem", f"shard-{site}.key")]
+
+
+def _prepare(
+    what: str, launcher: HostLauncher, host: str, folder: Path, hostfiles: Sequence[str], data: Sequence[str]
+) -> None:
+    packed, names = io.BytesIO(), ["run.json", "cluster.json", *hostfiles]
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in names:
             archive.add(folder / name, name)
@@ -61,8 +78,8 @@ def _prepare(launcher: HostLauncher, host: str, folder: Path, names: Sequence[st
     _, why = ask(launcher.on_host(host, ("sh", "-c", script)), DEADLINE_S, input=packed.getvalue())
     if why:
         raise ConfigError(
-            f"host {host}: not ready for a worker: {why}; {launcher.name} must reach it, and checkout, environment "
-            "and data must be there under the same paths as here"
+            f"host {host}: not ready for {what}: {why}; {launcher.name} must reach it, and checkout, environment "
+            "and data, or certificates, must be there under the same paths as here"
         )
 
 

@@ -10,12 +10,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 
@@ -28,7 +29,7 @@ from geotrain.launch.launchers.base import HostLauncher, Inquiry, WorldLauncher,
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.site_processes import LaunchRequest, fixed_master_port, remote_python
-from geotrain.launch.terminal import table_of
+from geotrain.launch.terminal import size, table_of
 
 HERE = "this machine"
 ASK_S = 60.0  # for one command to answer: ssh, Python's imports there, torch's where there are GPUs
@@ -125,7 +126,19 @@ def check_hosts(
                     before = looks[host].needs if host in looks else ()
                     looks[host] = replace(look, needs=(*before, *hosts[inquiry.launcher.name, host]))
                 found += lost
-    return [*found, *findings(looks, resume)]
+    return [*found, *findings(looks, resume), *_short_of_memory(run, cluster, sites)]
+
+
+def _short_of_memory(run: RunConfig, cluster: ClusterConfig, sites: tuple[str, ...]) -> Iterator[Finding]:
+    """Compare this machine's memory with what the servers of these sites need, where the cluster file states none."""
+    from geotrain.plan.model.server_hosts import host_bytes
+
+    needed = host_bytes(run, cluster)
+    here = {cluster.sites[site].server.host for site in sites} - cluster.server_memory.keys()
+    total = sum(count for host in here for site, count in needed.get(host, {}).items() if site in sites)
+    if total > (has := psutil.virtual_memory().total):
+        what = f"its servers need up to {size(total)} of memory, it has {size(has)}"
+        yield Finding(HERE, what, "shards on more hosts (`geotrain plan`, server_hosts), or another machine", False)
 
 
 def _ask(inquiry: Inquiry) -> tuple[dict[str, Look], list[Finding]]:

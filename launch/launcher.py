@@ -285,7 +285,8 @@ def resolve(
     for site in sites_here(cluster) if here is None else here:
         if links is None or site == GLOBAL:  # inside a namespace every port is free
             for address in found[site]:
-                check_port_is_free(address)
+                if address.host not in cluster.sites[site].far_hosts:
+                    check_port_is_free(address)
     regions = tuple(
         region.model_copy(update={"server": found[region.name][0], "shards": tuple(found[region.name][1:])})
         for region in cluster.regions

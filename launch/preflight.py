@@ -94,7 +94,7 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
     wanted = [
         (what, address)
         for what, (site, address) in server_addresses(cluster, topology.servers).items()
-        if site in here and not cluster.emulate_links
+        if site in here and not cluster.emulate_links and address.host not in cluster.sites[site].far_hosts
     ]
     if monitor.enabled and monitor.page_port and GLOBAL in here:
         wanted.append(("monitor.page_port", Address(bind=monitor.host, port=monitor.page_port)))

@@ -21,6 +21,7 @@ FEW = 10  # exchanges of a region: momentum and merging then do next to nothing
 def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
     """Find what keeps this cluster from training this run. The files must go together (`check_together`)."""
     from geotrain.plan.model.memory import tightest_rank
+    from geotrain.plan.model.server_hosts import too_small_hosts
 
     for _, worker in cluster.workers:
         parts, room, kind = tightest_rank(run, cluster, worker)
@@ -32,6 +33,7 @@ def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
                 "model.recompute 'full' or a smaller train_micro_batch_size_per_gpu (`geotrain plan` finds a "
                 "parallel layout that fits)"
             )
+    yield from too_small_hosts(run, cluster)
     yield from _shared_devices(cluster)
     steps, local_steps, count = run.inner_steps, run.outer.local_steps, len(cluster.workers)
     first = local_steps + count - 1 if run.outer.scale_local_steps else local_steps * count

@@ -189,27 +189,34 @@ def path_there(path: str, folder: str | None) -> str:
 def _server(
     request: LaunchRequest, folder: Path, site: str, netns: int | None, more: tuple[str, ...]
 ) -> list[ProcessSpec]:
-    """The server of a site, and its shards. more: options of theirs."""
+    """The server of a site, and its shards, which may stand on other hosts. more: options of theirs."""
 
-    launch = request.launch_id or request.launch
+    launch, there = request.launch_id or request.launch, request.cluster.sites[site]
 
     def process(name: str, which: tuple[str, ...], above: str, resume: bool) -> ProcessSpec:
         shard = which[0] == "shard"
         options = (*more, *(("--resume",) if resume else ()), *(() if shard else ("--launch-id", launch)))
         command = (sys.executable, "-m", "geotrain", "serve", *which, "--run", str(folder / "run.json"), *options)
+        env, first, inherited = {JOB: str(folder / name)}, b"", () if netns is None else (netns,)
+        if shard and (host := there.shards[int(which[2])].host) in there.far_hosts:
+            inside, first = guarded_there(command, env)
+            start, env, inherited = over_ssh(host, None, inside), {}, ()
+        else:
+            start = guarded(command, netns)
         return ProcessSpec(
             name,
-            guarded(command, netns),
-            {JOB: str(folder / name)},
+            start,
+            env,
+            first,
             role="shard" if shard else "server",
-            inherited_fds=() if netns is None else (netns,),
+            inherited_fds=inherited,
             respawn=lambda: [process(name, which, above, True)],
             depends_on=above,
         )
 
     which = ("global",) if site == GLOBAL else ("region", site)
     above = "" if site == GLOBAL else _global_group(request.cluster)
-    shards = range(len(request.cluster.sites[site].shards))
+    shards = range(len(there.shards))
     return [
         process(site, which, above, request.resume),
         *(process(shard_name(site, i), ("shard", site, str(i)), site, request.resume) for i in shards),

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 
 from geotrain.commands.simulate import report_text
-from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, ParallelConfig, RunConfig, WorkerSetup
 from geotrain.launch.check import check_together
 from geotrain.launch.host_check import check_far_sites, check_hosts, hosts_of
@@ -20,8 +19,9 @@ from geotrain.parallelism.checks import accumulation_steps, zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.plan.model.memory import host_memory, rank_memory, tightest_rank
 from geotrain.plan.model.roofline import CEILING, COMPARED, EXPECTED, fits, roofline
+from geotrain.plan.model.server_hosts import host_bytes, servers
 from geotrain.plan.model.server_rates import MEASURED
-from geotrain.plan.model.servers import ServerNeeds, place_of, server_needs
+from geotrain.plan.model.servers import ServerNeeds
 from geotrain.plan.model.sizes import Sizes
 from geotrain.plan.model.work import Work, useful_flops
 from geotrain.plan.predict import predict
@@ -62,7 +62,7 @@ class LinkNeeds:
 @dataclass(frozen=True)
 class Needs:
     """The needs of a run. servers: by name, the global one's first. on_disk: the same with mirrors on the disk
-    (`outer.mirrors`)."""
+    (`outer.mirrors`). hosts: memory of servers by host and server, in bytes. room: of hosts, where it is known."""
 
     parameters: int
     fragments: tuple[tuple[str, int], ...]
@@ -70,6 +70,8 @@ class Needs:
     on_disk: dict[str, ServerNeeds]
     workers: tuple[WorkerNeeds, ...]
     links: tuple[LinkNeeds, ...]
+    hosts: dict[str, dict[str, int]]
+    room: dict[str, float]
 
 
 def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
@@ -113,18 +115,8 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     fragments = tuple((f.name, f.numel) for f in parameter_map.fragments)
     beside = run.model_copy(update={"outer": outer.model_copy(update={"mirrors": "disk"})})
     of_servers = servers(run, cluster, parameter_map), servers(beside, cluster, parameter_map)
-    return Needs(parameter_map.numel, fragments, *of_servers, tuple(workers), tuple(links))
-
-
-def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap) -> dict[str, ServerNeeds]:
-    """Compute what each server of the run needs, by name."""
-    outer, validates = run.outer, run.monitor.validate_every_samples is not None
-    members = cluster.workers if outer.flat else cluster.serving
-    places = {GLOBAL: place_of("global", outer, len(members), validates)}
-    for region in () if outer.flat else cluster.serving:
-        places[region.name] = place_of("region", outer, len(region.workers), validates)
-    about = outer, parameter_map, run.checkpoint.keep, MEASURED.over(cluster.security is not None)
-    return {name: server_needs(place, *about) for name, place in places.items()}
+    of_hosts = host_bytes(run, cluster), cluster.server_memory
+    return Needs(parameter_map.numel, fragments, *of_servers, tuple(workers), tuple(links), *of_hosts)
 
 
 def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: bool = False) -> bool:
@@ -210,6 +202,12 @@ def show_servers(found: Needs, console: Console) -> None:
         for name, n in found.servers.items()
     ]
     console.print("\nservers, at most; times of one update after another", table_of(rows, left=("server",)), sep="\n")
+    hosts = [
+        {"host": host, "servers": ", ".join(parts), "memory": size(sum(parts.values()))}
+        | {"of": size(found.room[host]) if host in found.room else "–"}
+        for host, parts in found.hosts.items()
+    ]
+    console.print("\ntheir hosts", table_of(hosts, left=("host", "servers")), sep="\n")
     for name, n in found.servers.items():
         other = found.on_disk[name]
         if (saved := n.memory_bytes - other.memory_bytes) > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from geotrain.plan.explain import alternatives, doubts, outer_text, reasons
 from geotrain.plan.inventory import MOST_WORKERS, Objective, Pins, PlanError, PlanTask, Wish, pins_of, task_of
 from geotrain.plan.live import Change, as_measured, changes
 from geotrain.plan.model.loss import worth
+from geotrain.plan.model.server_hosts import host_bytes
 from geotrain.plan.picture import draw
 from geotrain.plan.planner import Plan
 from geotrain.plan.planner import plan as make_plan
@@ -281,7 +283,13 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     busy_share, busiest = max((server["busy"], name) for name, server in forecast["servers"].items())
     shards = len(found.cluster.global_shards)
     where = f"{shards} shards each" if shards else "vectors in their own processes"
-    console.print(f"servers: {where}; the busiest, {busiest}, works {busy_share:.1%} of the time")
+    needed, room = host_bytes(found.run, found.cluster), found.cluster.server_memory
+    fullest = max(needed, key=lambda host: sum(needed[host].values()) / room.get(host, inf))
+    of = f" of {size(room[fullest])}" if fullest in room else ""
+    console.print(
+        f"servers: {where}, on {len(needed)} hosts, of which {fullest} needs most memory: "
+        f"{size(sum(needed[fullest].values()))}{of}; the busiest, {busiest}, works {busy_share:.1%} of the time"
+    )
     tokens_per_s = forecast["tokens_per_s"]
     share, of_these = tokens_per_s / found.inventory_tokens_per_s, tokens_per_s / p.bound_tokens_per_s
     console.print(

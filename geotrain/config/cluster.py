@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -106,11 +106,22 @@ class HostConfig(Block):
     spot: bool = Field(False, description="It may be taken back; `geotrain plan` chooses by the region's `offers`.")
 
 
-def _expanded(hosts: tuple[HostConfig, ...]) -> tuple[HostConfig, ...]:
+class ServerHostConfig(Block):
+    """A host for shards of servers."""
+
+    host: HostPattern = Field(description="By which others, and ssh, reach it. Or several, as mem[01-04,7].")
+    memory_gb: PositiveFloat = Field(description="Memory that servers may use, in 1e9 bytes.")
+
+
+Host = TypeVar("Host", HostConfig, ServerHostConfig)
+
+
+def _expanded(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
     return tuple(host.model_copy(update={"host": name}) for host in hosts for name in expand_hosts(host.host))
 
 
 HostList = Annotated[tuple[HostConfig, ...], AfterValidator(_expanded)]
+ServerHosts = Annotated[tuple[ServerHostConfig, ...], AfterValidator(_expanded)]
 
 
 class WorkerConfig(Block):
@@ -154,10 +165,15 @@ class RegionConfig(Block):
         "this there, all others the same. null: all are the same.",
     )
     shards: tuple[Address, ...] = Field(
-        (), description="Addresses of this server's shards, each a process; none: they are in the server's own."
+        (),
+        description="Addresses of this server's shards, each a process; none: they are in the server's own. One with "
+        "another `host` than `server` is started there by ssh.",
     )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
     hosts: HostList = Field((), description="Hosts that `geotrain plan` may use here.")
+    server_hosts: ServerHosts = Field(
+        (), description="Hosts that `geotrain plan` may put shards on, of the global server too if it stands here."
+    )
     offers: dict[str, OfferConfig] = Field(
         {}, description="Quotas and prices here by kind of accelerator, a key of `devices`. A zone is a region."
     )
@@ -209,6 +225,11 @@ class Site:
     ssh: str | None
     folder: str | None
 
+    @property
+    def far_hosts(self) -> tuple[str, ...]:
+        """Hosts of shards that do not stand beside the server, which are started there by ssh."""
+        return tuple(dict.fromkeys(shard.host for shard in self.shards if shard.host != self.server.host))
+
 
 class ClusterConfig(Block):
     """The cluster file.
@@ -222,6 +243,7 @@ class ClusterConfig(Block):
     name: Name
     global_server: Address = Address()
     global_shards: tuple[Address, ...] = Field((), description="The same as a region's `shards`.")
+    global_hosts: ServerHosts = Field((), description="A region's `server_hosts`, where the global server stands.")
     global_ssh: SshHost | None = Field(None, description="Host that runs the global server; None: this machine.")
     global_folder: AbsolutePath | None = Field(None, description="A region's `folder`, for the global server's host.")
     regions: tuple[RegionConfig, ...] = Field(min_length=1)
@@ -279,6 +301,12 @@ class ClusterConfig(Block):
         """The places of servers by name, the global one first, then all regions."""
         top = Site(self.global_server, self.global_shards, self.global_ssh, self.global_folder)
         return {GLOBAL: top, **{r.name: Site(r.server, r.shards, r.ssh, r.folder) for r in self.regions}}
+
+    @property
+    def server_memory(self) -> dict[str, float]:
+        """Bytes of memory that servers may use, by host, where that is known."""
+        known = (*self.global_hosts, *(host for region in self.regions for host in region.server_hosts))
+        return {host.host: 1e9 * host.memory_gb for host in known}
 
     @property
     def workers(self) -> list[tuple[str, WorkerConfig]]:

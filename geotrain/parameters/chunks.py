@@ -59,8 +59,11 @@ def cut_slice(parameter_map: ParameterMap, fragment: int, here: StridedSlice) ->
 def deal(chunks: Sequence[Chunk], shards: int) -> list[tuple[Chunk, ...]]:
     """Deal chunks to so many shards: the largest first, each to the shard that has least."""
     dealt: list[list[Chunk]] = [[] for _ in range(shards)]
+    held = [0] * shards
     for chunk in sorted(chunks, key=lambda p: (-p.numel, p.index)):
-        min(dealt, key=lambda own: sum(p.numel for p in own)).append(chunk)
+        least = held.index(min(held))
+        dealt[least].append(chunk)
+        held[least] += chunk.numel
     return [tuple(sorted(own, key=lambda p: p.index)) for own in dealt]
 
 

@@ -76,10 +76,10 @@ def reasons(plan: Plan) -> list[str]:
         f"at most {1 - plan.wish.utilization:.0%} waiting ({1 - s.utilization:.1%}), links stay under "
         f"{BUSY:.0%} (fullest: {s.busy:.0%}) and traffic under {TRAFFIC:.0%} of the accelerators' price"
     )
-    where = "in its own process" if s.shards == 1 else f"in {s.shards} shards, processes beside it"
+    where = "in its own process" if s.shards == 1 else f"in {s.shards} shards, processes of their own"
     found.append(
         f"a server's vectors {where}: the fewest with which every server rests half of the time (busiest: "
-        f"{s.server_busy:.0%})"
+        f"{s.server_busy:.0%}) and its hosts have room"
     )
     found += synchronous_text(plan)
     found += [

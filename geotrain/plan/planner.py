@@ -28,11 +28,22 @@ from geotrain.config import (
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.choice import choose, expected_gap
 from geotrain.plan.grouping import Find, Worker, Workers, form_workers, speed
-from geotrain.plan.inventory import MOST_WORKERS, Host, PlanTask, Wish, hosts_of
+from geotrain.plan.inventory import MOST_WORKERS, Host, PlanError, PlanTask, Wish, hosts_of
 from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of
+from geotrain.plan.model.server_hosts import spread, too_small_hosts
 from geotrain.plan.model.work import useful_flops
 from geotrain.plan.predict import RunPrediction, predict
-from geotrain.plan.settings import BUSY, SERVER_BUSY, TRAFFIC, ServerPlace, Setting, line_to, places, settings
+from geotrain.plan.settings import (
+    BUSY,
+    SERVER_BUSY,
+    TRAFFIC,
+    ServerPlace,
+    Setting,
+    line_to,
+    places,
+    settings,
+    shard_hosts,
+)
 from geotrain.plan.spanning import found_layouts
 
 GLOBAL_PORT = 7070
@@ -114,6 +125,11 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
         wish = replace(wish, tokens=speed(workers) * task.tokens_per_step * setting.utilization * wish.seconds)
     named = name_workers(task, workers)
     run, cluster = resolve(task, named, place.region, setting.outer, wish.tokens, setting.shards)
+    for small in too_small_hosts(run, cluster):
+        raise PlanError(str(small))
+    prediction = predict(run, cluster, task.imbalance)
+    busiest = max(prediction.server_busy.values())
+    setting = replace(setting, shards=max(1, len(cluster.global_shards)), server_busy=busiest)
     notes = []
     if setting.misses > 0:
         notes.append(
@@ -127,7 +143,7 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
         wish=wish,
         run=run,
         cluster=cluster,
-        prediction=predict(run, cluster, task.imbalance),
+        prediction=prediction,
         workers=named,
         place=place,
         setting=setting,
@@ -171,11 +187,13 @@ def resolve(
     task: PlanTask, workers: Mapping[str, Worker], place: str, outer: OuterConfig, tokens: float, shards: int = 1
 ) -> tuple[RunConfig, ClusterConfig]:
     """Write the plan into run and cluster: regions that neither have a worker nor lend a host to one are left out.
-    shards: of each server, on its host; 1: in its process."""
-    cluster = _cluster(task, workers, place)
-    if shards > 1 and len(cluster.global_shards) != shards:
-        cluster = _with_shards(cluster, shards)
-    return _run(task, workers, outer, tokens), cluster
+    shards: of each server, at least; 1: in its process. More where hosts' memory asks for it."""
+    run, cluster = _run(task, workers, outer, tokens), _cluster(task, workers, place)
+    if not cluster.global_shards and (shards > 1 or cluster.server_memory):
+        homes = {region.name: region.name for region in cluster.serving}
+        hosts = {name: shard_hosts(task.cluster, home) for name, home in {GLOBAL: place, **homes}.items()}
+        cluster = _with_shards(cluster, spread(run, cluster, hosts, shards))
+    return run, cluster
 
 
 def _run(task: PlanTask, workers: Mapping[str, Worker], outer: OuterConfig, tokens: float) -> RunConfig:
@@ -218,7 +236,7 @@ def _cluster(task: PlanTask, workers: Mapping[str, Worker], place: str) -> Clust
     update: dict[str, Any] = {"regions": tuple(regions), "links": tuple(links)}
     if place != GLOBAL:
         there = given.region(place)
-        update |= {"global_ssh": there.ssh, "global_folder": None}
+        update |= {"global_ssh": there.ssh, "global_folder": None, "global_hosts": there.server_hosts}
         if there.ssh is not None:
             port = given.global_server.port or GLOBAL_PORT
             port += port == there.server.port  # both servers listen on one machine
@@ -228,24 +246,27 @@ def _cluster(task: PlanTask, workers: Mapping[str, Worker], place: str) -> Clust
     return parse(ClusterConfig, raw, "the planned cluster")
 
 
-def _with_shards(cluster: ClusterConfig, number: int) -> ClusterConfig:
-    """Place each server's shards: they stand on its host, at the next ports that nobody has; where it has none yet,
-    they have none."""
-    servers = [cluster.global_server, *(region.server for region in cluster.regions)]
-    taken = {(server.host, server.port) for server in servers}
+def _with_shards(cluster: ClusterConfig, hosts: Mapping[str, Sequence[str]]) -> ClusterConfig:
+    """Place each server's shards at the next ports that nobody has; on the server's own host, where it has none yet,
+    they have none. hosts: of each server's shards."""
+    taken = {(site.server.host, site.server.port) for site in cluster.sites.values()}
 
-    def beside(server: Address) -> tuple[Address, ...]:
-        found: list[Address] = []
-        port = server.port
-        while len(found) < number:
-            port += bool(server.port)
-            if not port or (server.host, port) not in taken:
-                found.append(server.model_copy(update={"port": port, "bind_port": None}))
-                taken.add((server.host, port))
+    def at(name: str) -> tuple[Address, ...]:
+        server, found = cluster.sites[name].server, list[Address]()
+        for host in hosts.get(name, ()):
+            far = host != server.host
+            port = server.port or far * GLOBAL_PORT
+            while port and (host, port) in taken:
+                port += 1
+            taken.add((host, port))
+            bind = None if far else server.bind
+            found.append(Address(host=host, port=port, bind=bind))
         return tuple(found)
 
-    top = beside(cluster.global_server)
-    regions = tuple(r.model_copy(update={"shards": beside(r.server)}) if r.workers else r for r in cluster.regions)
+    if all(tuple(mine) == (cluster.sites[name].server.host,) for name, mine in hosts.items()):
+        return cluster  # in the servers' own processes
+    top = at(GLOBAL)
+    regions = tuple(r.model_copy(update={"shards": at(r.name)}) for r in cluster.regions)
     raw = cluster.model_copy(update={"global_shards": top, "regions": regions})
     return parse(ClusterConfig, raw.model_dump(by_alias=True, mode="json"), "the planned cluster")
 

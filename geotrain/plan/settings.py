@@ -11,7 +11,8 @@ than TRAFFIC of the accelerators' price. Among those the best has the fewest inn
 the global server (the freshest weights; docs/algorithms.md), then the more precise codecs, then less overlap, then
 the smaller H. Where no setting is good enough, the nearest one is taken, and the plan says so.
 
-A server's shards are as few as keep it at rest for half of the time, since members do not send evenly spread.
+A server's shards are as few as keep it at rest for half of the time, since members do not send evenly spread, and
+fit the memory of their hosts (`geotrain.plan.model.server_hosts`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ from math import inf
 from typing import Any
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import Architecture, ConfigError, FragmentConfig, OuterConfig, OverlapConfig, codec_config
+from geotrain.config import (
+    Architecture,
+    ClusterConfig,
+    ConfigError,
+    FragmentConfig,
+    OuterConfig,
+    OverlapConfig,
+    codec_config,
+)
 from geotrain.parameters.parameter_map import ParameterMap, canonical_parameters
 from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.rounds import WorkerTiming, pace, server_times, worker_timing
+from geotrain.plan.model.server_hosts import PER_HOST
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.sizes import Sizes
 
@@ -42,7 +52,7 @@ WIDE = tuple(codec_config(name) for name in ("bf16", "int8", "int4"))  # the mor
 LOCAL = tuple(codec_config(name) for name in ("fp32", "bf16"))
 OVERLAPS = (0, 1, 2, 4, 8, 16)  # τ; from 1 on, the model is streamed in fragments
 FRAGMENTS = 8
-SHARDS = (1, 2, 4, 8, 16)  # 1: in the server's own process
+SHARDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # 1: in the server's own process
 RANKED = 2.0  # times the steps of the best: further settings are not looked at
 SERVER_BUSY = 0.5  # of its time that a server may work
 
@@ -125,13 +135,14 @@ def settings(
     wide = {home: line_to(task, home, place) for home in homes}
     near = {home: task.network.inside(home) for home in homes}
     rates = MEASURED.over(task.cluster.security is not None)
+    hosts = min(len(shard_hosts(task.cluster, region)) for region in (place, *homes))
     found, most = list[Setting](), inf
     for least, outer in sorted(((least_steps(o, timings), o) for o in outers(task)), key=lambda entry: entry[0]):
         if least > most:
             break
         numels = fragment_sizes(task.architecture, outer.fragments.layers_per_fragment)
         sizes = Sizes(outer, numels)
-        for shards in numbers_of_shards(task, outer, numels):
+        for shards in numbers_of_shards(task, outer, numels, hosts):
             servers = server_times(outer, sizes, dict.fromkeys(homes, shards), shards, rates)
             paced = pace(outer, sizes, timings, wide, near, servers)
             server_busy = max(paced.global_busy, *(region.server_busy for region in paced.regions.values()))
@@ -164,13 +175,21 @@ def least_steps(outer: OuterConfig, workers: Sequence[WorkerTiming]) -> float:
     return found
 
 
-def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int]) -> list[int]:
+def shard_hosts(cluster: ClusterConfig, region: str) -> tuple[str, ...]:
+    """Hosts that shards of servers in this region may be on; "global": where the cluster file puts the global
+    server. Without a list the server's own."""
+    site = cluster.sites[region]
+    listed = cluster.global_hosts if region == GLOBAL else cluster.region(region).server_hosts
+    return tuple(host.host for host in listed) or (site.server.host,)
+
+
+def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int], hosts: int = 1) -> list[int]:
     """List the numbers of shards to try, the smallest first: that of the cluster file, or while each has a whole
-    chunk."""
+    chunk, and hosts no more than PER_HOST of a server. hosts: of the server that has fewest."""
     if given := len(task.cluster.global_shards):
         return [given]
     chunks = sum(numels) // outer.fragments.chunk_elements
-    return [number for number in SHARDS if number <= max(1, chunks)]
+    return [number for number in SHARDS if number <= min(max(1, chunks), PER_HOST * hosts)]
 
 
 def outers(task: PlanTask) -> Iterator[OuterConfig]:

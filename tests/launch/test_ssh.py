@@ -3,9 +3,13 @@ incarnation. And DeepSpeed's launcher over pdsh."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from geotrain.launch.check import free_ports
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded_there
 from geotrain.monitor.events import ProcessDied
-from tests.support.process_trees import began_alone, marked, new_mark, only_deaths, stopped_when, until
+from tests.support.process_trees import began_alone, commands, marked, new_mark, only_deaths, stopped_when, until
 from tests.support.small_runs import BATCH, launched, prepare_text, status, write_files
 from tests.support.sshd import fall_silent, sshd
 
@@ -87,3 +91,44 @@ def test_deepspeed_starts_a_workers_hosts_by_pdsh(tmp_path: Path, monkeypatch: p
         assert all(f"{host}: " in log for host in ("127.0.0.1", "second.example.org")), log
         assert "nnodes=2" in log and status(files[0], "global")["complete"]
         assert until(lambda: marked(mark) == [], BUSY_S)
+
+
+@pytest.mark.long("launch")
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_shard_on_another_host_is_started_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the global server's two shards stands on 127.0.0.2, which is reached by ssh; its process is killed."""
+    prepare_text(tmp_path)
+    mark, ports = new_mark(), free_ports(2)
+    files = write_files(tmp_path, "run", 16 * BATCH, {"eu": [1]}, {"rule": {"name": "halos"}}, min_step_s=0.5)
+    cluster = json.loads(files[1].read_text())
+    cluster["global_shards"] = [{}, {"host": "127.0.0.2", "port": ports[0]}]
+    files[1].write_text(json.dumps(cluster))
+    with sshd(tmp_path, ports[1]), monkeypatch.context() as patched:
+        patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        for name, value in {**mark, "DS_ACCELERATOR": "cpu"}.items():
+            patched.setenv(name, value)
+        command = [sys.executable, "-m", "geotrain", "launch", *map(str, files)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+            assert until(lambda: trained(files[0]) > 0, BUSY_S)
+            far, near = (process for number in "10" for process, words in commands(mark) if serves(words, number))
+            above = {process: [parent.name() for parent in process.parents()] for process in (far, near)}
+            assert any("sshd" in name for name in above[far]) and not any("sshd" in name for name in above[near])
+            far.kill()
+            said = launcher.communicate(timeout=BUSY_S)[0]
+        assert launcher.returncode == 0, said
+        assert "global.shard-1 failed" in said and "started again" in said
+        assert status(files[0], "global")["complete"]
+        assert until(lambda: marked(mark) == [], BUSY_S)
+
+
+def trained(run_file: Path) -> int:
+    """Samples that the global server has committed; 0 before it says so."""
+    with suppress(OSError, ValueError, KeyError):
+        return int(status(run_file, "global")["committed_samples"])
+    return 0
+
+
+def serves(words: list[str], number: str) -> bool:
+    """Whether this command is that shard of the global server."""
+    return words[2:7] == ["geotrain", "serve", "shard", "global", number]
