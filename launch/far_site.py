@@ -223,7 +223,7 @@ def _begin(line: bytes, log: Path) -> subprocess.Popen[bytes]:
     """Start the keeper in a session of its own, which has nothing of the connection's."""
     with log.open("ab") as output:
         keeper = subprocess.Popen(
-            (sys.executable, "-m", "geotrain", "launch-site", "--keep"),
+            (sys.executable, "-P", "-m", "geotrain", "launch-site", "--keep"),
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -100,7 +100,7 @@ def inquiries(
 
 
 def facts_command(folder: Path, ports: list[int]) -> tuple[str, ...]:
-    return (sys.executable, "-m", "geotrain.launch.host_facts", str(folder), *map(str, ports))
+    return (sys.executable, "-P", "-m", "geotrain.launch.host_facts", str(folder), *map(str, ports))
 
 
 def check_hosts(
@@ -189,7 +189,7 @@ def check_far_sites(run: RunConfig, cluster: ClusterConfig) -> list[Finding]:
     def look_at(site: str, host: str) -> list[Finding]:
         folder = cluster.sites[site].folder
         there = replace(request.seen_from(folder), sites=(site,))
-        command = over_ssh(host, folder, (remote_python(folder), "-m", "geotrain.launch.host_check"))
+        command = over_ssh(host, folder, (remote_python(folder), "-P", "-m", "geotrain.launch.host_check"))
         said, why = ask(command, SITE_S, input=there.to_line())
         for line in said.splitlines():
             if MARK in line:

@@ -41,7 +41,12 @@ if [[ $kept ]]; then
   unset PIP_CONSTRAINT
 fi
 if [[ $uv ]]; then
-  pip=("$uv" pip install --quiet --python "$venv/bin/python" ${PIP_ARGS:-})
+  # uv reads none of pip's settings, and looks no further than the first index that knows a package.
+  [[ ! ${PIP_INDEX_URL:-} ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX-$PIP_INDEX_URL}
+  [[ ! ${PIP_EXTRA_INDEX_URL:-} ]] || export UV_INDEX=${UV_INDEX-$PIP_EXTRA_INDEX_URL}
+  [[ ! ${PIP_FIND_LINKS:-} ]] || export UV_FIND_LINKS=${UV_FIND_LINKS-${PIP_FIND_LINKS// /,}}
+  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY-unsafe-best-match}
+  pip=("$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" ${PIP_ARGS:-})
 else
   pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-})
 fi

@@ -133,7 +133,7 @@ def remote_site(request: LaunchRequest, site: str, host: str) -> ProcessSpec:
     folder = request.cluster.sites[site].folder
     return ProcessSpec(
         f"{site}.ssh",
-        over_ssh(host, folder, (remote_python(folder), "-m", "geotrain", "launch-site")),
+        over_ssh(host, folder, (remote_python(folder), "-P", "-m", "geotrain", "launch-site")),
         first_input=replace(request.seen_from(folder), sites=(site,)).to_line(),
         role="server" if site == GLOBAL else "worker",
         respawn=lambda: [remote_site(request, site, host)],
@@ -196,7 +196,9 @@ def _server(
     def process(name: str, which: tuple[str, ...], above: str, resume: bool) -> ProcessSpec:
         shard = which[0] == "shard"
         options = (*more, *(("--resume",) if resume else ()), *(() if shard else ("--launch-id", launch)))
-        command = (sys.executable, "-m", "geotrain", "serve", *which, "--run", str(folder / "run.json"), *options)
+        # -P: a checkout in the current folder is not the geotrain that is installed.
+        command = (sys.executable, "-P", "-m", "geotrain", "serve", *which)
+        command += ("--run", str(folder / "run.json"), *options)
         env, first, inherited = {JOB: str(folder / name)}, b"", () if netns is None else (netns,)
         if shard and (host := there.shards[int(which[2])].host) in there.far_hosts:
             inside, first = guarded_there(command, env)

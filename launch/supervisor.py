@@ -429,7 +429,8 @@ def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = g
 def guarded_there(command: Sequence[str], env: Mapping[str, str]) -> tuple[tuple[str, ...], bytes]:
     """Wrap a command line in `guard.py`, on another machine. Returns what runs there, and its environment, the first
     line of its standard input."""
-    return (sys.executable, "-m", guard.__name__, "--env", "--", *command), json.dumps(dict(env)).encode() + b"\n"
+    program = (sys.executable, "-P", "-m", guard.__name__, "--env", "--", *command)
+    return program, json.dumps(dict(env)).encode() + b"\n"
 
 
 def tail(path: Path) -> list[str]:

@@ -36,7 +36,7 @@ from geotrain.launch.supervisor import Supervisor
 from geotrain.net.transport.certs import Role
 from geotrain.net.transport.link_probe import Limits, ProbeError, Way
 
-SITE = ("-m", "geotrain", "probe-site")
+SITE = ("-P", "-m", "geotrain", "probe-site")
 MAX_HOSTS = 5  # of a region, whose links are measured: one end is always the first
 Pair = tuple[str, str]
 

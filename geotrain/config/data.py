@@ -16,7 +16,9 @@ Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class DataSet(Block):
     """One of the data sets that a run mixes."""
 
-    prefix: str = Field(description="Prefix of its .bin/.idx pair: a path or a URL (s3://…, any of fsspec's).")
+    prefix: str = Field(
+        description="Prefix of its .bin/.idx pair: a path or a URL (s3://…, hf://…, any of fsspec's)."
+    )
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Share of the samples, relative to the others'; null: 1. Not with data.curriculum."
     )

@@ -1,4 +1,4 @@
-"""Token files at a URL that fsspec knows (s3://…, gs://…, https://…, file://…), read in blocks through a cache.
+"""Token files at a URL that fsspec knows (s3://…, gs://…, hf://…, https://…), read in blocks through a cache.
 
 A block is fetched by one process of a machine and is on its disk for all of them. The cache is one file of a fixed
 size, cut into slots. A block's slot follows from its number, so nothing has to be searched or tidied up, and data
@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import struct
 import threading
 import time
@@ -132,6 +133,8 @@ class RemoteTokens:
         self._blocks = -(-self._size // BLOCK_BYTES)
         self._identity, self._first_slot = sha256, cache.reserve(self._blocks)
         self._files, self._path = _file_system(self.url)
+        # One without calls of its own opens the file for each block, and would read megabytes ahead.
+        self._exactly = {} if self._files.async_impl else {"cache_type": "none"}
         found = _patiently(self.url, lambda: self._files.size(self._path))
         if found != self._size:
             raise DataError(
@@ -183,7 +186,7 @@ class RemoteTokens:
         end = min(begin + BLOCK_BYTES, self._size)
 
         def fetch() -> bytes:
-            content: bytes = self._files.cat_file(self._path, start=begin, end=end)
+            content: bytes = self._files.cat_file(self._path, start=begin, end=end, **self._exactly)
             if len(content) != end - begin:
                 raise OSError(f"{len(content)} bytes came where {end - begin} from {begin} on were asked for")
             if self._checksums is not None and zlib.crc32(content) != self._checksums[number]:
@@ -212,6 +215,11 @@ def _file_system(url: str) -> tuple[Any, str]:
         files, path = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError, TypeError) as error:
         raise DataError(f"{url}: cannot be used: {error}") from None
+    if url.startswith("hf://") and not path.startswith("buckets/") and not re.search("@[0-9a-f]{40}/", path):
+        raise DataError(
+            f"{url}: names no commit, and what a branch holds may change during the run: write "
+            "hf://datasets/OWNER/NAME@COMMIT/PREFIX, with the commit's 40 digits"
+        )
     return files, path
 
 

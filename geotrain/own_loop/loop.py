@@ -314,6 +314,7 @@ class OuterLoop:
         usual = self.loop.step_samples * self.run.data.sequence_length
         self._steps += 1
         self.loop.after_step(OwnStep(given, lr, grad_norm, usual if tokens is None else tokens))
+        self.loop.watch.begin_step(self.loop.step_samples)
 
     def _count(self) -> None:
         """Take a step of a lease, which has no data here."""

@@ -103,7 +103,7 @@ class WorkerLoop:
     the FLOPs of one token, for the utilization (MFU); None: not known. expect: called with the lease after this one
     once it is known, in another thread, for data that take long. adopt_last: whether the masters end as the run's
     newest weights, and not as this worker trained them. lost: called, in another thread, when a rank of the worker
-    hangs.
+    hangs; None: the loop is the user's.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class WorkerLoop:
         expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
         adopt_last: bool = False,
-        lost: Callable[[], None] = lambda: None,
+        lost: Callable[[], None] | None = None,
     ) -> None:
         self.member, self.rank = member, rank
         self.run, self.name, self.client = member.run, member.name, member.client
@@ -225,7 +225,7 @@ class WorkerLoop:
         """
         if self._following is None:
             return False
-        with span("lease"):
+        with span("lease"), self.watch.elsewhere():
             lease = self._following.result()
         if isinstance(lease, Finished):
             self._following = None

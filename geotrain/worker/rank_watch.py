@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
@@ -57,15 +57,16 @@ class RankWatch:
     """This rank's part. The main thread calls `begin_step` and `after_step`; there are no collectives and no waits.
 
     device: that computes. trouble: called, in a thread, on one rank with what a person should know. lost: called
-    after it where the worker cannot go on, on that rank. store: of the ranks' process group; None: the default
-    group's, or of a rank alone its own. rank, ranks, measure, clock: for tests.
+    after it where the worker cannot go on, on that rank; None: the loop is the user's, whose steps hold all that it
+    does between them, an evaluation too: the longest one is never forgotten. store: of the ranks' process group;
+    None: the default group's, or of a rank alone its own. rank, ranks, measure, clock: for tests.
     """
 
     def __init__(
         self,
         device: torch.device,
         trouble: Callable[[str], None],
-        lost: Callable[[], None] = lambda: None,
+        lost: Callable[[], None] | None = None,
         store: dist.Store | None = None,
         rank: int = 0,
         ranks: int = 1,
@@ -108,10 +109,18 @@ class RankWatch:
         """Note that a step of so many samples begins, for which all data are here."""
         self._step_s, self._samples = self._clock(), samples
 
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Be in no step meanwhile: what this waits for has a deadline of its own."""
+        in_step, self._step_s = self._step_s >= 0, -1.0
+        yield
+        self._step_s = self._clock() if in_step else -1.0
+
     def after_step(self) -> None:
         """Note that a step is over, and time a product if that is due."""
         now_s = self._clock()
-        self._lasted_s.append(0.0 if self._step_s < 0 else (now_s - self._step_s) / self._samples)
+        lasted_s = 0.0 if self._step_s < 0 else (now_s - self._step_s) / self._samples
+        self._lasted_s.append(max([lasted_s, *self._lasted_s]) if self._lost is None else lasted_s)
         self._step_s, self._own = -1.0, self._own._replace(steps=self._own.steps + 1)
         if now_s >= self._due_s:
             self._due_s = now_s + EVERY_S
@@ -189,7 +198,7 @@ class RankWatch:
             told = f"hangs: {told}" + (f"; others wait in {waiting}" if waiting else "")
         self._told |= words.keys()
         self._trouble(told)
-        if lost:
+        if lost and self._lost is not None:
             self._lost()
 
     def _compare(self, present: dict[int, RankState]) -> None:

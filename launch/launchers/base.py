@@ -219,7 +219,7 @@ def host_launcher(
     listed = {host: list(numbers) for host, numbers in devices.items()}
     world = base64.urlsafe_b64encode(json.dumps(listed).encode()).decode()  # as DeepSpeed's runner hands it on
     return (
-        *(sys.executable, "-u", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch"),
+        *(sys.executable, "-u", "-P", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch"),
         f"--world_info={world}",
         *("--node_rank", str(node_rank), "--master_addr", master, "--master_port", str(master_port)),
     )

@@ -6,9 +6,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.programs import program
 
@@ -27,6 +30,7 @@ esac
 
 UV = """#!/bin/bash
 echo "$*" >>"$HERE/asked"
+echo "$UV_DEFAULT_INDEX $UV_INDEX $UV_FIND_LINKS $UV_INDEX_STRATEGY" >"$HERE/found"
 [[ $1 != venv ]] || mkdir -p "${@: -1}"
 """
 
@@ -84,9 +88,41 @@ def test_uv_does_it_where_it_is_there(tmp_path: Path, torch: str, seen: str) -> 
             tmp_path, None, torch, **found, PIP_ARGS="--offline", SYSTEM_SITE_PACKAGES="1" if torch else ""
         )
         venv, pins = tmp_path / "venv", tmp_path / "venv/constraints.txt" if torch else "constraints.txt"
-        pip = f"pip install --quiet --python {venv}/bin/python --offline -c {pins}"
+        pip = f"pip install --quiet --compile-bytecode --python {venv}/bin/python --offline -c {pins}"
         made = f"venv --quiet --seed --allow-existing --python {tmp_path}/python{seen} {venv}"
         assert (code, said, asked) == (0, "", [made, f"{pip} torch", f"{pip} -e .[dev]"])
+
+
+def test_uv_finds_what_pip_would(tmp_path: Path) -> None:
+    program(tmp_path / "uv", UV)
+    pips = {"PIP_INDEX_URL": "a", "PIP_EXTRA_INDEX_URL": "b c", "PIP_FIND_LINKS": "d e"}
+    install(tmp_path, None, UV=str(tmp_path / "uv"), **pips)
+    assert (tmp_path / "found").read_text() == "a b c d,e unsafe-best-match\n"
+    install(tmp_path, None, UV=str(tmp_path / "uv"), **pips, UV_FIND_LINKS="f", UV_INDEX_STRATEGY="first-index")
+    assert (tmp_path / "found").read_text() == "a b c f first-index\n"
+
+
+@pytest.mark.skipif("+cpu" not in metadata.version("torch"), reason="torch's other builds bring more")
+def test_every_package_of_the_environment_is_pinned_and_no_other() -> None:
+    """What geotrain[dev] brings, with all that comes along. Triton is pinned for torch's CUDA build."""
+    todo, needed = [("geotrain", "dev")], dict[str, str]()
+    seen = set(todo)
+    while todo:
+        name, extra = todo.pop()
+        found = metadata.distribution(name)
+        needed[canonicalize_name(name)] = found.version.partition("+")[0]
+        for line in found.requires or ():
+            wanted = Requirement(line)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                new = {(canonicalize_name(wanted.name), each) for each in ("", *wanted.extras)} - seen
+                todo.extend(new)
+                seen |= new
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {
+        canonicalize_name(name): version for name, is_pin, version in (x.partition("==") for x in lines) if is_pin
+    }
+    assert pins.pop("triton") and needed.pop("geotrain") and needed.pop("triton")
+    assert pins == needed
 
 
 @pytest.mark.parametrize(

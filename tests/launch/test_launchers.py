@@ -76,8 +76,8 @@ def options_of(job: LauncherCommand) -> str:
 
 def one_host(job: LauncherCommand) -> tuple[dict[str, list[int]], str]:
     """Read a command of DeepSpeed's launcher of one host: host → devices, and the other options."""
-    program, world, options = job.command[:5], job.command[5], job.command[6:]
-    assert program == (sys.executable, "-u", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch")
+    program, world, options = job.command[:6], job.command[6], job.command[7:]
+    assert program == (sys.executable, "-u", "-P", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch")
     return json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))), " ".join(options)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,19 @@ def test_ranks_are_compared_between_steps(tmp_path: Path, monkeypatch: pytest.Mo
     while not loop.finished:
         step(loop)
     assert len(compared) == STEPS and {device for device, _ in compared} == {torch.device("cpu")}
+
+
+def test_who_reads_ahead_and_waits_for_a_lease_is_in_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = joined(write_run(tmp_path), network())
+    assert loop._following is not None
+    answer, seen = loop._following.result(), list[float]()
+    waited = Future[Any]()
+    waited.set_result(answer)
+    monkeypatch.setattr(waited, "result", lambda: seen.append(loop.watch._step_s) or answer)
+    loop._following = waited
+    loop.watch.begin_step(STEP)
+    next(loop.leases()), next(loop.leases())
+    assert seen == [-1.0] and loop.watch._step_s > 0
 
 
 def test_steps_reach_the_servers_and_answers_the_model(tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,8 @@ from geotrain.net.server.enrollment_server import EnrollmentServer
 from geotrain.net.transport.certs import CertificateError
 from geotrain.net.transport.enrollment import EnrollmentClient
 from geotrain.outer.messages import Refused
+from geotrain.own_loop import loop as own_loop
+from geotrain.worker import rank_watch
 from tests.support.hub import hub_for_tests
 from tests.support.inner_worlds import run_world
 from tests.support.own_loops import AloneRun, own_runs
@@ -251,6 +258,47 @@ def _sharded(port: int, token: str, folder: Path) -> list[float]:
             outer.after_step()
     bias: Any = model.get_parameter("2.bias")
     return list(bias.full_tensor().tolist())
+
+
+def _hangs(port: int, token: str, folder: Path, how: str) -> list[str]:
+    """Two ranks, of which the second hangs in its sixth step; what the first is told before its collective ends."""
+    rank_watch.BEAT_S, rank_watch.SILENT_S, rank_watch.STUCK_S = 0.2, 3.0, 6.0
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300.0))
+    told: list[str] = []
+    model = network()
+
+    def say(line: str, _: Any) -> None:
+        if "hangs" in line:
+            told.append(line)
+            os.kill(int(outer.loop.watch._all[1].process.rpartition(" ")[2]), signal.SIGKILL)
+
+    own_loop.say = say  # type: ignore[attr-defined]
+    outer = geotrain.OuterLoop(f"127.0.0.1:{port}", "eu", model, every=8, token=token, folder=folder)
+    for step in range(8):
+        if step == 5 and dist.get_rank() == 1:
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(90.0)  # longer than it takes to tell
+        try:
+            dist.all_reduce(torch.zeros(1))
+        except RuntimeError:
+            return told
+        outer.after_step()
+    raise AssertionError("it hung not")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("asleep", r"rank 1 .* after 5 steps, last seen in _hangs \(own_loop/.*; others wait in .*all_reduce"),
+        pytest.param("stopped", "rank 1 .*its process does not answer; others wait in .*all_reduce", marks=LONG),
+    ],
+)
+def test_a_rank_that_hangs_between_two_steps_is_told(alone: Alone, tmp_path: Path, how: str, words: str) -> None:
+    run = alone(f"hangs-{how}")
+    run.serve()
+    told, _ = run_world(2, _hangs, run.port, run.token, tmp_path / "eu", how, lost=[1])
+    assert len(told) == 1 and re.match(f"geotrain: worker in eu: hangs: {words}", told[0]), told
 
 
 @LONG

@@ -322,6 +322,16 @@ def test_size_only_falls(folders: tuple[str, ...], most: int) -> None:
     assert lines <= most, f"{lines} lines of code in {' and '.join(folders)}: find what can go"
 
 
+def test_processes_run_the_installed_geotrain() -> None:
+    """`python -m` looks into the current folder first: a checkout there would stand in for what uv or pip installed,
+    and has `launch` and `kernels` elsewhere. Not so with -P."""
+    for path in files(*PRODUCT):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Tuple | ast.List):
+                words = [getattr(word, "value", None) for word in node.elts]
+                assert "-m" not in words or words[words.index("-m") - 1] == "-P", where(path, node)
+
+
 def test_files_can_be_read_in_a_sitting() -> None:
     long = {
         str(p.relative_to(ROOT)): n

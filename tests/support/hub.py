@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,11 +20,14 @@ TOKEN = "hf_test"
 
 
 class Hub:
-    """repositories: name → file → content. made: name → whether it was made private. Weights go as LFS objects."""
+    """repositories: name, of data sets with datasets/ before it → file → content; with @COMMIT behind, what one
+    commit has. made: name → whether it was made private. asked: files and the ranges of them that were asked for.
+    Weights go as LFS objects."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.made: dict[str, bool] = {}
+        self.asked: list[tuple[str, str]] = []
         self.objects: dict[str, bytes] = {}
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -91,18 +95,24 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             _, *way = self.path.partition("?")[0].split("/")
-            name = "/".join(way[2:4] if way[0] == "api" else way[:2])
-            files = hub.repositories.get(name)
+            api = way[0] == "api"
+            way = way[2 if way[1:2] == ["models"] else 1 :] if api else way
+            owned = 3 if way[0] == "datasets" else 2
+            name, way = "/".join(way[:owned]), way[owned:]
+            files = hub.repositories.get(f"{name}@{way[1]}" if len(way) > 1 else name, hub.repositories.get(name))
             if files is None:
                 return self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
             if "tree" in way:
                 return self.answer(
                     [{"type": "file", "path": p, "size": len(c), "oid": "0"} for p, c in files.items()]
                 )
-            if way[0] == "api":
+            if api:
                 return self.answer({"id": name, "sha": "1" * 40, "siblings": [{"rfilename": path} for path in files]})
-            content = files["/".join(way[4:])]
+            content = files["/".join(way[2:])]
             etag = f'"{hashlib.sha256(content).hexdigest()}"'
+            if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", "")):
+                hub.asked.append(("/".join(way[1:]), asked[0]))
+                return self.answer(content[int(asked[1]) : int(asked[2]) + 1], 206)
             return self.answer(content, X_Repo_Commit="1" * 40, ETag=etag)
 
         do_HEAD = do_GET

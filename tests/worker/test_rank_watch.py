@@ -93,7 +93,7 @@ def test_nobody_is_slow_without_an_equal_or_by_less_than_twice(seconds: tuple[fl
 def test_a_longer_step_of_a_growing_batch_hangs_no_more_than_a_short_one() -> None:
     """A step counts by its samples: of a batch that has grown 32-fold it takes 32 times as long."""
     now_s, told = 0.0, list[str]()
-    watch = RankWatch(CPU, told.append, measure=lambda _: 1e-3, clock=lambda: now_s)
+    watch = RankWatch(CPU, told.append, lambda: None, measure=lambda _: 1e-3, clock=lambda: now_s)
 
     def step(samples: int, seconds: float) -> None:
         nonlocal now_s
@@ -110,6 +110,21 @@ def test_a_longer_step_of_a_growing_batch_hangs_no_more_than_a_short_one() -> No
     step(64, 128.0)
     assert told == []
     step(2, 60.0)
+    assert len(told) == 1 and told[0].startswith("hangs: rank 0 ")
+
+
+def test_what_a_users_loop_does_between_its_steps_is_told_once() -> None:
+    """Such as an evaluation of two minutes each hundred steps: a longer one than ever before may be a hang."""
+    now_s, told = 0.0, list[str]()
+    watch = RankWatch(CPU, told.append, measure=lambda _: 1e-3, clock=lambda: now_s)
+    for step in range(1, 400):
+        end_s = now_s + (120.0 if step % 100 == 0 else 1.0)
+        while now_s < end_s:
+            now_s += min(BEAT_S, end_s - now_s)
+            watch.speak()
+            watch.judge()
+        watch.after_step()
+        watch.begin_step()
     assert len(told) == 1 and told[0].startswith("hangs: rank 0 ")
 
 
