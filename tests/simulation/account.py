@@ -13,6 +13,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig, RegionMomentumConfig
+from geotrain.config.batches import BatchSchedule
 from geotrain.outer.codec import make_codec
 from geotrain.outer.events import Merged, StartedOver, UpdateApplied
 from geotrain.outer.messages import (
@@ -62,8 +63,9 @@ class Account:
         start: list[Tensor],
         samples: int,
         absent: set[str],
+        batches: BatchSchedule,
     ) -> None:
-        self.absent, self.samples = absent, samples
+        self.absent, self.samples, self.batches = absent, samples, batches
         self.config, self.parameter_map, self.regions = config, parameter_map, regions
         self.spec = Specification(config, regions, start, samples, decay=0.0)
         self.codec = make_codec(config.local)
@@ -212,7 +214,8 @@ class Account:
                 self.local_steps = int(what.partition("=")[2])
             case SkipSamples():
                 for first, last in zip(message.firsts, message.lasts, strict=True):
-                    for sample in range(first // STEP * STEP, -(-(last + 1) // STEP) * STEP):
+                    steps = map(self.batches.step_at, (first, last))
+                    for sample in range(*(self.batches.first_sample(n + i) for i, n in enumerate(steps))):
                         ledger.place[sample] = "aside"
             case LeaseRequest() if isinstance(reply, Lease):
                 if reply.lease not in ledger.leases and not top.rule.in_rounds:
@@ -252,7 +255,9 @@ class Account:
             self.taken |= trained
             if isinstance(self.config.rule, RegionMomentumConfig):
                 home, workers = len(self.regions[region.name]), sum(map(len, self.regions.values()))
-                updates = self.updates or self.samples / STEP / self.config.local_steps * home / workers
+                updates = (
+                    self.updates or self.batches.step_at(self.samples) / self.config.local_steps * home / workers
+                )
                 self.spec.decay = exp(-1 / max(1.0, self.config.rule.momentum_share * updates))
             new = {f: delta for f, delta in deltas.items() if (message.member, f, message.job) not in again}
             self.spec.worker_update(region.name, message.member, new)

@@ -22,6 +22,7 @@ import torch
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig, parse, shards_of
+from geotrain.config.batches import BatchSchedule
 from geotrain.config.cluster import shard_name
 from geotrain.config.outer import LimitsConfig
 from geotrain.monitor.events import EventLog, Trouble
@@ -49,7 +50,7 @@ from geotrain.outer.messages import Refused
 from geotrain.outer.server.server import Server
 from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.parameter_map import parameter_map_of
-from tests.simulation.account import Account
+from tests.simulation.account import STEP, Account
 from tests.simulation.machine import Machine
 from tests.simulation.network import PROCESS, Channel, site
 from tests.simulation.worker import HOME, REGIONS, SimulatedWorker
@@ -65,14 +66,20 @@ MODEL = {**TINY, "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "nu
 
 @cache
 def _configs(
-    rule: str, train_samples: int, shards: tuple[str, ...] = (), keep: int = 2, **settings: Any
+    rule: str,
+    train_samples: int,
+    shards: tuple[str, ...] = (),
+    keep: int = 2,
+    ramp: tuple[int, int, int] | None = None,
+    **settings: Any,
 ) -> tuple[RunConfig, ClusterConfig]:
     skip = [] if rule == "sync" else [SKIPPED]
     raw = {
         "name": "tiny",
         "seed": 1,
         "model": {"config": MODEL},
-        "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples, "skip": skip},
+        "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples, "skip": skip}
+        | ({"rampup_batch_size": ramp} if ramp else {}),
         "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
         "outer": outer(rule, limits=LIMITS, **settings).model_dump(by_alias=True, mode="json"),
         "checkpoint": {"every_minutes": 0.2, "keep": keep},
@@ -154,7 +161,9 @@ class World:
         self.struck: set[str] = set()  # workers that may be refused for good
         self.acknowledged: set[tuple[str, str, int]] = set()
         start = initial_weights(self.run_config, self.parameter_map)
-        self.account = Account(self.run_config.outer, self.parameter_map, REGIONS, start, train_samples, self.absent)
+        batches = BatchSchedule(STEP, self.run_config.data.rampup_batch_size)
+        about = self.run_config.outer, self.parameter_map, REGIONS, start, train_samples
+        self.account = Account(*about, self.absent, batches)
 
     def server_of(self, worker: str) -> str:
         """The address of a worker's server."""
