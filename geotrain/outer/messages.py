@@ -8,6 +8,8 @@ with the codec of the link that they cross.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from geotrain.parameters.parameter_map import StridedSlice
@@ -192,6 +194,30 @@ class Answer:
     sequence: int
     weights: tuple[ChunkWeights, ...]
     incarnation: str = ""
+
+
+@dataclass(frozen=True)
+class MadeWeights:
+    """The weights of an answer to a join, with their digests: a receiver that has made them by itself needs a word
+    only."""
+
+    weights: tuple[ChunkWeights, ...]
+    digests: tuple[bytes, ...]
+
+    @staticmethod
+    def of(weights: Iterable[ChunkWeights]) -> MadeWeights:
+        found = tuple(weights)
+        heads = (f"{w.chunk} {w.version} {w.increment} ".encode() for w in found)
+        digests = (hashlib.sha256(w.payload, usedforsecurity=False) for w in found)
+        return MadeWeights(found, tuple(head + each.digest() for head, each in zip(heads, digests, strict=True)))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(sorted(self.digests))).hexdigest()
+
+    def only(self, chunks: Collection[int]) -> MadeWeights:
+        kept = [(w, d) for w, d in zip(self.weights, self.digests, strict=True) if w.chunk in chunks]
+        return MadeWeights(tuple(w for w, _ in kept), tuple(d for _, d in kept))
 
 
 @dataclass(frozen=True)

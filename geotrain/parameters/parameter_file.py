@@ -1,7 +1,7 @@
 """A safetensors file of named parameters: what a run's `model.weights` names, for a loop of the user's own.
 
-Names and shapes, and so the parameter map of a run, are read from the file's header without torch. Only the global
-server reads values.
+Names and shapes, and so the parameter map of a run, are read from the file's header without torch. Only servers
+read values.
 """
 
 from __future__ import annotations

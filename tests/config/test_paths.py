@@ -21,7 +21,7 @@ from geotrain.config import (
 )
 from geotrain.config.block import with_paths
 from geotrain.launch.site_processes import LaunchRequest, path_there, remote_site
-from geotrain.net.server.server_process import initial_weights
+from geotrain.net.server.first_weights import initial_weights
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.small_runs import MODEL, prepare_text, write_files
 

@@ -22,7 +22,7 @@ from geotrain.data.tokenizer import train_bpe
 from geotrain.launch import preflight
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console
-from geotrain.net.server.server_process import initial_weights
+from geotrain.net.server.first_weights import initial_weights
 from geotrain.net.transport.authority import make_certificates
 from geotrain.parameters.hf_checkpoint import read_start, write_checkpoint
 from geotrain.parameters.initial import initial_tensor

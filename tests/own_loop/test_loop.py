@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import geotrain
 from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, RunConfig, load_run
-from geotrain.net.server.server_process import initial_weights
+from geotrain.net.server.first_weights import initial_weights
 from geotrain.outer.codec import NonFiniteError
 from geotrain.own_loop.loop import OwnStep
 from geotrain.own_loop.masters import Masters, box_runs

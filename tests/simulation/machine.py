@@ -19,7 +19,7 @@ from unittest import mock
 from geotrain.net.server import failure_detector, grpc_service, process_host, server_host, server_thread, shard_host
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
-from geotrain.net.storage import frozen_state
+from geotrain.net.storage import frozen_state, remote_snapshots
 from geotrain.net.transport import grpc_client, rpc, wire, worker_client
 from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.server import leases
@@ -58,6 +58,7 @@ class Machine:
             (process_host, "wait", _wait),
             (process_host, "ConnectionGuard", _NoThread),
             (process_host, "raise_file_limit", lambda: None),
+            (remote_snapshots, "threading", SimpleNamespace(Thread=_DoneThread)),
             (frozen_state, "threading", SimpleNamespace(Condition=_Condition)),
             (server_host, "TcpCounters", _Counters),
             (server_host, "TRAFFIC_EVENT_S", 60.0),
@@ -163,6 +164,13 @@ class _NoThread:
 
     def traffic(self) -> dict[str, Traffic]:
         return {}
+
+
+class _DoneThread:
+    """A thread whose work is done when it has started."""
+
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self.start = target
 
 
 class _Counters(_NoThread):

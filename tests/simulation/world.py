@@ -26,6 +26,7 @@ from geotrain.config.batches import BatchSchedule
 from geotrain.config.cluster import shard_name
 from geotrain.config.outer import LimitsConfig
 from geotrain.monitor.events import EventLog, Trouble
+from geotrain.net.server.first_weights import initial_weights
 from geotrain.net.server.server_host import RegionServerHost, ServerHost
 from geotrain.net.server.server_process import (
     EXPECTED,
@@ -34,7 +35,6 @@ from geotrain.net.server.server_process import (
     any_server,
     begin_server,
     begin_shard,
-    initial_weights,
     remote_shards,
     shard_server,
 )

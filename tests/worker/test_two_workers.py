@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import geotrain
 from geotrain.config import load_cluster, load_run
-from geotrain.net.server.server_process import global_server, initial_weights, region_server
+from geotrain.net.server.first_weights import initial_weights
+from geotrain.net.server.server_process import global_server, region_server
 from geotrain.outer.codec import Codec, make_codec
 from geotrain.outer.messages import Answer, AnswerWanted, Join, Leave, UpdatePart, Welcome
 from geotrain.own_loop.rank import TorchRank

@@ -24,6 +24,7 @@ from grpc import aio
 from geotrain.common.ports import why_not_bound
 from geotrain.config import Address, host_port
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
+from geotrain.net.server.first_weights import FirstDigests
 from geotrain.net.server.peers import is_this_machine, plain_peer
 from geotrain.net.server.profile_requests import ProfileRequests
 from geotrain.net.server.rate_limits import RateLimits
@@ -115,7 +116,7 @@ class GrpcService:
         self._granted: dict[str, Lease | Finished] = {}
         self._leaving: dict[str, tuple[str, set[int]]] = {}  # member → incarnation, ranks that have said goodbye
         self._receiving: dict[tuple[str, int], asyncio.Task[Any]] = {}  # rank → the task that receives its update
-        self._firsts = asyncio.Semaphore(FIRSTS_AT_ONCE)
+        self._firsts, self._first_digests = asyncio.Semaphore(FIRSTS_AT_ONCE), FirstDigests()
         self._grpc: aio.Server | None = None
 
     async def start(self, address: Address) -> int:
@@ -293,12 +294,14 @@ class GrpcService:
         until_s = asyncio.get_running_loop().time() + wait_s
         while (answer := await self.server_thread.until(looked_for, wait_s)) is wanted:
             await self.server_thread.say(wanted)
-        message = rpc.NotYet() if answer is None else answer
+        message: Any = rpc.NotYet() if answer is None else answer
+        if isinstance(answer, Answer) and pull.digest and not pull.sequence:
+            message = await self._first_digests.reply(pull.member, answer, pull.digest, until_s)
         header = next(wire.frames(message))
         # Data frames that the receiver has already are left out only if they are of this very answer.
         first = pull.data_frames if wire.crc_of(header) == pull.header else 0
         async with AsyncExitStack() as turn:
-            if answer is not None and not pull.sequence and not first:  # who was cut off goes on at once
+            if message is answer and not pull.sequence and not first:  # who was cut off goes on at once
                 try:
                     left_s = until_s - asyncio.get_running_loop().time()
                     await within(left_s, turn.enter_async_context(self._firsts))

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from geotrain.net.server.relayed_link import RelayedLink
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.server.shard_sessions import ShardSessions
+from geotrain.net.storage.remote_snapshots import beside
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
 from geotrain.net.transport.grpc_client import GOODBYE_S, GrpcClient, Unreachable
@@ -28,6 +29,7 @@ from geotrain.outer.messages import (
     Join,
     LeaseRequest,
     Leave,
+    MadeWeights,
     NotJoined,
     Recall,
     Refused,
@@ -39,6 +41,7 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
     Validated,
+    Welcome,
 )
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.shards.remote import RemoteShards
@@ -58,7 +61,8 @@ class RegionClient:
     on_acknowledged: called with the sequence of each update that the global server has taken.
     on_joined: called when the global server has taken the region.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
-    above: the global server's shards, own: this region's, where they are processes of their own.
+    above: the global server's shards, own: this region's, where they are processes of their own. first: makes the
+    weights that answer the join before the global server has applied an update; None: it cannot.
     """
 
     def __init__(
@@ -74,10 +78,11 @@ class RegionClient:
         metrics: Callable[[], dict[str, float]] = dict,
         above: ShardsAbove | None = None,
         own: ShardSessions | None = None,
+        first: Callable[[], MadeWeights | None] = lambda: None,
     ) -> None:
         self.server_thread, self.server = server_thread, server
         self.on_lost, self.on_acknowledged, self.on_joined = on_lost, on_acknowledged, on_joined
-        self.metrics = metrics
+        self.metrics, self.first = metrics, first
         incarnation = self.server.name, self.server.incarnation
         self.link: GrpcClient = GrpcClient(address, *incarnation, trust)
         if own is not None:
@@ -144,7 +149,7 @@ class RegionClient:
         if not self.server.fragments:  # a new region: it begins with the global weights
             fragments = tuple(range(len(self.server.parameter_map.fragments)))
             try:
-                await self.server_thread.persist(await self._pull(0, fragments))
+                await self.server_thread.persist(await self._pull(0, fragments, await self._made(welcome)))
             except NotJoined:  # the global server was restarted meanwhile
                 return
         # Asked only now, because the welcome may have given new numbers to the updates that are in flight.
@@ -256,8 +261,11 @@ class RegionClient:
     def _fragments(self, update: UpdatePart) -> tuple[int, ...]:
         return self.server.parameter_map.fragments_of([delta.chunk for delta in update.deltas])
 
-    async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
-        return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes))
+    async def _pull(self, sequence: int, fragments: tuple[int, ...], made: MadeWeights | None = None) -> Answer:
+        return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes, made=made))
+
+    async def _made(self, welcome: Welcome) -> MadeWeights | None:
+        return None if any(welcome.versions) else await beside(self.first)
 
     async def _next(self, lane: deque[Any]) -> Any:
         """Wait for the first message of the lane. It stays there until it was delivered, in case this session ends

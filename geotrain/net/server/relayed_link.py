@@ -9,7 +9,7 @@ from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
 from geotrain.net.transport.grpc_client import GrpcClient
-from geotrain.outer.messages import ChunkDelta, ChunkWeights, UpdatePart
+from geotrain.outer.messages import ChunkDelta, ChunkWeights, MadeWeights, UpdatePart
 
 FETCH_S = 20.0
 
@@ -32,9 +32,16 @@ class RelayedLink(GrpcClient):
         return await self.commit(part)
 
     async def pull(
-        self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
+        self,
+        part: int,
+        sequence: int,
+        fragments: tuple[int, ...],
+        limit_bytes: int,
+        wait_s: float = rpc.MAX_WAIT_S,
+        made: MadeWeights | None = None,
     ) -> Any:
-        """Have the shards pull the answer; gives a `HeldAnswer`, as the region's coordinator takes it."""
+        """Have the shards pull the answer, which they make by themselves if they can; gives a `HeldAnswer`, as the
+        region's coordinator takes it."""
         header = await super().pull(part, sequence, fragments, limit_bytes, wait_s)
         if header is None:
             return None

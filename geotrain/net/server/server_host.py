@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from geotrain.common.files import OutputError, out_of_room, write_whole
@@ -27,6 +28,7 @@ from geotrain.monitor.events import (
 )
 from geotrain.monitor.monitor import Monitor
 from geotrain.net.server.failure_detector import REGION_SILENT_S, WORKER_SILENT_S
+from geotrain.net.server.first_weights import first_answer
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.process_host import LAST_WRITE_S, ProcessHost
 from geotrain.net.server.region_client import RegionClient
@@ -437,7 +439,9 @@ class RegionServerHost(ServerHost):
     def _until_finished(self) -> Coroutine[Any, Any, None]:
         # No coroutine function: the client is made at once, not when the task first runs. What the server sends
         # before there is a client would be lost.
-        name, incarnation = self.server.name, self.server.incarnation
+        name, incarnation, parameter_map = self.server.name, self.server.incarnation, self.server.parameter_map
+        # Where they are processes of their own, shards do so.
+        first = partial(first_answer, self.setup.run, parameter_map, () if self.shards else parameter_map.chunks)
         self.region_client = self.sampler.region_client = RegionClient(
             self.server_thread,
             self.server,
@@ -449,6 +453,7 @@ class RegionServerHost(ServerHost):
             metrics=self.sampler.metrics,
             above=self.setup.shards_above(),
             own=self.shards,
+            first=first,
         )
         return self._run_client(self.region_client)
 

@@ -20,9 +20,6 @@ from functools import partial
 from math import ceil
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from geotrain.common.files import OutputError, out_of_room
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
@@ -39,6 +36,7 @@ from geotrain.monitor.events import (
     Recovery,
     Trouble,
 )
+from geotrain.net.server.first_weights import initial_chunks, initial_weights
 from geotrain.net.server.server_host import Grown, RegionServerHost, ServerHost
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.server.shard_host import JOURNALED, ShardHost
@@ -64,17 +62,14 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Refused
 from geotrain.outer.rules import region_rule, updates_in_run
+from geotrain.outer.rules.rule import Vectors
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server, identity_of
 from geotrain.outer.server.shard_server import PayloadLost, ShardServer
 from geotrain.outer.shards.local import LocalShards
 from geotrain.outer.shards.remote import RemoteShards
-from geotrain.parameters.dcp import start_weights
-from geotrain.parameters.hf_checkpoint import HFCheckpointError
-from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.parameter_file import read_values
-from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, parameter_map_of
+from geotrain.parameters.parameter_map import ParameterMapError, parameter_map_of
 
 log = logging.getLogger(__name__)
 
@@ -290,43 +285,13 @@ def begin_shard(machine: ShardServer, run: RunConfig) -> None:
     ConfigError."""
     if machine.name != GLOBAL:
         return
-    machine.shard.set_weights(initial_weights(run, machine.parameter_map))
-    for v in machine.shard.vectors.values():
-        v.x = v.x.clone()  # views would keep the other shards' weights in memory
+    shard = machine.shard
+    shard.vectors |= {i: Vectors(x) for i, x in initial_chunks(run, machine.parameter_map, shard.chunks).items()}
 
 
 def validation_steps(run: RunConfig) -> int:
     """Count the inner steps that cost a worker as much as a validation, whose samples take a third of training's."""
     return ceil(run.data.validation_samples / run.samples_per_step)
-
-
-def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]:
-    """Make the run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's
-    parameters: a 1-D fp32 vector for each fragment.
-
-    Raises ConfigError.
-    """
-    vectors = [torch.empty(f.numel) for f in parameter_map.fragments]
-    places = {
-        name: view for f in parameter_map.fragments for name, view in parameter_map.split(f.index, vectors[f.index])
-    }
-    if run.model.weights is not None:
-        for name, tensor in read_values(Path(run.model.weights)):
-            places[name].copy_(tensor)
-        for fragment in parameter_map.fragments:
-            if (bad := parameter_map.not_finite(fragment.index, vectors[fragment.index])) is not None:
-                raise ConfigError(f"model.weights: {run.model.weights}: {bad} holds infinities or NaN")
-        return vectors
-    if run.model.init_from is None:
-        for parameter in parameter_map.parameters:
-            places[parameter.name].copy_(initial_tensor(parameter, run.seed))
-        return vectors
-    try:
-        for name, tensor in start_weights(run):
-            places[name].copy_(tensor)
-    except HFCheckpointError as error:
-        raise ConfigError(f"model.init_from: {error}") from None
-    return vectors
 
 
 def _check_is_new(folder: Path, mirror: RemoteSnapshots | None = None) -> None:

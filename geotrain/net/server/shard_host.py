@@ -25,6 +25,7 @@ from grpc import StatusCode, aio
 from geotrain.common.files import out_of_room
 from geotrain.common.names import GLOBAL
 from geotrain.monitor.events import EventLog, SnapshotUploaded
+from geotrain.net.server.first_weights import first_answer
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.process_host import ProcessHost
 from geotrain.net.server.server_setup import ServerSetup
@@ -247,7 +248,11 @@ class ShardHost(ProcessHost[ShardServer]):
         if not wanted:
             return
         link, limit_bytes = self._link(fetch.incarnation), 8 * self.server.parameter_map.numel + 65536
-        call = partial(link.pull, 0, fetch.answer.sequence, fetch.fragments, limit_bytes)
+        made = None
+        if not fetch.answer.sequence and not any(wanted.values()):
+            about = self.setup.run, self.server.parameter_map, self.server.shard.chunks
+            made = await beside(partial(first_answer, *about))
+        call = partial(link.pull, 0, fetch.answer.sequence, fetch.fragments, limit_bytes, made=made)
         while True:
             answer = await link.persist(call, ABOVE_S)
             given = {w.chunk: w.version for w in answer.weights}

@@ -22,6 +22,7 @@ from geotrain.outer.messages import (
     Join,
     Lease,
     LeaseRequest,
+    MadeWeights,
     NotJoined,
     Refused,
     Release,
@@ -163,27 +164,42 @@ class GrpcClient:
         await call.done_writing()
 
     async def pull(
-        self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
+        self,
+        part: int,
+        sequence: int,
+        fragments: tuple[int, ...],
+        limit_bytes: int,
+        wait_s: float = rpc.MAX_WAIT_S,
+        made: MadeWeights | None = None,
     ) -> Answer | None:
-        """Pull the answer to update `sequence`; None: there is none yet after `wait_s`."""
+        """Pull the answer to update `sequence`; None: there is none yet after `wait_s`. made: as the member has
+        made them by itself: if the server has the same, they are not sent."""
         key = part, sequence, fragments
         reader = self._arriving.pop(key, None)
         known = (wire.crc_of(reader.opening), reader.data_frames) if reader else (0, 0)
-        request = rpc.Pull(self.member, self.incarnation, part, sequence, fragments, wait_s, *known)
+        asked = part, sequence, fragments, wait_s, *known, made.digest if made and not reader else ""
+        request = rpc.Pull(self.member, self.incarnation, *asked)
         call = self._channel.unary_stream(f"/{rpc.SERVICE}/pull")(wire.pack(request))
         try:
             frame = await rpc.next_frame(within(wait_s + REPLY_S, call.read()))
             # The header comes first in any case. If it is that of the answer that broke off, the answer goes on where
             # it did; if not, as after a server was restored, another answer begins.
             if reader is None or frame != reader.opening:
-                reader = wire.FrameReader(Answer, rpc.NotYet, limit_bytes=limit_bytes)
+                reader = wire.FrameReader(Answer, rpc.NotYet, rpc.Same, limit_bytes=limit_bytes)
                 reader.feed(frame)
             count = self.fragment_bytes.receiving(reader.header, reader.data_frames)
             while not reader.complete:
                 frame = await rpc.next_frame(self._down.frame(call.read()))
                 reader.feed(frame)
                 count(frame)
-            return None if isinstance(reader.message, rpc.NotYet) else reader.message
+            match reader.message:
+                case rpc.NotYet():
+                    return None
+                case rpc.Same(incarnation) if made is not None:
+                    size = sum(len(each.payload) for each in made.weights)
+                    log.info("%s: first weights: made here, %d bytes not sent", self.member, size)
+                    return Answer(sequence, made.weights, incarnation)
+            return reader.message
         except LOST as error:
             if reader is not None:
                 self._arriving[key] = reader

@@ -110,6 +110,13 @@ class Have:
 
 
 @dataclass(frozen=True)
+class Same:
+    """Says that the answer is what the member has made by itself. incarnation: as in `Answer`."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
 class NotYet:
     """Says that there is no answer yet: ask again."""
 
@@ -120,6 +127,8 @@ class Pull(FromMember):
 
     header, data frames: of an answer that was broken off, the checksum of its header and how many data frames
     arrived. If the answer is still this one, those data frames are left out; otherwise it is sent whole.
+    digest: of the answer that the member has made by itself (`geotrain.outer.messages.MadeWeights`); "": it has
+    none. If the answer is that one, the reply is `Same`.
     """
 
     part: int
@@ -128,6 +137,7 @@ class Pull(FromMember):
     wait_s: float
     header: int = 0
     data_frames: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True)

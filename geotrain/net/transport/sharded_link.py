@@ -15,7 +15,7 @@ from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Role, Trust, trust_between
 from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import GrpcClient
-from geotrain.outer.messages import Answer, Refused, UpdatePart
+from geotrain.outer.messages import Answer, MadeWeights, Refused, UpdatePart
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap
 
@@ -86,20 +86,30 @@ class ShardedLink(GrpcClient):
         return applied
 
     async def pull(
-        self, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, wait_s: float = rpc.MAX_WAIT_S
+        self,
+        part: int,
+        sequence: int,
+        fragments: tuple[int, ...],
+        limit_bytes: int,
+        wait_s: float = rpc.MAX_WAIT_S,
+        made: MadeWeights | None = None,
     ) -> Answer | None:
         header = await super().pull(part, sequence, fragments, limit_bytes, wait_s)
         if header is None:
             return None
         wanted = [i for i in range(len(self.shards)) if self.above.of(i, header.weights)]
-        calls = [self._pull_from(i, part, sequence, fragments, limit_bytes) for i in wanted]
+        mine = [{chunk for chunk, owner in enumerate(self.above.owner) if owner == i} for i in wanted]
+        calls = [
+            self._pull_from(i, part, sequence, fragments, limit_bytes, made and made.only(own))
+            for i, own in zip(wanted, mine, strict=True)
+        ]
         found = whole(header, await asyncio.gather(*calls))
         if found is None:  # coordinator and shard spoke in different incarnations of the server
             await asyncio.sleep(AGAIN_S)
         return found
 
     async def _pull_from(
-        self, i: int, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int
+        self, i: int, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, made: MadeWeights | None
     ) -> Answer:
         """Pull one shard's chunks of the answer; an empty answer, if it has had none for a while: it may have begun a
         new incarnation after the coordinator gave the header, and codes the answer, or knows the member, once more
@@ -108,7 +118,7 @@ class ShardedLink(GrpcClient):
 
         async def attempt() -> Answer | None:
             try:
-                found = await shard.pull(part, sequence, fragments, limit_bytes, AGAIN_S)
+                found = await shard.pull(part, sequence, fragments, limit_bytes, AGAIN_S, made)
             except Refused as refused:
                 if refused.retry_s is None or time.monotonic() < until_s:
                     raise

@@ -1,0 +1,116 @@
+"""The run's initial weights, which every machine can make by itself: the global server begins with them, and a region
+that joins before the first update takes them from its own seed or files, and not over its link."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from geotrain.config import ConfigError, RunConfig
+from geotrain.net.storage.remote_snapshots import beside
+from geotrain.net.transport import rpc
+from geotrain.outer.downlink import WeightsSender
+from geotrain.outer.messages import Answer, ChunkWeights, MadeWeights
+from geotrain.parameters.chunks import Cut, cut
+from geotrain.parameters.dcp import start_weights
+from geotrain.parameters.hf_checkpoint import HFCheckpointError
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.parameter_file import read_values
+from geotrain.parameters.parameter_map import Chunk, ParameterMap, StridedSlice
+
+log = logging.getLogger(__name__)
+
+
+def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]:
+    """Make the run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's
+    parameters: a 1-D fp32 vector for each fragment.
+
+    Raises ConfigError.
+    """
+    vectors = [torch.empty(f.numel) for f in parameter_map.fragments]
+    chunks = parameter_map.chunks
+    _fill(run, parameter_map, {c.index: vectors[c.fragment][c.start : c.start + c.numel] for c in chunks})
+    return vectors
+
+
+def initial_chunks(run: RunConfig, parameter_map: ParameterMap, chunks: Sequence[Chunk]) -> dict[int, Tensor]:
+    """Make the initial weights of these chunks only, 1-D, fp32, by their numbers; besides them one parameter at a
+    time is in memory. Raises ConfigError."""
+    found = {chunk.index: torch.empty(chunk.numel) for chunk in chunks}
+    _fill(run, parameter_map, found)
+    return found
+
+
+def first_answer(run: RunConfig, parameter_map: ParameterMap, chunks: Sequence[Chunk]) -> MadeWeights | None:
+    """Make what the global server answers to a region's join before its first update, of these chunks. None: there
+    are none, or what the run begins with is not on this machine."""
+    if not chunks:
+        return None
+    try:
+        made = initial_chunks(run, parameter_map, chunks)
+    except (ConfigError, OSError) as error:
+        log.info("the first weights come from the global server: %s", error)
+        return None
+    sender = WeightsSender(run.outer.down)
+    # Each chunk goes when it is encoded, so that the weights are not in memory twice.
+    return MadeWeights.of([sender.encode(chunk, 0, made.pop(chunk)) for chunk in sorted(made)])
+
+
+class FirstDigests:
+    """Digests a server's answers to joins beside its other work, for members that have made them by themselves."""
+
+    def __init__(self) -> None:
+        # Member → the weights whose digest it did not wait for, and that digest.
+        self._begun: dict[str, tuple[tuple[ChunkWeights, ...], asyncio.Future[str]]] = {}
+
+    async def reply(self, member: str, answer: Answer, digest: str, until_s: float) -> rpc.Same | rpc.NotYet | Answer:
+        """Choose the reply to a member that has made an answer with this digest. NotYet: the server's digest takes
+        longer than until `until_s` of the loop's clock, and goes on until the member asks again."""
+        weights, digesting = self._begun.pop(member, ((), None))
+        if digesting is None or weights != answer.weights:
+            weights = answer.weights
+            digesting = asyncio.ensure_future(beside(lambda: MadeWeights.of(weights).digest))
+        self._begun[member] = weights, digesting
+        await asyncio.wait({digesting}, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
+        if not digesting.done():
+            return rpc.NotYet()
+        self._begun.pop(member, None)
+        return rpc.Same(answer.incarnation) if digesting.result() == digest else answer
+
+
+def _fill(run: RunConfig, parameter_map: ParameterMap, chunks: Mapping[int, Tensor]) -> None:
+    """Write the initial weights into the vectors of these chunks. Raises ConfigError."""
+    places: defaultdict[str, list[Cut]] = defaultdict(list)
+    for parameter in parameter_map.parameters:
+        for part in cut(parameter_map, [StridedSlice(0, parameter.numel, parameter=parameter.name)]):
+            if part.chunk in chunks:
+                places[parameter.name].append(part)
+    for name, tensor in _tensors(run, parameter_map, places):
+        if run.model.weights is not None and not bool(tensor.isfinite().all()):
+            raise ConfigError(f"model.weights: {run.model.weights}: {name} holds infinities or NaN")
+        for part in places[name]:
+            (there,) = part.slices
+            chunks[part.chunk][there.start : there.start + there.numel].copy_(
+                tensor.reshape(-1)[part.begin : part.end]
+            )
+
+
+def _tensors(run: RunConfig, parameter_map: ParameterMap, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the initial values of these parameters, of their shapes. Raises ConfigError."""
+    made: Iterator[tuple[str, Tensor]]
+    if run.model.weights is not None:
+        made = read_values(Path(run.model.weights))
+    elif run.model.init_from is None:
+        made = ((p.name, initial_tensor(p, run.seed)) for p in parameter_map.parameters if p.name in names)
+    else:
+        made = start_weights(run)
+    try:
+        yield from ((name, tensor) for name, tensor in made if name in names)
+    except HFCheckpointError as error:
+        raise ConfigError(f"model.init_from: {error}") from None

@@ -1,0 +1,121 @@
+"""A region makes the run's first weights by itself, and only a digest of them goes over its link."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from geotrain.config import codec_config
+from geotrain.net.server import first_weights
+from geotrain.net.server.first_weights import FirstDigests, initial_chunks, initial_weights
+from geotrain.net.storage.snapshots import read_weights
+from geotrain.net.transport import rpc
+from geotrain.outer.messages import Answer, ChunkWeights, MadeWeights
+from geotrain.parameters.initial import initial_tensor
+from geotrain.parameters.parameter_map import Parameter, ParameterMap
+from tests.support.net_worlds import BUSY_S, side_by_side
+from tests.support.server_processes import Site
+
+MADE = "first weights: made here"
+
+
+def says_all() -> None:
+    logging.basicConfig(level=logging.INFO)
+
+
+def other_seed() -> None:
+    """Let this process draw other weights."""
+    says_all()
+    first_weights.initial_tensor = lambda parameter, seed: initial_tensor(parameter, seed + 1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_weights_that_a_region_makes_itself_are_not_sent(tmp_path: Path, shards: int) -> None:
+    """Others are. The run ends with the same bits, though changes are coded against them on both sides."""
+    ends: list[dict[str, Tensor]] = []
+    for first in (says_all, other_seed):
+        (folder := tmp_path / first.__name__).mkdir()
+        site = Site(folder, "sync", 12, shards=shards, down=codec_config("int4"))
+        servers = {name: site.serve(name, first=first if name[:2] == "eu" else says_all) for name in site.processes}
+        worker = site.worker("a")
+        worker.join()
+        assert all(map(torch.equal, worker.anchor, initial_weights(site.run, site.parameter_map)))
+        if not shards:
+            parts = site.status("global")["peers"]["eu"]["fragments"].values()
+            sent_bytes, whole_bytes = sum(each["down_bytes"] for each in parts), 4 * site.parameter_map.numel
+            assert sent_bytes == 0 if first is says_all else sent_bytes > whole_bytes
+        worker.close()
+        with side_by_side([site.worker(name, "life-2") for name in ("a", "b")]):
+            pass
+        for name, server in servers.items():
+            assert server.ended()[0] == 0, (name, server.ended())
+            pulls = name[:2] == "eu" and ("shard" in name or not shards)
+            assert (MADE in server.said.read_text()) == (pulls and first is says_all), name
+        ends.append(dict(read_weights(site.folder / "global", site.parameter_map)))
+    one, other = ends
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6),
+    chunk_elements=st.integers(1, 40),
+    dealt=st.randoms(use_true_random=False),
+)
+def test_chunks_are_parts_of_the_parameters(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, int]], chunk_elements: int, dealt: random.Random
+) -> None:
+    """Of any chunks of any map, also where a parameter lies in several."""
+    run = Site(tmp_path_factory.mktemp("run")).run
+    inits = ("normal", "ones", "zeros")
+    parameters = [Parameter(f"p{i}", shape, i // 2, inits[i % 3], 0.02) for i, shape in enumerate(shapes)]
+    parameter_map = ParameterMap(parameters, 1, chunk_elements)
+    by_name = {p.name: initial_tensor(p, run.seed).flatten() for p in parameters}
+    vectors = [torch.cat([by_name[p.name] for p in f.parameters]) for f in parameter_map.fragments]
+    chunks = [chunk for chunk in parameter_map.chunks if dealt.random() < 0.5]
+    found = initial_chunks(run, parameter_map, chunks)
+    assert found.keys() == {chunk.index for chunk in chunks}
+    for chunk in chunks:
+        there = vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel]
+        assert torch.equal(found[chunk.index], there), chunk
+    assert all(map(torch.equal, initial_weights(run, parameter_map), vectors))
+
+
+def test_a_member_asks_again_while_its_answer_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short it waits, an answer is digested once; and another answer anew."""
+    held, began = threading.Event(), []
+    real = MadeWeights.of
+
+    def slow(weights: tuple[ChunkWeights, ...]) -> MadeWeights:
+        began.append(weights)
+        assert held.wait(BUSY_S)
+        return real(weights)
+
+    one, other = (Answer(0, (ChunkWeights(0, version, b"same"),), "life") for version in (0, 1))
+    digest = real(one.weights).digest
+    monkeypatch.setattr(MadeWeights, "of", staticmethod(slow))
+
+    async def main() -> None:
+        digests = FirstDigests()
+        now_s = asyncio.get_running_loop().time()
+        for _ in range(3):
+            assert await digests.reply("eu", one, digest, now_s) == rpc.NotYet()
+        held.set()
+        assert await digests.reply("eu", one, digest, now_s + BUSY_S) == rpc.Same("life")
+        assert began == [one.weights]
+        assert await digests.reply("eu", other, digest, now_s + BUSY_S) is other
+        held.clear()
+        assert await digests.reply("eu", one, digest, now_s) == rpc.NotYet()
+        held.set()  # the server was told meanwhile to answer with other weights
+        assert await digests.reply("eu", other, digest, now_s + BUSY_S) is other
+        assert not digests._begun
+
+    asyncio.run(main())
