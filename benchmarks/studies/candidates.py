@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.common import command_line
 from benchmarks.studies.claims.baseline import RESULTS, Rows, best_parallel, kept, losses
-from benchmarks.studies.claims.methods import ONE_WORKER_2BIT, OURS_2BIT, SYNCHRONOUS, muon
+from benchmarks.studies.claims.methods import ONE_WORKER_2BIT, OURS_2BIT, SYNCHRONOUS, Settings, muon
 from benchmarks.studies.claims.report import interval, plain, table
 from benchmarks.studies.claims.search import SEED
 from benchmarks.studies.trials import LAST, REGIONS, MakeRegion, Trial, run, trial
@@ -147,8 +147,8 @@ def by_rate(rule: MomentumRegion, gain: float, share: float) -> None:
     rule.gain = 1.5 * gain * (1 - share) if 0.16 <= share < 0.77 else 0.0
 
 
-def parallel(lr: float = 0.01978, **own: Any) -> Trial:
-    return Trial(muon(SYNCHRONOUS), {"lr": lr}, **own)
+def parallel(lr: float = 0.01978, outer: Settings | None = None, **own: Any) -> Trial:
+    return Trial(muon(SYNCHRONOUS), {"lr": lr, **(outer or {})}, **own)
 
 
 def one(**changes: Any) -> Trial:
@@ -174,6 +174,8 @@ def isotropic_global(parameter_map: ParameterMap) -> AveragingGlobal:
 
 TO_ZERO = {"final_share": 0.0}
 ROWS = {"normalize_rows": True}
+AHEAD = {"lookahead": 0.6}
+SNOO = {"local_steps": 30, "sync_lr": 0.7, "sync_momentum": 0.6}  # arXiv 2510.15830; MuLoCo with one worker
 SEARCHED = {
     f"data parallel, {DEVICES * batch} sequences, rate {lr:g}": parallel(lr, batch=batch)
     for batch, rates in ((4, (0.02, 0.01, 0.04)), (2, (0.014, 0.01, 0.02)), (1, (0.01, 0.007, 0.014)))
@@ -183,12 +185,16 @@ TRIALS = {
     **SEARCHED,
     "data parallel, as searched before": parallel(),
     "data parallel, rows normalized": parallel(muon=ROWS),
+    "data parallel, 32 sequences, rate 0.01, rows normalized": parallel(0.01, batch=2, muon=ROWS),
     "data parallel, rate to 0": parallel(muon=TO_ZERO),
+    "data parallel, EMA-Nesterov": parallel(muon=AHEAD),
+    "data parallel, SNOO": parallel(outer=SNOO),
     "one": one(),
     "one, gain to 0 and whole merges": one(during=ramp(0.8)),
     "one, gain to 0": one(during=ramp(0.8, alpha=False)),
     "one, gain by rate": one(during=by_rate),
     "one, gain 0": one(momentum_gain=0.0),
+    "one, EMA-Nesterov": one(muon=AHEAD),
     "one, RDA 0.5": one(region_of=radial(0.5, REGIONS)),
     "one, RDA 1": one(region_of=radial(1.0, REGIONS)),
     "one, RDA at the global server": one(
@@ -197,6 +203,11 @@ TRIALS = {
     "one, IsoLoCo at the global server": one(top=isotropic_global),
     "one, IsoLoCo in the region": one(region_of=isotropic_region),
     "one, rows normalized": one(muon=ROWS),
+    "one, rows normalized, rate 0.011": one(muon=ROWS, lr=0.011),
+    "one, rows normalized, rate 0.023": one(muon=ROWS, lr=0.023),
+    "one, rows normalized, gain to 0 and whole merges": one(muon=ROWS, during=ramp(0.8)),
+    "one, rows normalized, 8 sequences, rate 0.011": one(muon=ROWS, batch=2, lr=0.011),
+    "one, the best together": one(muon=ROWS, batch=2, lr=0.011, during=ramp(0.8)),
     "one, 8 sequences, rate 0.011": one(batch=2, lr=0.011),
     "one, 8 sequences, rate 0.016": one(batch=2),
     "sixteen": sixteen(),
