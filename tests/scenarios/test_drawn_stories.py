@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import LimitsConfig, codec_config
-from tests.simulation.account import Account
+from geotrain.config.batches import BatchSchedule
+from tests.simulation.account import STEP, Account
 from tests.support.local_servers import first_weights
 from tests.support.net_worlds import outer, tiny_layout
 from tests.support.outer_world import UPDATES
@@ -56,7 +57,8 @@ class Drawn(Scenario):
         parts = {} if settings["fragments"] else {"fragments": {}}
         config = outer(settings["rule"], **known | codecs, limits=limits, **parts)
         shape = tiny_layout(config)
-        self.account = Account(config, shape, REGIONS, first_weights(shape), samples, {*REGIONS, *HOME})
+        about = config, shape, REGIONS, first_weights(shape), samples, {*REGIONS, *HOME}
+        self.account = Account(*about, BatchSchedule(STEP))
         self.account.updates = UPDATES
         super().do_world(*regions, samples=samples, norm_deviations=None, **settings)
 
