@@ -215,6 +215,9 @@ TRIALS = {
     "sixteen, RDA 0.5": sixteen(region_of=radial(0.5, DEVICES)),
     "sixteen, IsoLoCo at the global server": sixteen(top=isotropic_global),
     "sixteen, rows normalized": sixteen(muon=ROWS),
+    "sixteen, rows normalized, half the batch": sixteen(muon=ROWS, batch=2),
+    "sixteen, rows normalized, half the batch, rate 0.011": sixteen(muon=ROWS, batch=2, lr=0.011),
+    "sixteen, rows normalized, gain to 0 and whole merges": sixteen(muon=ROWS, during=ramp(0.8)),
     "sixteen, half the batch, rate 0.011": sixteen(batch=2, lr=0.011),
 }
 
