@@ -173,6 +173,7 @@ def isotropic_global(parameter_map: ParameterMap) -> AveragingGlobal:
 
 
 TO_ZERO = {"final_share": 0.0}
+INT4 = {"name": "int4"}
 ROWS = {"normalize_rows": True}
 AHEAD = {"lookahead": 0.6}
 SNOO = {"local_steps": 30, "sync_lr": 0.7, "sync_momentum": 0.6}  # arXiv 2510.15830; MuLoCo with one worker
@@ -208,6 +209,8 @@ TRIALS = {
     "one, rows normalized, gain to 0 and whole merges": one(muon=ROWS, during=ramp(0.8)),
     "one, rows normalized, 8 sequences, rate 0.011": one(muon=ROWS, batch=2, lr=0.011),
     "one, the best together": one(muon=ROWS, batch=2, lr=0.011, during=ramp(0.8)),
+    "one, the best together, rate 0.008": one(muon=ROWS, batch=2, lr=0.008, during=ramp(0.8)),
+    "one, the best together, 4 bits": one(muon=ROWS, batch=2, lr=0.011, during=ramp(0.8), up=INT4, down=INT4),
     "one, 8 sequences, rate 0.011": one(batch=2, lr=0.011),
     "one, 8 sequences, rate 0.016": one(batch=2),
     "sixteen": sixteen(),
@@ -215,6 +218,7 @@ TRIALS = {
     "sixteen, RDA 0.5": sixteen(region_of=radial(0.5, DEVICES)),
     "sixteen, IsoLoCo at the global server": sixteen(top=isotropic_global),
     "sixteen, rows normalized": sixteen(muon=ROWS),
+    "sixteen, rows normalized, rate 0.011": sixteen(muon=ROWS, lr=0.011),
     "sixteen, rows normalized, half the batch": sixteen(muon=ROWS, batch=2),
     "sixteen, rows normalized, half the batch, rate 0.011": sixteen(muon=ROWS, batch=2, lr=0.011),
     "sixteen, rows normalized, gain to 0 and whole merges": sixteen(muon=ROWS, during=ramp(0.8)),
