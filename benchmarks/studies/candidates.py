@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.common import command_line
 from benchmarks.studies.claims.baseline import RESULTS, Rows, best_parallel, kept, losses
-from benchmarks.studies.claims.methods import ONE_WORKER_2BIT, OURS_2BIT, SYNCHRONOUS, Settings, muon
+from benchmarks.studies.claims.methods import ONE_WORKER, ONE_WORKER_2BIT, OURS_2BIT, SYNCHRONOUS, Settings, muon
 from benchmarks.studies.claims.report import interval, plain, table
 from benchmarks.studies.claims.search import SEED
 from benchmarks.studies.trials import LAST, REGIONS, MakeRegion, Trial, run, trial
@@ -173,7 +173,6 @@ def isotropic_global(parameter_map: ParameterMap) -> AveragingGlobal:
 
 
 TO_ZERO = {"final_share": 0.0}
-INT4 = {"name": "int4"}
 ROWS = {"normalize_rows": True}
 AHEAD = {"lookahead": 0.6}
 SNOO = {"local_steps": 30, "sync_lr": 0.7, "sync_momentum": 0.6}  # arXiv 2510.15830; MuLoCo with one worker
@@ -210,7 +209,9 @@ TRIALS = {
     "one, rows normalized, 8 sequences, rate 0.011": one(muon=ROWS, batch=2, lr=0.011),
     "one, the best together": one(muon=ROWS, batch=2, lr=0.011, during=ramp(0.8)),
     "one, the best together, rate 0.008": one(muon=ROWS, batch=2, lr=0.008, during=ramp(0.8)),
-    "one, the best together, 4 bits": one(muon=ROWS, batch=2, lr=0.011, during=ramp(0.8), up=INT4, down=INT4),
+    "one, the best together, 4 bits": trial(
+        muon(ONE_WORKER), updates_per_send=1, muon=ROWS, batch=2, lr=0.011, during=ramp(0.8)
+    ),
     "one, 8 sequences, rate 0.011": one(batch=2, lr=0.011),
     "one, 8 sequences, rate 0.016": one(batch=2),
     "sixteen": sixteen(),
