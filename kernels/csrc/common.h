@@ -64,7 +64,7 @@ INLINE uint16_t to_bf16(float x) {
 /* The jobs are filled in by kernels/cpu.py, which lists the same fields in the same order.
  * What is coded: v = (anchor −) values + decay · residual, of `numel` elements; decoded: `out`, of as many. */
 typedef struct {
-    const float *anchor; /* or NULL */
+    float *anchor;       /* or NULL; becomes the values, which are fp32 then, if moves_anchor */
     const void *values;  /* fp32, or bf16 if values_are_bf16 */
     void *residual;      /* or NULL; becomes v − decoded. fp32, or bf16 if residual_is_bf16 */
     float *out;          /* with `accumulate` it gets weight · decoded added */
@@ -74,7 +74,7 @@ typedef struct {
     int64_t residual_begin; /* the element that `residual` begins with */
     uint64_t seed;
     float decay, inverse_level, weight; /* inverse_level: 1 / the grid's largest magnitude */
-    int32_t values_are_bf16, residual_is_bf16, stochastic, accumulate;
+    int32_t values_are_bf16, residual_is_bf16, moves_anchor, stochastic, accumulate;
     int32_t format, block, scale_shift, scale_bytes, max_scale_bits, threads;
     /* topk2 only: the record of a full block (0) and of the last, shorter one (1) */
     struct record {
