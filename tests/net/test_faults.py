@@ -198,4 +198,5 @@ def test_payloads_that_were_delivered_do_not_stay_in_memory(make):
 
     running.region_client.deliver = watched
     worker.train(worker.lease())
-    wait_for(lambda: len(sent) == len(cluster.parameter_map.fragments) and not any(update() for update in sent))
+    wait_for(lambda: len(sent) == len(cluster.parameter_map.fragments) and not running.server.in_flight)
+    wait_for(lambda: not any(update() for update in sent), 20.0)
