@@ -122,8 +122,7 @@ class Server(Membership):
         return self._handled(None)
 
     def _handled(self, reply: Any) -> Handled:
-        # A message that failed on the way may have queued sends already. They leave with this one: the updates among
-        # them are recorded as in flight, and their answers are waited for.
+        # What a message that failed has queued leaves with this one: its updates are recorded as in flight.
         handled = Handled(reply, tuple(self._sends), tuple(self._events))
         self._sends, self._events = [], []
         return handled
@@ -435,13 +434,12 @@ class Server(Membership):
         dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
         member.begin_answer(first.sequence, set(fragments))
         anchors = {self.parameter_map.chunks[d.chunk].fragment: d.anchor_version for d in first.deltas}
-        answered: dict[int, tuple[str, ...]] = {}
+        answered = dict[int, tuple[str, ...]]()
         for fragment in fragments:
             state = self.fragments[fragment]
             member.staleness[fragment] = state.version - anchors[fragment]
             if self.rule.in_rounds and member.has_sent(fragment, first.job):
-                # A former incarnation sent it in this round, which has one delta of each worker. This one is only
-                # answered: now, or when the round is complete.
+                # A former incarnation sent this round's delta. This one is only answered, now or when it is complete.
                 answered[fragment] = () if fragment in member.owed else (name,)
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
