@@ -36,7 +36,7 @@ _CodecJob = _struct(
     (_long, "numel codes_offset residual_begin"),
     (ctypes.c_uint64, "seed"),
     (_float, "decay inverse_level weight"),
-    (_int, "values_are_bf16 residual_is_bf16 stochastic accumulate"),
+    (_int, "values_are_bf16 residual_is_bf16 moves_anchor stochastic accumulate"),
     (_int, "format block scale_shift scale_bytes max_scale_bits threads"),
     (_Record * 2, "record"),
 )
@@ -112,8 +112,9 @@ def _warn(reason: str) -> None:
 
 
 def quantize(
-    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int
-) -> Tensor:
+    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int,
+    moves_anchor: bool = False,
+) -> Tensor:  # fmt: skip
     """Encode v = (anchor −) values + decay · residual."""
     finite = _run(
         "quantize",
@@ -124,6 +125,7 @@ def quantize(
         inverse_level=1.0 / GRIDS[fmt.name].max_level if fmt.name in GRIDS else 0.0,
         values_are_bf16=values.dtype == torch.bfloat16,
         residual_is_bf16=residual is not None and residual.dtype == torch.bfloat16,
+        moves_anchor=moves_anchor,
         stochastic=fmt.stochastic,
     )
     return torch.tensor(finite == 1)

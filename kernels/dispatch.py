@@ -28,6 +28,7 @@ def quantize(
     residual: Tensor | None = None,
     seed: int = 0,
     payload: Tensor | None = None,
+    moves_anchor: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Encode v = (anchor −) values + decay · residual in one pass; residual becomes v − decoded, in place.
 
@@ -35,15 +36,19 @@ def quantize(
     of one size. Returns (payload: uint8, 1-D; whether all was finite, 0-d bool). A block that is not finite gets a
     NaN scale and keeps its residual.
     payload: where to write it, of the right size; None: to new memory.
+    moves_anchor: the anchor becomes the values, which must be fp32; on hosts only.
     """
     values = values.detach()
     kept = None if residual is None else (residual, LOW_PRECISION if residual.is_cpu else LOW_PRECISION[:1])
-    _check("quantize", values, {"values": (values, LOW_PRECISION), "anchor": anchor, "residual": kept})
+    kinds = LOW_PRECISION[:1] if moves_anchor else LOW_PRECISION
+    _check("quantize", values, {"values": (values, kinds), "anchor": anchor, "residual": kept})
     if payload is None:
         payload = values.new_empty(fmt.encoded_bytes(values.numel()), dtype=torch.uint8)
     _check_payload("quantize", payload, values, fmt)
     flat_anchor, flat_residual = (None if t is None else t.view(-1) for t in (anchor, residual))
-    return payload, _pick(values).quantize(values.view(-1), payload, fmt, flat_anchor, flat_residual, seed)
+    moved = (True,) if moves_anchor and anchor is not None else ()
+    ops = _pick(values, on_gpu=not moved)
+    return payload, ops.quantize(values.view(-1), payload, fmt, flat_anchor, flat_residual, seed, *moved)
 
 
 def dequantize(

@@ -31,13 +31,15 @@ TO_INTEGER = 8388608.0  # 2^23: adding it rounds a small fp32 to an integer, hal
 
 
 def quantize(
-    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int
-) -> Tensor:
+    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int,
+    moves_anchor: bool = False,
+) -> Tensor:  # fmt: skip
     """Encode v = (anchor −) values + decay · residual into `payload`; residual becomes v − decoded, in place.
 
     All 1-D: values fp32 or bf16, anchor fp32, residual fp32 or bf16 (rounded by chance), payload uint8 of
     `fmt.encoded_bytes`. Returns whether all v are finite (0-d bool). A block that is not finite is coded as zeros
     with a NaN scale and keeps its residual; of fp32 and bf16 a single element that is not finite keeps its own.
+    moves_anchor: the anchor becomes the values, finite or not.
     """
     v = values.float() if anchor is None else anchor - values.float()
     if residual is not None:
@@ -54,6 +56,8 @@ def quantize(
         decoded = code(torch.where(finite, rows, 0.0), finite, v.numel(), payload, fmt, seed)
     if residual is not None:
         _keep(residual, torch.where(good, v - decoded, residual.float()), seed ^ SECOND_STREAM)
+    if moves_anchor and anchor is not None:
+        anchor.copy_(values)
     return good.all()
 
 

@@ -88,17 +88,21 @@ class Codec:
         residual: Tensor | None = None,
         seed: int = 0,
         what: str = "",
+        moves_anchor: bool = False,
     ) -> EncodedDelta:
         """Encode v = values + decay · residual or, with an anchor, v = anchor − values + decay · residual.
 
         One pass over memory. The residual (same size) becomes v − decoded(v), in place: what this payload could not
         express goes with the next one (error feedback). On hosts it may be bf16, which is rounded by chance.
 
-        seed: chooses the random bits of stochastic rounding. what: names the tensor in errors. Raises CodecError, and
-        NonFiniteError on a CPU; the residual is then unusable, since that of the finite blocks was updated already.
+        seed: chooses the random bits of stochastic rounding. what: names the tensor in errors. moves_anchor: the
+        anchor becomes the values (fp32, on a CPU), in the same pass. Raises CodecError, and NonFiniteError on a CPU;
+        residual and anchor are then unusable, since those of the finite blocks were updated already.
         """
         try:
-            payload, finite = kernels.quantize(values, self.spec, anchor=anchor, residual=residual, seed=seed)
+            payload, finite = kernels.quantize(
+                values, self.spec, anchor=anchor, residual=residual, seed=seed, moves_anchor=moves_anchor
+            )
         except ValueError as error:
             raise CodecError(f"{what or 'a tensor'}: {error}") from None
         if values.device.type == "cpu":

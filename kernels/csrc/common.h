@@ -64,7 +64,7 @@ INLINE uint16_t to_bf16(float x) {
 /* The jobs are filled in by kernels/cpu.py, which lists the same fields in the same order.
  * What is coded: v = (anchor −) values + decay · residual, of `numel` elements; decoded: `out`, of as many. */
 typedef struct {
-    const float *anchor; /* or NULL */
+    float *anchor;       /* or NULL; becomes the values, which are fp32 then, if moves_anchor */
     const void *values;  /* fp32, or bf16 if values_are_bf16 */
     void *residual;      /* or NULL; becomes v − decoded. fp32, or bf16 if residual_is_bf16 */
     float *out;          /* with `accumulate` it gets weight · decoded added */
@@ -74,7 +74,7 @@ typedef struct {
     int64_t residual_begin; /* the element that `residual` begins with */
     uint64_t seed;
     float decay, inverse_level, weight; /* inverse_level: 1 / the grid's largest magnitude */
-    int32_t values_are_bf16, residual_is_bf16, stochastic, accumulate;
+    int32_t values_are_bf16, residual_is_bf16, moves_anchor, stochastic, accumulate;
     int32_t format, block, scale_shift, scale_bytes, max_scale_bits, threads;
     /* topk2 only: the record of a full block (0) and of the last, shorter one (1) */
     struct record {
@@ -97,26 +97,26 @@ INLINE int32_t load_scale(const uint8_t *at, int32_t shift, int32_t bytes) {
     return (int32_t)(stored << shift);
 }
 
-/* Philox-4x32-10 (Salmon et al., SC 2011): word w of counter first + j to words[w · quarter + j]. */
-INLINE void random_block(uint32_t *words, int64_t first, int quarter, uint64_t seed) {
-    for (int j = 0; j < quarter; j++) {
-        uint64_t counter = (uint64_t)first + (uint64_t)j;
-        uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
-        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-        for (int round = 0; round < 10; round++) {
-            uint32_t low0 = c0 * 0xD2511F53u, high0 = (uint32_t)(((uint64_t)c0 * 0xD2511F53u) >> 32);
-            uint32_t low1 = c2 * 0xCD9E8D57u, high1 = (uint32_t)(((uint64_t)c2 * 0xCD9E8D57u) >> 32);
-            c0 = high1 ^ c1 ^ k0;
-            c1 = low1;
-            c2 = high0 ^ c3 ^ k1;
-            c3 = low0;
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
+/* Philox-4x32-10 (Salmon et al., SC 2011): word w of counter first + j to words[w · quarter + j]. Rounds are outside
+ * and each word has a pointer of its own, or gcc would not vectorize it. */
+INLINE void random_block(uint32_t *words, int64_t first, int64_t quarter, uint64_t seed) {
+    uint32_t *restrict c0 = words, *restrict c1 = c0 + quarter, *restrict c2 = c1 + quarter, *restrict c3 = c2 + quarter;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int64_t j = 0; j < quarter; j++) {
+        c0[j] = (uint32_t)(first + j);
+        c1[j] = (uint32_t)((uint64_t)(first + j) >> 32);
+        c2[j] = c3[j] = 0;
+    }
+    for (int round = 0; round < 10; round++) {
+        for (int64_t j = 0; j < quarter; j++) {
+            const uint64_t p0 = (uint64_t)c0[j] * 0xD2511F53u, p1 = (uint64_t)c2[j] * 0xCD9E8D57u;
+            c0[j] = (uint32_t)(p1 >> 32) ^ c1[j] ^ k0;
+            c1[j] = (uint32_t)p1;
+            c2[j] = (uint32_t)(p0 >> 32) ^ c3[j] ^ k1;
+            c3[j] = (uint32_t)p0;
         }
-        words[j] = c0;
-        words[quarter + j] = c1;
-        words[2 * quarter + j] = c2;
-        words[3 * quarter + j] = c3;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
     }
 }
 

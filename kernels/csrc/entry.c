@@ -34,6 +34,7 @@ API int32_t geotrain_quantize(const codec_job *job) {
         }
         const int ok = job->format == TOPK2 ? encode_topk(&part, first, last) : encode_dense(&part, first, last);
         if (kept) keep_in_bf16(kept, wide, at, length, SECOND_STREAM(job->seed));
+        if (job->moves_anchor) memcpy(job->anchor + at, (const float *)job->values + at, sizeof(float) * (size_t)length);
         finite = finite && ok;
     }
     return finite;

@@ -133,7 +133,7 @@ class SignCodec(Codec):
     def encoded_bytes(self, numel):
         return 4 + -(-numel // 8)
 
-    def encode(self, values, *, anchor=None, residual=None, seed=0, what=""):
+    def encode(self, values, *, anchor=None, residual=None, seed=0, what="", moves_anchor=False):
         v = values.flatten().float() if anchor is None else anchor.flatten() - values.flatten()
         v = v if residual is None else v + residual.flatten()
         bits = torch.zeros(-(-v.numel() // 8) * 8, dtype=torch.uint8)
@@ -142,6 +142,8 @@ class SignCodec(Codec):
         payload = torch.cat([v.abs().mean()[None].view(torch.uint8), packed])
         if residual is not None:
             residual.copy_((v - self.decode(payload, v.numel())).view_as(residual))
+        if moves_anchor:
+            anchor.copy_(values)
         return EncodedDelta(payload, bool(v.isfinite().all()), what).check()
 
     def check(self, payload, numel):

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import socket
 import threading
+import weakref
 
 import pytest
 
@@ -183,3 +184,19 @@ def test_an_update_made_while_a_session_begins_is_sent(make):
     worker.leave()
     wait_for(lambda: cluster.top.server.finished)
     assert cluster.top.server.lease_table.committed_samples == 24
+
+
+def test_payloads_that_were_delivered_do_not_stay_in_memory(make):
+    cluster = make(outer(updates_per_send=1), {"eu": {"a": whole}})
+    running, worker, sent = cluster.regions["eu"], cluster.joined("a"), []
+    deliver = running.region_client.deliver
+
+    def watched(send):
+        if isinstance(send.message, UpdatePart):
+            sent.append(weakref.ref(send.message))
+        deliver(send)
+
+    running.region_client.deliver = watched
+    worker.train(worker.lease())
+    wait_for(lambda: len(sent) == len(cluster.parameter_map.fragments) and not running.server.in_flight)
+    wait_for(lambda: not any(update() for update in sent), 20.0)

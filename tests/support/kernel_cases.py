@@ -65,12 +65,16 @@ def check_quantize(ops: ModuleType, fmt: PayloadFormat, numel: int, device: str 
             values[numel // 2] = float("nan") if numel % 2 else float("inf")
         seed = 0x123456789ABCDEF0 + variant
         want_payload = torch.empty(fmt.encoded_bytes(numel), dtype=torch.uint8)
-        want_residual = None if residual is None else residual.clone()
-        want_finite = reference.quantize(values, want_payload, fmt, anchor, want_residual, seed)
+        want_residual, want_anchor = (None if t is None else t.clone() for t in (residual, anchor))
+        moves = (True,) if variant == 2 and device == "cpu" else ()
+        want_finite = reference.quantize(values, want_payload, fmt, want_anchor, want_residual, seed, *moves)
         payload = torch.full((fmt.encoded_bytes(numel) + 16,), 0xA5, dtype=torch.uint8, device=device)
         inputs = [None if t is None else t.to(device, copy=True) for t in (values, anchor, residual)]
         inside = payload[: fmt.encoded_bytes(numel)]
-        finite = ops.quantize(inputs[0], inside, fmt, inputs[1], inputs[2], seed)
+        finite = ops.quantize(inputs[0], inside, fmt, inputs[1], inputs[2], seed, *moves)
+        if anchor is not None:
+            assert_same_bits(inputs[1], values if moves else anchor)
+            assert_same_bits(inputs[1], want_anchor)
         assert payload.cpu()[-16:].eq(0xA5).all(), "wrote behind the payload"
         if bool(want_finite) or fmt.name not in ("fp32", "bf16"):  # a NaN's own bits are nobody's promise
             assert torch.equal(inside.cpu(), want_payload)

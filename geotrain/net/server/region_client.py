@@ -163,11 +163,9 @@ class RegionClient:
         log.info("%s: joined the global server at %s", self.server.name, self.link.address)
         try:
             async with asyncio.TaskGroup() as lanes:
-                pushed: list[asyncio.Queue[UpdatePart]] = [
-                    asyncio.Queue() for _ in self.server.parameter_map.fragments
-                ]
-                for queue in pushed:
-                    lanes.create_task(self._run_answers(queue))
+                pushed: list[asyncio.Queue[int]] = [asyncio.Queue() for _ in self.server.parameter_map.fragments]
+                for fragment, queue in enumerate(pushed):
+                    lanes.create_task(self._run_answers(fragment, queue))
                 lanes.create_task(self._run_updates(pushed))
                 for lane in self._said.values():
                     lanes.create_task(self._run_leases(lane))
@@ -175,9 +173,9 @@ class RegionClient:
         except* (NotJoined, _SessionOver):
             pass
 
-    async def _run_updates(self, pushed: list[asyncio.Queue[UpdatePart]]) -> None:
-        """Deliver updates, and end with the goodbye. pushed: a queue for each fragment, which gets delivered
-        updates."""
+    async def _run_updates(self, pushed: list[asyncio.Queue[int]]) -> None:
+        """Deliver updates, and end with the goodbye. pushed: a queue for each fragment, which gets the sequence of
+        each delivered update, and not its payloads, which would stay in memory until the fragment's next one."""
         last = 0
         while True:
             message = await self._next(self._updates)
@@ -201,8 +199,10 @@ class RegionClient:
                         raise
                     await self._start_over(refused.reason, message.sequence)
                 self.on_acknowledged(message.sequence)
-                pushed[self._fragments(message)[0]].put_nowait(message)
+                fragment = self.server.parameter_map.chunks[message.deltas[0].chunk].fragment
+                pushed[fragment].put_nowait(message.sequence)
             self._updates.popleft()
+            del message  # and with it the payloads, before the next is waited for
 
     async def _start_over(self, reason: str, sequence: int) -> NoReturn:
         """Begin again from the global weights, since an update was refused for good. The region does so as a new
@@ -253,13 +253,9 @@ class RegionClient:
             if ack.recalled and await self.server_thread.read(lambda: any(map(leases.spare, leases.held))):
                 await self.server_thread.persist(Recall())
 
-    async def _run_answers(self, pushed: asyncio.Queue[UpdatePart]) -> None:
+    async def _run_answers(self, fragment: int, pushed: asyncio.Queue[int]) -> None:
         while True:
-            update = await pushed.get()
-            await self.server_thread.persist(await self._pull(update.sequence, self._fragments(update)))
-
-    def _fragments(self, update: UpdatePart) -> tuple[int, ...]:
-        return self.server.parameter_map.fragments_of([delta.chunk for delta in update.deltas])
+            await self.server_thread.persist(await self._pull(await pushed.get(), (fragment,)))
 
     async def _pull(self, sequence: int, fragments: tuple[int, ...], made: MadeWeights | None = None) -> Answer:
         return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes, made=made))

@@ -25,7 +25,9 @@ from geotrain.kernels import OuterStep
 
 Inputs = dict[str, float]  # from the counting half to the computing one: plain numbers by name
 NOTHING: Inputs = {}
-Encode = Callable[..., None]  # (values, anchor=None): sends anchor − values, or the values; it keeps neither
+# (values, anchor=None, moves_anchor=False): sends anchor − values, or the values, and keeps neither; the anchor then
+# becomes the values, if it moves.
+Encode = Callable[..., None]
 
 
 @dataclass
@@ -201,9 +203,7 @@ class AsyncRegion(ABC):
         return NOTHING, weight
 
     def progress(self, v: Vectors, inputs: Inputs, encode: Encode) -> None:
-        encode(v.x, anchor=v.vector("base"))
-        if self.ledger:
-            v.aux["base"].copy_(v.x)
+        encode(v.x, anchor=v.vector("base"), moves_anchor=self.ledger)
 
     def on_global_weights(self, c: Counts) -> tuple[str, ...]:
         if not self.ledger:

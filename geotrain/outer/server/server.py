@@ -122,8 +122,7 @@ class Server(Membership):
         return self._handled(None)
 
     def _handled(self, reply: Any) -> Handled:
-        # A message that failed on the way may have queued sends already. They leave with this one: the updates among
-        # them are recorded as in flight, and their answers are waited for.
+        # What a message that failed has queued leaves with this one: its updates are recorded as in flight.
         handled = Handled(reply, tuple(self._sends), tuple(self._events))
         self._sends, self._events = [], []
         return handled
@@ -435,20 +434,21 @@ class Server(Membership):
         dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
         member.begin_answer(first.sequence, set(fragments))
         anchors = {self.parameter_map.chunks[d.chunk].fragment: d.anchor_version for d in first.deltas}
+        answered = dict[int, tuple[str, ...]]()
         for fragment in fragments:
             state = self.fragments[fragment]
             member.staleness[fragment] = state.version - anchors[fragment]
             if self.rule.in_rounds and member.has_sent(fragment, first.job):
-                # A former incarnation sent it in this round, which has one delta of each worker. This one is only
-                # answered: now, or when the round is complete.
-                names: tuple[str, ...] = () if fragment in member.owed else (name,)
+                # A former incarnation sent this round's delta. This one is only answered, now or when it is complete.
+                answered[fragment] = () if fragment in member.owed else (name,)
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
-                inputs, names = self.rule.on_delta(state, name, first.weight)
+                inputs, answered[fragment] = self.rule.on_delta(state, name, first.weight)
                 self.shards.execute(Apply(name, first.sequence, fragment, state.version, inputs))
+        self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))  # before answers take memory
+        for fragment, names in answered.items():
             self.answer_members(names, fragment)
-        self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))
         staleness = max(member.staleness[fragment] for fragment in fragments)
         metrics = {name: value for name, value in credible(first.metrics).items() if name != "staleness"}
         member.metrics = {**metrics, "staleness": float(staleness)}

@@ -245,11 +245,13 @@ class ServerShard:
         residual = self.residuals.get(i)
         self.will_change(*v.all(), *([] if residual is None else [residual]))
 
-        def encode(values: Tensor, anchor: Tensor | None = None) -> None:
+        def encode(values: Tensor, anchor: Tensor | None = None, moves_anchor: bool = False) -> None:
             try:
-                coded = self.up_codec.encode(values, anchor=anchor, residual=residual, seed=seed)
+                coded = self.up_codec.encode(
+                    values, anchor=anchor, residual=residual, seed=seed, moves_anchor=moves_anchor
+                )
             except NonFiniteError:
-                delta = values if anchor is None else anchor - values
+                delta = values if anchor is None or moves_anchor else anchor - values
                 parameter = self.parameter_map.not_finite(chunk.fragment, delta, chunk.start)
                 what = f"parameter {parameter}" if parameter else "what earlier deltas left to be sent"
                 raise refusal(f"region {self.name}: {what}") from None
