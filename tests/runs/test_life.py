@@ -253,7 +253,7 @@ def test_it_learns(life: Life) -> None:
     found = summary(life)
     assert found["validation_loss_final"] < 0.8 * found["validation_loss_start"]
     sequence = life.run.run.data.sequence_length
-    by_export = evaluate(life.run.folder / "export", life.run.folder / "data/validation", sequence, 64)
+    by_export = evaluate(life.run.folder / "export", life.run.folder / "data/validation", 64, sequence)
     assert found["validation_loss_final"] == pytest.approx(by_export, abs=1e-4)
     validated = life.seen["finished"].statuses["global"]["validation"]  # by a worker, of weights not much older
     assert validated["worker"] in (*EU, *US) and validated["loss"] < 0.8 * found["validation_loss_start"]
