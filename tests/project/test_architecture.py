@@ -43,11 +43,11 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 6_020,
-    "net.transport.worker_client": 4_055,
+    "worker.loop": 6_025,
+    "net.transport.worker_client": 4_060,
     "outer.server.server": 6_900,
-    "worker.trainer": 9_531,
-    "net.server.server_process": 15_416,
+    "worker.trainer": 9_536,
+    "net.server.server_process": 15_421,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
 SIZES = {PRODUCT: 37_260, ("benchmarks",): 12_216}
