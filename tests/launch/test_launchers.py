@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def test_a_launcher_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match=r"worker 'eu-0': launcher = 'slrum': did you mean 'slurm'\?"):
         launcher_of(worker("slrum"))
     point = EntryPoint("far", "geotrain.launch.launchers.ssh:Ssh", "geotrain.launchers")
-    monkeypatch.setattr("geotrain.common.entry_points.entry_points", lambda **_: (point,))
+    monkeypatch.setattr("geotrain.common.entry_points.entry_points_on", lambda *_: EntryPoints([point]))
     assert isinstance(launcher_of(worker("far")), Ssh)
 
 

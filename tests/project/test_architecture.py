@@ -43,14 +43,14 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 6_032,
-    "net.transport.worker_client": 4_055,
-    "outer.server.server": 6_900,
-    "worker.trainer": 9_543,
-    "net.server.server_process": 15_427,
+    "worker.loop": 6_037,
+    "net.transport.worker_client": 4_060,
+    "outer.server.server": 6_835,
+    "worker.trainer": 9_548,
+    "net.server.server_process": 15_432,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 37_266, ("benchmarks",): 12_216}
+SIZES = {PRODUCT: 37_271, ("benchmarks",): 12_224}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself

@@ -252,7 +252,8 @@ def test_it_learns(life: Life) -> None:
         assert min(mine[len(mine) // 2 :]) < 0.8 * mine[0], worker
     found = summary(life)
     assert found["validation_loss_final"] < 0.8 * found["validation_loss_start"]
-    by_export = evaluate(life.run.folder / "export", life.run.folder / "data/validation", 64, 64)
+    sequence = life.run.run.data.sequence_length
+    by_export = evaluate(life.run.folder / "export", life.run.folder / "data/validation", 64, sequence)
     assert found["validation_loss_final"] == pytest.approx(by_export, abs=1e-4)
     validated = life.seen["finished"].statuses["global"]["validation"]  # by a worker, of weights not much older
     assert validated["worker"] in (*EU, *US) and validated["loss"] < 0.8 * found["validation_loss_start"]
@@ -261,7 +262,7 @@ def test_it_learns(life: Life) -> None:
 def test_the_summary_adds_up(life: Life) -> None:
     found = summary(life)
     samples = life.seen["finished"].statuses["global"]["committed_samples"]
-    assert found["tokens"] == 64 * samples and found["inner_steps"] == samples // BATCH
+    assert found["tokens"] == life.run.run.data.sequence_length * samples and found["inner_steps"] == samples // BATCH
     assert found["data_parallel_bytes"] == 4 * found["parameters"] * (samples // BATCH // 3)
     assert (found["committed_share"], found["lost_updates"], found["workers"]) == (1.0, 0, 3)
     assert len(set(found["layouts"].values())) == 2

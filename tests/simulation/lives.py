@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from grpc import aio
 
@@ -291,8 +290,6 @@ def settings_of(seed: int) -> dict[str, Any]:
     return drawn_settings | ({"ledger": False} if rule == "published" else {})
 
 
-# Plug-ins are sought in all packages' files, again for each configuration: a quarter of a life.
-@mock.patch("geotrain.common.entry_points.entry_points", lambda **_: ())
 def live(seed: int, work: Kind = befall) -> World:
     """Play the life of that seed to its end. work: what befalls it."""
     folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))

@@ -37,8 +37,8 @@ CONFIGS = ROOT / "configs"
 PACKAGED = ("geotrain", "kernels", "launch", "configs", "setup.py", "pyproject.toml", "LICENSE")  # a wheel's sources
 BUSY_S = 500.0  # until ranks have joined, on a busy machine
 ENOUGH = 1_000_000  # samples: no machine trains them before the run is stopped
-PACE_S = 0.5  # a step: workers that wait leave the processor to those who look at them
-STEPS, BATCH, LOCAL_STEPS = 48, 16, 4  # STEPS: after the run was resumed
+PACE_S = 1.0  # a step: workers that wait leave the processor to those who look at them
+STEPS, BATCH, LOCAL_STEPS = 48, 16, 2  # STEPS: after the run was resumed
 BAD_RECORD = "DECRYPTION_FAILED_OR_BAD_RECORD_MAC"  # what TLS says of what had passed TCP's checksum
 RECORDED = 2 * LOCAL_STEPS  # steps in a trace: an update leaves during them
 QUIET_S = 4 * LOCAL_STEPS * PACE_S  # several jobs
@@ -118,7 +118,7 @@ def write_files(folder: Path, samples: int = ENOUGH, pace_s: float = PACE_S) -> 
     raw["deepspeed"]["bf16"]["enabled"] = processor_has_bf16()  # as `geotrain quickstart` does
     raw["deepspeed"]["scheduler"]["params"] |= LEARNING
     raw["data"] |= {what: str(folder / "run/data" / what) for what in ("train", "validation", "tokenizer")}
-    raw["data"] |= {"sequence_length": 64, "train_samples": samples, "validation_samples": 64}
+    raw["data"] |= {"sequence_length": 32, "train_samples": samples, "validation_samples": 64}
     raw["monitor"] = {"every_s": 1.0, "metrics_port": 0, "validate_every_samples": 20 * BATCH}
     raw["outer"] |= {
         "local_steps": LOCAL_STEPS,
