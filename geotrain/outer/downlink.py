@@ -111,7 +111,7 @@ class WeightsReceiver(_Mirror):
         """Return the weights as fp32, 1-D, on the device to which `bring` takes the payload.
 
         The caller must not write to them: the vector may be the mirror itself, against which the next change is
-        decoded, and is valid until that is paged out. Raises CodecError; then nothing has changed.
+        decoded, until `page_out` takes it back. Raises CodecError; then nothing has changed.
         """
         codec = self._codec_of(weights)
         payload = bring(weights.payload, lambda host: codec.check(host, numel))
@@ -125,6 +125,11 @@ class WeightsReceiver(_Mirror):
             self.mirror[weights.chunk] = self.mirror_store.put(vector)
             self._note(weights)
         return vector
+
+    def page_out(self, chunk: int) -> None:
+        """Take back what `decode` returned of the chunk."""
+        if chunk in self.mirror:
+            self.mirror_store.page_out(self.mirror[chunk])
 
     def fingerprints_of(self, chunks: int) -> tuple[int, ...]:
         """Return the fingerprints of all chunks, for a join; 0: none is here. Empty where weights travel whole."""

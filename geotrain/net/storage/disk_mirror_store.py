@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import LifoQueue
+from queue import Empty, LifoQueue
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from geotrain.outer.mirror_store import MirrorStore
 
 BUFFERS = 3  # for a vector that is read ahead, one that is changed, one that is written
 IO_BYTES = 8 << 20
+WAIT_S = 600.0  # for a buffer
 _C = ctypes.CDLL(None, use_errno=True)
 _MADV_PAGEOUT = 21
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # by their number in statfs(2)
@@ -144,7 +145,10 @@ class DiskMirrorStore(MirrorStore):
 
     def _buffer(self, file: _File) -> mmap.mmap:
         """Take a buffer that holds the file, once one is free."""
-        buffer = self._free.get()
+        try:
+            buffer = self._free.get(timeout=WAIT_S)
+        except Empty:
+            raise OSError(errno.ETIMEDOUT, f"no mirror was written for {WAIT_S:g} s", str(self._folder)) from None
         if buffer is None or len(buffer) < file.size_bytes:
             buffer = mmap.mmap(-1, file.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return buffer

@@ -283,8 +283,7 @@ class ServerShard:
             self.in_flight.pop(i)
             self.will_change(*self.vectors[i].all())
             rule.merge(self.vectors[i], vector)
-        if i in self.downlink.mirror:
-            self.mirror_store.page_out(self.downlink.mirror[i])
+        self.downlink.page_out(i)
 
     # -- what others get
 
