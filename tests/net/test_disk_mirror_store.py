@@ -102,6 +102,15 @@ def test_in_any_order_of_calls_a_store_on_the_disk_holds_what_one_in_memory_does
         assert all(map(torch.equal, *held)) and all(map(on_disk, held[0]))
 
 
+def test_what_was_fetched_in_vain_keeps_no_buffer(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(disk_mirror_store, "WAIT_S", 10.0)
+    mirror_store = DiskMirrorStore(tmp_path, pytest.fail)
+    vectors = [mirror_store.put(torch.full((1000,), float(i))) for i in range(2 * BUFFERS)]
+    for vector in vectors:
+        mirror_store.fetch([vector])
+    assert all(torch.equal(mirror_store.page_in(vector), vector) for vector in vectors[: BUFFERS - 1])
+
+
 def test_a_vector_is_read_again_only_when_it_is_written(tmp_path: Path, monkeypatch) -> None:
     mirror_store, read = DiskMirrorStore(tmp_path, pytest.fail), Event()
     vector = mirror_store.put(torch.ones(1000))
