@@ -43,14 +43,14 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 6_020,
+    "worker.loop": 6_027,
     "net.transport.worker_client": 4_055,
     "outer.server.server": 6_900,
-    "worker.trainer": 9_531,
-    "net.server.server_process": 15_416,
+    "worker.trainer": 9_538,
+    "net.server.server_process": 15_489,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 37_255, ("benchmarks",): 12_216}
+SIZES = {PRODUCT: 37_328, ("benchmarks",): 12_214}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself
