@@ -62,7 +62,6 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
     list(journal.replay(1))
     mirror_store = DiskMirrorStore(folder, print)
     mirror = mirror_store.put(torch.zeros(numel))
-    mirror_store.page_out(mirror)
     times: dict[str, list[float]] = {}
 
     @contextmanager
@@ -101,8 +100,7 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
         rule.on_global_weights(counts)
         mirror_store.settle()
         with stage("mirror"):  # read from the disk, changed, and written there again
-            mirror_store.page_in(mirror)
-            mirror.neg_()
+            mirror_store.page_in(mirror).neg_()
             mirror_store.page_out(mirror)
             mirror_store.settle()
     journal.close()

@@ -11,7 +11,7 @@ either end both know whether the mirrors are still equal; if they are not, the n
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from torch import Tensor
@@ -45,13 +45,17 @@ class _Mirror:
 
     def __init__(self, config: CodecConfig, mirror_store: MirrorStore | None = None) -> None:
         self.changes = sends_changes(config)
-        self.mirror_store = mirror_store or MirrorStore()  # of the mirror, which callers page in and out
+        self.mirror_store = mirror_store or MirrorStore()  # of the mirror
         self.codec = make_codec(config)
         # The first weights go whole, and exactly: there is nothing yet that they could be a change of.
         self.plain = make_codec(codec_config("fp32")) if self.changes else self.codec
         self.mirror: dict[int, Tensor] = {}
         self.fingerprints: dict[int, int] = {}
         self.before: dict[int, int] = {}
+
+    def fetch(self, chunks: Iterable[int]) -> None:
+        """Begin to read the mirrors of chunks whose next changes are about to be coded or decoded."""
+        self.mirror_store.fetch([self.mirror[chunk] for chunk in chunks if chunk in self.mirror])
 
     def _note(self, weights: ChunkWeights) -> ChunkWeights:
         """Note that the mirror holds these weights now; return them."""
@@ -82,10 +86,11 @@ class WeightsSender(_Mirror):
         if chunk in self.mirror:
             if was_whole:  # the mirror is still the memory of that payload
                 self.mirror[chunk] = self.mirror_store.put(self.mirror[chunk].clone())
-            mirror, seed = self.mirror[chunk], rounding_seed(version, chunk)
+            mirror, seed = self.mirror_store.page_in(self.mirror[chunk]), rounding_seed(version, chunk)
             # The codec encodes anchor − values, so this is the change: weights now minus what the receiver has.
             payload = self.codec.encode(mirror, anchor=held, seed=seed, what=what).payload
             self.codec.decode_accumulate(payload, mirror)
+            self.mirror_store.page_out(self.mirror[chunk])
             return self._note(ChunkWeights(chunk, version, to_bytes(payload), increment=True))
         payload = self.plain.encode(held, what=what).payload
         if not self.changes:
@@ -106,20 +111,25 @@ class WeightsReceiver(_Mirror):
         """Return the weights as fp32, 1-D, on the device to which `bring` takes the payload.
 
         The caller must not write to them: the vector may be the mirror itself, against which the next change is
-        decoded. Raises CodecError; then nothing has changed.
+        decoded, until `page_out` takes it back. Raises CodecError; then nothing has changed.
         """
         codec = self._codec_of(weights)
         payload = bring(weights.payload, lambda host: codec.check(host, numel))
         if weights.increment:
-            mirror = self.mirror[weights.chunk]
+            mirror = self.mirror_store.page_in(self.mirror[weights.chunk])
             codec.decode_accumulate(payload, mirror, checked=True)
             self._note(weights)
             return mirror
         vector = codec.decode(payload, numel, checked=True)
         if self.changes:
-            vector = self.mirror[weights.chunk] = self.mirror_store.put(vector)
+            self.mirror[weights.chunk] = self.mirror_store.put(vector)
             self._note(weights)
         return vector
+
+    def page_out(self, chunk: int) -> None:
+        """Take back what `decode` returned of the chunk."""
+        if chunk in self.mirror:
+            self.mirror_store.page_out(self.mirror[chunk])
 
     def fingerprints_of(self, chunks: int) -> tuple[int, ...]:
         """Return the fingerprints of all chunks, for a join; 0: none is here. Empty where weights travel whole."""

@@ -186,7 +186,7 @@ def begin_snapshot(
     # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
     tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
     share = max(f.numel for f in server.parameter_map.fragments) / server.parameter_map.numel
-    frozen = FrozenState(tensors, largest_share=share, done=store.mirror_store.page_out)
+    frozen = FrozenState(tensors, largest_share=share, done=store.mirror_store.release)
     if isinstance(server.shards, LocalShards):
         server.shards.watch(frozen.before_write)
     checkpoint_id = store.new_checkpoint_id() if checkpoint_id is None else checkpoint_id

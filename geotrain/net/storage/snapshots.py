@@ -336,9 +336,9 @@ def _load(
         tensors = {}
         for name, stated in wanted.items():
             try:
-                place = mirror_store if mirror_store is not None and name.startswith(MIRRORS) else MirrorStore()
-                tensors[name] = _read(folder / _file(name), place, *stated)
-                place.page_out(tensors[name])
+                tensors[name] = _read(folder / _file(name), *stated)
+                if mirror_store is not None and name.startswith(MIRRORS):
+                    tensors[name] = mirror_store.put(tensors[name])
             except UNREADABLE as error:
                 if faults is None or not name.startswith(DISPENSABLE):
                     raise
@@ -411,13 +411,11 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
     return size, crc
 
 
-def _read(path: Path, mirror_store: MirrorStore, size: int, crc: int) -> Tensor:
-    """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. mirror_store: where the
-    tensor then lies. Raises DamagedSnapshot."""
+def _read(path: Path, size: int, crc: int) -> Tensor:
+    """Read the tensor of a file that `_write_tensor` wrote. size, crc: what it returned. Raises DamagedSnapshot."""
     _verify(path, size, crc)
     with safe_open(path, framework="pt") as file:
-        mapped = file.get_tensor("tensor")
-        return mirror_store.room(mapped.shape, mapped.dtype).copy_(mapped)
+        return file.get_tensor("tensor").clone()
 
 
 def _verify(path: Path, size: int, crc: int) -> None:

@@ -115,6 +115,7 @@ class ServerShard:
             case Answer():
                 came = {weights.chunk: weights for weights in message.weights if weights.chunk in own}
                 self._came.update(came)
+                self.downlink.fetch(came)
                 return [d for i, w in came.items() if (d := self._checked(w, own[i])).fault]
         return []
 
@@ -169,6 +170,8 @@ class ServerShard:
         payloads = known.updates[sequence]
         self._drop_deltas()
         self._decoded = member, sequence
+        if not self.rule.in_rounds:  # it is answered next
+            self._fetch(known, fragments)
         for chunk in (chunk for fragment in fragments for chunk in self._of[fragment]):
             buffer = self._deltas[chunk.index] = self._buffer()
             vector = buffer[: chunk.numel]
@@ -208,6 +211,8 @@ class ServerShard:
 
     def _freeze(self, command: Freeze) -> None:
         known = self._member(command.member)
+        if self.rule.in_rounds:
+            self._fetch(known, (command.fragment,))
         for chunk in self._of[command.fragment]:
             answer = known.answers.setdefault(command.sequence, {})
             for part, join in known.joins.items():
@@ -217,10 +222,12 @@ class ServerShard:
                 sender = known.senders[part]
                 if (mirror := sender.mirror.get(chunk.index)) is not None:
                     self.will_change(mirror)
-                    self.mirror_store.page_in(mirror)
                 answer[part, chunk.index] = sender.encode(chunk.index, command.version, held)
-                if sender.changes:
-                    self.mirror_store.page_out(sender.mirror[chunk.index])
+
+    def _fetch(self, known: _Known, fragments: tuple[int, ...]) -> None:
+        """Begin to read what a member was sent of these fragments, as its answer is coded soon."""
+        for sender in known.senders.values():
+            sender.fetch(chunk.index for fragment in fragments for chunk in self._of[fragment])
 
     def _forget(self, command: Forget) -> None:
         known = self._member(command.member)
@@ -264,7 +271,6 @@ class ServerShard:
         i = chunk.index
         if (mirror := self.downlink.mirror.get(i)) is not None:
             self.will_change(mirror)
-            self.mirror_store.page_in(mirror)
         vector = self.downlink.decode(self._came.pop(i), chunk.numel)
         if self.newest is not None:
             self.newest[i] = vector.bfloat16()
@@ -279,7 +285,7 @@ class ServerShard:
             self.in_flight.pop(i)
             self.will_change(*self.vectors[i].all())
             rule.merge(self.vectors[i], vector)
-        self.mirror_store.page_out(vector)
+        self.downlink.page_out(i)
 
     # -- what others get
 
@@ -329,6 +335,7 @@ class ServerShard:
     def state(self) -> dict[str, Tensor]:
         """Return all tensors, by names of chunk and owner. Joins, half-arrived updates and frozen whole weights are
         left out: members say or ask again. Where weights travel as changes, what each member was sent is in it."""
+        self.mirror_store.settle()
         tensors: dict[str, Tensor] = {}
         for i, v in self.vectors.items():
             tensors.update(v.state(f"chunk.{i}."))

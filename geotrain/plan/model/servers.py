@@ -13,7 +13,7 @@ from functools import cache
 from typing import Literal
 
 from geotrain.config import CodecConfig, OuterConfig
-from geotrain.net.storage.disk_mirror_store import LEAVING
+from geotrain.net.storage.disk_mirror_store import BUFFERS
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES
 from geotrain.outer.codec import make_codec, residual_dtype
 from geotrain.outer.downlink import sends_changes
@@ -115,8 +115,8 @@ def server_needs(
         "arriving": 2 * place.members * coded(place.up, due),
         "decoding": 4 * largest * len(due),
         "computing": 4 * largest,  # a vector's difference or mean
-        # One is computed with, a snapshot reads another.
-        "mirrors in use": min(mirrors, 4 * largest * (LEAVING + 2)),
+        # A snapshot reads one besides.
+        "mirrors in use": min(mirrors, 4 * largest * (BUFFERS + 1)),
         "snapshot's copies": int(share * snapshot),
         "process": PROCESS_BYTES,
     }
