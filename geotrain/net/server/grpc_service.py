@@ -100,7 +100,7 @@ class GrpcService:
         self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
         self.server, self.credentials, self.shards = server_thread.server, credentials, shards
         self.payloads_only = payloads_only
-        self.failure_detector = FailureDetector(server_thread, silent_s)
+        self.failure_detector = FailureDetector(server_thread, silent_s, lambda: shards is None or shards.ready)
         self._waits = WaitTable()
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
