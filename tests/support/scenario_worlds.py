@@ -156,10 +156,6 @@ class InMemory(World):
     def servers(self, name: str) -> Any:
         return self.world.server(name)
 
-    def life_of(self, region: str) -> str:
-        life: str = self.servers(region).incarnation
-        return life
-
     def answers(self, server: str, member: str) -> list[int]:
         return list(self.servers(server).members[member].answers)
 
@@ -392,6 +388,9 @@ class OverSockets(OverGrpc):
             detector.heard(*rank)
         self.loop.do(detector.look(self.now_s - late_s))
 
+    def servers(self, name: str) -> Any:
+        return self.running(name).server
+
     def running(self, server: str) -> Any:
         return self.cluster.top if server == GLOBAL else self.cluster.regions[server]
 
@@ -404,10 +403,10 @@ class OverSockets(OverGrpc):
         return super().tell(server, message)
 
     def is_quiet(self, region: str) -> bool:
-        return super().is_quiet(region) and not self.running(region).server._last_words()
+        return super().is_quiet(region) and not self.servers(region)._last_words()
 
     def has_ended(self, region: str) -> bool:
-        return bool(self.running(region).server.done)
+        return bool(self.servers(region).done)
 
     def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
         running = self.running(server)
