@@ -242,8 +242,6 @@ class Scenario:
         def told(to: str, message: Message) -> Any:
             if to != server or next(room) > 0:
                 return tell(to, message)
-            if isinstance(message, UpdateRejected):  # the service cannot write it down, and goes on
-                return None
             raise Refused("the server's disk is full", FULL_RETRY_S)
 
         self.world.tell = told  # type: ignore[method-assign]
