@@ -186,7 +186,9 @@ class ShardHost(ProcessHost[ShardServer]):
         """Carry out what is no command, after the commands before it."""
         match request:
             case rpc.Bring(update):
-                self._go(("up", *(d.chunk for d in update.deltas)), update, self._bring)
+                # Read before the next command, which may have the region start over: then its payloads are gone.
+                own = await self.server_thread.read(lambda: self.server.going_up(update))
+                self._go(("up", *(d.chunk for d in update.deltas)), update, lambda _: self._bring(own))
             case rpc.Fetch():
                 self._go(("down", *request.fragments), request, self._fetch)
             case rpc.Belong(timeline):
@@ -234,10 +236,9 @@ class ShardHost(ProcessHost[ShardServer]):
         self._above.incarnation = incarnation
         return self._above
 
-    async def _bring(self, update: UpdatePart) -> None:
-        own = await self.server_thread.read(lambda: self.server.going_up(update))
+    async def _bring(self, own: UpdatePart) -> None:
         if own.deltas:
-            link = self._link(update.incarnation)
+            link = self._link(own.incarnation)
             try:
                 await link.persist(partial(link.push, own), ABOVE_S)
             except Refused as refused:  # the coordinator above is asked too, and what it says counts
