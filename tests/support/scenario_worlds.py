@@ -21,7 +21,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.net.server.server_host import STATUS
 from geotrain.net.transport import rpc
-from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient, Wanted
+from geotrain.net.transport.grpc_client import AnswerPull, ConnectionLost, GrpcClient
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.outer.messages import (
     AnswerWanted,
@@ -338,7 +338,7 @@ class OverGrpc(World):
 
     def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
         link = self.connection(worker, incarnation)
-        return self.call(lambda: link.pull(Wanted(part, sequence, fragments, 1 << 24, wait_s=0.0)))
+        return self.call(lambda: link.pull(AnswerPull(part, sequence, fragments, 1 << 24, wait_s=0.0)))
 
     def rest(self) -> None:
         wait_for(lambda: all(self.is_quiet(region) for region in self.regions))

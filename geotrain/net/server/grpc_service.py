@@ -445,10 +445,7 @@ class GrpcService:
         return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
 
     async def _judged(self, said: UpdatePart | rpc.FromMember, call: Awaitable[Any]) -> Any:
-        """Await a call about what a member said; the server hears of a final refusal and judges the sender.
-
-        Raises Refused for a time where there is no room to write that down: it is final once the strike is counted.
-        """
+        """Await a call about what a member said. A refusal is final once the strike for it is written down."""
         try:
             return await call
         except Refused as refused:

@@ -21,7 +21,7 @@ from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.storage.remote_snapshots import beside
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
-from geotrain.net.transport.grpc_client import GOODBYE_S, GrpcClient, Unreachable, Wanted
+from geotrain.net.transport.grpc_client import GOODBYE_S, AnswerPull, GrpcClient, Unreachable
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
@@ -262,7 +262,8 @@ class RegionClient:
         return self.server.parameter_map.fragments_of([delta.chunk for delta in update.deltas])
 
     async def _pull(self, sequence: int, fragments: tuple[int, ...], made: MadeWeights | None = None) -> Answer:
-        return await self._persist(partial(self.link.pull, Wanted(0, sequence, fragments, self._limit_bytes, made)))
+        wanted = AnswerPull(0, sequence, fragments, self._limit_bytes, made)
+        return await self._persist(partial(self.link.pull, wanted))
 
     async def _made(self, welcome: Welcome) -> MadeWeights | None:
         return None if any(welcome.versions) else await beside(self.first)

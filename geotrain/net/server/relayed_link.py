@@ -8,7 +8,7 @@ from typing import Any
 from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
-from geotrain.net.transport.grpc_client import GrpcClient, Wanted
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
 from geotrain.outer.messages import ChunkDelta, ChunkWeights, UpdatePart
 
 FETCH_S = 20.0
@@ -31,7 +31,7 @@ class RelayedLink(GrpcClient):
         await self.own.server_thread.read(lambda: self.own.send_all(bring))
         return await self.commit(part)
 
-    async def pull(self, wanted: Wanted) -> Any:
+    async def pull(self, wanted: AnswerPull) -> Any:
         """Have the shards pull the answer, which they make by themselves if they can; gives a `HeldAnswer`, as the
         region's coordinator takes it."""
         header = await super().pull(replace(wanted, made=None))

@@ -38,7 +38,7 @@ from geotrain.net.storage.timeline import Timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import expiry, open_channel
 from geotrain.net.transport.deadlines import first_of
-from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient, Wanted
+from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, AnswerPull, GrpcClient
 from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
 from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.protocol import Apply, Copy, Forget, Freeze, Merge, NewIncarnation, SendUp, StartOver
@@ -253,7 +253,7 @@ class ShardHost(ProcessHost[ShardServer]):
         if not fetch.answer.sequence and not any(wanted.values()):
             about = self.setup.run, self.server.parameter_map, self.server.shard.chunks
             made = await beside(partial(first_answer, *about))
-        call = partial(link.pull, Wanted(0, fetch.answer.sequence, fetch.fragments, limit_bytes, made))
+        call = partial(link.pull, AnswerPull(0, fetch.answer.sequence, fetch.fragments, limit_bytes, made))
         while True:
             answer = await link.persist(call, ABOVE_S)
             given = {w.chunk: w.version for w in answer.weights}

@@ -72,7 +72,7 @@ class ConnectionLost(ConnectionError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AnswerPull:
     """The answer that a rank pulls.
 
     sequence: of its update; 0: of the join. limit_bytes: of the answer, at most. made: as the member has made it by
@@ -180,7 +180,7 @@ class GrpcClient:
             await self._up.frame(call.write(frame))
         await call.done_writing()
 
-    async def pull(self, wanted: Wanted) -> Answer | None:
+    async def pull(self, wanted: AnswerPull) -> Answer | None:
         """Pull an answer; None: there is none yet."""
         key, made = (wanted.part, wanted.sequence, wanted.fragments), wanted.made
         reader = self._arriving.pop(key, None)

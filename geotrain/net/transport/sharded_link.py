@@ -13,7 +13,7 @@ from typing import Any
 from geotrain.config import ClusterConfig, shards_of
 from geotrain.net.transport.certs import Role, Trust, trust_between
 from geotrain.net.transport.deadlines import first_of
-from geotrain.net.transport.grpc_client import GrpcClient, Wanted
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
 from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap
@@ -84,7 +84,7 @@ class ShardedLink(GrpcClient):
         applied: int = await first_of(self.commit(part), *pushes)
         return applied
 
-    async def pull(self, wanted: Wanted) -> Answer | None:
+    async def pull(self, wanted: AnswerPull) -> Answer | None:
         header, made = await super().pull(replace(wanted, made=None)), wanted.made
         if header is None:
             return None
@@ -99,7 +99,7 @@ class ShardedLink(GrpcClient):
             await asyncio.sleep(AGAIN_S)
         return found
 
-    async def _pull_from(self, i: int, wanted: Wanted) -> Answer:
+    async def _pull_from(self, i: int, wanted: AnswerPull) -> Answer:
         """Pull one shard's chunks of the answer; an empty answer, if it has had none for a while: it may have begun a
         new incarnation after the coordinator gave the header, and codes the answer, or knows the member, once more
         only when the coordinator is asked again."""
