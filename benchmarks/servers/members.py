@@ -12,7 +12,7 @@ from statistics import median
 from benchmarks.servers.world import QUIET_S, REGION, ServerProcess, answered, start_worker, write_files
 from geotrain.config import load_run
 from geotrain.net.transport import rpc
-from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
 from geotrain.outer.messages import Join
 from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
@@ -44,7 +44,7 @@ async def _idle(pipe: Connection, run_path: Path, names: list[str], address: str
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, name, client.incarnation
         async with turn:
             await client.persist(lambda: client.join(Join(*names, 0, 1, whole, whole)), QUIET_S)
-            await client.persist(lambda: client.pull(0, 0, every, 8 * parameter_map.numel), QUIET_S)
+            await client.persist(lambda: client.pull(AnswerPull(0, 0, every, 8 * parameter_map.numel)), QUIET_S)
         return client
 
     clients = await asyncio.gather(*map(joined, names))

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
+import signal
 import threading
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
-from geotrain.config import codec_config
+from geotrain.config import OuterConfig, RunConfig, codec_config, parse
 from geotrain.net.server import first_weights
 from geotrain.net.server.first_weights import FirstDigests, initial_chunks, initial_weights
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
 from geotrain.outer.messages import Answer, ChunkWeights, MadeWeights
 from geotrain.parameters.initial import initial_tensor
-from geotrain.parameters.parameter_map import Parameter, ParameterMap
-from tests.support.net_worlds import BUSY_S, side_by_side
+from geotrain.parameters.parameter_map import Parameter, ParameterMap, parameter_map_of
+from tests.support.net_worlds import BUSY_S, FP32, side_by_side, wait_for
 from tests.support.server_processes import Site
 
 MADE = "first weights: made here"
@@ -63,6 +68,41 @@ def test_weights_that_a_region_makes_itself_are_not_sent(tmp_path: Path, shards:
         ends.append(dict(read_weights(site.folder / "global", site.parameter_map)))
     one, other = ends
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_weights_that_differ_or_that_nobody_has_made_are_sent(tmp_path: Path, flat: bool) -> None:
+    """Regions' file differs from the global server's, or holds what is no weight; workers of a flat run make none."""
+    settings: dict[str, Any] = {"levels": 1, "down": FP32} if flat else {}
+    site = Site(tmp_path, OuterConfig(**settings) if flat else "halos", regions={"eu": ("a", "b"), "us": ("c",)})
+    run = json.loads((tmp_path / "run.json").read_text())
+    run["model"] = {"weights": str(tmp_path / "model.safetensors")}
+    run["data"] = {"train_samples": 48, "samples_per_step": 2}
+    del run["deepspeed"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+
+    def write(value: float) -> None:
+        shapes = {"0.weight": (12, 12), "0.bias": (12,)}
+        save_file({name: torch.full(shape, value) for name, shape in shapes.items()}, run["model"]["weights"])
+
+    write(1.0)
+    site.run = parse(RunConfig, run, "run")
+    site.parameter_map = parameter_map_of(site.run)
+    servers = {"global": site.serve("global")}
+    site.status("global")  # it has read the file
+    for name, value in {"eu": 2.0, "us": inf}.items():
+        write(value)
+        if not flat:
+            servers[name] = site.serve(name, first=says_all)
+            wait_for(lambda name=name: site.status(name)["versions"])
+    worker = site.worker("a", at="global" if flat else "eu")
+    worker.join()
+    assert all(bool((vector == 1.0).all()) for vector in worker.anchor)
+    worker.close()
+    for name, server in servers.items():
+        server.send(signal.SIGKILL)
+        assert MADE not in server.said.read_text()
+        assert ("holds infinities or NaN" in server.said.read_text()) == (name == "us")
 
 
 @given(

@@ -15,9 +15,10 @@ import torch
 from grpc import aio
 
 from geotrain.net.storage import journal as journal_module
+from geotrain.net.storage.journal import JournalFull
 from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import GrpcClient
-from geotrain.outer.messages import Refused
+from geotrain.outer.messages import LeaseRequest, Refused, UpdateRejected
 from tests.support.broken_frames import mutations
 from tests.support.net_worlds import BUSY_S, outer, wait_for, whole
 
@@ -45,6 +46,26 @@ def test_a_full_disk_refuses_updates_for_now_and_serves_reads(make, monkeypatch)
     full = False
     pushed.result(BUSY_S)
     assert cluster.regions["eu"].server.members["a"].updates == before + 1
+
+
+def test_a_refusal_is_final_once_there_is_room_for_the_strike(make, monkeypatch):
+    cluster = make(outer(), {"eu": {"a": whole}})
+    worker = cluster.joined("a")
+    monkeypatch.setattr("geotrain.net.server.server_thread.FULL_RETRY_S", 0.2)
+    journal, tried = cluster.regions["eu"].recovered.journal, []
+    real = journal.append
+
+    def append(*messages):
+        if any(isinstance(message, UpdateRejected) for message in messages):
+            tried.append(messages)
+            if len(tried) < 3:
+                raise JournalFull(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*messages)
+
+    monkeypatch.setattr(journal, "append", append)
+    with pytest.raises(Refused, match="no worker comes to job -1"):
+        worker.clients[0].lease(LeaseRequest("a", -1)).result(BUSY_S)
+    assert len(tried) == 3 and cluster.regions["eu"].server.members["a"].refused == 1
 
 
 def test_what_the_server_has_or_refuses_is_not_sent(large):

@@ -9,7 +9,7 @@ import pytest
 
 from geotrain.net.server.shard_host import ShardHost
 from geotrain.net.transport import sharded_link
-from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import Answer, ChunkWeights
 from tests.support.net_worlds import BUSY_S
@@ -33,7 +33,7 @@ def test_the_book_is_asked_again_where_a_shard_has_forgotten_the_answer(monkeypa
     async def main() -> Answer:
         link = ShardedLink("127.0.0.1:1", "a", "1", None, ShardsAbove(("127.0.0.1:2",), (0,), None))
         try:
-            return await link.persist(lambda: link.pull(0, 3, (0,), 100), BUSY_S)
+            return await link.persist(lambda: link.pull(AnswerPull(0, 3, (0,), 100)), BUSY_S)
         finally:
             await link.close()
 

@@ -24,7 +24,7 @@ from geotrain.net.transport.certs import (
     load_credentials,
     trust_between,
 )
-from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient, Unreachable
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.messages import Join, LeaseRequest, Refused, Release, TakeBack
@@ -65,7 +65,7 @@ def test_a_worker_speaks_for_itself_only(make, folder):
         part = good.parts(lease, (0,))[0]
         for call in (
             lambda: link.push(dataclasses.replace(part, member="a")),
-            lambda: link.pull(0, 0, (0,), 1 << 20),
+            lambda: link.pull(AnswerPull(0, 0, (0,), 1 << 20)),
             lambda: link.leave(0, 0),
             lambda: link.beat(0),
             lambda: link.lease(LeaseRequest("a", 1)),

@@ -13,7 +13,7 @@ import pytest
 from grpc import aio
 
 from geotrain.common.names import GLOBAL
-from geotrain.outer.events import UpdateApplied
+from geotrain.outer.events import Merged, UpdateApplied
 from tests.simulation import machine
 from tests.simulation.lives import dies_half_way, digest, live, settings_of, violations
 from tests.simulation.world import World, operate
@@ -29,10 +29,10 @@ print(*(digest(live(int(seed))) for seed in sys.argv[1:]))
 # The last are the first that find faults of `tests/mutants` which those before do not, and some that found others: a
 # join that a shard had missed, data that waited for a worker that was refused, ranks of a worker that had been shut
 # out, a goodbye whose answer was lost, a last snapshot for which a shard had no room, a refusal whose reply was lost,
-# parts of who was silent.
+# parts of who was silent, an update that was refused before its shards had read it.
 @pytest.mark.parametrize(
     "seeds",
-    [range(10), range(10, 20), range(20, 30), [*range(30, 40), 44], [329, 1197, 1330, 1400, 1543, 1720, 1771]],
+    [range(10), range(10, 20), range(20, 30), [*range(30, 40), 44], [329, 1197, 1330, 1400, 1543, 1720, 1771, 4775]],
 )
 def test_every_life_ends_and_loses_nothing(seeds: Sequence[int]) -> None:
     for seed in seeds:
@@ -63,16 +63,18 @@ def test_a_worker_whose_region_has_lost_its_disk_begins_anew_at_once(monkeypatch
         assert violations(world) == [] and world.loop.now_s < 120.0
 
 
-async def lacks_a_shard(world: World) -> None:
-    await world.network.messages(60)
-    world.kill("eu.shard-0")
-    await asyncio.sleep(100.0)
-    world.start("eu.shard-0")
+@pytest.mark.parametrize(("server", "away_s"), [("eu", 100.0), (GLOBAL, 300.0)])
+def test_who_calls_while_a_shard_is_missing_is_not_taken_for_dead(server: str, away_s: float) -> None:
+    """However long that is: nobody can send anything meanwhile, so nobody counts as one that hangs."""
 
+    async def lacks_a_shard(world: World) -> None:
+        await world.network.messages(60)
+        world.kill(f"{server}.shard-0")
+        await asyncio.sleep(away_s)
+        world.start(f"{server}.shard-0")
 
-def test_who_calls_while_a_shard_is_missing_is_not_taken_for_dead() -> None:
     drawn = {seed: settings_of(seed) for seed in range(60)}
-    for seed in [seed for seed, each in drawn.items() if "eu" in each["shards"] and each["rule"] != "sync"][:2]:
+    for seed in [seed for seed, each in drawn.items() if server in each["shards"] and each["rule"] != "sync"][:2]:
         assert violations(live(seed, lacks_a_shard)) == []
 
 
@@ -96,6 +98,39 @@ def test_a_snapshot_for_which_a_shard_has_no_room_is_refused_at_once() -> None:
     drawn = {seed: settings_of(seed) for seed in range(60)}
     for seed in [seed for seed, each in drawn.items() if GLOBAL in each["shards"] and each["rule"] != "sync"][:2]:
         assert violations(live(seed, has_no_room_under_a_shard)) == []
+
+
+@pytest.mark.parametrize(("killed", "late_s"), [(True, 0.0), (True, 20.0), (False, 20.0)])
+def test_a_region_learns_whether_the_weights_that_it_has_made_are_still_the_first(
+    killed: bool, late_s: float
+) -> None:
+    """Between its join and its first pull the global server dies, or others' updates come: with these the weights go
+    whole, else none of them."""
+    sent: list[tuple[list[int], int]] = []  # versions, bytes
+
+    async def happens(world: World) -> None:
+        while (host := world.processes["eu"].host) is None or not host.server.origin:  # type: ignore[union-attr]
+            await asyncio.sleep(0.0005)  # shorter than any message takes: its pull has not come
+        world.absent.add("eu")
+        if late_s:
+            world.stop("eu", late_s)
+        if killed:
+            world.kill(GLOBAL)
+            await asyncio.sleep(1.0)
+            world.start(GLOBAL)
+        while not (first := [w for _, name, w in world.record if name == "eu" and isinstance(w, Merged)]):
+            await world.network.messages(1)
+        senders = [p.host.service for name, p in world.processes.items() if name.startswith(GLOBAL) and p.host]
+        down = sum(service.fragment_bytes["eu"].down.total() for service in senders)
+        sent.append((first[0].global_versions, down))
+
+    drawn = {seed: settings_of(seed) for seed in range(100)}
+    kinds = {(each["down"].name, "eu" in each["shards"]): s for s, each in drawn.items() if each["rule"] != "sync"}
+    assert kinds.keys() == {("fp32", False), ("bf16", False), ("int4", False), ("fp32", True)}
+    for kind, seed in sorted(kinds.items()):
+        assert violations(live(seed, happens)) == [], kind
+        versions, down_bytes = sent.pop()
+        assert (down_bytes > 0) == any(versions) == bool(late_s), kind
 
 
 async def is_refused_at_once(world: World) -> None:

@@ -31,8 +31,15 @@ def _accept(listener: socket.socket, inside: tuple[str, int]) -> None:
                 except OSError:
                     outer.close()
                     raise
-                for one, other in ((outer, inner), (inner, outer)):
-                    threading.Thread(target=_copy, args=(one, other), daemon=True).start()
+                threading.Thread(target=_connect, args=(outer, inner), daemon=True).start()
+
+
+def _connect(outer: socket.socket, inner: socket.socket) -> None:
+    with outer, inner:
+        back = threading.Thread(target=_copy, args=(inner, outer), daemon=True)
+        back.start()
+        _copy(outer, inner)
+        back.join()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

@@ -242,8 +242,6 @@ class Scenario:
         def told(to: str, message: Message) -> Any:
             if to != server or next(room) > 0:
                 return tell(to, message)
-            if isinstance(message, UpdateRejected):  # the service cannot write it down, and goes on
-                return None
             raise Refused("the server's disk is full", FULL_RETRY_S)
 
         self.world.tell = told  # type: ignore[method-assign]
@@ -260,7 +258,8 @@ class Scenario:
         """Tell the member's server that nothing was heard of it for too long."""
         worker = member in self.world.workers
         server = self.world.workers[member][0] if worker else GLOBAL
-        self.call(server, MemberSilent(member, self.incarnation(member) if worker else self.world.life_of(member)))
+        life = self.incarnation(member) if worker else self.world.servers(member).incarnation
+        self.call(server, MemberSilent(member, life))
 
     def do_passes(self, seconds: str, *heard: str, at: str = "", late: float = 0.0) -> None:
         """Let seconds pass by the clock of a server's failure detector, which then looks. heard: whom it has heard of

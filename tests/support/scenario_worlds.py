@@ -21,7 +21,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.net.server.server_host import STATUS
 from geotrain.net.transport import rpc
-from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
+from geotrain.net.transport.grpc_client import AnswerPull, ConnectionLost, GrpcClient
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.outer.messages import (
     AnswerWanted,
@@ -155,10 +155,6 @@ class InMemory(World):
 
     def servers(self, name: str) -> Any:
         return self.world.server(name)
-
-    def life_of(self, region: str) -> str:
-        life: str = self.servers(region).incarnation
-        return life
 
     def answers(self, server: str, member: str) -> list[int]:
         return list(self.servers(server).members[member].answers)
@@ -342,7 +338,7 @@ class OverGrpc(World):
 
     def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
         link = self.connection(worker, incarnation)
-        return self.call(lambda: link.pull(part, sequence, fragments, 1 << 24, 0.0))
+        return self.call(lambda: link.pull(AnswerPull(part, sequence, fragments, 1 << 24, wait_s=0.0)))
 
     def rest(self) -> None:
         wait_for(lambda: all(self.is_quiet(region) for region in self.regions))
@@ -392,6 +388,9 @@ class OverSockets(OverGrpc):
             detector.heard(*rank)
         self.loop.do(detector.look(self.now_s - late_s))
 
+    def servers(self, name: str) -> Any:
+        return self.running(name).server
+
     def running(self, server: str) -> Any:
         return self.cluster.top if server == GLOBAL else self.cluster.regions[server]
 
@@ -404,10 +403,10 @@ class OverSockets(OverGrpc):
         return super().tell(server, message)
 
     def is_quiet(self, region: str) -> bool:
-        return super().is_quiet(region) and not self.running(region).server._last_words()
+        return super().is_quiet(region) and not self.servers(region)._last_words()
 
     def has_ended(self, region: str) -> bool:
-        return bool(self.running(region).server.done)
+        return bool(self.servers(region).done)
 
     def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
         running = self.running(server)

@@ -166,12 +166,12 @@ class Site:
     def address(self, which: str) -> str:
         return str(self.cluster.global_server if which == "global" else self.cluster.region(which).server)
 
-    def worker(self, name: str, incarnation: str = "life-1") -> FakeWorker:
+    def worker(self, name: str, incarnation: str = "life-1", at: str = "eu") -> FakeWorker:
         cut = (halves if name == "a" else whole)(self.parameter_map)
         identity = identity_of(self.run, self.parameter_map)
         trust = trust_between(self.cluster, "worker", name, "region", "eu")
         shards = shards_above(self.cluster, self.parameter_map, "worker", name, "eu")
-        there = self.address("eu"), self.parameter_map, self.run.outer, cut, identity, trust, shards
+        there = self.address(at), self.parameter_map, self.run.outer, cut, identity, trust, shards
         return FakeWorker(name, incarnation, *there)
 
     def status(self, which: str) -> dict[str, Any]:

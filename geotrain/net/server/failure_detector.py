@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from math import inf
 from statistics import median
@@ -42,12 +42,14 @@ class FailureDetector:
 
     When a member is taken for dead, its leases go back to the pool. Should it speak again, it may go on with new
     ones.
+
+    ready: whether the server can take updates, as far as its shards go.
     """
 
     clock = staticmethod(time.monotonic)  # in tests, seconds pass when a test says so
 
-    def __init__(self, server_thread: ServerThread, silent_s: float) -> None:
-        self.server_thread, self.silent_s = server_thread, silent_s
+    def __init__(self, server_thread: ServerThread, silent_s: float, ready: Callable[[], bool]) -> None:
+        self.server_thread, self.silent_s, self.ready = server_thread, silent_s, ready
         beat_s = rpc.REGION_BEAT_S if server_thread.server.member_role == "region" else rpc.BEAT_S
         self.slack = OF_REGION if server_thread.server.member_role == "region" else 1.0
         self.missed_s = min(MISSED_BEATS * beat_s, silent_s)
@@ -141,8 +143,8 @@ class FailureDetector:
         if before is not None and before[0] == seen[0] and before[1] < seen[1] and before[2]:
             self._seen_s[name].append(now_s - since_s)
             self._usual_s[name] = median(self._seen_s[name])
-        # Without room on the disk nothing is taken from anybody: what is trained waits with the workers.
-        if seen != before or self.server_thread.full is not None:
+        # While no update can be taken, leases are taken from nobody: what is trained waits with the workers.
+        if seen != before or self.server_thread.full is not None or not self.ready():
             since_s = now_s
         self._progress[name] = seen, since_s
         if now_s - since_s > patience_s:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -100,7 +100,7 @@ class GrpcService:
         self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
         self.server, self.credentials, self.shards = server_thread.server, credentials, shards
         self.payloads_only = payloads_only
-        self.failure_detector = FailureDetector(server_thread, silent_s)
+        self.failure_detector = FailureDetector(server_thread, silent_s, lambda: shards is None or shards.ready)
         self._waits = WaitTable()
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
@@ -445,17 +445,16 @@ class GrpcService:
         return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
 
     async def _judged(self, said: UpdatePart | rpc.FromMember, call: Awaitable[Any]) -> Any:
-        """Await a call about what a member said; the server hears of a final refusal and judges the sender."""
+        """Await a call about what a member said. A refusal is final once the strike for it is written down."""
         try:
             return await call
         except Refused as refused:
             judged = refused.retry_s is None and not isinstance(refused, DataGone) and not self.payloads_only
             if judged and said.member in self.server.members:
-                with suppress(Refused):  # refused in turn when the disk is full
-                    sequence, job = (said.sequence, said.job) if isinstance(said, UpdatePart) else (0, 0)
-                    job = job if isinstance(refused, BadDelta) else 0
-                    rejected = said.member, said.incarnation, refused.reason, sequence, job
-                    await self.server_thread.say(UpdateRejected(*rejected))
+                sequence, job = (said.sequence, said.job) if isinstance(said, UpdatePart) else (0, 0)
+                job = job if isinstance(refused, BadDelta) else 0
+                rejected = said.member, said.incarnation, refused.reason, sequence, job
+                await self.server_thread.say(UpdateRejected(*rejected))
             raise
 
     async def _only_one(self, member: str, part: int) -> None:

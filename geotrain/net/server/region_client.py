@@ -21,7 +21,7 @@ from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.storage.remote_snapshots import beside
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
-from geotrain.net.transport.grpc_client import GOODBYE_S, GrpcClient, Unreachable
+from geotrain.net.transport.grpc_client import GOODBYE_S, AnswerPull, GrpcClient, Unreachable
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
@@ -258,7 +258,8 @@ class RegionClient:
             await self.server_thread.persist(await self._pull(await pushed.get(), (fragment,)))
 
     async def _pull(self, sequence: int, fragments: tuple[int, ...], made: MadeWeights | None = None) -> Answer:
-        return await self._persist(lambda: self.link.pull(0, sequence, fragments, self._limit_bytes, made=made))
+        wanted = AnswerPull(0, sequence, fragments, self._limit_bytes, made)
+        return await self._persist(partial(self.link.pull, wanted))
 
     async def _made(self, welcome: Welcome) -> MadeWeights | None:
         return None if any(welcome.versions) else await beside(self.first)

@@ -8,8 +8,8 @@ from typing import Any
 from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Trust
-from geotrain.net.transport.grpc_client import GrpcClient
-from geotrain.outer.messages import ChunkDelta, ChunkWeights, MadeWeights, UpdatePart
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
+from geotrain.outer.messages import ChunkDelta, ChunkWeights, UpdatePart
 
 FETCH_S = 20.0
 
@@ -31,21 +31,13 @@ class RelayedLink(GrpcClient):
         await self.own.server_thread.read(lambda: self.own.send_all(bring))
         return await self.commit(part)
 
-    async def pull(
-        self,
-        part: int,
-        sequence: int,
-        fragments: tuple[int, ...],
-        limit_bytes: int,
-        wait_s: float = rpc.MAX_WAIT_S,
-        made: MadeWeights | None = None,
-    ) -> Any:
+    async def pull(self, wanted: AnswerPull) -> Any:
         """Have the shards pull the answer, which they make by themselves if they can; gives a `HeldAnswer`, as the
         region's coordinator takes it."""
-        header = await super().pull(part, sequence, fragments, limit_bytes, wait_s)
+        header = await super().pull(replace(wanted, made=None))
         if header is None:
             return None
         weights = tuple(ChunkWeights(each.chunk, each.version, b"") for each in header.weights)
-        fetch = rpc.Fetch(self.incarnation, fragments, replace(header, weights=weights))
+        fetch = rpc.Fetch(self.incarnation, wanted.fragments, replace(header, weights=weights))
         await self.own.server_thread.read(lambda: self.own.send_all(fetch))
         return await self.own.answer(header, FETCH_S)

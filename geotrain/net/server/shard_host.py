@@ -38,7 +38,7 @@ from geotrain.net.storage.timeline import Timeline
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import expiry, open_channel
 from geotrain.net.transport.deadlines import first_of
-from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, GrpcClient
+from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, AnswerPull, GrpcClient
 from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
 from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.protocol import Apply, Copy, Forget, Freeze, Merge, NewIncarnation, SendUp, StartOver
@@ -186,7 +186,9 @@ class ShardHost(ProcessHost[ShardServer]):
         """Carry out what is no command, after the commands before it."""
         match request:
             case rpc.Bring(update):
-                self._go(("up", *(d.chunk for d in update.deltas)), update, self._bring)
+                # Read before the next command, which may have the region start over: then its payloads are gone.
+                own = await self.server_thread.read(lambda: self.server.going_up(update))
+                self._go(("up", *(d.chunk for d in update.deltas)), update, lambda _: self._bring(own))
             case rpc.Fetch():
                 self._go(("down", *request.fragments), request, self._fetch)
             case rpc.Belong(timeline):
@@ -234,10 +236,9 @@ class ShardHost(ProcessHost[ShardServer]):
         self._above.incarnation = incarnation
         return self._above
 
-    async def _bring(self, update: UpdatePart) -> None:
-        own = await self.server_thread.read(lambda: self.server.going_up(update))
+    async def _bring(self, own: UpdatePart) -> None:
         if own.deltas:
-            link = self._link(update.incarnation)
+            link = self._link(own.incarnation)
             try:
                 await link.persist(partial(link.push, own), ABOVE_S)
             except Refused as refused:  # the coordinator above is asked too, and what it says counts
@@ -252,7 +253,7 @@ class ShardHost(ProcessHost[ShardServer]):
         if not fetch.answer.sequence and not any(wanted.values()):
             about = self.setup.run, self.server.parameter_map, self.server.shard.chunks
             made = await beside(partial(first_answer, *about))
-        call = partial(link.pull, 0, fetch.answer.sequence, fetch.fragments, limit_bytes, made=made)
+        call = partial(link.pull, AnswerPull(0, fetch.answer.sequence, fetch.fragments, limit_bytes, made))
         while True:
             answer = await link.persist(call, ABOVE_S)
             given = {w.chunk: w.version for w in answer.weights}

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -68,6 +69,22 @@ class Unreachable(ConnectionError):
 
 class ConnectionLost(ConnectionError):
     """Raised when one attempt of a call failed on its way; another may succeed."""
+
+
+@dataclass(frozen=True)
+class AnswerPull:
+    """The answer that a rank pulls.
+
+    sequence: of its update; 0: of the join. limit_bytes: of the answer, at most. made: as the member has made it by
+    itself: if the server has the same, it is not sent. wait_s: how long the server may wait until there is one.
+    """
+
+    part: int
+    sequence: int
+    fragments: tuple[int, ...]
+    limit_bytes: int
+    made: MadeWeights | None = None
+    wait_s: float = rpc.MAX_WAIT_S
 
 
 class GrpcClient:
@@ -163,29 +180,20 @@ class GrpcClient:
             await self._up.frame(call.write(frame))
         await call.done_writing()
 
-    async def pull(
-        self,
-        part: int,
-        sequence: int,
-        fragments: tuple[int, ...],
-        limit_bytes: int,
-        wait_s: float = rpc.MAX_WAIT_S,
-        made: MadeWeights | None = None,
-    ) -> Answer | None:
-        """Pull the answer to update `sequence`; None: there is none yet after `wait_s`. made: as the member has
-        made them by itself: if the server has the same, they are not sent."""
-        key = part, sequence, fragments
+    async def pull(self, wanted: AnswerPull) -> Answer | None:
+        """Pull an answer; None: there is none yet."""
+        key, made = (wanted.part, wanted.sequence, wanted.fragments), wanted.made
         reader = self._arriving.pop(key, None)
         known = (wire.crc_of(reader.opening), reader.data_frames) if reader else (0, 0)
-        asked = part, sequence, fragments, wait_s, *known, made.digest if made and not reader else ""
-        request = rpc.Pull(self.member, self.incarnation, *asked)
+        digest = made.digest if made and not reader else ""
+        request = rpc.Pull(self.member, self.incarnation, *key, wanted.wait_s, *known, digest)
         call = self._channel.unary_stream(f"/{rpc.SERVICE}/pull")(wire.pack(request))
         try:
-            frame = await rpc.next_frame(within(wait_s + REPLY_S, call.read()))
+            frame = await rpc.next_frame(within(wanted.wait_s + REPLY_S, call.read()))
             # The header comes first in any case. If it is that of the answer that broke off, the answer goes on where
             # it did; if not, as after a server was restored, another answer begins.
             if reader is None or frame != reader.opening:
-                reader = wire.FrameReader(Answer, rpc.NotYet, rpc.Same, limit_bytes=limit_bytes)
+                reader = wire.FrameReader(Answer, rpc.NotYet, rpc.Same, limit_bytes=wanted.limit_bytes)
                 reader.feed(frame)
             count = self.fragment_bytes.receiving(reader.header, reader.data_frames)
             while not reader.complete:
@@ -198,7 +206,7 @@ class GrpcClient:
                 case rpc.Same(incarnation) if made is not None:
                     size = sum(len(each.payload) for each in made.weights)
                     log.info("%s: first weights: made here, %d bytes not sent", self.member, size)
-                    return Answer(sequence, made.weights, incarnation)
+                    return Answer(wanted.sequence, made.weights, incarnation)
             return reader.message
         except LOST as error:
             if reader is not None:

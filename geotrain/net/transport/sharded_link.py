@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from geotrain.config import ClusterConfig, shards_of
-from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Role, Trust, trust_between
 from geotrain.net.transport.deadlines import first_of
-from geotrain.net.transport.grpc_client import GrpcClient
-from geotrain.outer.messages import Answer, MadeWeights, Refused, UpdatePart
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
+from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap
 
@@ -85,32 +84,22 @@ class ShardedLink(GrpcClient):
         applied: int = await first_of(self.commit(part), *pushes)
         return applied
 
-    async def pull(
-        self,
-        part: int,
-        sequence: int,
-        fragments: tuple[int, ...],
-        limit_bytes: int,
-        wait_s: float = rpc.MAX_WAIT_S,
-        made: MadeWeights | None = None,
-    ) -> Answer | None:
-        header = await super().pull(part, sequence, fragments, limit_bytes, wait_s)
+    async def pull(self, wanted: AnswerPull) -> Answer | None:
+        header, made = await super().pull(replace(wanted, made=None)), wanted.made
         if header is None:
             return None
-        wanted = [i for i in range(len(self.shards)) if self.above.of(i, header.weights)]
-        mine = [{chunk for chunk, owner in enumerate(self.above.owner) if owner == i} for i in wanted]
+        concerned = [i for i in range(len(self.shards)) if self.above.of(i, header.weights)]
+        mine = [{chunk for chunk, owner in enumerate(self.above.owner) if owner == i} for i in concerned]
         calls = [
-            self._pull_from(i, part, sequence, fragments, limit_bytes, made and made.only(own))
-            for i, own in zip(wanted, mine, strict=True)
+            self._pull_from(i, replace(wanted, made=made and made.only(own), wait_s=AGAIN_S))
+            for i, own in zip(concerned, mine, strict=True)
         ]
         found = whole(header, await asyncio.gather(*calls))
         if found is None:  # coordinator and shard spoke in different incarnations of the server
             await asyncio.sleep(AGAIN_S)
         return found
 
-    async def _pull_from(
-        self, i: int, part: int, sequence: int, fragments: tuple[int, ...], limit_bytes: int, made: MadeWeights | None
-    ) -> Answer:
+    async def _pull_from(self, i: int, wanted: AnswerPull) -> Answer:
         """Pull one shard's chunks of the answer; an empty answer, if it has had none for a while: it may have begun a
         new incarnation after the coordinator gave the header, and codes the answer, or knows the member, once more
         only when the coordinator is asked again."""
@@ -118,12 +107,12 @@ class ShardedLink(GrpcClient):
 
         async def attempt() -> Answer | None:
             try:
-                found = await shard.pull(part, sequence, fragments, limit_bytes, AGAIN_S, made)
+                found = await shard.pull(wanted)
             except Refused as refused:
                 if refused.retry_s is None or time.monotonic() < until_s:
                     raise
                 found = None
-            return Answer(sequence, ()) if found is None and time.monotonic() >= until_s else found
+            return Answer(wanted.sequence, ()) if found is None and time.monotonic() >= until_s else found
 
         return await shard.persist(attempt, SHARD_S)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust
-from geotrain.net.transport.grpc_client import GOODBYE_S, ConnectionLost, GrpcClient, Unreachable
+from geotrain.net.transport.grpc_client import GOODBYE_S, AnswerPull, ConnectionLost, GrpcClient, Unreachable
 from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
@@ -317,7 +317,8 @@ class WorkerClient:
         self._note_applied(applied)
 
     async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
-        answer = await self._persist(lambda link: link.pull(self._part, sequence, fragments, self._limit_bytes))
+        wanted = AnswerPull(self._part, sequence, fragments, self._limit_bytes)
+        answer = await self._persist(lambda link: link.pull(wanted))
         self._note_applied(sequence)
         return answer
 

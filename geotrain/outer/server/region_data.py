@@ -41,6 +41,10 @@ class RegionData(Server):
     def holds(self, name: str) -> dict[int, Lease]:
         return self.leases.of(name)
 
+    def uncommitted(self) -> tuple[int, ...]:
+        """Numbers of the leases that are trained here and not known to be committed."""
+        return (*self.trained, *(number for update in self.in_flight.values() for number in update.leases))
+
     def _expecting(self, part: UpdatePart) -> Member | None:
         """Return the sender of a part that is wanted. Raises Refused until it is known whether the leases that went
         back from it are still its own."""
@@ -82,8 +86,8 @@ class RegionData(Server):
         if isinstance(lease, Finished) and not done:
             self.spent[lease.worker] = lease.job
             self._due = True
-        sent = (number for update in self.in_flight.values() for number in update.leases)
-        if isinstance(lease, Lease) and lease.lease not in {*self.leases.of(lease.worker), *self.trained, *sent}:
+        known = {*self.leases.of(lease.worker), *self.uncommitted()}
+        if isinstance(lease, Lease) and lease.lease not in known:
             if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return

@@ -26,7 +26,6 @@ class RegionLeases:
         # Worker → lease number → lease that went back, though its present incarnation had asked for it: it counted as
         # dead, was only cut off, and may train it all the same.
         self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
-        self.up: dict[int, Lease] = {}  # trained here, and not known to be committed
         self.asked: dict[str, int] = {}  # worker → last job that its present incarnation has asked for
         # Worker → last job for which the region has asked. Lasts as long as the process: to ask twice does no harm.
         self.asked_above = dict.fromkeys(workers, 0)
@@ -102,36 +101,15 @@ class RegionLeases:
         self.asked.pop(worker, None)
         self.asked_above[worker] = 0
 
-    def take_trained(self, worker: str, numbers: tuple[int, ...]) -> list[Lease]:
-        """Move leases that the worker has trained to `up`, as far as they were its own; returns these."""
-        mine = self.of(worker)
-        trained = [mine[number] for number in dict.fromkeys(numbers) if number in mine]
-        for lease in trained:
-            del self.held[worker][lease.job]
-            self.up[lease.lease] = lease
-        return trained
-
     def have_again(self, worker: str, numbers: Collection[int]) -> tuple[int, ...]:
         """Hold leases again that had gone back. Returns the numbers of those that nobody is there to train."""
         back = [self.given_back[worker].pop(number) for number in numbers if number in self.given_back[worker]]
         self.held[worker] |= {lease.job: lease for lease in back}
         return tuple(number for number in numbers if number not in self.of(worker))
 
-    def are_committed(self, numbers: tuple[int, ...]) -> None:
-        """Forget leases whose training the global server has taken."""
-        for number in numbers:
-            self.up.pop(number, None)
-
-    def take_back(self, numbers: Collection[int]) -> set[str]:
-        """Hold leases whose training is lost again, to be trained again. Returns their workers."""
-        lost = [self.up.pop(number) for number in sorted(numbers) if number in self.up]
-        for lease in lost:
-            self.held[lease.worker][lease.job] = lease
-        return {lease.worker for lease in lost}
-
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, from which `load` restores all but `asked_above`."""
-        tables = {"leases": self.held, "given_back": self.given_back, "up": {"": self.up}}
+        tables = {"leases": self.held, "given_back": self.given_back}
         kept = {
             name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
             for name, table in tables.items()
@@ -146,5 +124,4 @@ class RegionLeases:
             self.held[lease.worker][lease.job] = lease
         for lease in (Lease(*saved) for saved in state["given_back"]):
             self.given_back[lease.worker][lease.lease] = lease
-        self.up = {lease.lease: lease for lease in (Lease(*saved) for saved in state["up"])}
         self.asked = dict(state["asked"])

@@ -184,8 +184,7 @@ class RegionServer(RegionData):
     def _answered_for(self) -> tuple[int, ...]:
         """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
         held = [number for worker in self.members for number in self.leases.of(worker)]
-        sent = [number for update in self.in_flight.values() for number in update.leases]
-        return (*held, *self.trained, *sent)
+        return (*held, *self.uncommitted())
 
     def _on_welcome(self, welcome: Welcome) -> int:
         """Compare the global server's count of our updates with our own. Returns how many it acknowledged and lost.
@@ -232,7 +231,7 @@ class RegionServer(RegionData):
             begun = [lease.job <= self.leases.asked.get(name, 0) for lease in self.leases.drop(name, gone)]
             if any(begun):
                 self._shut_out(name)
-        if self.leases.up.keys() & set(gone) and self.fragments:
+        if set(self.uncommitted()) & set(gone) and self.fragments:
             self._start_over("what its workers trained went to others while it counted as dead")
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
@@ -249,12 +248,12 @@ class RegionServer(RegionData):
 
     def _begin_round_again(self, untaken: list[UpdatePart]) -> None:
         """Forget the workers' deltas that are in no update that the global server has taken: those of `untaken`, and
-        those that wait here for other workers'. Leases whose training that was are the workers' again. A worker that
-        is concerned finds its acknowledged update unknown when it joins: so it begins a new incarnation, with the
-        first job that is not trained.
+        those that wait here for other workers'. A worker that is concerned finds its acknowledged update unknown when
+        it joins: so it begins a new incarnation, with the first job that is not trained. The global server gives it
+        the lease of that again.
         """
         refused = {self.parameter_map.chunks[delta.chunk].fragment for update in untaken for delta in update.deltas}
-        again = self.leases.take_back({*self.trained, *(number for update in untaken for number in update.leases)})
+        again = set[str]()
         for fragment in range(len(self.parameter_map.fragments)):
             # A round ends before the next begins: all have sent this round's, or some have and the others the last.
             taken = min(member.came.get(fragment, 0) for member in self.members.values()) - (fragment in refused)
@@ -275,8 +274,8 @@ class RegionServer(RegionData):
         self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
-        for table in (self.in_flight, self.trained, self.leases.up):
-            table.clear()
+        self.in_flight.clear()
+        self.trained.clear()
         self.shards.execute(StartOver())
         for name, member in self.members.items():
             self._forget(name)
@@ -319,7 +318,7 @@ class RegionServer(RegionData):
         elif first:
             self.last = 2
         else:
-            self.leases.are_committed(self.in_flight.pop(answer.sequence).leases)
+            del self.in_flight[answer.sequence]
         for fragment, version in versions.items():
             self.global_versions[fragment] = version
             self.shards.execute(Merge(fragment, first))
@@ -372,7 +371,7 @@ class RegionServer(RegionData):
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
         """Move the leases of a worker's update from "held" to "trained"."""
-        trained = self.leases.take_trained(part.member, part.leases)
+        trained = self.leases.drop(part.member, part.leases)
         # The training of a lease is spread over the fragments that have something pending. The lease goes up with the
         # last of these that leaves: only then is all of its training part of the global weights.
         pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
