@@ -15,8 +15,9 @@ from benchmarks import ROOT
 from geotrain.commands import dry_run
 from geotrain.commands import plan as plan_command
 from geotrain.commands.simulate import question, simulate
-from geotrain.config import load_cluster, load_run
+from geotrain.config import OuterConfig, load_cluster, load_run
 from geotrain.plan.model.server_rates import MEASURED
+from geotrain.plan.model.servers import place_of, update_s
 from geotrain.simulate import forecast as forecast_module
 from geotrain.simulate.forecast import forecast_run
 
@@ -98,14 +99,12 @@ def test_a_servers_shards_divide_its_work_in_the_simulator_too(tmp_path: Path) -
 
 
 def test_encrypted_links_cost_servers_time() -> None:
-    """An update in bf16 of a region, ns a parameter: as measured from end to end."""
-    update = (
-        MEASURED.of_parameter["decode_and_norm"] + MEASURED.of_parameter["rule"] + MEASURED.of_parameter["answer"]
-    )
-    for encrypted, least, most in ((False, 12.5, 15.0), (True, 19.5, 22.0)):
-        of_byte = MEASURED.over(encrypted).of_byte
-        ways = sum(of_byte[s] for s in ("frames_in", "journal_write", "journal_flush", "frames_out"))
-        assert least < update + 2 * (ways + 2 * of_byte["between"]) < most
+    """As many nanoseconds a byte, in and out, as measured; the payloads of an update in bf16 are two bytes a parameter."""
+    outer = OuterConfig.model_validate({"rule": {"name": "region_momentum"}, "local": {"name": "bf16"}})
+    place, numel = place_of("region", outer, 1), 1e9
+    plain, encrypted = (update_s(place, 2 * numel, numel, 2 * numel, MEASURED.over(tls)) for tls in (False, True))
+    assert MEASURED.of_byte["tls"] > 0
+    assert encrypted - plain == pytest.approx(4 * numel * MEASURED.of_byte["tls"] / 1e9)
 
 
 def test_a_long_run_goes_on_as_its_middle_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,18 +25,18 @@ class ServerRates:
 
 
 # fmt: off
-MEASURED = ServerRates(hardware='AMD EPYC, 2 cores, 24 GiB, no GPU',
+MEASURED = ServerRates(hardware='Intel(R) Xeon(R) Processor, 2 cores, 24 GiB, no GPU',
             note='python -m benchmarks.servers --rates',
-            of_parameter={'decode_and_norm': 1.14,
-                          'rule': 0.652,
-                          'answer': 1.61,
-                          'up_encode': 4.25,
-                          'merge': 1.06,
-                          'mirror': 5.52},
-            of_byte={'frames_in': 0.22,
-                     'journal_write': 0.295,
-                     'journal_flush': 0.397,
-                     'frames_out': 0.528,
-                     'between': 1.85,
-                     'tls': 1.75},
-            recovery_s_per_gb=1.36)
+            of_parameter={'decode_and_norm': 1.05,
+                          'rule': 2.26,
+                          'answer': 1.92,
+                          'up_encode': 2.76,
+                          'merge': 1.82,
+                          'mirror': 5.12},
+            of_byte={'frames_in': 0.496,
+                     'journal_write': 0.385,
+                     'journal_flush': 0.551,
+                     'frames_out': 0.802,
+                     'between': 0.109,
+                     'tls': 1.15},
+            recovery_s_per_gb=1.08)
