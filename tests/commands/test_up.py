@@ -267,10 +267,13 @@ def test_a_signal_during_the_start_tears_down(
     tasks_folder.mkdir(parents=True)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     run, tasks_now = load_run(run_file), {"global": {}, "aws-x": {}}
-    before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as ended, _signals_raised():
-        start_and_follow(Sky(), run, tmp_path / "up", tasks_now, new_console())
-    assert signal.getsignal(number) is before
+    inherited = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so
+    try:
+        with pytest.raises(SystemExit) as ended, _signals_raised():
+            start_and_follow(Sky(), run, tmp_path / "up", tasks_now, new_console())
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, inherited)
     assert ended.value.code == 128 + number
     assert calls.read_text().splitlines() == ["launch -y", "down -y", "jobs cancel"]
     assert not tasks_folder.exists(), "nothing is left to end"

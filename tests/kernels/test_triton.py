@@ -169,7 +169,7 @@ def test_each_two_settings_meet():
 @pytest.mark.parametrize("fmt", PAYLOAD_FORMATS, ids=format_id)
 def test_quantize_and_dequantize_on_the_gpu(fmt):
     for numel in (*SIZES, 70_001):
-        check_quantize(triton_ops, fmt, numel, "cuda")
+        check_quantize(triton_ops, fmt, numel, "cuda", moves_anchor=False)
 
 
 @pytest.mark.gpu

@@ -114,5 +114,6 @@ def test_kinds_are_mixed_where_that_is_better(
         ((_, launched),) = cluster.workers
         assert launched.parallel == worker.layout.parallel and launched.parallel.stage_layers is not None
         assert plan.prediction.workers["a-0"].step_s == worker.layout.step.step_s
-        (needs,) = dry_run.needs(run, cluster).workers
+        # Layouts are found before the outer loop's settings, with those of the run file.
+        (needs,) = dry_run.needs(run.model_copy(update={"outer": plan.task.base.outer}), cluster).workers
         assert sum(needs.memory.values()) == worker.layout.memory_bytes and "layers)" in needs.layout

@@ -52,7 +52,9 @@ def awkward(numel: int, seed: int = 0) -> Tensor:
     return x
 
 
-def check_quantize(ops: ModuleType, fmt: PayloadFormat, numel: int, device: str = "cpu") -> None:
+def check_quantize(
+    ops: ModuleType, fmt: PayloadFormat, numel: int, device: str = "cpu", moves_anchor: bool = True
+) -> None:
     """Payload, residual, finite flag, decoded values and their sums of squares equal the reference's bits. Residuals
     are in bf16, too, on hosts."""
     for variant in range(6 if device == "cpu" and ops.__name__.endswith("cpu") else 4):
@@ -66,7 +68,7 @@ def check_quantize(ops: ModuleType, fmt: PayloadFormat, numel: int, device: str 
         seed = 0x123456789ABCDEF0 + variant
         want_payload = torch.empty(fmt.encoded_bytes(numel), dtype=torch.uint8)
         want_residual, want_anchor = (None if t is None else t.clone() for t in (residual, anchor))
-        moves = (True,) if variant == 2 and device == "cpu" else ()
+        moves = (True,) if variant == 2 and moves_anchor else ()
         want_finite = reference.quantize(values, want_payload, fmt, want_anchor, want_residual, seed, *moves)
         payload = torch.full((fmt.encoded_bytes(numel) + 16,), 0xA5, dtype=torch.uint8, device=device)
         inputs = [None if t is None else t.to(device, copy=True) for t in (values, anchor, residual)]
