@@ -99,7 +99,7 @@ def test_a_servers_shards_divide_its_work_in_the_simulator_too(tmp_path: Path) -
 
 
 def test_encrypted_links_cost_servers_time() -> None:
-    """As many nanoseconds a byte, in and out, as measured. Payloads of an update in bf16 have two bytes a parameter."""
+    """As many nanoseconds a byte, in and out, as measured; bf16 has two bytes a parameter."""
     outer = OuterConfig.model_validate({"rule": {"name": "region_momentum"}, "local": {"name": "bf16"}})
     place, numel = place_of("region", outer, 1), 1e9
     plain, encrypted = (update_s(place, 2 * numel, numel, 2 * numel, MEASURED.over(tls)) for tls in (False, True))
