@@ -185,10 +185,7 @@ def default_run(name: str, model: dict[str, Any], tokens: float | None) -> dict[
             "data_types": {"grad_accum_dtype": "fp32"},
             "zero_optimization": {"stage": 1},
             "gradient_clipping": 1.0,
-            "optimizer": {
-                "type": "Muon",
-                "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "normalize_rows": True},
-            },
+            "optimizer": {"type": "Muon", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
             "scheduler": {
                 "type": "WarmupCosineLR",
                 "params": {
