@@ -196,6 +196,19 @@ def test_a_rotation_that_failed_harms_nothing(tmp_path, monkeypatch, torn, died)
     assert read(tmp_path)[0] == [*MESSAGES, update(5)]
 
 
+@pytest.mark.parametrize("there", [11, 15, 27])  # bytes: the mark, half of the head, all but its checksum
+def test_a_head_that_was_half_written_at_a_rotation_is_the_one_before(tmp_path, there):
+    journal = written(tmp_path, MESSAGES)
+    path = tmp_path / "00000001.journal"
+    before = path.read_bytes()
+    journal.rotate()
+    journal.close()
+    after = path.read_bytes()
+    assert after[:there] != before[:there] and after[27:31] != before[27:31]
+    path.write_bytes(after[:there] + before[there:])
+    assert read(tmp_path)[0] == MESSAGES
+
+
 def test_a_flush_that_failed_leaves_only_what_was_acknowledged(tmp_path, monkeypatch):
     """The next incarnation would read the rest from the kernel's cache and take it for safe, and lose it with the
     power."""

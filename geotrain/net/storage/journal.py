@@ -128,7 +128,10 @@ class Journal:
             begin = file.read(len(LAST))
             if not begin.startswith(MAGIC):
                 raise wire.WireError("this is no journal")
-            first, durable = _pair(file.read(RECORD_HEAD_BYTES), begin)
+            numbers = file.read(RECORD_HEAD_BYTES)
+            if begin == CONTINUED and _fits(numbers, LAST):  # a head that was half written when the next one began
+                begin = LAST
+            first, durable = _pair(numbers, begin)
             if begin not in (LAST, CONTINUED):
                 raise OtherFormatError(path, int(begin[len(MAGIC) : -1]), FORMAT)
             if self._number and first != self._number + 1:
@@ -304,12 +307,16 @@ def _head(begin: bytes, first: int, second: int) -> bytes:
     return head + CRC.pack(zlib.crc32(head))
 
 
+def _fits(raw: bytes, begin: bytes) -> bool:
+    """Return whether the numbers and the checksum that follow `begin` in a head fit."""
+    return raw[PAIR.size :] == CRC.pack(zlib.crc32(begin + raw[: PAIR.size]))
+
+
 def _pair(raw: bytes, begin: bytes = b"") -> tuple[int, int]:
     """Decode the two numbers that follow `begin` in a head. Raises wire.WireError."""
-    pair, crc = raw[: PAIR.size], raw[PAIR.size :]
-    if len(raw) != PAIR.size + CRC.size or CRC.pack(zlib.crc32(begin + pair)) != crc:
+    if len(raw) != PAIR.size + CRC.size or not _fits(raw, begin):
         raise wire.WireError("its numbers do not fit their checksum")
-    first, second = PAIR.unpack(pair)
+    first, second = PAIR.unpack(raw[: PAIR.size])
     return int(first), int(second)
 
 
