@@ -47,7 +47,8 @@ class MuonSettings(AdamWSettings):
     Newton–Schulz iteration. tp_mode (Megatron's `muon_tp_mode`): "duplicated" gathers a matrix that tensor
     parallelism cuts, and orthogonalizes it on each of the tensor ranks; "blockwise" takes each rank's part by itself,
     without traffic. normalize_rows: whether all rows of an update (a neuron's inputs each) then get one norm, as
-    NorMuon's (arXiv 2510.05491) without its mean over steps; it changes matrices with more rows than columns.
+    NorMuon's (arXiv 2510.05491) without its mean over steps, which lowers the loss (docs/evidence.md); it changes
+    matrices with more rows than columns. Plain Muon: False.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {
@@ -61,7 +62,7 @@ class MuonSettings(AdamWSettings):
     ns_steps: Annotated[int, Field(ge=1, le=100)] = 5
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     tp_mode: Literal["duplicated", "blockwise"] = "duplicated"
-    normalize_rows: bool = False
+    normalize_rows: bool = True
 
     @property
     def rate_of_the_rest(self) -> float:

@@ -44,9 +44,10 @@ class Flat:
     owners: int
 
 
-def muon_step(w: Tensor, m: Tensor, g: Tensor, lr: float, decay: float) -> None:
+def muon_step(w: Tensor, m: Tensor, g: Tensor, lr: float, decay: float, rows: bool = True) -> None:
     """One step of a matrix, in place on weights and momentum, as Jordan (https://kellerjordan.github.io/posts/muon)
-    and Moonlight (arXiv 2502.16982) state it, with the usual settings."""
+    and Moonlight (arXiv 2502.16982) state it, with the usual settings. rows: whether each row of the update gets the
+    root mean square of the rows' norms."""
     m.mul_(0.95).add_(0.05 * g)
     x = 0.05 * g + 0.95 * m
     x = x / x.norm()
@@ -57,6 +58,9 @@ def muon_step(w: Tensor, m: Tensor, g: Tensor, lr: float, decay: float) -> None:
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
     if x.shape != w.shape:
         x = x.T
+    if rows:
+        norms = x.norm(dim=1, keepdim=True)
+        x = x / norms.clamp(min=1e-30) * norms.square().mean().sqrt()
     w.mul_(1 - lr * decay).sub_(lr * 0.2 * max(w.shape) ** 0.5 * x)
 
 

@@ -134,7 +134,7 @@ class Product:
                 own = AdamWUpdate(group if p.decays else group | {"weight_decay": 0.0})
                 self.adamw.append((slice(begin, begin + p.numel), own))
             begin += p.numel
-        self.muon = MatrixUpdate(group, MuonSettings(), matrices, None)
+        self.muon = MatrixUpdate(group, MuonSettings(normalize_rows=False), matrices, None)
 
     def step(self, gradient: Tensor, rate: float) -> None:
         self.count += 1

@@ -293,8 +293,10 @@ def optimizer_operations(work: Work, stage: int, owners: int) -> Iterator[Operat
             times = settings.ns_steps / owners if isinstance(settings, MuonSettings) else 0.0
             yield Operation("products", times * (4 * r * r * c + 2 * r**3), times * (10 * r * c + 12 * r * r))
             own = weight.numel / cut
-            # Norm, the update as bf16, and back; before that, put together of the tensor ranks' parts.
-            moved = MUON_BYTES * own + (24 if r * c > own else 16) * r * c
+            # Norm, the update as bf16, and back; before that, put together of the tensor ranks' parts. Then rows'
+            # norms are read, and rows scaled in place.
+            again = 12 if isinstance(settings, MuonSettings) and settings.normalize_rows else 0
+            moved = MUON_BYTES * own + ((24 if r * c > own else 16) + again) * r * c
             yield Operation("memory", 0.0, moved / owners)
             rest -= own / (parallel.expert if weight.expert is not None else 1)
     yield Operation("memory", 0.0, ADAMW_BYTES * rest / owners)
