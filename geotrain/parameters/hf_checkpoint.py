@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +101,9 @@ def _stored(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if parameter.wide else dtype
 
 
-def _plan_shards(parameters: list[Parameter], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[Parameter]]:
+def _plan_shards(
+    parameters: Sequence[Parameter], dtype: torch.dtype, max_shard_bytes: int
+) -> dict[str, list[Parameter]]:
     """Plan the files: name → its parameters, in canonical order. A parameter larger than a shard has one of its
     own."""
     shards: list[list[Parameter]] = []
