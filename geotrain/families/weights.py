@@ -59,16 +59,9 @@ def norm(name: str, size: int, within: str, per_head: bool = False) -> Weight:
 
 
 def matrix(
-    name: str,
-    rows: int,
-    columns: int,
-    within: str,
-    std: float,
-    cut: Cut = "rows",
-    interleaved: int | None = None,
-    expert: int | None = None,
+    name: str, rows: int, columns: int, within: str, std: float, cut: Cut = "rows", interleaved: int | None = None
 ) -> Weight:
-    return Weight(name, (rows, columns), within, "normal", cut, std, interleaved=interleaved, expert=expert)
+    return Weight(name, (rows, columns), within, "normal", cut, init_std=std, interleaved=interleaved)
 
 
 def grouped_attention(a: Architecture) -> Iterator[Weight]:
@@ -97,31 +90,26 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_mlp(
-    a: Architecture,
-    size: int,
-    name: str = "mlp",
-    within: str = "mlp",
-    names: tuple[str, str, str] = PROJECTIONS,
-    expert: int | None = None,
+    a: Architecture, size: int, name: str = "mlp", within: str = "mlp", names: tuple[str, str, str] = PROJECTIONS
 ) -> Iterator[Weight]:
     """List the weights of SwiGLU (arXiv 2002.05202) of `size` elements between. names: of gate, up and down.
 
     Megatron-core's `linear_fc1` has gate and then up.
     """
     h, (gate, up, down) = a.hidden_size, names
-    for into in (gate, up):
-        yield matrix(f"{name}.{into}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std, expert=expert)
-    output = f"{within}.linear_fc2.weight"
-    yield matrix(f"{name}.{down}.weight", h, size, output, a.residual_std, "columns", expert=expert)
+    yield matrix(f"{name}.{gate}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
+    yield matrix(f"{name}.{up}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
+    yield matrix(f"{name}.{down}.weight", h, size, f"{within}.linear_fc2.weight", a.residual_std, "columns")
 
 
 def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, str] = PROJECTIONS) -> Iterator[Weight]:
     """List the weights of a router, and of the experts' MLPs one after the other."""
     router = matrix(f"{name}.gate.weight", a.mixture.count, a.hidden_size, "mlp.router.weight", a.init_std, "whole")
     yield replace(router, summed="sequence")
+    parts = tuple(gated_mlp(a, a.ffn_size, "", "mlp.experts.local_experts.{expert}", names))
     for expert in range(a.mixture.count):
-        within = "mlp.experts.local_experts.{expert}"
-        yield from gated_mlp(a, a.ffn_size, f"{name}.experts.{expert}", within, names, expert)
+        for part in parts:
+            yield replace(part, name=f"{name}.experts.{expert}{part.name}", expert=expert)
 
 
 def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:

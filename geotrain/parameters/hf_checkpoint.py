@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -56,7 +56,7 @@ def write_checkpoint(
     family, parameters = family_of(architecture.model_type), canonical_parameters(architecture)
     config = family.hf_config(architecture) | {"dtype": dtype} | special_ids(hf_config, architecture.vocab_size)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    shards = _plan_shards(parameters, torch_dtype, max_shard_bytes)
+    shards = _plan_shards(list(parameters), torch_dtype, max_shard_bytes)
     padding = config["pad_token_id"]
     with whole_folder(folder, "export") as target:
         if tokenizer is not None:
@@ -101,9 +101,7 @@ def _stored(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if parameter.wide else dtype
 
 
-def _plan_shards(
-    parameters: Sequence[Parameter], dtype: torch.dtype, max_shard_bytes: int
-) -> dict[str, list[Parameter]]:
+def _plan_shards(parameters: list[Parameter], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[Parameter]]:
     """Plan the files: name → its parameters, in canonical order. A parameter larger than a shard has one of its
     own."""
     shards: list[list[Parameter]] = []
