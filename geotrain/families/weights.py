@@ -106,10 +106,10 @@ def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, st
     """List the weights of a router, and of the experts' MLPs one after the other."""
     router = matrix(f"{name}.gate.weight", a.mixture.count, a.hidden_size, "mlp.router.weight", a.init_std, "whole")
     yield replace(router, summed="sequence")
+    parts = tuple(gated_mlp(a, a.ffn_size, "", "mlp.experts.local_experts.{expert}", names))
     for expert in range(a.mixture.count):
-        within = "mlp.experts.local_experts.{expert}"
-        for weight in gated_mlp(a, a.ffn_size, f"{name}.experts.{expert}", within, names):
-            yield replace(weight, expert=expert)
+        for part in parts:
+            yield replace(part, name=f"{name}.experts.{expert}{part.name}", expert=expert)
 
 
 def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:

@@ -56,7 +56,7 @@ def write_checkpoint(
     family, parameters = family_of(architecture.model_type), canonical_parameters(architecture)
     config = family.hf_config(architecture) | {"dtype": dtype} | special_ids(hf_config, architecture.vocab_size)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    shards = _plan_shards(parameters, torch_dtype, max_shard_bytes)
+    shards = _plan_shards(list(parameters), torch_dtype, max_shard_bytes)
     padding = config["pad_token_id"]
     with whole_folder(folder, "export") as target:
         if tokenizer is not None:

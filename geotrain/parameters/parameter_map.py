@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -107,14 +108,15 @@ def digest(parameters: Sequence[Parameter], fixed: Mapping[str, int] | None = No
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def canonical_parameters(a: Architecture) -> list[Parameter]:
+@lru_cache(maxsize=8)  # a plan asks many times, and a model with experts has ten thousands
+def canonical_parameters(a: Architecture) -> tuple[Parameter, ...]:
     """Return every parameter once, in Hugging Face order: embedding, layers, final norm, head.
 
     A tied head is not a parameter of its own. Initialization is Megatron's and GPT-2's: normal with `init_std`, and
     with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
     """
     weights = family_of(a.model_type).weights(a)
-    return [Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays, w.untrained) for i, w in weights]
+    return tuple(Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays, w.untrained) for i, w in weights)
 
 
 def parameter_count(architecture: Architecture) -> int:

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from geotrain.config import ClusterConfig, ConfigError, load_run, parse
 from geotrain.launch.launcher import placed
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console
+from tests.support.sky_forks import sky_program
 from tests.support.small_runs import prepare_text, write_files
 
 ROOT = Path(__file__).parents[2]
@@ -45,23 +46,30 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The real SkyPilot on the PATH, with a catalogue in files, no network, and no server that starts machines."""
-    folder = Path(sys.prefix) / "skypilot"
-    subprocess.run(["bash", "launch/test_skypilot.sh", sys.executable, folder], cwd=ROOT, check=True, timeout=600)
-    home, bin_folder = tmp_path / "home", tmp_path / "bin"
+@pytest.fixture(scope="module")
+def sky_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
+    """The real SkyPilot's programs, with a catalogue in files, no network, and no server that starts machines; and
+    what they need in their environment."""
+    skypilot = Path(sys.prefix) / "skypilot"
+    subprocess.run(["bash", "launch/test_skypilot.sh", sys.executable, skypilot], cwd=ROOT, check=True, timeout=600)
+    home = tmp_path_factory.mktemp("home")
     catalogue = home / ".sky/catalogs/v8/aws/vms.csv"
     catalogue.parent.mkdir(parents=True)
     catalogue.write_text(AWS)
-    bin_folder.mkdir()
-    (bin_folder / "sky").symlink_to(folder / "bin/sky")
-    for key, value in {
+    environment = {
         "HOME": str(home),
-        "PATH": f"{bin_folder}:/usr/bin:/bin",
         "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
         "SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9",
-    }.items():
+    }
+    with sky_program(skypilot, tmp_path_factory.mktemp("sky"), environment) as folder:
+        yield folder, environment
+
+
+@pytest.fixture
+def sky(sky_folder: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of SkyPilot's programs, which is on the PATH."""
+    folder, environment = sky_folder
+    for key, value in {**environment, "PATH": f"{folder}:/usr/bin:/bin"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.chdir(tmp_path)
     return folder
@@ -178,20 +186,21 @@ def test_files_go_along_and_urls_stay(run_file: Path) -> None:
 
 
 def test_skypilot_takes_the_tasks_and_prices_them_from_its_catalogue(
-    run_file: Path, sky: Path, capsys: pytest.CaptureFixture[str]
+    run_file: Path, sky: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = Wanted("aws:2x8xh100@us-east-2", spot=True, results="s3://bucket", budget=100.0)
     told = up(run_file, None, wanted, dry_run=True)
     assert told.data["usd_per_hour"] == pytest.approx(2 * 30.5 + 0.25)  # of its zones the dearer
     shown = capsys.readouterr().out
     assert "mine-aws-us-east-2  aws/us-east-2  2 × 8 H100 spot  61.00" in shown and "100 USD last 1.63 hours" in shown
-    script = (
+    script = tmp_path / "script.py"
+    script.write_text(
         "import json, sys, sky\nfor task in json.load(sys.stdin):\n"
         " t = sky.Task.from_yaml_config(task); (r,) = t.resources\n"
         " print(t.num_nodes, r.region, r.use_spot, r.ports, r.accelerators, r.job_recovery)"
     )
     listed = subprocess.run(
-        [sky / "bin/python", "-c", script],
+        [sky / "python", script],
         input=json.dumps(list(told.data["tasks"].values())),
         capture_output=True,
         text=True,
@@ -217,7 +226,7 @@ def test_what_cannot_be_had_is_told_before_anything_starts(
 ) -> None:
     with pytest.raises((ConfigError, SkyError), match=told):
         up(run_file, None, Wanted(gpu, results="s3://bucket", budget=budget))
-    assert not (sky.parent / "mine/up").exists()
+    assert not (load_run(run_file).run_folder / "up").exists()
 
 
 def test_what_cannot_be_started_is_torn_down(run_file: Path, sky: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,14 +18,14 @@ from geotrain.data.tokenizer import byte_tokenizer
 from geotrain.data.tokens import DataError, open_tokens
 from geotrain.inner.runtime.platform import quiet_imports
 
-with quiet_imports():
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
 END = 256
 DOCUMENTS = [[[1, 2, 3], [4, END]], [[5, END]], [[6, 7, 8, 9, 10, 11, 12, 13, END]]]  # of sentences
 
 
 def megatron(prefix: Path, documents: list[list[list[int]]] = DOCUMENTS, dtype: type = np.uint16) -> Path:
+    with quiet_imports():
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for sentences in documents:
         builder.add_document(np.array([i for s in sentences for i in s]), [len(s) for s in sentences])

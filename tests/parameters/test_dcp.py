@@ -62,8 +62,8 @@ def test_what_is_written_has_torchtitans_names_and_comes_back(tmp_path: Path) ->
     }.items():
         assert torch.equal(theirs[name], ours[of_ours]), name
     # Queries times keys, rotated as each of both does it: halves against each other, neighbours as complex numbers.
-    x, positions = torch.randn(5, hidden), torch.arange(5.0)
-    angles = torch.outer(positions, a.rope_theta ** (-torch.arange(0, a.head_dim, 2) / a.head_dim))
+    x, positions = torch.randn(5, hidden).double(), torch.arange(5.0)
+    angles = torch.outer(positions, a.rope_theta ** (-torch.arange(0, a.head_dim, 2) / a.head_dim)).double()
 
     def halves(heads: torch.Tensor) -> torch.Tensor:
         first, second = heads.chunk(2, -1)
@@ -78,7 +78,7 @@ def test_what_is_written_has_torchtitans_names_and_comes_back(tmp_path: Path) ->
         return torch.view_as_real(turned).flatten(-2)
 
     def products(rotate: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        q, k = (rotate((x @ each.T).unflatten(-1, (-1, a.head_dim))) for each in (q, k))
+        q, k = (rotate((x @ each.double().T).unflatten(-1, (-1, a.head_dim))) for each in (q, k))
         return torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(a.heads // a.kv_heads, 1))
 
     qk = [f"{layer}.attention.qkv_linear.w{letter}.weight" for letter in "qk"]

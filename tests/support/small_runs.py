@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,19 @@ MODEL = {
 }  # fmt: skip
 
 
+@cache
+def _prepared() -> tempfile.TemporaryDirectory[str]:
+    """Prepare numpy's own source, as bytes, once a process."""
+    folder = tempfile.TemporaryDirectory()
+    text = Path(folder.name, "text.txt")
+    text.write_text(Path(np.__file__).read_text() * 4)
+    prepare([text], Path(folder.name, "data"), byte_tokenizer())
+    return folder
+
+
 def prepare_text(folder: Path) -> None:
     """<folder>/data: numpy's own source, as bytes."""
-    text = folder / "text.txt"
-    text.write_text(Path(np.__file__).read_text() * 4)
-    prepare([text], folder / "data", byte_tokenizer())
+    shutil.copytree(Path(_prepared().name, "data"), folder / "data")
 
 
 def run_of(folder: Path, samples: int, outer: dict[str, Any], **keys: Any) -> dict[str, Any]:

@@ -194,10 +194,10 @@ class FaultyRun:
 
     def jobs_of(self, worker: str) -> int:
         """Jobs that it has trained until now."""
-        return sum(event["event"] == "JobTrained" for event in self.events(worker))
+        return len(read_events(self.folder, worker, "JobTrained"))
 
     def happened(self, event: Event) -> bool:
-        return sum(e["event"] == event.kind for e in self.events(event.source)) >= event.count
+        return len(read_events(self.folder, event.source, event.kind)) >= event.count
 
     def wait_for(self, condition: Callable[[], bool], within_s: float) -> bool:
         """False when it does not come true in time, or when the run ends before."""
@@ -406,8 +406,9 @@ def take_files(pid: int) -> Callable[[], None]:
     return end
 
 
-def read_events(folder: Path, source: str) -> list[dict[str, Any]]:
-    """Read the events of a run's folder; a line that is being written is left out."""
+def read_events(folder: Path, source: str, kind: str | None = None) -> list[dict[str, Any]]:
+    """Read the events of a run's folder, all or those of one kind; a line that is being written is left out. Many
+    waits look here again and again: only lines that name the kind are parsed."""
     servers = folder / "servers" / source / "events.jsonl"
     path = servers if servers.exists() else folder / "events" / f"{source}.jsonl"
     events = []
@@ -415,7 +416,8 @@ def read_events(folder: Path, source: str) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):
             for line in name.read_text().splitlines():
                 with suppress(ValueError):
-                    events.append(json.loads(line))
+                    if kind is None or (f'"{kind}"' in line and json.loads(line)["event"] == kind):
+                        events.append(json.loads(line))
     return events
 
 
