@@ -43,14 +43,14 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 6_044,
+    "worker.loop": 6_071,
     "net.transport.worker_client": 4_051,
-    "outer.server.server": 6_847,
-    "worker.trainer": 9_555,
-    "net.server.server_process": 15_475,
+    "outer.server.server": 6_884,
+    "worker.trainer": 9_582,
+    "net.server.server_process": 15_525,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 37_315, ("benchmarks",): 12_222}
+SIZES = {PRODUCT: 37_366, ("benchmarks",): 12_223}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself
