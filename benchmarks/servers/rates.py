@@ -51,7 +51,8 @@ def of(stages: dict[str, float], recovery_s_per_gb: float, note: str) -> ServerR
     of_parameter = {stage: stages[stage] for stage in OF_PARAMETER}
     of_byte = {stage: stages[stage] / BYTES for stage in OF_BYTE}
     # What goes in and out, each of BYTES, takes the time that no stage does.
-    beyond = stages["end_to_end"] - sum(stages[stage] for stage in UPDATE)
+    in_stages = sum(stages[stage] for stage in UPDATE) - min(stages["decode_and_norm"], stages["journal_flush"])
+    beyond = stages["end_to_end"] - in_stages
     of_byte["between"] = max(0.0, beyond) / (2 * BYTES)
     of_byte["tls"] = max(0.0, stages["encrypted"] - stages["small"]) / (2 * BYTES)
     return ServerRates(hardware(), note, of_parameter, of_byte, recovery_s_per_gb)

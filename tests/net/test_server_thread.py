@@ -14,7 +14,7 @@ from typing import Any
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
-from geotrain.outer.messages import Lease, LeaseRequest, Leave, Send
+from geotrain.outer.messages import Lease, LeaseRequest, Leave, Send, UpdatePart
 from geotrain.outer.server.server import Handled
 from tests.support.net_worlds import outer, wait_for, whole
 
@@ -75,6 +75,45 @@ def test_a_message_is_on_the_disk_before_it_is_answered(make, monkeypatch):
     assert top.loop.do(top.server_thread.say(LeaseRequest("a", 1))).job == 1
     # others may have come with it, which share its flush
     assert "on disk" in order[order.index("LeaseRequest written") : order.index("LeaseRequest")]
+
+
+def test_payloads_are_decoded_while_the_disk_writes_and_taken_after(make, monkeypatch):
+    cluster = make(outer(), {"eu": {"a": whole}})
+    region, worker = cluster.regions["eu"], cluster.joined("a")
+    lease = worker.lease()
+    assert lease is not None
+    fdatasync, take, decode = os.fdatasync, region.server.take, region.server.up.decode_measured
+    decoded, order, journal = threading.Event(), list[str](), region.recovered.journal
+    append = journal.append
+
+    def written(*messages: Any) -> None:
+        append(*messages)
+        order.extend("written" for message in messages if isinstance(message, UpdatePart))
+
+    def synced(file: int) -> None:
+        of_part = file == journal._file.fileno() and "written" in order
+        assert not of_part or decoded.wait(DEADLINE_S)
+        fdatasync(file)
+        order.extend(["on disk"] * of_part)
+
+    def taken(message: Any) -> Handled:
+        if isinstance(message, UpdatePart):
+            order.append("taken")
+        return take(message)
+
+    def measured(*of: Any) -> float:
+        order.append("decoded")
+        decoded.set()
+        return decode(*of)
+
+    monkeypatch.setattr(os, "fdatasync", synced)
+    monkeypatch.setattr(region.server, "take", taken)
+    monkeypatch.setattr(region.server.up, "decode_measured", measured)
+    monkeypatch.setattr(journal, "append", written)
+    fragments = tuple(range(len(cluster.parameter_map.fragments)))
+    worker.exchange(worker.parts(lease, fragments[:1]), fragments[:1])
+    at = order.index("taken")
+    assert order[:at].count("decoded") == 1 == order.count("decoded") and "on disk" in order[:at]
 
 
 class Slow:

@@ -54,6 +54,7 @@ class Machine:
         put: list[tuple[Any, str, Any]] = [
             (server_thread, "threading", SimpleNamespace(Thread=_InboxThread, Lock=Lock)),
             (server_thread, "queue", SimpleNamespace(SimpleQueue=_Inbox)),
+            (server_thread, "ThreadPoolExecutor", _AtOnce),
             (process_host, "ThreadPoolExecutor", lambda *_, **__: _Writes(self)),
             (process_host, "wait", _wait),
             (process_host, "ConnectionGuard", _NoThread),
@@ -171,6 +172,17 @@ class _DoneThread:
 
     def __init__(self, target: Callable[[], None], **_: Any) -> None:
         self.start = target
+
+
+class _AtOnce(_NoThread):
+    """A pool of one thread whose work is done when it was submitted."""
+
+    shutdown = _NoThread.stop
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function())
+        return future
 
 
 class _Counters(_NoThread):

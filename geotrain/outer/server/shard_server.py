@@ -166,7 +166,7 @@ class ShardServer:
         held = self.shard.members[part.member].updates[part.sequence]
         measured = [
             Measured(each.chunk, len(payload.content), each.squares, each.fault, payload.digest)
-            for each in self.shard.measure(part.member, part.sequence, part.part)
+            for each in self.shard.measure(part)
             for payload in (held[part.part, each.chunk],)
         ]
         return HeldPart(bare(part), tuple(measured))

@@ -97,6 +97,11 @@ class LocalShards(Shards):
 
     # -- what only shards in this process have
 
+    def decode_ahead(self, part: UpdatePart) -> None:
+        """Decode a part that is about to be received, as far as buffers are free. Changes no state."""
+        for shard in self.all:
+            shard.decode_ahead(part)
+
     def weights(self, fragment: int) -> Tensor:
         """The fragment's weights: fp32, 1-D; not to be written."""
         chunks = [self.of[c.index].vectors[c.index].x for c in self.parameter_map.chunks_of[fragment]]

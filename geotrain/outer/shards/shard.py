@@ -12,7 +12,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig
 from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, residual_dtype, rounding_seed
-from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender
+from geotrain.outer.downlink import VALIDATION_CODEC, PayloadMemory, WeightsReceiver, WeightsSender
 from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
@@ -54,6 +54,7 @@ class _Known:
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
 
 
+NO_UPDATE = "", 0
 MIRRORS = "held.", "mirror."  # how the names of those begin in `ServerShard.state`
 
 
@@ -83,7 +84,8 @@ class ServerShard:
         # Chunk → its delta as decoded last, in one of the buffers that are kept for this: fresh memory for each
         # update would take longer to map than to fill; so rules must copy what they keep.
         self._deltas: dict[int, Tensor] = {}
-        self._decoded = ("", 0)  # member and sequence of the update that they are
+        self._decoded = NO_UPDATE  # member and sequence of the update that they are
+        self._results: dict[tuple[int, int], tuple[bytes, Decoded]] = {}  # by part and chunk, with what was decoded
         self._spare: list[Tensor] = []  # buffers that hold nothing; each has room for the largest chunk
         self.members: dict[str, _Known] = {}
         self.newest: dict[int, Tensor] | None = {} if validates else None  # global weights, bf16, for validation
@@ -107,11 +109,11 @@ class ServerShard:
         match message:
             case Join():
                 self._member(message.member).joins[message.part] = message
+                if self._decoded[0] == message.member:
+                    self._drop_deltas()  # decoded with the slices of an earlier join
             case UpdatePart():
                 payloads = {(message.part, d.chunk): HeldPayload(d.payload) for d in message.deltas if d.chunk in own}
                 self._member(message.member).updates.setdefault(message.sequence, {}).update(payloads)
-                if self._decoded == (message.member, message.sequence):
-                    self._decoded = ("", 0)  # a former incarnation's: the number is used again
             case Answer():
                 came = {weights.chunk: weights for weights in message.weights if weights.chunk in own}
                 self._came.update(came)
@@ -137,9 +139,7 @@ class ServerShard:
         """Execute a command on this shard's chunks. Raises KeyError where it speaks of what is not here."""
         match command:
             case Apply():
-                decoded = self._deltas.keys() if self._decoded == (command.member, command.sequence) else ()
-                if any(chunk.index not in decoded for chunk in self._of[command.fragment]):
-                    self.decode(command.member, command.sequence, (command.fragment,))
+                self._decode_all(command.member, command.sequence, (command.fragment,))
                 for chunk in self._of[command.fragment]:
                     v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
                     self.will_change(v.x, *(vector for name, vector in v.aux.items() if name not in self.unmoved))
@@ -166,48 +166,58 @@ class ServerShard:
 
     def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
         """Decode the payloads of an update into buffers that hold them until the next one. Changes no state."""
-        known, found = self._member(member), list[Decoded]()
-        payloads = known.updates[sequence]
-        self._drop_deltas()
-        self._decoded = member, sequence
         if not self.rule.in_rounds:  # it is answered next
-            self._fetch(known, fragments)
+            self._fetch(self._member(member), fragments)
+        return self._decode_all(member, sequence, fragments)
+
+    def measure(self, part: UpdatePart) -> list[Decoded]:
+        """Decode one part of an update before the others are here; `decode` takes what is still in the buffers then.
+        Changes no state."""
+        own = [(delta.chunk, delta.payload) for delta in part.deltas if delta.chunk in self._own]
+        return [self._decode(part.member, part.sequence, i, part.part, payload) for i, payload in own]
+
+    def decode_ahead(self, part: UpdatePart) -> None:
+        """Decode, if the buffers are free for it, a part that is about to be received. Changes no state."""
+        known = self.members.get(part.member)
+        if known and part.part in known.joins and self._decoded in (NO_UPDATE, (part.member, part.sequence)):
+            self.measure(part)
+
+    def _decode_all(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
+        known, found = self._member(member), list[Decoded]()
+        payloads = known.updates.get(sequence, {})  # none where a shard has no chunk of these fragments
         for chunk in (chunk for fragment in fragments for chunk in self._of[fragment]):
-            buffer = self._deltas[chunk.index] = self._buffer()
-            vector = buffer[: chunk.numel]
             for part in sorted(known.joins):
-                slices = known.joins[part].pushes[chunk.index]
-                in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view
-                decoded = gather(vector, slices) if in_place else torch.empty(numel(slices))
-                found.append(self._decode(chunk.index, part, payloads[part, chunk.index].content, decoded))
-                if not in_place and not found[-1].fault:
-                    scatter(decoded, slices, vector)
+                found.append(self._decode(member, sequence, chunk.index, part, payloads[part, chunk.index].content))
         return found
 
-    def measure(self, member: str, sequence: int, part: int) -> list[Decoded]:
-        """Decode one part of an update before the others are here, and keep only the results."""
-        known = self._member(member)
-        buffer, slices = self._buffer(), known.joins[part].pushes
-        self._spare.append(buffer)
-        return [
-            self._decode(i, part, payload.content, buffer[: numel(slices[i])])
-            for (p, i), payload in known.updates.get(sequence, {}).items()
-            if p == part
-        ]
-
-    def _decode(self, chunk: int, part: int, payload: bytes, out: Tensor) -> Decoded:
+    def _decode(self, member: str, sequence: int, chunk: int, part: int, payload: bytes) -> Decoded:
+        """Decode a payload into the buffer of its chunk, unless it is there already."""
+        if self._decoded != (member, sequence):
+            self._drop_deltas()
+            self._decoded = member, sequence
+        done = self._results.get((part, chunk))
+        if done is not None and done[0] is payload:
+            return done[1]
+        if chunk not in self._deltas:
+            self._deltas[chunk] = self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.chunks))
+        vector = self._deltas[chunk][: self._own[chunk].numel]
+        slices = self._member(member).joins[part].pushes[chunk]
+        in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view
+        values = gather(vector, slices) if in_place else torch.empty(numel(slices))
         try:
-            return Decoded(chunk, part, self.up.decode_measured(from_bytes(payload), out))
+            result = Decoded(chunk, part, self.up.decode_measured(from_bytes(payload), values))
         except ValueError as error:
-            return Decoded(chunk, part, 0.0, str(error))
+            result = Decoded(chunk, part, 0.0, str(error))
+        if not in_place and not result.fault:
+            scatter(values, slices, vector)
+        self._results[part, chunk] = payload, result
+        return result
 
     def _drop_deltas(self) -> None:
         self._spare += self._deltas.values()
         self._deltas.clear()
-        self._decoded = ("", 0)
-
-    def _buffer(self) -> Tensor:
-        return self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.chunks))
+        self._results.clear()
+        self._decoded = NO_UPDATE
 
     def _freeze(self, command: Freeze) -> None:
         known = self._member(command.member)
@@ -218,7 +228,9 @@ class ServerShard:
             for part, join in known.joins.items():
                 held = gather(self.vectors[chunk.index].x, join.holds[chunk.index])
                 if part not in known.senders:
-                    known.senders[part] = WeightsSender(self.down, self.mirror_store)
+                    # In rounds, deltas that wait take the place of answers that were adopted.
+                    memory = None if self.rule.in_rounds else PayloadMemory()
+                    known.senders[part] = WeightsSender(self.down, self.mirror_store, memory)
                 sender = known.senders[part]
                 if (mirror := sender.mirror.get(chunk.index)) is not None:
                     self.will_change(mirror)
@@ -309,7 +321,7 @@ class ServerShard:
         known = self._member(member)
         for table in (known.joins, known.updates, *((known.answers, known.senders) if answers else ())):
             table.clear()
-        self._decoded = ("", 0)
+        self._drop_deltas()
 
     def received(self) -> Iterator[Answer]:
         """Yield the global weights that are not merged yet, for `receive`."""

@@ -143,6 +143,8 @@ def update_s(place: Place, in_bytes: float, numel: float, out_bytes: float, rate
     answer = parameter["up_encode"] + parameter["decode_and_norm"] if changes else parameter["answer"]
     mirror = parameter["mirror"] if place.on_disk and changes else 0.0
     ns = _taken_in_ns(in_bytes, rates) + _sent_ns(out_bytes, rates)
+    # It is decoded while the journal flushes.
+    ns -= min(parameter["decode_and_norm"] * numel, rates.of_byte["journal_flush"] * in_bytes)
     return (ns + (parameter["decode_and_norm"] + parameter["rule"] + answer + mirror) * numel) / 1e9
 
 
