@@ -45,8 +45,6 @@ class FrozenState:
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._tensors = dict(tensors)  # keeps them alive, so that an id means the same tensor throughout
         self._copied: dict[str, int] = {}  # name → bytes of its copy
-        self._room = torch.empty(0, dtype=torch.uint8)  # memory for copies, of which `_used` bytes are taken
-        self._used = 0
         self._changed = threading.Condition()
 
     @property
@@ -70,17 +68,13 @@ class FrozenState:
             self._next = min((self._places[name] for name in names), default=self._next)
             for name in names:
                 self._copied[name] = self._left[name].numel()
-                self._left[name] = self._copy(self._left[name])
+                self._left[name] = self._left[name].clone()
             self._copied_bytes += bytes_needed
             self.most_copied_bytes = max(self.most_copied_bytes, self._copied_bytes)
 
     def names(self) -> Iterator[str]:
-        """Yield the tensors' names in the order in which they are to be read: copies last, or once an update waits for
-        the memory that they take. Each must be read before the next is asked for."""
-        # Filled here, on the reader's thread: an update that had to map memory for its copies would wait for that.
-        room = torch.full((int(self.budget_bytes),), 0, dtype=torch.uint8)
-        with self._changed:
-            self._room, self._used = room, 0
+        """Yield the tensors' names in the order in which they are to be read: copies last, or when an update waits for
+        their memory. Each must be read before the next is asked for."""
         while True:
             with self._changed:
                 name = next(iter(self._copied), None)
@@ -114,23 +108,11 @@ class FrozenState:
             for name in list(self._left):
                 self._drop(name)
 
-    def _copy(self, left: Tensor) -> Tensor:
-        """Copy bytes into the room that is left for it, else into new memory."""
-        begin, end = self._used, self._used + left.numel()
-        if end > self._room.numel():
-            return left.clone()
-        self._used = end
-        return self._room[begin:end].copy_(left)
-
     def _drop(self, name: str) -> Tensor | None:
         self._left.pop(name, None)
         tensor = self._tensors.pop(name, None)
         self._names.pop(id(tensor), None)
         self._copied_bytes -= self._copied.pop(name, 0)
-        if not self._copied:
-            self._used = 0
-        if not self._left:
-            self._room = self._room[:0].clone()
         self._changed.notify_all()
         return tensor
 
