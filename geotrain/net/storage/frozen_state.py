@@ -73,8 +73,8 @@ class FrozenState:
             self.most_copied_bytes = max(self.most_copied_bytes, self._copied_bytes)
 
     def names(self) -> Iterator[str]:
-        """Yield the tensors' names in the order in which they are to be read: copies last, or when an update waits for
-        their memory. Each must be read before the next is asked for."""
+        """Yield the tensors' names in the order in which they are to be read: copies last, or when an update waits
+        for their memory. Each must be read before the next is asked for."""
         while True:
             with self._changed:
                 name = next(iter(self._copied), None)
