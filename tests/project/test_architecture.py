@@ -47,10 +47,10 @@ DOORS = {
     "net.transport.worker_client": 4_051,
     "outer.server.server": 6_847,
     "worker.trainer": 9_555,
-    "net.server.server_process": 15_475,
+    "net.server.server_process": 15_496,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 37_315, ("benchmarks",): 12_222}
+SIZES = {PRODUCT: 37_336, ("benchmarks",): 12_222}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself

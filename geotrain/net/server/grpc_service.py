@@ -80,8 +80,7 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 class GrpcService:
     """Runs from `start` to `stop`. All methods belong to the event loop in which it was started.
 
-    snapshot: writes a snapshot and returns where it is. extra_status: gives further entries for the status,
-    bytes_status those that take long where members are many.
+    snapshot: writes a snapshot and returns where it is. extra_status: gives more entries for a status, whole or not.
     silent_s: a member that was not heard of for so long is taken for dead.
     credentials: None means plaintext, where everyone is believed to be who they say.
     shards: where the server's are processes of their own. payloads_only: it is one of these.
@@ -91,16 +90,14 @@ class GrpcService:
         self,
         server_thread: ServerThread,
         snapshot: Callable[[], Awaitable[str]],
-        extra_status: Callable[[], dict[str, Any]] = dict,
-        bytes_status: Callable[[], dict[str, Any]] = dict,
+        extra_status: Callable[[bool], dict[str, Any]] = lambda whole: {},
         *,
         silent_s: float = WORKER_SILENT_S,
         credentials: Credentials | None = None,
         shards: ShardSessions | None = None,
         payloads_only: bool = False,
     ) -> None:
-        self.server_thread, self._snapshot = server_thread, snapshot
-        self._extra_status, self._bytes_status = extra_status, bytes_status
+        self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
         self.server, self.credentials, self.shards = server_thread.server, credentials, shards
         self.payloads_only = payloads_only
         self.failure_detector = FailureDetector(server_thread, silent_s, lambda: shards is None or shards.ready)
@@ -160,13 +157,10 @@ class GrpcService:
         if isinstance(send.message, Lease | Finished):
             self._granted[send.to] = send.message
 
-    def status(self) -> dict[str, Any]:
-        """Say how the server goes, for people: its state, its members, what it waits for, and bytes of its links."""
-        return {**self.judged(), **self._bytes_status()}
-
-    def judged(self) -> dict[str, Any]:
-        """Say how the server goes, without the bytes."""
-        said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s, **self._extra_status()}
+    def status(self, whole: bool = True) -> dict[str, Any]:
+        """Say how the server goes, for people: its state, its members, and what it waits for; whole: also bytes."""
+        said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s}
+        said |= self._extra_status(whole)
         if not self.payloads_only:
             said["members"] = self.failure_detector.judge(said)
             said["waits"] = self._waits.told(waits(said), time.time())

@@ -117,7 +117,6 @@ class ServerHost(ProcessHost[Server]):
             self.server_thread,
             self._snapshot,
             self._status,
-            self._bytes_status,
             silent_s=REGION_SILENT_S if self.server.member_role == "region" else WORKER_SILENT_S,
             credentials=self.credentials,
             shards=self.shards,
@@ -389,8 +388,8 @@ class ServerHost(ProcessHost[Server]):
         to the global server, which are told by its port."""
         return self.server.name == GLOBAL or peer.rpartition(":")[2] == str(self.setup.cluster.global_server.port)
 
-    def _status(self) -> dict[str, Any]:
-        """Collect what the process adds to the server's status."""
+    def _status(self, whole: bool) -> dict[str, Any]:
+        """Collect what the process adds to the server's status. whole: with the bytes, which take long to count."""
         effective, ends_at = None, self.setup.run.ends_at
         if (trained_s := self.server_thread.status.get("trained_s")) and self.server.origin:
             effective = min(1.0, trained_s / max(1.0, time.time() - begun_s(self.server.origin)))
@@ -405,6 +404,7 @@ class ServerHost(ProcessHost[Server]):
             "page": self.monitor.page_url,
             "metrics": self.monitor.metrics_url,
             "snapshots": self.uploader.status() if self.uploader else None,
+            **(self._bytes_status() if whole else {}),
         }
 
     def _bytes_status(self) -> dict[str, Any]:

@@ -336,26 +336,22 @@ class ServerShard:
         """Return all tensors, by names of chunk and owner. Joins, half-arrived updates and frozen whole weights are
         left out: members say or ask again. Where weights travel as changes, what each member was sent is in it."""
         self.mirror_store.settle()
-        # Chunk by chunk, as updates come to them: a snapshot reads in this order, ahead of the updates.
-        of: dict[int, dict[str, Tensor]] = {i: {} for i in self._own}
+        tensors: dict[str, Tensor] = {}
         for i, v in self.vectors.items():
-            of[i].update(v.state(f"chunk.{i}."))
-        for i, residual in self.residuals.items():
-            of[i][f"residual.{i}"] = residual
-        for i, payload in self.in_flight.items():
-            of[i][f"in_flight.{i}"] = from_bytes(payload)
-        for i, mirror in self.downlink.mirror.items():
-            of[i][f"mirror.{i}"] = mirror
+            tensors.update(v.state(f"chunk.{i}."))
+        tensors.update({f"residual.{i}": residual for i, residual in self.residuals.items()})
+        tensors.update({f"in_flight.{i}": from_bytes(payload) for i, payload in self.in_flight.items()})
+        tensors.update({f"mirror.{i}": mirror for i, mirror in self.downlink.mirror.items()})
         for name in self.members:
             if not self.fingerprints_of(name):
                 continue
             known = self.members[name]
-            for i, mirror in known.senders[0].mirror.items():
-                of[i][f"held.{name}.{i}"] = mirror
+            tensors.update({f"held.{name}.{i}": mirror for i, mirror in known.senders[0].mirror.items()})
             for sequence, answer in known.answers.items():
-                for (_, i), weights in answer.items():
-                    of[i][f"answer.{name}.{sequence}.{i}"] = from_bytes(weights.payload)
-        return {name: tensor for tensors in of.values() for name, tensor in tensors.items()}
+                tensors.update(
+                    {f"answer.{name}.{sequence}.{i}": from_bytes(w.payload) for (_, i), w in answer.items()}
+                )
+        return tensors
 
     def load(self, tensors: dict[str, Tensor], fingerprints: dict[str, int], sent: dict[str, Any]) -> None:
         """Load what `state` returned. fingerprints: of its own mirrors, by chunk. sent: by member, as the coordinator
