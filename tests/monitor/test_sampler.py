@@ -17,7 +17,7 @@ from geotrain.outer.server.region_server import mean_metrics
 
 def world(folder: Path, status: dict[str, Any]) -> tuple[Sampler, Follower]:
     service = SimpleNamespace(
-        failure_detector=SimpleNamespace(missed_s=6.0), beats={"a": {"queue": 1.0}}, status=lambda: status
+        failure_detector=SimpleNamespace(missed_s=6.0), beats={"a": {"queue": 1.0}}, status=lambda whole: status
     )
     events = EventLog(folder / "e.jsonl", source="global")
     traffic = {"a": Traffic(1000, 500)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as data
-from torch import Tensor
 
 from geotrain.config import OuterConfig, codec_config
 from geotrain.net.storage import disk_mirror_store
@@ -27,7 +25,7 @@ from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import global_rule
 from geotrain.outer.shards.protocol import Freeze
 from geotrain.outer.shards.shard import ServerShard
-from tests.support.disks import small_disk
+from tests.support.disks import cached_bytes, small_disk
 from tests.support.outer_world import parameter_map
 
 MIB = 1 << 20
@@ -40,13 +38,6 @@ def resident_bytes() -> int:
     """Of this process: its own memory, and mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Rss"))
-
-
-def cached_bytes(vector: Tensor) -> int:
-    """How much of it is in the machine's memory."""
-    pages = (ctypes.c_ubyte * -(-vector.nbytes // 4096))()
-    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(vector.data_ptr()), ctypes.c_size_t(vector.nbytes), pages)
-    return 4096 * sum(page & 1 for page in pages)
 
 
 def test_a_store_takes_its_buffers_alone_and_gives_back_what_was_changed(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
-"""Small disks, to be filled, and emptied again."""
+"""Small disks, to be filled, and emptied again; and what of a file the kernel keeps in memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from torch import Tensor
 
 BALLAST = "ballast"
 
@@ -32,3 +35,10 @@ def fill(folder: Path) -> None:
                 file.write(bytes(step))
             except OSError:
                 step //= 2
+
+
+def cached_bytes(vector: Tensor) -> int:
+    """How much of a vector that is a mapped file is in the machine's memory."""
+    pages = (ctypes.c_ubyte * -(-vector.nbytes // 4096))()
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(vector.data_ptr()), ctypes.c_size_t(vector.nbytes), pages)
+    return 4096 * sum(page & 1 for page in pages)

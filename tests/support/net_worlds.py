@@ -152,7 +152,7 @@ class Running:
     async def _snapshot(self) -> str:
         return "nowhere"
 
-    def _of_client(self) -> dict[str, Any]:
+    def _of_client(self, _: bool) -> dict[str, Any]:
         client = self.region_client
         if client is None:
             return {}

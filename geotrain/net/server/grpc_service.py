@@ -80,7 +80,7 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 class GrpcService:
     """Runs from `start` to `stop`. All methods belong to the event loop in which it was started.
 
-    snapshot: writes a snapshot and returns where it is. extra_status: gives further entries for the status.
+    snapshot: writes a snapshot and returns where it is. extra_status: gives more entries for a status, whole or not.
     silent_s: a member that was not heard of for so long is taken for dead.
     credentials: None means plaintext, where everyone is believed to be who they say.
     shards: where the server's are processes of their own. payloads_only: it is one of these.
@@ -90,7 +90,7 @@ class GrpcService:
         self,
         server_thread: ServerThread,
         snapshot: Callable[[], Awaitable[str]],
-        extra_status: Callable[[], dict[str, Any]] = dict,
+        extra_status: Callable[[bool], dict[str, Any]] = lambda whole: {},
         *,
         silent_s: float = WORKER_SILENT_S,
         credentials: Credentials | None = None,
@@ -157,9 +157,10 @@ class GrpcService:
         if isinstance(send.message, Lease | Finished):
             self._granted[send.to] = send.message
 
-    def status(self) -> dict[str, Any]:
-        """Say how the server goes, for people: its state, its members, and what it waits for."""
-        said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s, **self._extra_status()}
+    def status(self, whole: bool = True) -> dict[str, Any]:
+        """Say how the server goes, for people: its state, its members, and what it waits for; whole: also bytes."""
+        said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s}
+        said |= self._extra_status(whole)
         if not self.payloads_only:
             said["members"] = self.failure_detector.judge(said)
             said["waits"] = self._waits.told(waits(said), time.time())

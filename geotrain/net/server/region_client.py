@@ -90,25 +90,23 @@ class RegionClient:
         elif above is not None:
             self.link = ShardedLink(address, *incarnation, trust, above)
         self.connected = False
-        self._updates: deque[UpdatePart | Trained | AnswerWanted | Leave] = deque()
+        self._updates: _Lane[UpdatePart | Trained | AnswerWanted | Leave] = _Lane()
         # "" → what is said to have been done, in order; worker → its requests, which may wait for long.
-        self._said: dict[str, deque[Join | LeaseRequest | Release | TakeBack | Validated]] = {
-            name: deque() for name in ("", *server.members)
+        self._said: dict[str, _Lane[Join | LeaseRequest | Release | TakeBack | Validated]] = {
+            name: _Lane() for name in ("", *server.members)
         }
-        self._work = asyncio.Event()
         self._limit_bytes = 8 * self.server.parameter_map.numel + 65536
 
     def deliver(self, send: Send) -> None:
         """Take something that the region server sends to the global server. Call it in the event loop."""
         message = send.message
         if isinstance(message, UpdatePart | Trained | AnswerWanted | Leave):
-            self._updates.append(message)
+            self._updates.put(message)
         else:
             lane = self._said[message.worker if isinstance(message, LeaseRequest) else ""]
             known = [waiting.job for waiting in lane if isinstance(waiting, LeaseRequest)]
             if not isinstance(message, LeaseRequest) or message.job not in known:
-                lane.append(message)  # type: ignore[arg-type]
-        self._work.set()
+                lane.put(message)  # type: ignore[arg-type]
 
     async def run(self) -> None:
         """Run until the global server has taken the region's Leave.
@@ -178,7 +176,7 @@ class RegionClient:
         each delivered update, and not its payloads, which would stay in memory until the fragment's next one."""
         last = 0
         while True:
-            message = await self._next(self._updates)
+            message = await self._updates.first()
             if isinstance(message, Leave):
                 await self.link.persist(partial(self.link.leave, 0, self.server.sequence), GOODBYE_S)
                 await self.server_thread.persist(message)
@@ -221,17 +219,17 @@ class RegionClient:
 
         self.link.live_as(await self.server_thread.read(new_incarnation))
 
-    async def _run_leases(self, lane: deque[Join | LeaseRequest | Release | TakeBack | Validated]) -> None:
+    async def _run_leases(self, lane: _Lane[Join | LeaseRequest | Release | TakeBack | Validated]) -> None:
         link, first = self.link, self._said[""]
         calls: dict[type, Callable[[Any], Awaitable[Any]]] = {
             Join: link.join, LeaseRequest: link.lease, Release: link.release, TakeBack: link.take_back,
             Validated: link.validated,
         }  # fmt: skip
         while True:
-            message = await self._next(lane)
+            message = await lane.first()
             # A lease that is on its way back would be given again; and a join may name the data.
             while lane is not first and first:
-                await self._changed()
+                await lane.changed()
             try:
                 reply = await self._persist(partial(calls[type(message)], message))
                 if isinstance(message, LeaseRequest | TakeBack):
@@ -241,7 +239,8 @@ class RegionClient:
                     raise
                 log.error("the global server refuses %s: %s", message, refused.reason)
             lane.popleft()
-            self._work.set()
+            for each in self._said.values() if lane is first else ():
+                each.stirred.set()
 
     async def _run_beats(self) -> None:
         leases = self.server.leases
@@ -264,19 +263,30 @@ class RegionClient:
     async def _made(self, welcome: Welcome) -> MadeWeights | None:
         return None if any(welcome.versions) else await beside(self.first)
 
-    async def _next(self, lane: deque[Any]) -> Any:
-        """Wait for the first message of the lane. It stays there until it was delivered, in case this session ends
-        before."""
-        while not lane:
-            await self._changed()
-        return lane[0]
-
-    async def _changed(self) -> None:
-        await self._work.wait()
-        self._work.clear()
-
     async def _persist(self, attempt: Callable[[], Awaitable[T | None]]) -> T:
         return await self.link.persist(attempt, FOREVER_S)
+
+
+class _Lane(deque[T]):
+    """Holds messages to be sent in order, and wakes the one task that sends them: there is a lane for each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stirred = asyncio.Event()
+
+    def put(self, message: T) -> None:
+        self.append(message)
+        self.stirred.set()
+
+    async def changed(self) -> None:
+        await self.stirred.wait()
+        self.stirred.clear()
+
+    async def first(self) -> T:
+        """Wait for the first message. It stays there until it was delivered, in case this session ends before."""
+        while not self:
+            await self.changed()
+        return self[0]
 
 
 class _SessionOver(Exception):

@@ -78,7 +78,7 @@ class Sampler:
 
     def look(self) -> None:
         """Write an event for each member that is otherwise than before, and one if what is waited for has changed."""
-        status, now_s = self.service.status(), time.time()
+        status, now_s = self.service.status(whole=False), time.time()
         for name, member in status["members"].items():
             before, state = self._states.get(name, Liveness.AWAY), Liveness(member["state"])
             if state is not before:
@@ -93,7 +93,7 @@ class Sampler:
             self.events.write(WaitsChanged(waits))
 
     def sample(self) -> None:
-        members, now_s = self.service.status()["members"], time.monotonic()
+        members, now_s = self.service.status(whole=False)["members"], time.monotonic()
         elapsed_s, self._sampled_s = now_s - self._sampled_s, now_s
         traffic = self.traffic()
         for name, member in self.server_thread.server.members.items():

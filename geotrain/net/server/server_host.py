@@ -388,8 +388,27 @@ class ServerHost(ProcessHost[Server]):
         to the global server, which are told by its port."""
         return self.server.name == GLOBAL or peer.rpartition(":")[2] == str(self.setup.cluster.global_server.port)
 
-    def _status(self) -> dict[str, Any]:
-        """Collect what the process adds to the server's status.
+    def _status(self, whole: bool) -> dict[str, Any]:
+        """Collect what the process adds to the server's status. whole: with the bytes, which take long to count."""
+        effective, ends_at = None, self.setup.run.ends_at
+        if (trained_s := self.server_thread.status.get("trained_s")) and self.server.origin:
+            effective = min(1.0, trained_s / max(1.0, time.time() - begun_s(self.server.origin)))
+        return {
+            "effective": effective,  # of the time since the run began, what is in its weights
+            "connected": self.region_client is None or self.region_client.connected,
+            "snapshot_updates": self.saved_updates,
+            "full": self.server_thread.full,
+            "doing": self.doing,
+            "ends_s": ends_at.timestamp() if ends_at and self.server.name == GLOBAL else None,
+            "shards": self.shards.status() if self.shards else [],
+            "page": self.monitor.page_url,
+            "metrics": self.monitor.metrics_url,
+            "snapshots": self.uploader.status() if self.uploader else None,
+            **(self._bytes_status() if whole else {}),
+        }
+
+    def _bytes_status(self) -> dict[str, Any]:
+        """Collect the bytes for the server's status.
 
         links: bytes on the wide-area links, up towards the global server and down from it, their highest rates over a
         second, and each fragment's part of the bytes. peers: bytes with each member, and each fragment's part.
@@ -403,22 +422,9 @@ class ServerHost(ProcessHost[Server]):
         for name, traffic in self._traffic().items():
             counts = {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
             peers[name] = {**counts, "fragments": by_member[name].status(parameter_map)}
-        effective, ends_at = None, self.setup.run.ends_at
-        if (trained_s := self.server_thread.status.get("trained_s")) and self.server.origin:
-            effective = min(1.0, trained_s / max(1.0, time.time() - begun_s(self.server.origin)))
         return {
-            "effective": effective,  # of the time since the run began, what is in its weights
             "links": {**self._up_and_down(self.tcp_counters.total), "fragments": fragments.status(parameter_map)},
             "peers": peers,
-            "connected": self.region_client is None or self.region_client.connected,
-            "snapshot_updates": self.saved_updates,
-            "full": self.server_thread.full,
-            "doing": self.doing,
-            "ends_s": ends_at.timestamp() if ends_at and self.server.name == GLOBAL else None,
-            "shards": self.shards.status() if self.shards else [],
-            "page": self.monitor.page_url,
-            "metrics": self.monitor.metrics_url,
-            "snapshots": self.uploader.status() if self.uploader else None,
         }
 
     def _traffic(self) -> dict[str, Traffic]:

