@@ -87,7 +87,8 @@ def dequantize(
     elif fmt.name == "bf16":
         decoded = as_float(_aligned(payload).view(torch.int16).to(torch.int32) << 16)
     elif fmt.name == "topk2":
-        decoded = reference_topk.decode(payload, out.numel(), fmt)
+        # A weighted zero that changes nothing, not even −0.0: what was left out stays.
+        decoded = reference_topk.decode(payload, out.numel(), fmt, -0.0 if weight is not None and weight >= 0 else 0.0)
     else:
         decoded = _decode_dense(payload, out.numel(), fmt)
     if weight is None:

@@ -37,8 +37,9 @@ def encode(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt: Paylo
     return decoded.view(-1)[:numel]
 
 
-def decode(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
-    out = torch.zeros(fmt.blocks(numel), fmt.block)
+def decode(payload: Tensor, numel: int, fmt: PayloadFormat, left_out: float) -> Tensor:
+    """left_out: the value of elements that the payload does not keep."""
+    out = torch.full((fmt.blocks(numel), fmt.block), left_out)
     for first, records, record in _records(payload, numel, fmt):
         low, high = (as_float(bits) for bits in _scales(records, fmt))
         position, which, negative = _positions(records, record)

@@ -68,7 +68,10 @@ class Sky:
         if found is None:
             raise SkyError(f"there is no program `sky` on the PATH, by which machines are got: {WHERE}")
         self._program = found
-        self._python = Path(found).read_bytes().splitlines()[0].decode(errors="replace").removeprefix("#!").strip()
+        line = Path(found).read_bytes().splitlines()[0].decode(errors="replace").removeprefix("#!").strip()
+        # Installers start programs in long paths, or ones with spaces, by a shell.
+        beside = str(Path(found).resolve().with_name("python"))
+        self._python = line.split() if "python" in Path(line).name else [beside]
 
     def run(self, *words: str, within_s: float = ASK_S, shown: bool = False) -> tuple[int, str]:
         """Run `sky` with these words; returns its exit code and what it said. shown: it writes to the terminal.
@@ -101,7 +104,7 @@ class Sky:
 
     def _ask(self, question: Any) -> Any:
         """Ask what `sky_prices` answers. Raises SkyError."""
-        command = [*self._python.split(), str(Path(__file__).with_name("sky_prices.py"))]
+        command = [*self._python, str(Path(__file__).with_name("sky_prices.py"))]
         try:
             done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, timeout=ASK_S)
         except subprocess.TimeoutExpired as error:

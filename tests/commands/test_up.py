@@ -185,9 +185,23 @@ def test_files_go_along_and_urls_stay(run_file: Path) -> None:
         shipped(raw)
 
 
+@pytest.mark.parametrize("by_shell", [False, True])
 def test_skypilot_takes_the_tasks_and_prices_them_from_its_catalogue(
-    run_file: Path, sky: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_file: Path,
+    sky: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    by_shell: bool,
 ) -> None:
+    """by_shell: `sky` as installers write it where the interpreter's path does not fit its first line."""
+    if by_shell:
+        tool = tmp_path / "a tool"
+        tool.mkdir()
+        (tool / "python").symlink_to(sky / "python")
+        (tool / "sky").write_text(f"#!/bin/sh\nexec '{sky}/sky' \"$@\"\n")
+        (tool / "sky").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tool}:/usr/bin:/bin")
     wanted = Wanted("aws:2x8xh100@us-east-2", spot=True, results="s3://bucket", budget=100.0)
     told = up(run_file, None, wanted, dry_run=True)
     assert told.data["usd_per_hour"] == pytest.approx(2 * 30.5 + 0.25)  # of its zones the dearer

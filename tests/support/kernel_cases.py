@@ -92,10 +92,10 @@ def check_quantize(
 def _check_dequantize(
     ops: ModuleType, payload: Tensor, numel: int, fmt: PayloadFormat, device: str, measured: bool
 ) -> None:
-    for weight in (None, -0.7):
-        whole = torch.full((numel + 9,), 3.0, device=device)
+    for weight, filled in ((None, 3.0), (-0.7, 3.0), (0.7, -0.0)):  # −0.0 + 0.0 is 0.0
+        whole = torch.full((numel + 9,), filled, device=device)
         ops.dequantize(payload, whole[5 : 5 + numel], fmt, weight)  # a slice: what surrounds it stays
-        wanted = torch.full((numel + 9,), 3.0)
+        wanted = torch.full((numel + 9,), filled)
         reference.dequantize(payload.cpu(), wanted[5 : 5 + numel], fmt, weight)
         assert_same_bits(whole, wanted)
     if measured and fmt.name in GRIDS:
