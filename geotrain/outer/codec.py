@@ -89,7 +89,6 @@ class Codec:
         seed: int = 0,
         what: str = "",
         moves_anchor: bool = False,
-        payload: Tensor | None = None,
     ) -> EncodedDelta:
         """Encode v = values + decay · residual or, with an anchor, v = anchor − values + decay · residual.
 
@@ -97,15 +96,13 @@ class Codec:
         express goes with the next one (error feedback). On hosts it may be bf16, which is rounded by chance.
 
         seed: chooses the random bits of stochastic rounding. what: names the tensor in errors. moves_anchor: the
-        anchor becomes the values (fp32, on a CPU), in the same pass. payload: where to write it; None: to new memory.
-        Raises CodecError, and NonFiniteError on a CPU; residual and anchor are then unusable, since those of the
-        finite blocks were updated already.
+        anchor becomes the values (fp32, on a CPU), in the same pass. Raises CodecError, and NonFiniteError on a CPU;
+        residual and anchor are then unusable, since those of the finite blocks were updated already.
         """
         try:
             payload, finite = kernels.quantize(
-                values, self.spec, anchor=anchor, residual=residual, seed=seed, moves_anchor=moves_anchor,
-                payload=payload,
-            )  # fmt: skip
+                values, self.spec, anchor=anchor, residual=residual, seed=seed, moves_anchor=moves_anchor
+            )
         except ValueError as error:
             raise CodecError(f"{what or 'a tensor'}: {error}") from None
         if values.device.type == "cpu":

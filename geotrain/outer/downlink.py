@@ -10,13 +10,10 @@ either end both know whether the mirrors are still equal; if they are not, the n
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Iterable
-from typing import cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from geotrain.config import CodecConfig, codec_config
@@ -75,37 +72,8 @@ def fingerprint(weights: ChunkWeights, before: int) -> int:
     return (weights.version + 1 << 32 | zlib.crc32(sample.tobytes(), before & 0xFFFFFFFF)) & (1 << 63) - 1
 
 
-class PayloadMemory:
-    """Memory for payloads that is used again once nobody reads them any more: fresh memory takes longer to map than
-    to fill. It is used by one thread; readers may be in others."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def take(self, size: int) -> Tensor:
-        """Return memory for a payload of so many bytes."""
-        for i, memory in enumerate(self._free):
-            if memory.numel() == size:
-                return self._free.pop(i)
-        self._free.clear()  # another cut's
-        return torch.empty(size, dtype=torch.uint8)
-
-    def lend(self, payload: Tensor) -> bytes:
-        """View a payload, in memory that was taken here, as bytes for a message."""
-        array = payload.numpy()  # which all views of the bytes keep alive
-        weakref.finalize(array, self._free.append, payload).atexit = False
-        return cast(bytes, memoryview(array).toreadonly())  # type: ignore[arg-type]
-
-
 class WeightsSender(_Mirror):
-    """The server's end of a way down, for one part of one member. memory: of payloads with whole weights; None: new
-    memory for each."""
-
-    def __init__(
-        self, config: CodecConfig, mirror_store: MirrorStore | None = None, memory: PayloadMemory | None = None
-    ) -> None:
-        super().__init__(config, mirror_store)
-        self.memory = memory
+    """The server's end of a way down, for one part of one member."""
 
     def encode(self, chunk: int, version: int, held: Tensor) -> ChunkWeights:
         """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
@@ -124,10 +92,6 @@ class WeightsSender(_Mirror):
             self.codec.decode_accumulate(payload, mirror)
             self.mirror_store.page_out(self.mirror[chunk])
             return self._note(ChunkWeights(chunk, version, to_bytes(payload), increment=True))
-        if self.memory is not None and not self.changes:
-            memory = self.memory.take(self.plain.encoded_bytes(held.numel()))
-            payload = self.plain.encode(held, what=what, payload=memory).payload
-            return ChunkWeights(chunk, version, self.memory.lend(payload))
         payload = self.plain.encode(held, what=what).payload
         if not self.changes:
             return ChunkWeights(chunk, version, to_bytes(payload))

@@ -26,7 +26,7 @@ from geotrain.outer.shards.protocol import Apply, Forget, Freeze, NewIncarnation
 from geotrain.outer.shards.remote import RemoteShards
 from geotrain.outer.shards.shard import HeldPayload, ServerShard
 from geotrain.parameters.parameter_map import Parameter, ParameterMap, ParameterMapError
-from geotrain.staging.interface import from_bytes, to_bytes
+from geotrain.staging.interface import to_bytes
 from tests.support.outer_world import (
     UPDATES,
     World,
@@ -329,25 +329,6 @@ def test_updates_are_computed_in_the_same_memory_again_and_again() -> None:
         update(number)
         of.execute(SendUp(0, number, {}))
     assert len(rule.temporary) == 4 and len({vector.data_ptr() for vector in rule.temporary}) == 1
-
-
-def test_an_answers_memory_is_used_again_once_nobody_reads_it() -> None:
-    of, _, update = one_shard()
-    at, reader = list[int](), memoryview(b"")
-    for number in range(1, 6):
-        update(number)
-        of.execute(Freeze("w", number, 0, number))
-        payload = of.members["w"].answers[number][0, 0].payload
-        at.append(from_bytes(payload).data_ptr())
-        if number == 2:
-            reader = memoryview(payload)[3:-3]  # a frame that has not left
-            read = bytes(reader)
-        if number == 4:
-            assert bytes(reader) == read
-            reader = memoryview(b"")
-        del payload
-        of.execute(Forget("w", answers=(number,)))
-    assert at[0] == at[1] != at[2] == at[3] and at[4] in at[1:3]
 
 
 def test_a_snapshot_in_writing_copies_of_an_updates_vectors_those_that_it_changes() -> None:

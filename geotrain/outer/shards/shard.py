@@ -12,7 +12,7 @@ from torch import Tensor
 
 from geotrain.config import CodecConfig
 from geotrain.outer.codec import Codec, CodecError, NonFiniteError, make_codec, refusal, residual_dtype, rounding_seed
-from geotrain.outer.downlink import VALIDATION_CODEC, PayloadMemory, WeightsReceiver, WeightsSender
+from geotrain.outer.downlink import VALIDATION_CODEC, WeightsReceiver, WeightsSender
 from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import RegionRule, Rule, Vectors
@@ -228,9 +228,7 @@ class ServerShard:
             for part, join in known.joins.items():
                 held = gather(self.vectors[chunk.index].x, join.holds[chunk.index])
                 if part not in known.senders:
-                    # In rounds, deltas that wait take the place of answers that were adopted.
-                    memory = None if self.rule.in_rounds else PayloadMemory()
-                    known.senders[part] = WeightsSender(self.down, self.mirror_store, memory)
+                    known.senders[part] = WeightsSender(self.down, self.mirror_store)
                 sender = known.senders[part]
                 if (mirror := sender.mirror.get(chunk.index)) is not None:
                     self.will_change(mirror)
