@@ -88,7 +88,8 @@ def dequantize(
         decoded = as_float(_aligned(payload).view(torch.int16).to(torch.int32) << 16)
     elif fmt.name == "topk2":
         # A weighted zero that changes nothing, not even −0.0: what was left out stays.
-        decoded = reference_topk.decode(payload, out.numel(), fmt, -0.0 if weight is not None and weight >= 0 else 0.0)
+        left_out = -0.0 if weight is not None and weight >= 0 else 0.0
+        decoded = reference_topk.decode(payload, out.numel(), fmt, left_out)
     else:
         decoded = _decode_dense(payload, out.numel(), fmt)
     if weight is None:
