@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -109,6 +111,33 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
 
     assert large.loop.do(work()) == (7, 0, 1)
     assert large.regions["eu"].server.members["a"].metrics["loss"] == 2.0
+
+
+@pytest.mark.parametrize("first", ["ends", "goes on"])
+def test_an_update_whose_stream_another_replaces_is_told_so(large, first):
+    """A stream that the rank has given up may be read after the one that followed, and end that: its sender is told,
+    and does not wait until its deadline for an acknowledgement. first: what becomes of the other stream."""
+    worker = large.joined("a")
+    part = worker.parts(worker.lease(), (0,))[0]
+    header, *some = islice(wire.frames(part), 4)
+    came = large.regions["eu"].service.fragment_bytes["a"].up
+
+    async def work() -> tuple[Any, str]:
+        links = [GrpcClient(worker.clients[0].address, "a", "life-1") for _ in range(2)]
+        calls = [link._channel.stream_stream("/geotrain.Outer/push")() for link in links]
+        for number, call in enumerate(calls, 1):
+            for frame in (header, *some):
+                await call.write(frame)
+            while came.total() < number * sum(map(len, some)):
+                await asyncio.sleep(0.01)
+        if first == "ends":
+            calls[1].cancel()
+        code, said = await calls[0].code(), await calls[0].details()
+        for link in links:
+            await link.close()
+        return code, said
+
+    assert large.loop.do(work()) == (grpc.StatusCode.ABORTED, "another stream of this rank took its place")
 
 
 def half(size: int, sequence: int = 1) -> tuple[bytes, wire.FrameReader]:

@@ -44,13 +44,13 @@ ONLY_IN = {  # who may import these
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
     "worker.loop": 6_047,
-    "net.transport.worker_client": 4_053,
+    "net.transport.worker_client": 4_078,
     "outer.server.server": 6_859,
     "worker.trainer": 9_558,
-    "net.server.server_process": 15_521,
+    "net.server.server_process": 15_527,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 37_365, ("benchmarks",): 12_223}
+SIZES = {PRODUCT: 37_371, ("benchmarks",): 12_223}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself

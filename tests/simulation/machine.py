@@ -66,7 +66,7 @@ class Machine:
             (server_host, "REGION_SILENT_S", REGION_SILENT_S),
             (server_host, "WORKER_SILENT_S", WORKER_SILENT_S),
             (grpc_service, "aio", transport),
-            (grpc_service, "_check_free", lambda address: None),
+            (rpc, "check_free", lambda address: None),
             (grpc_service, "RateLimits", functools.partial(RateLimits, clock=loop.time)),
             (grpc_service, "ResumableUploads", functools.partial(ResumableUploads, clock=loop.time)),
             (grpc_client, "aio", transport),

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import grpc
 from grpc import aio
 
-from geotrain.common.ports import why_not_bound
 from geotrain.config import Address, host_port
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
 from geotrain.net.server.first_weights import FirstDigests
@@ -73,6 +72,7 @@ SERVER_OPTIONS = (
 FIRSTS_AT_ONCE = 4  # first weights that are sent at a time: whoever has them trains, while others get theirs
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 NOT_FINITE = "it says that its delta is not finite"
+REPLACED = "another stream of this rank took its place"
 OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -137,7 +137,7 @@ class GrpcService:
         methods = {call.__name__[1:]: kind(self._handled(call)) for kind, calls in kinds for call in calls}
         methods = {name: call for name, call in methods.items() if not self.payloads_only or name in OF_SHARDS}
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, methods),))
-        _check_free(address)
+        rpc.check_free(address)
         try:
             port = add_port(self._grpc, address, self.credentials)
         except RuntimeError as error:
@@ -465,7 +465,7 @@ class GrpcService:
         assert task is not None
         older, self._receiving[member, part] = self._receiving.get((member, part)), task
         if older is not None and older is not task:
-            older.cancel()
+            older.cancel(REPLACED)
             await asyncio.wait([older], timeout=HEADER_S)
 
     def _handled(self, handler: Handler) -> Handler:
@@ -490,11 +490,10 @@ class GrpcService:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             except TimeoutError:
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the stream stood still for too long")
+            except asyncio.CancelledError as cancelled:
+                # It may be the newer of the two, read first; gRPC would say nothing of a handler that was cancelled.
+                if cancelled.args != (REPLACED,):
+                    raise
+                await context.abort(grpc.StatusCode.ABORTED, REPLACED)
 
         return handle
-
-
-def _check_free(address: Address) -> None:
-    """Raise ListenError if nobody can listen on the address. gRPC would not say why it cannot."""
-    if why := why_not_bound(*address.listening):
-        raise ListenError(f"cannot listen on {host_port(*address.listening)}: {why}")

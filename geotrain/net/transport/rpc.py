@@ -32,6 +32,8 @@ from typing import Any
 
 from grpc import aio
 
+from geotrain.common.ports import why_not_bound
+from geotrain.config import Address, host_port
 from geotrain.net.transport import wire
 from geotrain.outer.messages import (
     Answer,
@@ -334,6 +336,12 @@ async def next_frame(arriving: Awaitable[Any]) -> bytes:
     if frame is aio.EOF:
         raise wire.DamagedError("the stream ended before its message did")
     return bytes(frame)
+
+
+def check_free(address: Address) -> None:
+    """Raise ListenError if nobody can listen on the address. gRPC would not say why it cannot."""
+    if why := why_not_bound(*address.listening):
+        raise ListenError(f"cannot listen on {host_port(*address.listening)}: {why}")
 
 
 def refusal_of(error: Any) -> Refused | None:
