@@ -6,11 +6,12 @@ docs/extending.md says how to add one. No torch here: launching and planning ask
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from geotrain.common.entry_points import registered
 from geotrain.families import reading
-from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
+from geotrain.families.architecture import Architecture, UnsupportedModelError
 from geotrain.families.deepseek_v3 import DeepseekV3
 from geotrain.families.family import Family
 from geotrain.families.granite import Granite
@@ -22,8 +23,9 @@ from geotrain.families.qwen2_moe import Qwen2Moe
 from geotrain.families.qwen3 import Qwen3
 from geotrain.families.qwen3_moe import Qwen3Moe
 from geotrain.families.smollm3 import SmolLM3
+from geotrain.families.weights import Weight
 
-__all__ = ["Architecture", "Experts", "Family", "UnsupportedModelError", "architecture_from_hf", "family_of"]
+__all__ = ["Architecture", "Family", "UnsupportedModelError", "architecture_from_hf", "family_of", "layer_weights"]
 
 _BUILT_IN = (
     *(Llama(), Qwen2(), Qwen3(), Mistral(), SmolLM3(), Granite()),
@@ -52,6 +54,12 @@ def family_of(model_type: Any) -> Family:
             "under that one"
         )
     return plugged()
+
+
+@lru_cache(maxsize=128)  # the planner asks for the same layers again and again
+def layer_weights(a: Architecture, layer: int) -> tuple[Weight, ...]:
+    """List a layer's weights (see `Family.layer`)."""
+    return tuple(family_of(a.model_type).layer(a, layer))
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:

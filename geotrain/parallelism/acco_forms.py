@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from geotrain.config import AccoConfig, Architecture, ConfigError, ParallelConfig
-from geotrain.families import family_of
+from geotrain.families import layer_weights
 from geotrain.parallelism.checks import code_bytes, coded_bits, offloads_masters, zero_stage
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer, optimizer_settings
 from geotrain.parallelism.whole_matrices import ALIGNED, ShardSize
@@ -115,9 +115,7 @@ def check_acco(
             f"acco does not go with parallel.expert = {parallel.expert}: all its ranks reduce one buffer, and "
             "divided experts are reduced by some of them; leave out one of the two"
         )
-    if any(
-        weight.untrained for weight in family_of(architecture.model_type).layer(architecture, architecture.layers - 1)
-    ):
+    if any(weight.untrained for weight in layer_weights(architecture, architecture.layers - 1)):
         raise ConfigError(
             f"acco does not go with the routers of a {architecture.model_type}: their biases follow what each step "
             "counted, and its steps overlap; leave out `acco`"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from geotrain.config import Architecture, ParallelConfig
-from geotrain.families import family_of
+from geotrain.families import family_of, layer_weights
 from geotrain.families.weights import Weight
 from geotrain.parameters.parameter_map import StridedSlice, numel
 
@@ -77,7 +77,7 @@ def local_parameters(
     embedding, head = family.embedding(a), family.head(a)
     found = held([embedding]) if first else []
     for i, layer in enumerate(parallel.layers_of(pp_rank, a.layers)):
-        mine = _of_expert_rank(family.layer(a, layer), a, parallel.expert, ep_rank)
+        mine = _of_expert_rank(layer_weights(a, layer), a, parallel.expert, ep_rank)
         found += held(weight.of_layer(layer, i) for weight in mine)
     if last:
         found += held([family.final_norm(a)])
@@ -156,7 +156,7 @@ def first_like(a: Architecture, parallel: ParallelConfig) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def _layer_shapes(a: Architecture) -> tuple[int, ...]:
     """List, for each layer, the first one with the same weights."""
-    every = [tuple(family_of(a.model_type).layer(a, layer)) for layer in range(a.layers)]
+    every = [layer_weights(a, layer) for layer in range(a.layers)]
     return tuple(every.index(weights) for weights in every)
 
 

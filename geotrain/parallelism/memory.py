@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from geotrain.config import Architecture, ParallelConfig
-from geotrain.families import family_of
+from geotrain.families import layer_weights
 from geotrain.parallelism.checks import (
     BUCKETS_IN_FLIGHT,
     CODED_AT_ONCE,
@@ -136,7 +136,7 @@ def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
     return sum(
         weight.numel // (parallel.tensor * (parallel.expert if weight.expert is not None else 1))
         for layer in parallel.layers_of(stage, a.layers)
-        for weight in family_of(a.model_type).layer(a, layer)
+        for weight in layer_weights(a, layer)
         if len(weight.shape) == 2 and weight.cut != "whole"
     )
 

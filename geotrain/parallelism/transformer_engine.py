@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from geotrain.config import Architecture, ConfigError, ParallelConfig, PrecisionConfig, RunConfig
-from geotrain.families import family_of
+from geotrain.families import layer_weights
 from geotrain.families.weights import Weight
 
 Capability = tuple[int, int]  # CUDA's compute capability
@@ -87,7 +87,7 @@ def _check_fp8(a: Architecture, parallel: ParallelConfig, precision: PrecisionCo
     multiple = 32 if precision.fp8_recipe == "mxfp8" else 16
     sizes = {"the tokens of a micro-batch on a rank": tokens // (parallel.tensor if parallel.sequence else 1)}
     for layer in range(a.layers):
-        for weight in family_of(a.model_type).layer(a, layer):
+        for weight in layer_weights(a, layer):
             if weight.cut != "whole":  # norms, and routers, which stay as they are
                 sizes |= {f"{weight.name}: {which}": size for which, size in _divided(weight, parallel.tensor)}
     for what, size in sizes.items():

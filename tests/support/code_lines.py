@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 NO_CODE = {
@@ -14,6 +15,7 @@ NO_CODE = {
 }
 
 
+@cache
 def code_lines(path: Path) -> int:
     """Lines of code of a Python, C or JavaScript file. A string that is a statement of its own counts as
     docstring."""

@@ -21,11 +21,12 @@ all else stay in bf16. Utilization is then of FP8's peak. Weights are cast once 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from geotrain.families import Architecture, family_of
+from geotrain.families import Architecture, layer_weights
 from geotrain.families.weights import Weight
 from geotrain.parallelism.acco_forms import least_step_s
 from geotrain.parallelism.checks import (
@@ -279,26 +280,21 @@ def optimizer_operations(work: Work, stage: int, owners: int) -> Iterator[Operat
     a, parallel = work.architecture, work.parallel
     owners = owners if zero_stage(work.deepspeed) else 1
     rest, settings = float(stage_parameters(a, parallel, stage)), optimizer_settings(work.deepspeed)
-    tp = parallel.tensor
-    layers = range(0)
     if isinstance(settings, MuonSettings):
-        layers = parallel.layers_of(stage, a.layers)
-    for layer in layers:
-        for weight in family_of(a.model_type).layer(a, layer):
-            if len(weight.shape) != 2:
-                continue
-            gathered = isinstance(settings, MuonSettings) and settings.tp_mode == "duplicated"
-            cut = 1 if weight.cut == "whole" else tp
-            r, c = sorted((weight.shape[0] / (1 if gathered else cut), weight.shape[1]))
-            times = settings.ns_steps / owners if isinstance(settings, MuonSettings) else 0.0
+        weights = (weight for layer in parallel.layers_of(stage, a.layers) for weight in layer_weights(a, layer))
+        alike = Counter((w.shape, w.cut == "whole", w.expert is not None) for w in weights if len(w.shape) == 2)
+        for ((rows, columns), whole, of_expert), count in alike.items():
+            cut = 1 if whole else parallel.tensor
+            r, c = sorted((rows / (1 if settings.tp_mode == "duplicated" else cut), columns))
+            times = count * settings.ns_steps / owners
             yield Operation("products", times * (4 * r * r * c + 2 * r**3), times * (10 * r * c + 12 * r * r))
-            own = weight.numel / cut
+            own = rows * columns / cut
             # Norm, the update as bf16, and back; before that, put together of the tensor ranks' parts. Then rows'
             # norms are read, and rows scaled in place.
-            again = 12 if isinstance(settings, MuonSettings) and settings.normalize_rows else 0
+            again = 12 if settings.normalize_rows else 0
             moved = MUON_BYTES * own + ((24 if r * c > own else 16) + again) * r * c
-            yield Operation("memory", 0.0, moved / owners)
-            rest -= own / (parallel.expert if weight.expert is not None else 1)
+            yield Operation("memory", 0.0, count * moved / owners)
+            rest -= count * own / (parallel.expert if of_expert else 1)
     yield Operation("memory", 0.0, ADAMW_BYTES * rest / owners)
 
 
@@ -319,7 +315,7 @@ def _matrices(a: Architecture, sparse: bool) -> tuple[_Matrix, ...]:
     """Matrix products of a layer with or without experts; one for each parameter of Megatron-core's."""
     layer = next(layer for layer in range(a.layers) if a.has_experts(layer) == sparse)
     found: dict[str, list[Weight]] = {}
-    for weight in family_of(a.model_type).layer(a, layer):
+    for weight in layer_weights(a, layer):
         if len(weight.shape) == 2:
             found.setdefault(weight.within, []).append(weight)
     matrices = []

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from geotrain.config import AccoConfig, Architecture, ParallelConfig
-from geotrain.families import family_of
+from geotrain.families import layer_weights
 from geotrain.parallelism.checks import trains_in_bf16
 
 BACKWARD = 2  # times forward: one product for the input's gradient, one for the weight's
@@ -68,7 +68,7 @@ def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops
 def active_weights(a: Architecture, layer: int) -> tuple[int, int]:
     """Elements of the layer's matrices that a token meets: those that every token does, and of chosen experts."""
     met = of_experts = 0
-    for weight in family_of(a.model_type).layer(a, layer):
+    for weight in layer_weights(a, layer):
         if len(weight.shape) == 2:
             if weight.expert is None:
                 met += weight.numel

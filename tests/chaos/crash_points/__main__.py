@@ -71,12 +71,12 @@ class Explorer:
         for how, kinds in AT.items():
             yield from ((how, at) for at, kind in enumerate(self.calls, 1) if kind in kinds)
 
-    def keep_states(self) -> None:
-        """Play the incarnation once, for all points at which it ends."""
+    def keep_states(self, points: set[tuple[str, int]]) -> None:
+        """Play the incarnation once, for all of these points at which it ends."""
         folder, before = self._begin()
         kept = self.scratch / "states" / self.name
         shutil.rmtree(kept, ignore_errors=True)
-        for how, at, said, name in states(folder, lambda say: self.incarnation(folder, say), kept):
+        for how, at, said, name in states(folder, lambda say: self.incarnation(folder, say), kept, points):
             self.states[how, at] = said or before, kept / name
 
     def live(self, how: str, at: int) -> tuple[str, list[Any], Path, int]:
@@ -185,9 +185,10 @@ def notices(incarnations: list[Explorer]) -> int:
     Durable.forgets = True
     try:
         for incarnation in incarnations:
-            incarnation.keep_states()
-            for how, at in incarnation.points():
-                if how == "power" and (fault := incarnation.explore(how, at, {})):
+            power_cuts = [(how, at) for how, at in incarnation.points() if how == "power"]
+            incarnation.keep_states({*power_cuts})
+            for how, at in power_cuts:
+                if fault := incarnation.explore(how, at, {}):
                     print(f"noticed: {incarnation.name}: power at call {at}: {fault}", file=sys.stderr)
                     return 1
         return 0
@@ -213,13 +214,13 @@ def main() -> None:
     try:
         incarnations = explorers(scratch, options.only)
         points = [(incarnation, how, at) for incarnation in incarnations for how, at in incarnation.points()]
-        todo = list(points)
+        random.Random(options.seed).shuffle(todo := list(points))  # so that those that are tried are spread over all
+        todo = todo[: options.points]
         for incarnation in incarnations:
-            incarnation.keep_states()
-        random.Random(options.seed).shuffle(todo)  # so that those that are tried are spread over all of them
+            incarnation.keep_states({(how, at) for whose, how, at in todo if whose is incarnation})
         whole = options.all or options.points is not None
         (results := scratch / "results").touch()
-        looked = explored(todo[: options.points], results, inf if whole else time.monotonic() + options.seconds)
+        looked = explored(todo, results, inf if whole else time.monotonic() + options.seconds)
         tried = [json.loads(line) for line in results.read_text().splitlines()]
         found = {(name, how, at): fault for name, how, at, fault in tried}
         noticed = notices(incarnations)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,10 +56,12 @@ def attempt(
     return _apart(lived)
 
 
-def states(folder: Path, incarnation: Callable[[Say], None], kept: Path) -> list[tuple[str, int, int, str]]:
+def states(
+    folder: Path, incarnation: Callable[[Say], None], kept: Path, wanted: Container[tuple[str, int]]
+) -> list[tuple[str, int, int, str]]:
     """Run `incarnation` in a process of its own, where nothing goes wrong, and keep what the disk would hold if it
-    ended at any call that changes a file: before it ("before"), after half of a write ("half"), or after it, with all
-    gone that was not synced ("power").
+    ended at a call that changes a file: before it ("before"), after half of a write ("half"), or after it, with all
+    gone that was not synced ("power"). wanted: which of these at which calls.
 
     Returns (which of these, number of the call, last thing said, name of the state, which is a folder in `kept`) for
     each. States that are alike have one name.
@@ -68,21 +70,23 @@ def states(folder: Path, incarnation: Callable[[Say], None], kept: Path) -> list
     said, calls, faults = 0, 0, list[str]()
     durable = Durable(folder)
 
-    def note(how: str, at: int, state: Path) -> None:
-        name = digest(state)
+    def note(how: str, at: int, state: Callable[[], Path]) -> None:
+        if (how, at) not in wanted:
+            return
+        name = digest(place := state())
         if not (kept / name).exists():
-            shutil.copytree(state, kept / name)
+            shutil.copytree(place, kept / name)
         found.append((how, at, said, name))
 
     def seen(half: int) -> None:
         nonlocal calls
         try:
             if half:
-                note("half", calls + 1, folder)
+                note("half", calls + 1, lambda: folder)
                 return
             calls += 1
-            note("before", calls + 1, folder)
-            note("power", calls, durable.left())
+            note("before", calls + 1, lambda: folder)
+            note("power", calls, durable.left)
         except BaseException:  # which would not leave this call, made by disk.c
             faults.append(traceback.format_exc())
 
@@ -92,7 +96,7 @@ def states(folder: Path, incarnation: Callable[[Say], None], kept: Path) -> list
             said = max(said, what)
 
         durable.begin()
-        note("before", 1, folder)
+        note("before", 1, lambda: folder)
         watcher = ctypes.CFUNCTYPE(None, ctypes.c_int)(seen)
         _shim().crash_arm(str(folder).encode(), 0, HOW["before"])
         _shim().crash_watch(watcher)
@@ -101,7 +105,7 @@ def states(folder: Path, incarnation: Callable[[Say], None], kept: Path) -> list
         _shim().crash_watch(None)
         if faults:
             raise AssertionError(faults[0])
-        say([each for each in found if each[:2] != ("before", calls + 1)])
+        say(found)
 
     ended, told = _apart(lived)
     assert ended == "ended", ended
