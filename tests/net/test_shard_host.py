@@ -192,3 +192,25 @@ def test_after_a_command_that_cannot_be_executed_no_other_is(begin) -> None:
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert incarnation.machine.executed == [1, 2]
+
+
+def test_what_is_to_go_up_is_read_before_the_next_command_is_executed(begin, monkeypatch) -> None:
+    """That one may have the region start over: then the payloads are gone."""
+    incarnation, brought = begin(), asyncio.Queue[list[int]]()
+    host, machine = incarnation.host, incarnation.machine
+    monkeypatch.setattr(machine, "going_up", lambda update: [*machine.executed], raising=False)
+    monkeypatch.setattr(host, "_bring", brought.put)
+
+    async def main() -> list[int]:
+        host.server_thread = ServerThread(machine, incarnation.journal, host._deliver)
+        received = asyncio.Queue[Any]()
+        for message in (Copy(1), rpc.Bring(SimpleNamespace(deltas=())), Copy(2)):
+            received.put_nowait(message)
+        executing = asyncio.ensure_future(host._execute(received))
+        while machine.executed != [1, 2]:
+            await asyncio.sleep(0)
+        executing.cancel()
+        host.server_thread.close()
+        return await brought.get()
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == [1]

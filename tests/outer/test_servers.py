@@ -10,6 +10,7 @@ import torch
 from geotrain.config import codec_config
 from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
+from geotrain.outer.messages import MemberSilent
 from geotrain.outer.shards.protocol import SendUp
 from tests.support.outer_world import (
     FakeWorker,
@@ -90,3 +91,16 @@ def test_a_loaded_region_sends_the_same_numbers_for_people():
         region.handle(part)
     assert old.state()[1] == new.state()[1]
     assert [sent.metrics["loss"] for sent in new.in_flight.values()] == [3.0]
+
+
+def test_who_was_silent_is_silent_when_it_is_loaded_whatever_parts_it_had_sent():
+    """A part is a sign of life; those that are held are older than the silence."""
+    world = make(config(), halves)
+    old, [part, _] = world.regions["eu"], world.workers["a"][1].parts(random_deltas(world, 1))
+    old.handle(part)
+    old.handle(MemberSilent("a", part.incarnation))
+    new = saved_and_loaded(world, "eu")
+    for message in left_out(old):
+        new.handle(message)
+    assert new.members["a"].arriving.keys() == {part.sequence}
+    assert old.members["a"].silent and new.members["a"].silent
