@@ -19,6 +19,7 @@ standing_still   share of the time that a trainer's own thread is not on a proce
 bytes_per_token  received and sent at a region's device, over the tokens that its worker trained
 loss             validation loss of the weights that a user would export, at equal tokens
 seconds_to_loss  until the first region's weights reach the loss with which the worst method ends
+busy             processor time of a step, servers' part too, over its seconds in the run
 lost_s           by a region that is killed and started again at once, or whose link is cut for 20 s, and by the other
                  one: the time less what its steps took before; over what it takes and 10 s more
 
@@ -48,7 +49,7 @@ from benchmarks.rivals.methods import OUTER, TITLES
 from benchmarks.rivals.report import markdown, unit
 from benchmarks.rivals.runs import NO_LINK, Setting, faulted, losses, prepare, step_s_alone, time_to, train
 from benchmarks.rivals.site import OWN, environment
-from benchmarks.rivals.task import LOCAL_STEPS
+from benchmarks.rivals.task import LOCAL_STEPS, RATE
 from benchmarks.studies.claims.report import replace_block
 from geotrain.common.files import write_whole
 
@@ -58,7 +59,6 @@ FAULTS = ("kill", "cut")
 ENDLESS = 4096 * LOCAL_STEPS  # steps of a run in which faults are watched; it is ended long before
 STEP_S = "step without communication"  # of the parts that are kept
 LEFT_OUT = "left out, since the time was over: --go-on measures it"
-METHODS_DIGEST = hashlib.sha256(json.dumps(OUTER, sort_keys=True).encode()).hexdigest()[:12]
 QUICK = {"rounds": 2, "alone_steps": 8, "faults": [], "methods": ["ours-streaming", "ours"], "patience_s": 600.0}
 
 
@@ -68,6 +68,7 @@ def command() -> CommandLine:
     parser.add_argument("--links", nargs="+", default=["slow"], choices=list(LINKS))
     parser.add_argument("--rounds", type=int, default=5, help=f"of {LOCAL_STEPS} steps of each worker")
     parser.add_argument("--alone-steps", type=int, default=40, help="without communication, before and after")
+    parser.add_argument("--rate", type=float, default=RATE, help="highest learning rate, of all methods")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the data, and start weights")
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=FAULTS)
     parser.add_argument("--minutes", type=float, default=9.0, help="after which no further part is begun")
@@ -102,7 +103,7 @@ def measure(folder: Path, options: argparse.Namespace, rivals: Path | None, why_
         kept.keep(STEP_S, {"step_s": step_s_alone(folder / "alone", data, options.alone_steps)})
     step_s = kept.parts[STEP_S]["step_s"]
     for method, name, setting in parts(options, step_s):
-        key = f"{method} {name} {replace(setting, patience_s=0.0)} {options.seeds} {METHODS_DIGEST}"
+        key = f"{method} {name} {replace(setting, patience_s=0.0)} {options.seeds} {digest(method)}"
         if key not in kept.parts:
             if method not in OUTER and rivals is None:
                 found[method][name] = {"fault": why_not}
@@ -120,7 +121,8 @@ def parts(options: argparse.Namespace, step_s: float) -> Iterator[tuple[str, str
     """(method, part, how it is run): "slow_link", "fast_link", "no_link", "kill", "cut". step_s: of a step without
     communication."""
     steps = options.rounds * LOCAL_STEPS
-    whole = Setting(0.0, 0.0, steps, steps, options.alone_steps, patience_s=options.patience_s, step_s=step_s)
+    timed = {"patience_s": options.patience_s, "step_s": step_s}
+    whole = Setting(0.0, 0.0, steps, steps, options.alone_steps, rate=options.rate, **timed)
     links = {name: link(name, step_s) for name in options.links}
     for name, (gbps, rtt_ms) in links.items():
         for method in options.methods:
@@ -134,6 +136,11 @@ def parts(options: argparse.Namespace, step_s: float) -> Iterator[tuple[str, str
         for method in options.methods:
             if method in FAULTED:  # so many steps that it is still training when all was seen
                 yield method, what, replace(whole, gbps=gbps, rtt_ms=rtt_ms, steps=ENDLESS, alone_steps=0)
+
+
+def digest(method: str) -> str:
+    """Digest of the settings of one of our methods: figures that are kept are of these."""
+    return hashlib.sha256(json.dumps(OUTER.get(method), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def one_part(

@@ -247,16 +247,23 @@ class Ours(Method):
 AVERAGING = {"name": "sync", "lr": 1.0, "momentum": 0.0}
 FP32 = {"up": {"name": "fp32"}, "down": {"name": "fp32"}}
 INT4 = {"up": {"name": "int4"}, "down": {"name": "int4"}}
-STREAMING = {
-    "fragments": {"layers_per_fragment": LAYERS // FRAGMENTS},
-    "overlap": {"steps": OVERLAP_STEPS, "late": "continue", "adopt": "rebase"},
-}
+MOMENTUM = {"name": "region_momentum", "updates_per_send": 1}
+
+
+def in_steps(overlap: int) -> dict[str, Any]:
+    """Fragments, and so many steps of overlap."""
+    steps = {"steps": overlap, "late": "continue", "adopt": "rebase"}
+    return {"fragments": {"layers_per_fragment": LAYERS // FRAGMENTS}, "overlap": steps}
+
+
+STREAMING = in_steps(OVERLAP_STEPS)
 OUTER: dict[str, dict[str, Any]] = {  # the `outer` block of our runs
     "ours-blocking": {"rule": AVERAGING, **FP32},
     "ours-blocking-4-bit": {"rule": AVERAGING, **INT4},
     "ours-streaming": {"rule": AVERAGING, **INT4, **STREAMING},
     # One worker a region: each of its updates goes up, where the default waits for four.
-    "ours": {"rule": {"name": "region_momentum", "updates_per_send": 1}, **INT4, **STREAMING},
+    "ours": {"rule": MOMENTUM, **INT4, **STREAMING},
+    "ours-often": {"rule": MOMENTUM, "local_steps": LOCAL_STEPS // 2, **INT4, **in_steps(OVERLAP_STEPS // 2)},
 }
 METHODS: dict[str, Callable[..., Method]] = {
     "alone": Method,
@@ -271,6 +278,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 TITLES = {  # in the order of the runs: the time may be over before the last
     "ours-streaming": "ours, `sync`, streaming, 4 bits",
     "ours": "ours, `region_momentum`, streaming, 4 bits",
+    "ours-often": "ours, `region_momentum`, streaming, 4 bits, H 16",
     "ours-blocking-4-bit": "ours, `sync`, blocking, 4 bits",
     "ours-blocking": "ours, `sync`, blocking, fp32",
     "torchft-diloco": "torchft DiLoCo, fp32",

@@ -14,6 +14,7 @@ from benchmarks.studies.claims.report import table
 NONE = "–"
 COLUMNS = (  # figure, title, digits, factor
     ("utilization", "utilization", 3, 1.0),
+    ("busy", "of what its processor time allows", 2, 1.0),
     ("standing_still", "standing still, %", 1, 100.0),
     ("processor_ms", "processor ms a step", 1, 1.0),
     ("bytes_per_token", "bytes a token", 0, 1.0),
@@ -22,7 +23,8 @@ COLUMNS = (  # figure, title, digits, factor
 )
 UNITS = {
     "seconds_to_loss": "s", "utilization": "ratio", "standing_still": "ratio", "bytes_per_token": "bytes/token",
-    "loss_ratio": "ratio", "rival_loss": "ratio", "loss": "nats/token", "_ms": "ms", "others_share": "ratio",
+    "loss_ratio": "ratio", "busy": "ratio", "rival_loss": "ratio", "loss": "nats/token", "_ms": "ms",
+    "others_share": "ratio",
 }  # fmt: skip
 
 

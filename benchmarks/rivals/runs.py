@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.rivals.methods import OUTER
 from benchmarks.rivals.site import FIRST_PORT, Site, marks, site, start_trainers, wait_until
-from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, Task, load, new_model, save
+from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, RATE, REGIONS, Task, load, new_model, save
 from geotrain.commands.export import export_run
 from geotrain.data.corpus import documents
 
@@ -29,7 +29,7 @@ NO_LINK = (10.0, 0.2)  # Gbit/s, ms
 class Setting:
     """gbps, rtt_ms: of the link. steps: of each worker that are trained over it, of `schedule_steps`. alone_steps: as
     in `Task`. first: steps that are not timed. step_s: of a step without communication, the same for all methods of a
-    call, by which the link was set; 0: the run's own."""
+    call, by which the link was set; 0: the run's own. rate: as in `Task`."""
 
     gbps: float
     rtt_ms: float
@@ -39,6 +39,7 @@ class Setting:
     first: int = 0
     patience_s: float = 120.0
     step_s: float = 0.0
+    rate: float = RATE
 
 
 def prepare(folder: Path, seeds: int) -> Path:
@@ -55,7 +56,7 @@ def prepare(folder: Path, seeds: int) -> Path:
 def task_of(method: str, folder: Path, data: Path, setting: Setting, seed: int, place: Site) -> Task:
     ports = [FIRST_PORT + i for i in range(3)]
     steps = (setting.steps, setting.schedule_steps, setting.alone_steps)
-    return Task(method, str(folder), str(data), *steps, seed, place.addresses, ports)
+    return Task(method, str(folder), str(data), *steps, seed, place.addresses, ports, setting.rate)
 
 
 def train(method: str, folder: Path, data: Path, setting: Setting, seed: int, rivals: Path | None) -> dict[str, Any]:
@@ -74,7 +75,8 @@ def train(method: str, folder: Path, data: Path, setting: Setting, seed: int, ri
             return {"fault": fault}
         if method in OUTER and (fault := wait_until(place, lambda: not _serving(place), CLOSE_S, "servers ended")):
             return {"fault": fault}
-    return figures(folder, setting) | processor_figures(folder, used, setting.steps)
+    found = figures(folder, setting) | processor_figures(folder, used, setting.steps)
+    return found | {"busy": found["processor_ms"] / found["step_ms"]}
 
 
 def step_s_alone(folder: Path, data: Path, steps: int) -> float:

@@ -20,7 +20,8 @@ MODEL = llama(
 )  # fmt: skip
 FRAGMENTS = 2  # of the methods that send the model in parts: layers 0-1, layers 2-3
 LENGTH, BATCH, LOCAL_STEPS = 64, 4, 32
-RATE, WARMUP, LEAST_RATE = 3e-3, 0.1, 0.1  # shares of the run, of the rate
+RATE = 7e-4  # where plain averaging ends lowest, of 5e-4 to 3e-3: docs/comparison.md
+WARMUP, LEAST_RATE = 0.1, 0.1  # shares of the run, of the rate
 OVERLAP_STEPS = 10  # τ of the methods that train on while they exchange
 
 
@@ -28,7 +29,8 @@ OVERLAP_STEPS = 10  # τ of the methods that train on while they exchange
 class Task:
     """One worker's part of a run. method: a key of `methods.METHODS`. steps: of each worker; for how long it trains.
     schedule_steps: of a whole run, which sets the rate. folder: of the run, for marks and results. addresses: of the
-    regions. alone_steps: trained without communication before and after. seed: of the order of the data."""
+    regions. alone_steps: trained without communication before and after. seed: of the order of the data. rate: the
+    highest of the schedule."""
 
     method: str
     folder: str
@@ -39,6 +41,7 @@ class Task:
     seed: int
     addresses: dict[str, str]
     ports: list[int] = field(default_factory=list)
+    rate: float = RATE
     snapshot_every: int = LOCAL_STEPS
 
     def write(self, path: Path) -> None:
@@ -49,12 +52,12 @@ class Task:
         return cls(**json.loads(path.read_text()))
 
 
-def rate_at(progress: float) -> float:
+def rate_at(progress: float, highest: float) -> float:
     """The learning rate at a share of the run: a warm-up, then a cosine down to a tenth."""
     if progress < WARMUP:
-        return RATE * progress / WARMUP
+        return highest * progress / WARMUP
     share = min(1.0, (progress - WARMUP) / (1 - WARMUP))
-    return RATE * (LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
+    return highest * (LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def samples_of(worker: int, steps: int) -> Iterator[range]:

@@ -54,13 +54,14 @@ class Trainer:
         self.data = torch.from_numpy(np.load(task.data)["train"])
         order = np.random.default_rng(task.seed).permutation(len(self.data))
         self.order = torch.from_numpy(order)
+        self.rate = task.rate
         self.model = new_model(Path(task.data).with_name(f"start-{task.seed}.safetensors"))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
 
     def step(self, module: Any, optimizer: Any, progress: float, samples: range) -> float:
         """forward, backward, clipping, the optimizer's step. module: the model, or what wraps it."""
         for group in self.optimizer.param_groups:  # hivemind's own are copies
-            group["lr"] = rate_at(progress)
+            group["lr"] = rate_at(progress, self.rate)
         places = self.order[torch.arange(samples.start, samples.stop) % len(self.order)]
         tokens = self.data[places].long()
         loss = module(input_ids=tokens, labels=tokens).loss

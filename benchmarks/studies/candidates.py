@@ -3,6 +3,7 @@
     python -m benchmarks.studies.candidates                    all trials: an hour and a half of one core
     python -m benchmarks.studies.candidates --trials one --seeds 0 1 2      some of them
     python -m benchmarks.studies.candidates --table            no run: the table of all that are kept
+    python -m benchmarks.studies.candidates --size 1m --trials one     with the larger model: 45 minutes each
 
 Model, world and tokens are those of the claims. A smaller batch takes as many more
 steps, each in so much less time. Finished trials are kept in the results file (JSON lines), which is committed, and
@@ -29,6 +30,8 @@ from benchmarks.studies.claims.baseline import RESULTS, Rows, best_parallel, kep
 from benchmarks.studies.claims.methods import ONE_WORKER, ONE_WORKER_2BIT, OURS_2BIT, SYNCHRONOUS, Settings, muon
 from benchmarks.studies.claims.report import interval, plain, table
 from benchmarks.studies.claims.search import SEED
+from benchmarks.studies.claims.study import FULL
+from benchmarks.studies.confirm import SIZES, TOKENS, steps_of
 from benchmarks.studies.trials import LAST, REGIONS, MakeRegion, Trial, run, trial
 from geotrain import kernels
 from geotrain.config import RegionMomentumConfig
@@ -228,6 +231,11 @@ TRIALS = {
 
 
 RECIPE = "data parallel, as searched before"
+SMALL = "0.1m"  # the model of the claims
+
+
+def results_of(size: str) -> Path:
+    return RESULTS if size == SMALL else RESULTS.with_stem(f"{RESULTS.stem}-{size}")
 
 
 def gaps(rows: Rows, name: str) -> dict[str, dict[str, Any]]:
@@ -276,17 +284,20 @@ def main() -> None:
     parser = command_line(__doc__, recorded=False)
     parser.add_argument("--trials", nargs="+", default=list(TRIALS), choices=list(TRIALS))
     parser.add_argument("--seeds", nargs="+", type=int, help=f"default: 0, and {SEED} of what is searched")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines")
+    parser.add_argument("--size", default=SMALL, choices=[SMALL, "1m"], help="parameters, as `confirm` names them")
+    parser.add_argument("--results", type=Path, help="JSON lines; default: benchmarks/data/candidates*.jsonl")
     parser.add_argument("--table", action="store_true", help="run nothing")
     arguments = parser.parse_args()
-    rows = kept(arguments.results)
+    results, size = arguments.results or results_of(arguments.size), SIZES.get(arguments.size)
+    steps = FULL.steps if size is None else steps_of(size, TOKENS[arguments.size][0])
+    rows = kept(results)
     for name in () if arguments.table else arguments.trials:
         for seed in arguments.seeds or [SEED if name in SEARCHED else 0]:
             if (name, seed) not in rows:
                 begin_s = time.process_time()
-                row = plain({"trial": name, "seed": seed, **run(TRIALS[name], seed)})
+                row = plain({"trial": name, "seed": seed, **run(TRIALS[name], seed, steps, size)})
                 rows[name, seed] = row | {"cpu_s": round(time.process_time() - begin_s, 1)}
-                with arguments.results.open("a") as file:
+                with results.open("a") as file:
                     file.write(json.dumps(rows[name, seed]) + "\n")
             print(json.dumps(rows[name, seed]), flush=True)
     print(markdown(rows))

@@ -94,9 +94,11 @@ class Averaged(Curve):
 
 def run(trial: Trial, seed: int, steps: int = FULL.steps, size: dict[str, int] | None = None) -> dict[str, Any]:
     """Loss at the end, that of the averaged weights, virtual seconds, versions of the global weights.
-    steps: of all workers, with BATCH sequences each; as many tokens whatever the trial's batch."""
+    steps: of all workers, at the size's batch (BATCH sequences unless it says so); as many tokens whatever the
+    trial's own, which is the size's times trial.batch / BATCH."""
     torch.set_num_threads(1)
-    size, steps = {"batch": trial.batch} | (size or FULL.size), steps * BATCH // trial.batch
+    size, steps = size or FULL.size, steps * BATCH // trial.batch
+    size = size | {"batch": size.get("batch", BATCH) * trial.batch // BATCH}
     r = Job(trial.method, trial.settings, "published", seed, steps, size).resolved
     study = r.study
     if trial.muon:

@@ -43,10 +43,8 @@ def test_rivals_train_what_our_rounds_deal_at_the_same_place_of_the_schedule() -
 
 
 def test_the_rate_warms_up_and_falls() -> None:
-    assert rate_at(0.0) == 0.0
-    assert rate_at(0.05) == pytest.approx(1.5e-3)
-    assert rate_at(0.1) == pytest.approx(3e-3)
-    assert rate_at(1.0) == pytest.approx(3e-4)
+    rates = [rate_at(progress, 3e-3) for progress in (0.0, 0.05, 0.1, 1.0)]
+    assert rates == pytest.approx([0.0, 1.5e-3, 3e-3, 3e-4])
 
 
 def write_marks(folder: Path, region: str) -> None:

@@ -111,6 +111,8 @@ def test_half_the_batch_is_twice_the_steps_of_half_the_time(plain):
     half, whole = run(TRIALS["data parallel, 32 sequences, rate 0.014"], 0, STEPS, TINY), plain[RECIPE]
     assert (half["versions"], whole["versions"]) == (20, 10)
     assert 1.8 < half["seconds"] / whole["seconds"] < 2
+    larger = run(TRIALS["data parallel, 32 sequences, rate 0.014"], 0, STEPS, TINY | {"batch": 2})
+    assert larger["versions"] == 20 and larger["loss"] != half["loss"]
     ours = run(TRIALS["one, 8 sequences, rate 0.016"], 0, STEPS, TINY)
     assert ours["seconds"] == pytest.approx(plain["one"]["seconds"], rel=0.15)
 
