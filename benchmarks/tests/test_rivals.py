@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from benchmarks.rivals import __main__ as main
 from benchmarks.rivals.__main__ import add_times, command, judged
 from benchmarks.rivals.methods import METHODS, OUTER, TITLES
 from benchmarks.rivals.report import cells
-from benchmarks.rivals.runs import Setting, figures, processor_figures, time_to
+from benchmarks.rivals.runs import Setting, figures, processor_figures, task_of, time_to
 from benchmarks.rivals.task import BATCH, LENGTH, LOCAL_STEPS, REGIONS, new_model, rate_at, samples_of
 from geotrain.config import RunConfig
 from geotrain.config.block import parse
@@ -103,12 +104,15 @@ def test_what_exchanges_every_step_has_its_loss_from_a_run_without_a_slow_link()
 def test_a_link_takes_as_many_steps_whatever_the_machine() -> None:
     bits = 32 * sum(parameter.numel() for parameter in new_model().parameters())
     for step_s in (0.01, 0.08):
-        options = command().parse_args(["--links", "slow", "fast", "--methods", "ours"])
+        options = command().parse_args(["--links", "slow", "fast", "--methods", "ours", "--rate", "1e-3"])
         settings = {name: setting for _, name, setting in main.parts(options, step_s)}
         for name, steps in (("slow_link", 45), ("fast_link", 4.5)):
             assert bits / (settings[name].gbps * 1e9) == pytest.approx(steps * step_s)
             assert settings[name].rtt_ms == pytest.approx(2000 * step_s)
         assert settings["cut"].gbps == settings["fast_link"].gbps
+        place: Any = SimpleNamespace(addresses={})
+        tasks = [task_of("ours", Path("run"), Path("data"), setting, 0, place) for setting in settings.values()]
+        assert {task.rate for task in tasks} == {1e-3}
 
 
 def call(*arguments: str) -> argparse.Namespace:

@@ -50,7 +50,7 @@ DOORS = {
     "net.server.server_process": 15_532,
 }
 # Lines of code, at most. They only fall; who raises one says why in docs/log.md.
-SIZES = {PRODUCT: 37_370, ("benchmarks",): 12_245}
+SIZES = {PRODUCT: 37_370, ("benchmarks",): 12_249}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself
