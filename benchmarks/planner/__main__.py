@@ -1,14 +1,14 @@
 """The planner's figures; the last line is one JSON object.
 
 For each of DT-FM's five scenarios (benchmarks/data/dtfm_scenarios.json): `cost`, the worst of ten seeds, `cost_best`,
-`seconds` (the worst search, by the clock) and `cpu_seconds` (the same, processor time), `lower_bound`, its own
-`bound_seconds`, and `gap` = cost / lower_bound − 1. The placements go to benchmarks/out/placement_<scenario>.json.
+`seconds` (the worst search, by the clock) and `cpu_seconds` (the same, processor time). The placements go to
+benchmarks/out/placement_<scenario>.json.
 `scale`: seconds for synthesized clusters of 256 and 1,024 devices; `scale_detail` what they found.
 `plan`: seconds of a whole plan (workers, server, outer loop) for 1,024 accelerators in 8 regions, and its tokens a
 second over what they could reach without any waiting, by model.
 `random_matrices`: of ten kinds, `--each` of them, ten at most (planner/random_matrices.py).
 `worst_over_annealing`: the search's cost over that of plain annealing in ten times its processor time, the worst of
-all; `median_gap`: cost / lower bound − 1 of the kinds with 6 to 12 regions of like devices; `kinds`: both by kind.
+all; `kinds`: by kind.
 With root, on emulated links (planner/runs.py): `placement_speedup`, measured step time of the naive rank order over
 the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def unit(metric: str) -> str:
-    seconds = ("_s", "seconds", "cost", "cost_best", "lower_bound", "quick_bound")
+    seconds = ("_s", "seconds", "cost", "cost_best", "quick_bound")
     return "s" if metric.endswith(seconds) or metric.startswith("scale.") else ""
 
 

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks import DATA, ROOT
-from benchmarks.planner.lower_bound import lower_bound
 from benchmarks.planner.random_matrices import on_a_globe
 from geotrain.commands.plan import default_run
 from geotrain.common.files import whole_file
@@ -68,14 +67,10 @@ def measure_scenario(name: str, problem: Problem, seeds: int = SEEDS, folder: Pa
     found = [placement for placement, _ in runs]
     costs = [p.total_s for p in found]
     write_assignment(folder, name, found[int(np.argmin(costs))])
-    bound, bound_took = timed(lambda: lower_bound(problem, min(costs)))
     return {
         "cost": max(costs),
         "cost_best": min(costs),
         **{key: max(took[key] for _, took in runs) for key in ("seconds", "cpu_seconds")},
-        "lower_bound": bound,
-        "bound_seconds": bound_took["seconds"],
-        "gap": max(costs) / bound - 1,
     }
 
 

@@ -1,4 +1,4 @@
-"""The search on random matrices of ten kinds, against plain annealing of ten times its time, and its bounds.
+"""The search on random matrices of ten kinds, against plain annealing of ten times its time.
 
 A kind is a way to draw links (`KINDS` says how), ten matrices each, in the five shapes of SHAPES by turns. The rival
 (`plain_annealing.py`) exchanges two devices at a time in many chains, in numpy as the search is, for ten times the
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from itertools import repeat
 from statistics import median
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from benchmarks.planner.lower_bound import lower_bound
 from benchmarks.planner.plain_annealing import anneal_for
 from geotrain.plan.placement.cost import Floats, Ints, Problem, problem_from_links
 from geotrain.plan.placement.search import search
@@ -25,16 +23,7 @@ from geotrain.plan.placement.search import search
 SHAPES = ((4, 6), (8, 4), (6, 6), (6, 8), (8, 8))  # stages, replicas
 ALL = 10  # matrices of each kind
 RIVAL_TIMES = 10.0
-BOUND_WORK = 300_000_000  # see `lower_bound`: some three seconds
 GIGABYTES = {"gradient_gigabytes": 0.65, "activation_gigabytes": 0.47}  # of DT-FM's task
-
-
-@dataclass(frozen=True)
-class Kind:
-    """regions: how many at most, or 0; draw: (random numbers, stages, replicas) → problem."""
-
-    regions: int
-    draw: Callable[[Generator, int, int], Problem]
 
 
 def _divided(rng: Generator, devices: int, regions: int) -> Ints:
@@ -102,14 +91,14 @@ def without_structure(rng: Generator, stages: int, replicas: int) -> Problem:
     return problem_from_links(delay, gbps, stages=stages, replicas=replicas, **GIGABYTES)
 
 
-KINDS = {
-    **{f"regions_{n}": Kind(n, regions(n)) for n in (6, 8, 10, 12)},
-    "globe": Kind(12, regions(12, on_a_globe)),
-    "idle": Kind(8, regions(8, spare=0.25)),
-    "compute": Kind(8, regions(8, speeds=(1.0, 1.5, 3.0))),
-    "hosts": Kind(0, regions(6, hosts_of=4)),
-    "noise": Kind(0, regions(8, noise=0.2)),
-    "none": Kind(0, without_structure),
+KINDS: dict[str, Callable[[Generator, int, int], Problem]] = {  # (random numbers, stages, replicas) → problem
+    **{f"regions_{n}": regions(n) for n in (6, 8, 10, 12)},
+    "globe": regions(12, on_a_globe),
+    "idle": regions(8, spare=0.25),
+    "compute": regions(8, speeds=(1.0, 1.5, 3.0)),
+    "hosts": regions(6, hosts_of=4),
+    "noise": regions(8, noise=0.2),
+    "none": without_structure,
 }
 
 
@@ -121,47 +110,37 @@ def matrices(each: int = ALL) -> Iterator[tuple[str, int]]:
 
 def problem_of(kind: str, number: int) -> Problem:
     rng = np.random.default_rng([number, *kind.encode()])
-    return KINDS[kind].draw(rng, *SHAPES[number % len(SHAPES)])
+    return KINDS[kind](rng, *SHAPES[number % len(SHAPES)])
 
 
-def measure_matrix(matrix: tuple[str, int], times: float, work: int) -> dict[str, float]:
-    """One of them: costs of the search and of the rival, the bound, and seconds of processor time. times: the rival's
-    time, over the search's; work: of the bound."""
+def measure_matrix(matrix: tuple[str, int], times: float) -> dict[str, float]:
+    """One of them: costs of the search and of the rival, and seconds of processor time. times: the rival's time, over
+    the search's."""
     problem = problem_of(*matrix)
     began = time.process_time()
     cost = search(problem, 0).total_s
     took = time.process_time() - began
     rival, rival_took = anneal_for(problem, times * took, cost, seed=matrix[1])
-    began = time.process_time()
-    bound = lower_bound(problem, min(cost, rival), work if KINDS[matrix[0]].regions else work // 3)
     return {
         "cost": cost,
         "over_annealing": round(cost / rival, 9),  # costs by differences differ in their last bits
-        "gap": cost / bound - 1,
         "cpu_seconds": took,
         "annealing_cpu_seconds": rival_took,
-        "bound_cpu_seconds": time.process_time() - began,
     }
 
 
 def measure(each: int, quick: bool = False, processes: int = 2) -> dict[str, Any]:
-    """The worst and the median of all, and the same by kind. each: matrices of a kind. median_gap: of the kinds with
-    up to 12 regions of devices that are alike; median_gap_of_all: of all kinds."""
+    """The worst and the median of all, and the same by kind. each: matrices of a kind."""
     chosen = list(matrices(each))
-    times, work = (1.0, BOUND_WORK // 30) if quick else (RIVAL_TIMES, BOUND_WORK)
     with ProcessPoolExecutor(processes) as pool:
-        of_each = pool.map(measure_matrix, chosen, repeat(times), repeat(work))
+        of_each = pool.map(measure_matrix, chosen, repeat(1.0 if quick else RIVAL_TIMES))
         found = dict(zip(chosen, of_each, strict=True))
     by_kind = {kind: [f for (k, _), f in found.items() if k == kind] for kind in KINDS}
-    of_regions = [f["gap"] for kind, group in by_kind.items() if KINDS[kind].regions for f in group]
     detail = {
         kind: {
             "worst_over_annealing": max(f["over_annealing"] for f in group),
             "median_over_annealing": median(f["over_annealing"] for f in group),
-            "median_gap": median(f["gap"] for f in group),
-            "worst_gap": max(f["gap"] for f in group),
             "cpu_seconds": max(f["cpu_seconds"] for f in group),
-            "bound_cpu_seconds": max(f["bound_cpu_seconds"] for f in group),
         }
         for kind, group in by_kind.items()
     }
@@ -171,7 +150,5 @@ def measure(each: int, quick: bool = False, processes: int = 2) -> dict[str, Any
         "worst_over_annealing": max(f["over_annealing"] for f in every),
         "median_over_annealing": median(f["over_annealing"] for f in every),
         "annealing_over_search_time": median(f["annealing_cpu_seconds"] / f["cpu_seconds"] for f in every),
-        "median_gap": median(of_regions),
-        "median_gap_of_all": median(f["gap"] for f in every),
         "kinds": detail,
     }

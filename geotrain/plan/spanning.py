@@ -201,7 +201,7 @@ def found_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept
 
 def effort(problem: Problem) -> Effort:
     """Limit the search of one shape's placement: tables of hosts are small, and there are many of them."""
-    return Effort(turns=min(20_000, 400 * problem.devices), exact_work=100_000)
+    return Effort(turns=min(20_000, 400 * problem.devices))
 
 
 def shapes(task: PlanTask, hosts: Sequence[Host], refused: Refusals) -> Iterator[PipelineShape]:

@@ -1,4 +1,4 @@
-"""The complete search and the bounds against enumeration of all placements."""
+"""Lower bounds on a placement's cost against enumeration of all placements."""
 
 import itertools
 from dataclasses import replace
@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.lower_bound import lower_bound
-from geotrain.plan.placement.classes import like_classes
 from geotrain.plan.placement.cost import Problem, problem_from_links, quick_bound, quick_bound_of_hidden
-from geotrain.plan.placement.exact import cheapest_below
 from tests.support.placement_reference import optimum, stage_cost
 from tests.support.plan_cases import random_problem
 
@@ -38,26 +35,6 @@ def class_problem(rng: np.random.Generator, shape: tuple[int, int, int], classes
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_complete_search_finds_the_optimum_and_proves_it(shape):
-    rng = np.random.default_rng(shape)
-    for count in (2, 2, 3, 4):
-        problem = class_problem(rng, shape, count)
-        best = optimum(problem)
-        classes = like_classes(problem)
-        assert classes is not None
-        for over in (1 + 1e-6, 1.3, 3.0):
-            found, complete = cheapest_below(classes, problem.stages, best * over, 10**9)
-            assert found is not None and complete
-            assert found.total_s == pytest.approx(best, rel=1e-9)
-            assert found.vectors.sum(axis=1).tolist() == [problem.replicas] * problem.stages
-            assert (found.vectors.sum(axis=0) <= classes.sizes).all()
-        assert cheapest_below(classes, problem.stages, best * (1 - 1e-9), 10**9) == (None, True)
-        assert lower_bound(problem, best) == pytest.approx(best, rel=2e-9)
-        assert lower_bound(problem, best * 1.2) == pytest.approx(best, rel=2e-9)
-        assert quick_bound(problem) <= best * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 def test_bounds_hold_where_gradients_are_hidden(shape):
     """Against random tables of stages × pipelines: a pipeline takes its slowest device and twice its links."""
     stages, replicas, idle = shape
@@ -75,24 +52,15 @@ def test_bounds_hold_where_gradients_are_hidden(shape):
 
 
 @settings(derandomize=True)
-@given(st.sampled_from(SHAPES), st.integers(2, 5), st.integers(0, 10**6), st.booleans(), st.integers(0, 6))
-def test_bounds_hold_and_searches_end_at_the_optimum(shape, classes, seed, noisy, digits):
-    """Whatever the work allowed; where it does, the complete search ends at the optimum of devices that are alike."""
+@given(st.sampled_from(SHAPES), st.integers(2, 5), st.integers(0, 10**6), st.booleans())
+def test_no_placement_is_cheaper_than_the_bound(shape, classes, seed, noisy):
     rng = np.random.default_rng(seed)
     problem = class_problem(rng, shape, classes)
     if noisy:
         unlike = np.triu(1 + 0.2 * rng.random(problem.activation_s.shape), 1)
         activation_s = problem.activation_s * (unlike + unlike.T)
         problem = replace(problem, activation_s=activation_s, compute_s=rng.random(problem.devices))
-    best = optimum(problem)
-    assert quick_bound(problem) <= lower_bound(problem, best * 1.1, 10**digits) * (1 + 1e-12)
-    assert lower_bound(problem, best * 1.1, 10**digits) <= best * (1 + 1e-9)
-    if not noisy:
-        alike = like_classes(problem)
-        assert alike is not None
-        found, complete = cheapest_below(alike, problem.stages, best * 1.1, 10 ** (digits + 2))
-        assert found is None or found.total_s >= best * (1 - 1e-9)
-        assert not complete or (found is not None and found.total_s <= best * (1 + 1e-9))
+    assert quick_bound(problem) <= optimum(problem) * (1 + 1e-12)
 
 
 def test_quick_bound_counts_stages_of_poorly_connected_devices():

@@ -8,22 +8,21 @@ import pytest
 
 from benchmarks import DATA
 from benchmarks.planner import placements
-from benchmarks.planner.lower_bound import lower_bound
-from geotrain.plan.placement.cost import Problem, problem_from_links
+from geotrain.plan.placement.cost import Problem, problem_from_links, quick_bound
 from geotrain.plan.placement.search import Effort, search
 from tests.support.placement_reference import optimum, partition_cost
 from tests.support.plan_cases import random_problem
 
-GOALS = {
-    "on_demand_datacenter": 3.44,
-    "spot_datacenter": 49.51,
-    "two_organizations": 16.09,
-    "four_us_regions": 34.81,
-    "eight_world_cities": 49.22,
+OPTIMA = {  # proven by the complete search that docs/planner.md names; DT-FM's own: 49.51 for spot_datacenter
+    "on_demand_datacenter": 3.4398,
+    "spot_datacenter": 31.6342,
+    "two_organizations": 16.0868,
+    "four_us_regions": 34.8020,
+    "eight_world_cities": 49.2184,
 }
 SHORT = ("on_demand_datacenter", "two_organizations", "four_us_regions")  # seconds; the others take ten
 WHOLE = pytest.mark.long("geotrain/plan/placement", "benchmarks/planner")
-NAMES = [pytest.param(name, marks=[] if name in SHORT else WHOLE) for name in GOALS]
+NAMES = [pytest.param(name, marks=[] if name in SHORT else WHOLE) for name in OPTIMA]
 
 
 def regions_problem(sizes: list[int], stages: int, replicas: int, gbps: np.ndarray, **more) -> Problem:
@@ -35,11 +34,9 @@ def regions_problem(sizes: list[int], stages: int, replicas: int, gbps: np.ndarr
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (3, 2, 0), (2, 3, 1), (4, 2, 0), (2, 4, 0), (1, 3, 2), (5, 1, 1)])
-@pytest.mark.parametrize("exact_work", [0, 1_000_000])
-def test_finds_the_optimum_of_tiny_instances(shape, exact_work):
-    """Without the complete search it is the annealing that must find it."""
+def test_finds_the_optimum_of_tiny_instances(shape):
     problem = random_problem(np.random.default_rng(shape), *shape)
-    found = search(problem, seed=1, effort=Effort(4_000, exact_work=exact_work))
+    found = search(problem, seed=1, effort=Effort(4_000))
     assert found.total_s == pytest.approx(optimum(problem))
 
 
@@ -60,7 +57,7 @@ def test_slow_devices_stay_idle():
     problem = regions_problem([14], 4, 3, np.array([[5.0]]), compute_s=compute)
     found = search(problem, seed=0)
     assert not set(slow.tolist()) & set(itertools.chain(*found.stages))
-    assert found.total_s == pytest.approx(lower_bound(problem, found.total_s), rel=1e-6)
+    assert found.total_s == pytest.approx(quick_bound(problem), rel=1e-6)
 
 
 def test_a_pipeline_spans_regions_too_small_for_the_model():
@@ -103,11 +100,10 @@ def recompute(name: str, assignment: dict) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scenarios_reach_their_goals_and_emit_what_they_claim(name, tmp_path):
+def test_scenarios_reach_their_optima_and_emit_what_they_claim(name, tmp_path):
     problem = placements.load_scenarios()[name]
     figures = placements.measure_scenario(name, problem, seeds=2, folder=tmp_path)
-    assert figures["cost"] <= GOALS[name]
-    assert figures["cost"] * 0.99 <= figures["lower_bound"] <= figures["cost_best"]
+    assert figures["cost"] == pytest.approx(OPTIMA[name], abs=1e-4)
     assignment = json.loads((tmp_path / f"placement_{name}.json").read_text())
     assert set(assignment) == {"stages", "pipelines"}
     assert recompute(name, assignment) == pytest.approx(figures["cost_best"], rel=1e-12)

@@ -261,12 +261,7 @@ def quick_bound(problem: Problem) -> float:
     dearest such sum is paid. If more than e·D + n devices have no activation link below t, then more than e stages
     hold one of them, so at least e + 1 (at most S−1) edges of the path cost t or more.
     """
-    return link_bound(problem) + compute_bound(problem)
-
-
-def link_bound(problem: Problem) -> float:
-    """The part of `quick_bound` that goes to links."""
-    return _quick_gradients(problem) + _quick_activations(problem)
+    return _quick_gradients(problem) + _quick_activations(problem) + compute_bound(problem)
 
 
 def quick_bound_of_hidden(problem: Problem, shared: bool) -> float:

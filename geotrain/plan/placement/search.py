@@ -1,15 +1,13 @@
 """Which device computes what: search for the cheapest table of stages × pipelines (`geotrain.plan.placement.cost`).
 
-The problem is a graph partition with a bottleneck cost, and NP-hard; the search goes in four phases.
+The problem is a graph partition with a bottleneck cost, and NP-hard; the search goes in three phases.
 
 1. Starts. Devices are put in an order in which near ones are neighbours (the leaves of an average-linkage tree over
    their links). This order fills the table tile by tile, for every tile height and width that divides the table. Tall
    tiles keep pipelines local and let gradients travel, wide tiles do the reverse, and others lie between. Where some
    devices stay idle, they are left out of the order at several places, or by their dearest links.
-2. Classes. Where the devices fall into few classes of equal links, `plan.placement.exact` finds the optimum, or
-   proves that the placement found so far is one, within an allowance of work.
-3. Simulated annealing (`plan.placement.anneal`) in many chains, from random tables and from what was found.
-4. Polish. The best tables are rearranged with exact matchings and, for few stages, the exact tour.
+2. Simulated annealing (`plan.placement.anneal`) in many chains, from random tables and from what was found.
+3. Polish. The best tables are rearranged with exact matchings and, for few stages, the exact tour.
 
 The same seed gives the same placement; nothing depends on the clock.
 """
@@ -24,37 +22,33 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
 from geotrain.plan.placement.anneal import CHAINS, Annealer
-from geotrain.plan.placement.classes import like_classes
 from geotrain.plan.placement.cost import (
     Ints,
     Placement,
     PlacementError,
     Problem,
     arrange,
-    compute_bound,
     off_diagonal,
     placement,
     quick_bound,
     table_costs,
 )
-from geotrain.plan.placement.exact import ROUNDING, cheapest_below
 
 POLISHED = 4
 MOST_TURNS, MOST_LOOKS = 150_000, 20_000_000  # a turn of one chain looks at all devices
 IDLE_WINDOWS = 8
+ROUNDING = 1e-9  # a cost within this share of a bound has reached it
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Limits on the work of a search. turns: of all chains together; exact_work: the work allowed to a complete
-    search over classes (see `geotrain.plan.placement.exact`)."""
+    """Limits on the work of a search. turns: of all chains together."""
 
     turns: int
-    exact_work: int = 2_000_000
 
     def __post_init__(self) -> None:
-        if self.turns < 0 or self.exact_work < 0:
-            raise PlacementError(f"{self}: turns and exact_work must be at least 0")
+        if self.turns < 0:
+            raise PlacementError(f"{self}: turns must be at least 0")
 
 
 def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placement:
@@ -68,35 +62,11 @@ def search(problem: Problem, seed: int, effort: Effort | None = None) -> Placeme
     best = polish(problem, ranked)
     if best.total_s <= floor:
         return best
-    best, proven = exact_over_classes(problem, best, effort.exact_work)
-    if proven:
-        return best
     placed = np.array(best.stages).ravel()
     known = np.concatenate([placed, np.setdiff1d(np.arange(problem.devices), placed)])
     ranked = np.concatenate([known[None], ranked])
-    orders = annealed(problem, ranked, effort.turns, floor, rng)
-    improved = polish(problem, orders)
-    if improved.total_s < best.total_s:  # a lower threshold leaves the complete search less to do
-        best, _ = exact_over_classes(problem, improved, effort.exact_work)
-    return best
-
-
-def exact_over_classes(problem: Problem, best: Placement, max_work: int) -> tuple[Placement, bool]:
-    """Return the better of `best` and the optimum over classes of devices, and whether nothing can be cheaper.
-
-    Does nothing where there are too many classes.
-    """
-    classes = like_classes(problem)
-    if classes is None:
-        return best, False
-    threshold = (best.total_s - compute_bound(problem)) * (1 - ROUNDING)
-    optimum, complete = cheapest_below(classes, problem.stages, threshold, max_work)
-    if optimum is not None:
-        ready = np.argsort(problem.compute_s, kind="stable")  # the fastest of each class first
-        waiting = [list(ready[classes.label[ready] == k]) for k in range(len(classes.sizes))]
-        rows = [[waiting[k].pop(0) for k, count in enumerate(v) for _ in range(count)] for v in optimum.vectors]
-        best = min(best, placement(problem, arrange(problem, np.array(rows))), key=lambda p: p.total_s)
-    return best, complete and bool((problem.compute_s == problem.compute_s[0]).all())
+    improved = polish(problem, annealed(problem, ranked, effort.turns, floor, rng))
+    return min(best, improved, key=lambda p: p.total_s)
 
 
 def polish(problem: Problem, orders: Ints) -> Placement:
