@@ -104,10 +104,11 @@ def _say(what: str) -> None:
 @contextlib.contextmanager
 def wakeups() -> Iterator[int]:
     """Give a file descriptor that yields the number of each stop signal and SIGCHLD as a byte. During the block these
-    signals do nothing else."""
+    signals do nothing else. A stop signal that is ignored stays so, as SIGHUP under nohup."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     # Python writes to the wakeup descriptor only where there is a handler.
-    before = {number: signal.signal(number, lambda *_: None) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in (*numbers, signal.SIGCHLD)}
     woken_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield read_end
@@ -153,10 +154,11 @@ def _end(find: Callable[[], list[int]], grace_s: float, wakeups: int) -> bool:
     Returns True when none is left. Returns False after a deadline, or if a stop was asked for meanwhile, which ends
     the grace at once.
     """
-    begin, stopped = time.monotonic(), False
+    looked_s, waited_s, stopped = time.monotonic(), 0.0, False
     asked: set[int] = set()
     while alive := find():
-        waited_s = time.monotonic() - begin
+        before_s, looked_s = looked_s, time.monotonic()
+        waited_s += min(looked_s - before_s, 1.0)  # no more: this process was stopped, and perhaps those with it
         if waited_s > grace_s + KILL_DEADLINE_S:
             return False
         for pid in [pid for pid in alive if waited_s > grace_s or pid not in asked]:

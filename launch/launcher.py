@@ -23,10 +23,10 @@ from geotrain.config import (
     ClusterConfig,
     ConfigError,
     RunConfig,
-    config_changes,
     load_cluster,
     load_run,
 )
+from geotrain.config.agreement import config_changes
 from geotrain.emulate import wan
 from geotrain.launch.check import (
     check_port_is_free,

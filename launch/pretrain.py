@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
-from geotrain.launch.jit_locks import build_folder, release_stale_locks
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.loading import loading
-from geotrain.launch.rank_environment import address_to, capability_here, library_settings, rank_environment
+from geotrain.launch.rank_environment import (
+    address_to,
+    capability_here,
+    extensions_of,
+    library_settings,
+    rank_environment,
+)
 from geotrain.worker.job_line import JobLine, say
 
 if TYPE_CHECKING:
@@ -86,6 +91,7 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             capability=capability,
             deterministic=setup.precision.deterministic_mode,
             traces=traces,
+            extensions=extensions_of(run.run_folder.absolute()),
         )
     )
     # These import DeepSpeed and Megatron-core, which takes seconds: not before the configuration is known to be
@@ -101,8 +107,6 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     def trouble(what: str) -> None:
         say(f"geotrain: worker in {region}: {what}", sys.stderr)
 
-    for line in release_stale_locks(build_folder()):
-        trouble(line)
     end = end_of_document(run.data)
     engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end, precision=setup.precision)
     say(_place(engine.mesh, server), sys.stdout)

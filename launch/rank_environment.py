@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,13 +50,15 @@ def library_settings(
     capability: tuple[int, int] | None = None,
     deterministic: bool = False,
     traces: Path | None = None,
+    extensions: Path | None = None,
 ) -> dict[str, str]:
     """Choose settings of CUDA, torch and gloo that are not in `env`.
 
     cores: that this process may use. ranks_here: the worker's on this machine, which share them. overlaps_steps:
     whether the run uses ACCO. capability: of the devices here (`capability_here`). deterministic:
     `precision.deterministic_mode`. traces: a folder in which torch leaves the last collectives of a rank that hangs
-    (its flight recorder, of NCCL); None: where torch has it. MASTER_ADDR in `env` decides which network interface the
+    (its flight recorder, of NCCL); None: where torch has it. extensions: where torch compiles extensions; None: where
+    torch does, for all processes of this user. MASTER_ADDR in `env` decides which network interface the
     ranks meet over. Raises ConfigError if `env` contradicts what is asked for.
     """
     wanted = {
@@ -75,6 +78,8 @@ def library_settings(
         wanted["GLOO_SOCKET_IFNAME"] = interface
     if capability is not None and traces is not None:
         wanted["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / "collectives-rank-")
+    if extensions is not None:
+        wanted["TORCH_EXTENSIONS_DIR"] = str(extensions)
     if deterministic:
         wanted |= DETERMINISTIC
         _check_deterministic(env)
@@ -88,6 +93,16 @@ def capability_here(env: Mapping[str, str]) -> tuple[int, int] | None:
         return None
     gpus = visible(read_gpus()[0], env.get("CUDA_VISIBLE_DEVICES"))
     return min((gpu.capability for gpu in gpus if gpu.capability), default=None)
+
+
+def extensions_of(folder: Path) -> Path:
+    """Name a folder inside this one that only the ranks which one launcher has started on this host share.
+
+    Torch's compiler of extensions, by which DeepSpeed compiles its kernels, locks by a file: one that was killed
+    leaves it, and every later start would wait for it without end.
+    """
+    parent = psutil.Process(os.getppid())
+    return folder / "extensions" / f"{socket.gethostname()}-{parent.pid}-{parent.create_time():.0f}"
 
 
 def _check_deterministic(env: Mapping[str, str]) -> None:

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Literal
 
 from geotrain.common.files import out_of_room
+from geotrain.common.running_clock import RunningClock
 from geotrain.config import RestartConfig
 from geotrain.emulate.wan import in_network
 from geotrain.launch import guard
@@ -36,6 +37,7 @@ STOP_DEADLINE_S = guard.GRACE_S + guard.KILL_DEADLINE_S + 5.0
 LEAF_DRAIN_S = 30.0  # for a worker or shard to end after its server: it has saved all before
 LOG_TAIL_LINES = 30  # so much of a failed process's log is shown
 LOG_TAIL_BYTES = 16384
+LOOK_S, STOOD_STILL_S = 1.0, 5.0  # between two looks; more: this process was stopped meanwhile
 FULL_RETRY_S = 5.0  # between two attempts to start a process while the disk is full
 STOP_COMMAND = b"stop\n"  # for a relay, before its standard input ends: the end alone leaves the site as it is
 EXIT_SSH = 255  # of ssh itself, when it made no connection or lost it
@@ -186,6 +188,7 @@ class Supervisor:
         self.logs = logs
         self.drain_s, self.restart, self.needs_all = drain_s, restart or RestartConfig(), needs_all
         self._on_event = on_event
+        self._now_s = RunningClock(STOOD_STILL_S)  # what is waited for may have stood still with this process
         self._groups: dict[str, RestartGroup] = {}
         self._signals = contextlib.ExitStack()
 
@@ -236,10 +239,10 @@ class Supervisor:
         """
         for process in self._alive():
             process.ask_to_stop()
-        self._wait_until(time.monotonic() + STOP_DEADLINE_S, hurry=True)
+        self._wait_until(self._now_s() + STOP_DEADLINE_S, hurry=True)
         for process in self._alive():
             process.popen.send_signal(signal.SIGTERM)
-        self._wait_until(time.monotonic() + guard.KILL_DEADLINE_S + 1.0)
+        self._wait_until(self._now_s() + guard.KILL_DEADLINE_S + 1.0)
         for process in self._alive():
             self._reap(process)
         for name, group in self._groups.items():
@@ -262,7 +265,7 @@ class Supervisor:
         return [group for group in self._groups.values() if group.spec.role == role]
 
     def _wait_until(self, deadline: float, hurry: bool = False) -> None:
-        while self._alive() and time.monotonic() < deadline:
+        while self._alive() and self._now_s() < deadline:
             stops, ended = self._pause(deadline)
             for process in ended:
                 self._reap(process)
@@ -278,18 +281,18 @@ class Supervisor:
         return code
 
     def _pause(self, until_s: float) -> tuple[list[int], list[RunningProcess]]:
-        """Wait for the end of a process or a signal; returns the stop signals, and the processes that have ended."""
+        """Wait LOOK_S at most for a signal or a process's end; returns the stop signals, and which have ended."""
         ended = any(process.has_ended() for process in self._alive())  # one whose signal was read with another's
-        pause_s = 0.0 if ended else max(0.0, until_s - time.monotonic())
+        pause_s = 0.0 if ended else min(LOOK_S, max(0.0, until_s - self._now_s()))
         numbers = os.read(self._woken, 4096) if select.select([self._woken], [], [], pause_s)[0] else b""
         return [n for n in numbers if n in guard.STOP_SIGNALS], [p for p in self._alive() if p.has_ended()]
 
     def _supervise(self, tick: Callable[[], None], every_s: float) -> RunOutcome:
-        next_tick = time.monotonic() + every_s
+        next_tick = self._now_s() + every_s
         drain_deadline: float | None = None
         groups = self._groups.values()
         while active := {n: g for n, g in self._groups.items() if g.active and g.spec.role != "helper"}:
-            now = time.monotonic()
+            now = self._now_s()
             # Once all workers have ended, servers only have to send and write what they hold. A server that goes on
             # for longer waits for a worker that is not there any more; a worker, for a server.
             ended = next((role for role in ("worker", "server") if self._have_ended(role)), "")
@@ -316,10 +319,10 @@ class Supervisor:
                     return outcome
             if stops:
                 return RunOutcome(128 + stops[0], f"stopped by {signal.Signals(stops[0]).name}")
-            if time.monotonic() >= next_tick:
+            if self._now_s() >= next_tick:
                 with contextlib.suppress(OSError):  # as `on_event`
                     tick()
-                next_tick = time.monotonic() + every_s
+                next_tick = self._now_s() + every_s
         given_up = [group.given_up for group in groups if group.given_up]
         return RunOutcome(0, "\n".join(["the others have finished, but", *given_up]) if given_up else "")
 
@@ -387,7 +390,7 @@ class Supervisor:
         log = self.log(spec.name)
         if group.cut_off:  # it tries again for as long as the run lasts
             pause_s = group.backoff.next_pause_s(lived_s)
-            group.restart_at_s = time.monotonic() + pause_s
+            group.restart_at_s = self._now_s() + pause_s
             why = (tail(log) or ["no word"])[-1]
             now = f"no connection ({why}); what runs there goes on; tried again in {pause_s:.3g} s"
             self.on_event(Trouble(f"{spec.name}: {now}"))
@@ -402,7 +405,7 @@ class Supervisor:
         failure = RunOutcome((code or 1) if code >= 0 else 128 - code, reason)
         if group.spec.respawn is None:
             return failure
-        now = time.monotonic()
+        now = self._now_s()
         pause_s = group.backoff.pause_s(code, now, lived_s)
         if pause_s is None:
             group.given_up = reason

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import locale
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,6 +53,16 @@ def before_commands(
 
 def main() -> None:
     """Entry point. An error of GeoTrain's own, or of the operating system, is one message and exit code 2."""
+    out = sys.__stdout__
+    if (
+        out
+        and out.errors != "replace"
+        and f"{out.encoding} {locale.getpreferredencoding(False)}".lower() != "utf-8 utf-8"
+    ):
+        # Files are UTF-8 whatever the locale says, and signs that the output lacks are replaced; so in processes that
+        # this one starts. Python reads both once, as it begins.
+        os.environ |= {"PYTHONUTF8": "1", "PYTHONIOENCODING": f"{out.encoding}:replace"}
+        os.execv(sys.executable, sys.orig_argv)
     leave_quickly()
     try:
         app()

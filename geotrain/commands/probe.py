@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from geotrain.commands.json_text import put
 from geotrain.commands.probe_site import ProbeSite
 from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
@@ -80,24 +80,18 @@ def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str
 
 def updated(text: str, cluster: ClusterConfig, ways: dict[Pair, Way], efficiencies: dict[str, float]) -> str:
     """The cluster file's text with these figures. A link has one rate for both directions: the lower."""
-    if ways and '"links"' not in text:
-        text = put(text, ("links",), [])
+    raw = json.loads(text)
 
     def rounded(value: float) -> float:
         return float(f"{value:.4g}")
 
-    known = [set(link.regions) for link in cluster.links]
+    links = {frozenset(link["regions"]): link for link in raw.get("links", ())}
     for pair, way in ways.items():
-        figures = {"gbps": rounded(min(way.up_gbps, way.down_gbps)), "rtt_ms": rounded(way.rtt_ms)}
-        if set(pair) in known:
-            for key, value in figures.items():
-                text = put(text, ("links", known.index(set(pair)), key), value)
-        else:
-            text = put(text, ("links", len(known)), {"regions": list(pair), **figures})
-            known.append(set(pair))
+        link = links.setdefault(frozenset(pair), {"regions": list(pair)})
+        link |= {"gbps": rounded(min(way.up_gbps, way.down_gbps)), "rtt_ms": rounded(way.rtt_ms)}
     for kind, efficiency in efficiencies.items():
-        text = put(text, ("devices", kind, "efficiency"), rounded(efficiency))
-    return text
+        raw["devices"][kind]["efficiency"] = rounded(efficiency)
+    return json.dumps({**raw, "links": list(links.values())}, indent=2, ensure_ascii=False) + "\n"
 
 
 def _start_sites(cluster: ClusterConfig, links: wan.Wan | None, stack: contextlib.ExitStack) -> dict[str, ProbeSite]:

@@ -18,12 +18,12 @@ from geotrain.config import (
     ConfigError,
     RunConfig,
     changed_run,
-    config_changes,
     host_port,
     load_cluster,
     load_run,
     shard_name,
 )
+from geotrain.config.agreement import config_changes
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server.enrollment_server import CERTIFICATES, WEIGHTS, EnrollmentServer
 from geotrain.net.server.server_process import serve

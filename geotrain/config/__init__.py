@@ -60,8 +60,6 @@ from geotrain.config.run import (
     RunConfig,
     WandbConfig,
     changed_run,
-    config_changes,
-    config_digest,
     load_run,
 )
 from geotrain.config.topology import Topology, WorkerSetup

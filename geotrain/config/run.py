@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,10 +165,7 @@ class AccoConfig(Block):
 
 
 class CheckpointConfig(Block):
-    folder: str | None = Field(
-        None,
-        description="Workers' checkpoints, each in a folder of its name; default: checkpoints in the run's folder.",
-    )
+    folder: str | None = Field(None, description="Of workers' checkpoints; default: checkpoints in the run's folder.")
     every_jobs: PositiveInt = Field(8, description="Workers save after this many jobs (deltas).")
     every_minutes: PositiveFloat = Field(15.0, description="Servers that took updates snapshot this often.")
     keep: PositiveInt = 2
@@ -204,6 +200,9 @@ class MonitorConfig(Block):
     )
     enabled: bool = Field(True, description="False: no events, and nothing that is fed by them.")
     sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
+    hang_s: float = Field(
+        40.0, ge=20.0, description="Seconds in one step after which a rank hangs (docs/monitoring.md)."
+    )
     host: HostName = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
     page_port: Port | None = Field(0, description="Port of the global server's page; 0: a free one; null: no page.")
     metrics_port: Port | None = Field(
@@ -212,7 +211,7 @@ class MonitorConfig(Block):
         "cluster's order; 0: free ones; null: none.",
     )
     token_file: str | None = Field(
-        None, description="File whose first line lets in those who show it; on each machine that serves."
+        None, description="File whose first line lets in who shows it; where a server runs."
     )
     tensorboard: str | None = Field(None, description="Folder for TensorBoard files that the global server writes.")
     wandb: WandbConfig | None = None
@@ -437,47 +436,3 @@ def _put(raw: Any, change: str) -> None:
         place[int(last) if isinstance(place, list) else last] = value
     except (TypeError, AttributeError, ValueError, IndexError):
         raise ConfigError(f"--set {change}: the run file has nothing with such parts") from None
-
-
-def config_digest(run: RunConfig) -> str:
-    """Digest what all processes of a run must agree on (`_agreed`), in hex."""
-    text = json.dumps(_agreed(run), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def config_changes(before: RunConfig, now: RunConfig) -> list[str]:
-    """List what differs of that on which all processes of a run must agree: "outer.local_steps: was 8, is 64"."""
-
-    def leaves(place: Any, key: str) -> dict[str, Any]:
-        if not isinstance(place, dict):
-            return {key: place}
-        return {k: v for name, each in place.items() for k, v in leaves(each, f"{key}.{name}".lstrip(".")).items()}
-
-    old, new = leaves(_agreed(before), ""), leaves(_agreed(now), "")
-    pairs = {key: [json.dumps(each[key]) if key in each else "nothing" for each in (old, new)] for key in old | new}
-    return [f"{key}: was {was}, is {is_now}" for key, (was, is_now) in pairs.items() if was != is_now]
-
-
-def _agreed(run: RunConfig) -> dict[str, Any]:
-    """Copy what all processes of a run must agree on: the model, the data and the outer loop.
-
-    Other settings may differ between workers, or change at a resume: parallel layouts, DeepSpeed's settings,
-    monitoring, where things lie. The data's sha256 is compared by itself.
-    """
-    shared = run.model_dump(by_alias=True, mode="json", include={"name", "seed", "model", "data", "outer"})
-    for key in (
-        "recompute",
-        "init_from",
-        "init_changes",
-        "weights",
-    ):  # memory; names and shapes are in the parameter map's digest
-        shared["model"].pop(key)
-    del shared["outer"]["state_device"], shared["outer"]["mirrors"]  # where vectors lie
-    shared["data"]["train"] = [each.weight for each in run.data.train]
-    for key in ("sha256", "skip", "validation", "tokenizer", "cache_folder", "cache_gb"):  # sha256: see above
-        shared["data"].pop(key)
-    if run.data.rampup_batch_size is not None:
-        shared["data"]["samples_per_step"] = run.samples_per_step  # by which steps have their places
-    if run.data.curriculum is None:
-        shared["data"].pop("train_samples")  # a finished run may be extended; phases are shares of the whole
-    return shared

@@ -136,7 +136,7 @@ class WorkerLoop:
             run.run_folder / "profiles", member.name, rank.rank, member.write_event, member.trouble
         )
         client.on_profile = self._profiler.ask
-        self.watch = RankWatch(device, member.trouble, lost)
+        self.watch = RankWatch(device, member.trouble, lost, run.monitor.hang_s)
         self.exchange = Exchange(
             member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
         )

@@ -26,12 +26,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from geotrain.common.running_clock import RunningClock
+
 EVERY_S, IN_A_ROW = 12.0, 3  # between two products; a slow rank is told within a minute
 FACTOR = 2.0  # times the others' median
 TURNS = 4  # of which the fastest counts: what else the host does for a moment is no fault
 BEAT_S = 5.0  # between two words of a rank
-SILENT_S = 25.0  # without a word: the process is stopped, or its machine gone
-STUCK_S, STUCK_STEPS = 40.0, 5.0  # in one step: so long, and so many times the longest of the last ones
+SILENT = 0.625  # of `hang_s` without a word: the process is stopped, or its machine gone
+STUCK_STEPS = 5.0  # in one step: `hang_s`, and so many times the longest of the last ones
 STEPS = 16  # these; the first two compile, and none is judged before
 FRAMES = 4  # innermost ones, of what a rank is at
 
@@ -58,8 +60,9 @@ class RankWatch:
 
     device: that computes. trouble: called, in a thread, on one rank with what a person should know. lost: called
     after it where the worker cannot go on, on that rank; None: the loop is the user's, whose steps hold all that it
-    does between them, an evaluation too: the longest one is never forgotten. store: of the ranks' process group;
-    None: the default group's, or of a rank alone its own. rank, ranks, measure, clock: for tests.
+    does between them, an evaluation too: the longest one is never forgotten. hang_s: `monitor.hang_s`. store: of the
+    ranks' process group; None: the default group's, or of a rank alone its own. rank, ranks, measure, clock: for
+    tests.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class RankWatch:
         device: torch.device,
         trouble: Callable[[str], None],
         lost: Callable[[], None] | None = None,
+        hang_s: float = 40.0,
         store: dist.Store | None = None,
         rank: int = 0,
         ranks: int = 1,
@@ -77,18 +81,20 @@ class RankWatch:
             store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
             store = store.clone()  # type: ignore[attr-defined]  # a connection of its own: others wait in theirs
         self._store = store or dist.HashStore()
-        self._device, self._trouble, self._lost, self._rank, self._clock = device, trouble, lost, rank, clock
+        self._device, self._trouble, self._lost, self._rank, self.hang_s = device, trouble, lost, rank, hang_s
+        # This process may have been stopped: it took no step meanwhile, and heard nobody.
+        self._clock = RunningClock(2 * BEAT_S, clock)
         self._measure = measure or product_s
         self._keys = [f"geotrain.rank.{each}" for each in range(ranks)]
         self._main = threading.get_ident()
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._own = RankState(kind=kind, process=f"{socket.gethostname()}, process {os.getpid()}")
-        now_s = clock()
+        now_s = self._clock()
         self._due_s, self._step_s, self._samples = now_s + EVERY_S, -1.0, 1
         self._lasted_s = deque[float](maxlen=STEPS)  # seconds of a sample
         self._all = {each: RankState() for each in range(ranks)}  # what each said last
         self._heard_s = dict.fromkeys(self._all, now_s)  # by rank: when that came
-        self._read_s = self._judged_s = now_s
+        self._read_s = now_s
         self._told = set[int]()  # ranks that hang or are waited for, until they go on
         self._slow, self._seen = Counter[int](), dict[int, int]()  # by rank: times in a row; the last turn compared
         self._over = threading.Event()
@@ -96,7 +102,7 @@ class RankWatch:
     def start(self) -> None:
         """Begin to speak and to judge, each in a thread of its own: a store whose process hangs answers nobody. All
         ranks come to it together."""
-        self._read_s = self._judged_s = now_s = self._clock()
+        self._read_s = now_s = self._clock()
         self._heard_s = dict.fromkeys(self._all, now_s)
         for work in (self.speak, self.judge):
             threading.Thread(target=self._repeat, args=(work,), name=f"ranks-{work.__name__}", daemon=True).start()
@@ -139,7 +145,7 @@ class RankWatch:
         """Write what this rank does, and read what all do."""
         own, since_s, frame = self._own, self._step_s, sys._current_frames().get(self._main)
         in_step_s = self._clock() - since_s if since_s >= 0 else -1.0
-        stuck = own.steps >= 2 and in_step_s > max(STUCK_S, STUCK_STEPS * self._samples * max(self._lasted_s))
+        stuck = own.steps >= 2 and in_step_s > max(self.hang_s, STUCK_STEPS * self._samples * max(self._lasted_s))
         if stuck and not self._all[self._rank].stuck:
             with suppress(OSError, ValueError, AttributeError):  # no log is there, or it is no file
                 faulthandler.dump_traceback(sys.stderr)
@@ -156,17 +162,14 @@ class RankWatch:
 
     def judge(self) -> None:
         """Tell of ranks that hang, that are waited for, or that are slow, if this rank is the one to tell."""
-        now_s, before_s = self._clock(), self._judged_s
-        self._judged_s = now_s
-        if now_s - before_s > SILENT_S / 2:  # this process itself was stopped: it could hear nobody
-            self._read_s, self._heard_s = now_s, dict.fromkeys(self._heard_s, now_s)
+        now_s, silent_s = self._clock(), SILENT * self.hang_s
         if self._over.is_set():
             return
-        if now_s - self._read_s > SILENT_S + self._rank * BEAT_S:  # one after another: the first ends all
+        if now_s - self._read_s > silent_s + self._rank * BEAT_S:  # one after another: the first ends all
             self._tell({0: f"{self._words(0)}; it keeps the ranks' store, which does not answer"}, lost=True)
             return
         present = {rank: state for rank, state in self._all.items() if not state.left}
-        silent = {rank for rank in present if now_s - self._heard_s[rank] > SILENT_S}
+        silent = {rank for rank in present if now_s - self._heard_s[rank] > silent_s}
         if self._rank != min(present.keys() - silent, default=-1):
             return
         if silent:
@@ -196,6 +199,7 @@ class RankWatch:
         if lost:
             waiting = next((state.at for rank, state in sorted(self._all.items()) if rank not in words), "")
             told = f"hangs: {told}" + (f"; others wait in {waiting}" if waiting else "")
+            told += f" (monitor.hang_s = {self.hang_s:g}: raise it if steps may take so long)"
         self._told |= words.keys()
         self._trouble(told)
         if lost and self._lost is not None:

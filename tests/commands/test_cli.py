@@ -1,6 +1,7 @@
 """The command line: quick to answer, and every error one clear message."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from geotrain.commands.operate import RunState
 from tests.support.command_line import Run
 
 ROOT = Path(__file__).parents[2]
+FOUR_REGIONS = ROOT / "configs/clusters/four-regions-ssh.json"
 SHORT = ("--tflops", "150", "--set", "data.train_samples=409600")
 SLOW = ("torch", "numpy", "pydantic", "grpc", "deepspeed", "megatron", "transformers")
 SERVERS = ("serve", "serve global", "serve region", "serve shard")
@@ -49,6 +51,23 @@ except SystemExit as ended:
     assert done.stdout.splitlines()[-1] == "0 []"
     for command in COMMANDS:
         assert f" {command.split()[0]} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "latin-1"}],
+    ids=["ascii", "latin-1"],
+)
+def test_output_that_is_not_utf_8_lacks_signs_and_nothing_else(env: dict[str, str], tmp_path: Path) -> None:
+    """What is read is UTF-8 whatever the locale says."""
+    run = json.loads((ROOT / "configs/runs/1b.json").read_text())
+    run["folder"], run["model"]["config"] = str(tmp_path / "größe"), str(ROOT / "configs/models/llama-1b.json")
+    (tmp_path / "run.json").write_text(json.dumps(run, ensure_ascii=False))
+    command = [sys.executable, "-m", "geotrain", "dry-run", tmp_path / "run.json", FOUR_REGIONS]
+    done = subprocess.run(command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    words = done.stdout.decode("latin-1")
+    assert done.returncode in (0, 2) and "Traceback" not in words
+    assert re.search(r"^global\.example\.org +global +\S+ GB +\?$", words, re.MULTILINE)  # an en dash elsewhere
 
 
 @pytest.mark.parametrize("command", COMMANDS)

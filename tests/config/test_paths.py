@@ -13,12 +13,12 @@ from geotrain.config import (
     ClusterConfig,
     ConfigError,
     RunConfig,
-    config_digest,
     json_schema,
     load_cluster,
     load_run,
     relocated,
 )
+from geotrain.config.agreement import config_digest
 from geotrain.config.block import with_paths
 from geotrain.launch.site_processes import LaunchRequest, path_there, remote_site
 from geotrain.net.server.first_weights import initial_weights

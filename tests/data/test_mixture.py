@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geotrain.config import ConfigError, DataConfig, config_digest, parse
+from geotrain.config import ConfigError, DataConfig, parse
+from geotrain.config.agreement import config_digest
 from geotrain.data.dataset import adopt, training_digest
 from geotrain.data.loader import LeasedLoader, open_source, open_training
 from geotrain.data.mixture import MOST_PARTS, Mixture, parts_of

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from geotrain.config import EXIT_FOR_GOOD, config_digest, load_cluster, load_run
+from geotrain.config import EXIT_FOR_GOOD, load_cluster, load_run
+from geotrain.config.agreement import config_digest
 from geotrain.data.dataset import read_manifest
 from geotrain.launch.check import with_data_digest
 from geotrain.launch.far_site import EXIT_HELD, SiteFiles

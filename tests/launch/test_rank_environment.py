@@ -20,6 +20,7 @@ from geotrain.launch.launchers.registry import launchers
 from geotrain.launch.rank_environment import (
     address_to,
     capability_here,
+    extensions_of,
     interface_to,
     library_settings,
     rank_environment,
@@ -69,6 +70,21 @@ def test_a_rank_that_hangs_leaves_its_collectives_with_the_run() -> None:
     assert told["TORCH_FR_DUMP_TEMP_FILE"] == "/run/profiles/a/collectives-rank-"
     assert "TORCH_FR_DUMP_TEMP_FILE" not in settings({}, traces=Path("/run/profiles/a"))  # gloo has none
     assert "TORCH_FR_DUMP_TEMP_FILE" not in settings(told, capability=(9, 0), traces=Path("/other"))
+
+
+def test_ranks_of_one_start_compile_together_and_wait_for_no_other(tmp_path: Path) -> None:
+    """Torch's lock is a file, which a start that was killed leaves."""
+    say = "from pathlib import Path; from geotrain.launch.rank_environment import extensions_of as of"
+    rank = f"{sys.executable} -c '{say}; print(of(Path(\"{tmp_path}\")))'"
+    first, again = (
+        subprocess.run(["bash", "-c", f"{rank} & {rank} & wait"], stdout=subprocess.PIPE, text=True).stdout.split()
+        for _ in range(2)
+    )
+    assert len(first) == len(again) == 2 and len({*first, *again}) == 2 and first[0] == first[1]
+    told = settings({}, extensions=extensions_of(tmp_path))
+    assert told["TORCH_EXTENSIONS_DIR"].startswith(f"{tmp_path}/extensions/")
+    mine = {"TORCH_EXTENSIONS_DIR": "/mine"}
+    assert "TORCH_EXTENSIONS_DIR" not in settings(mine, extensions=tmp_path)
 
 
 @pytest.mark.parametrize("capability", SMI)

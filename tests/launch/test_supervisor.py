@@ -7,12 +7,15 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from geotrain.launch import guard as guard_module
+from geotrain.launch import supervisor as supervisor_module
 from geotrain.launch.guard import EXIT_LEFT_BEHIND
-from geotrain.launch.supervisor import LaunchError, ProcessSpec, Supervisor, guarded
+from geotrain.launch.supervisor import LaunchError, ProcessSpec, RunOutcome, Supervisor, guarded
 from tests.support.process_trees import STUBBORN, marked, new_mark, until
 
 SUPERVISOR = """
@@ -106,16 +109,55 @@ def test_ticks_come_at_their_pace(tmp_path: Path) -> None:
     assert all(later - before >= 0.2 for before, later in pairwise(ticks))
 
 
+def test_a_supervisor_that_was_stopped_takes_nothing_for_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a debugger or with its machine: the server ends well meanwhile, late by the clock on the wall."""
+    monkeypatch.setattr(supervisor_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(supervisor_module, "STOOD_STILL_S", 0.2)
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += supervisor._have_ended("worker")
+        if ticks == 2:  # the server's time to end has begun
+            (tmp_path / "end").touch()
+            time.sleep(4.0)
+
+    with Supervisor(tmp_path, drain_s=3.0) as supervisor:
+        supervisor.start(
+            ProcessSpec("global", sh(f"until [ -e {tmp_path}/end ]; do sleep 0.05; done"), role="server")
+        )
+        supervisor.start(ProcessSpec("a", sh("exit 0")))
+        outcome = supervisor.wait(tick, every_s=0.1)
+    assert outcome == RunOutcome(0)
+
+
+def test_a_guard_that_was_stopped_leaves_its_command_the_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, alive, sent = iter([0.0, 0.1, 1000.0, 1000.1]), iter([[7], [7], [7], []]), list[int]()
+    monkeypatch.setattr(guard_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(guard_module, "_pause", lambda _: b"")
+    monkeypatch.setattr(guard_module.os, "kill", lambda pid, number: sent.append(number))
+    assert guard_module._end(lambda: next(alive), 10.0, 0) and sent == [signal.SIGTERM]
+
+
 def test_a_program_that_is_missing(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor, pytest.raises(LaunchError, match=r"'a' cannot be started: .*/no/such"):
         supervisor.start(ProcessSpec("a", ("/no/such",)))
 
 
-def start_supervisor(tmp_path: Path, mark: dict[str, str], grace_s: float = 1.0) -> subprocess.Popen[bytes]:
+def start_supervisor(
+    tmp_path: Path, mark: dict[str, str], grace_s: float = 1.0, ignored: tuple[signal.Signals, ...] = ()
+) -> subprocess.Popen[bytes]:
+    def disposed() -> None:
+        for number in guard_module.STOP_SIGNALS:  # whatever the tests were started by
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
     process = subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, str(tmp_path), str(grace_s), *STUBBORN],
         env={**os.environ, **mark},
         stdout=subprocess.PIPE,
+        preexec_fn=disposed,
     )
     assert until(lambda: all((tmp_path / f"{n}.log").exists() and (tmp_path / f"{n}.log").read_text() for n in "ab"))
     assert until(lambda: len(marked(mark)) >= 11)
@@ -135,6 +177,15 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> No
     assert marked(mark) == []
 
 
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    """Under nohup the end of the terminal stops nothing: of two signals the lower number is read first."""
+    process = start_supervisor(tmp_path, new_mark(), ignored=(signal.SIGHUP,))
+    process.send_signal(signal.SIGHUP)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in process.stdout.read().decode()
+
+
 def test_nothing_survives_the_supervisors_death(tmp_path: Path) -> None:
     mark = new_mark()
     process = start_supervisor(tmp_path, mark)
@@ -144,7 +195,7 @@ def test_nothing_survives_the_supervisors_death(tmp_path: Path) -> None:
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGTERM)
     with Supervisor(tmp_path):
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -17,10 +18,10 @@ from geotrain.config import FragmentConfig
 from geotrain.net.server import grpc_service
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
-from geotrain.net.transport import deadlines, rpc, wire
+from geotrain.net.transport import deadlines, grpc_client, rpc, wire
 from geotrain.net.transport.deadlines import FrameDeadline
 from geotrain.net.transport.fragment_bytes import FragmentBytes
-from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
 from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from tests.support import net_worlds
@@ -229,3 +230,26 @@ def test_calls_are_limited_for_each_connection(make):
 
     assert cluster.loop.do(hurry()) == (5, 25)
     assert rpc.BEAT_S > 1 / 20
+
+
+def test_a_call_goes_on_after_a_pause_of_its_process(monkeypatch):
+    """Its deadline passed while it could not call: SIGSTOP, a paused machine."""
+    monkeypatch.setattr(grpc_client, "REPLY_S", 0.1)
+    calls = 0
+
+    async def call() -> str:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            time.sleep(0.6)  # the whole process, with its event loop
+            raise ConnectionLost("gone meanwhile")
+        return "answered"
+
+    async def pause() -> str:
+        link = GrpcClient("127.0.0.1:1", "a", "life-1")
+        try:
+            return await link.persist(call, deadline_s=0.3)
+        finally:
+            await link.close()
+
+    assert asyncio.run(pause()) == "answered" and calls == 2

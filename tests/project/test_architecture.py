@@ -67,7 +67,7 @@ WALL_CLOCKS = ("time.time", "time.time_ns", "datetime.datetime.now", "datetime.n
 READ_THE_WALL_CLOCK = {
     *("net.server.server_host", "commands.up"),  # a run's end, which is a time of day
     *("net.transport.authority", "net.transport.certs"),  # certificates are valid until a time of day
-    *("launch.host_check", "launch.host_facts", "launch.jit_locks"),  # hosts' clocks, files' times
+    *("launch.host_check", "launch.host_facts"),  # hosts' clocks, files' times
     *("net.storage.owner", "worker.loop"),  # a part of a name
     *("monitor.events", "monitor.page", "net.server.sampler", "net.server.grpc_service", "launch.terminal"),
     *("commands.quickstart", "commands.logs"),

@@ -29,7 +29,7 @@ class Ranks:
     None: its process is stopped. waits: ranks that are in no step; blocked: those that never end theirs. All others
     wait for these in their steps."""
 
-    def __init__(self, *seconds: float | None) -> None:
+    def __init__(self, *seconds: float | None, hang_s: float = 40.0) -> None:
         self.seconds, self.now_s, self.told = list(seconds), 0.0, list[tuple[float, str]]()
         self.waits, self.blocked, self.lost = set[int](), set[int](), list[tuple[float, int]]()
         store = dist.HashStore()
@@ -39,6 +39,7 @@ class Ranks:
                 CPU,
                 lambda what: self.told.append((self.now_s, what)),
                 lambda: self.lost.append((self.now_s, number)),
+                hang_s,
                 store,
                 number,
                 len(seconds),
@@ -169,14 +170,32 @@ def test_a_rank_that_waits_for_data_or_a_server_is_told_and_ends_nothing() -> No
     assert words.startswith("rank 1 (") and words.endswith("the other ranks wait for it") and ranks.lost == []
 
 
-def test_a_pause_of_all_processes_is_no_fault_of_one() -> None:
-    ranks = Ranks(1e-3, 1e-3)
+@pytest.mark.parametrize("numbers", [1, 2])
+@pytest.mark.parametrize("first", ["judge", "speak", "after_step"])
+def test_a_pause_of_all_processes_is_no_fault_of_one(first: str, numbers: int) -> None:
+    """As by SIGSTOP, a debugger or a paused machine, in the middle of a step; whichever thread wakes first."""
+    ranks = Ranks(*[1e-3] * numbers)
     ranks.run(100.0)
     ranks.now_s += 1000.0
-    for rank in ranks.ranks:
-        rank.judge()
+    for work in (first, "speak", "judge"):
+        for rank in ranks.ranks:
+            getattr(rank, work)()
+    ranks.run(100.0)
+    assert ranks.told == [] and ranks.lost == []
+
+
+def test_a_longer_step_is_no_hang_where_it_is_stated() -> None:
+    ranks = Ranks(1e-3, 1e-3, hang_s=120.0)
+    ranks.run(100.0)
+    ranks.blocked = {0, 1}
+    ranks.run(110.0)
+    ranks.blocked = set()
     ranks.run(100.0)
     assert ranks.told == []
+    ranks.blocked, begin_s = {0, 1}, ranks.now_s
+    ranks.run(600.0)
+    ((at_s, words),) = ranks.told
+    assert at_s - begin_s > 120.0 and "(monitor.hang_s = 120: raise it" in words
 
 
 @pytest.mark.parametrize(
@@ -196,7 +215,7 @@ def test_who_keeps_the_others_waiting(steps: tuple[int, ...], places: tuple[str,
 
 def in_a_world(how: str, number: int) -> str:
     """Rank `number` hangs in a step of a real world; what the other rank is told before its collective gives up."""
-    rank_watch.BEAT_S, rank_watch.SILENT_S, rank_watch.STUCK_S = 0.2, 3.0, 6.0
+    rank_watch.BEAT_S = 0.2
     from geotrain.inner.runtime.parallel import join
 
     join(timeout_s=WITHIN_S)
@@ -208,7 +227,7 @@ def in_a_world(how: str, number: int) -> str:
         lost.set()
         os.kill(int(watch._all[number].process.rpartition(" ")[2]), signal.SIGKILL)
 
-    watch = RankWatch(CPU, told.append, end)
+    watch = RankWatch(CPU, told.append, end, hang_s=6.0)
     watch.start()
     for step in range(4):
         watch.begin_step()
@@ -248,7 +267,8 @@ def test_the_product_of_this_machine_takes_some_time() -> None:
     rank = RankWatch(CPU, told.append, store=store, rank=1, ranks=2, clock=lambda: now_s[0])
     rank.after_step()
     assert rank._own.product_s == 0.0
-    now_s[0] = EVERY_S
+    for now_s[0] in (EVERY_S / 2, EVERY_S):
+        rank.speak()
     rank.after_step()
     rank.speak()
     said = RankState(*json.loads(store.get("geotrain.rank.1")))

@@ -308,8 +308,10 @@ class GrpcClient:
                     raise
                 trouble, wait_s = refused.reason, refused.retry_s * random.uniform(0.75, 1.25)
             except TimeoutError:
-                raise self.unreachable(deadline_s, trouble) from None
-            if loop.time() + wait_s >= deadline:
+                wait_s = FIRST_PAUSE_S
+            if loop.time() > deadline + REPLY_S:  # this process was stopped meanwhile: it could not call
+                deadline = loop.time() + deadline_s
+            elif loop.time() + wait_s >= deadline:
                 raise self.unreachable(deadline_s, trouble)
             if loop.time() - since >= tell_s:
                 tell_s *= 2

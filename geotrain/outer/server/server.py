@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from geotrain.config import CodecConfig, LimitsConfig, RunConfig, config_digest
+from geotrain.config import CodecConfig, LimitsConfig, RunConfig
+from geotrain.config.agreement import config_digest
 from geotrain.outer.codec import Codec, make_codec
 from geotrain.outer.events import Event, UpdateApplied, UpdateStage
 from geotrain.outer.messages import (
@@ -53,10 +54,8 @@ from geotrain.parameters.parameter_map import ParameterMap, numel
 
 
 def identity_of(run: RunConfig, parameter_map: ParameterMap, data: str = "") -> Identity:
-    """Build the identity on which all processes of this run must agree.
-
-    data: sha256 of the training data that is here; a server, which has none, knows what the run file says.
-    """
+    """Build the identity on which all processes of this run must agree. data: sha256 of the training data that is
+    here; a server, which has none, knows what the run file says."""
     model = f"{run.model.config.get('model_type', 'a model')} of {parameter_map.numel:,} parameters"
     return Identity(run.name, config_digest(run), parameter_map.digest, model, data or run.data.sha256 or "")
 
