@@ -135,7 +135,7 @@ def engine_and_model(config: dict[str, Any]) -> tuple[Any, Any]:
 
     from geotrain.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
     from geotrain.inner.build import build_engine
-    from geotrain.parameters.hf_checkpoint import write_checkpoint
+    from geotrain.parameters.hf_export import write_checkpoint
     from geotrain.parameters.parameter_map import canonical_parameters
 
     block = deepspeed_block(MICRO_BATCHES * MICRO_BATCH, MICRO_BATCH, SETTINGS["lr"], zero_optimization={"stage": 0})

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -276,11 +277,12 @@ def _check_validation(run: RunConfig, topology: Topology) -> None:
 
 
 def _check_initial_weights(run: RunConfig) -> None:
+    """Read them all: a weight that is not finite would else be noticed by the first step's loss."""
     if run.model.init_from is None:
         return
-    from geotrain.parameters.dcp import start_weights  # imports torch
+    from geotrain.net.server.first_weights import given_weights  # imports torch
 
-    start_weights(run)  # names, shapes and settings; no weights but a tied head
+    deque(given_weights(run), maxlen=0)
 
 
 def _check_boards(run: RunConfig) -> None:

@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 from geotrain.config import load_run
 from geotrain.net.storage.snapshots import read_weights, snapshots_of_last
 from geotrain.parameters.dcp import write_dcp
-from geotrain.parameters.hf_checkpoint import DType, write_checkpoint, write_parameters
+from geotrain.parameters.hf_checkpoint import DType
+from geotrain.parameters.hf_export import write_checkpoint, write_parameters
 from geotrain.parameters.hub import repository, upload
 from geotrain.parameters.parameter_map import parameter_map_of
 

@@ -30,7 +30,7 @@ from geotrain.launch.check import check_together
 from geotrain.launch.launcher import launch, locked
 from geotrain.launch.terminal import new_console, size
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
-from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.parameters.hf_export import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
 

@@ -1,8 +1,9 @@
-"""Weights ↔ a Hugging Face checkpoint folder of safetensors files. Works on canonical tensors."""
+"""Reads a Hugging Face checkpoint folder of safetensors files, as canonical tensors; `hf_export` writes one."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -10,146 +11,26 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from geotrain.common.files import whole_folder
 from geotrain.config import ConfigError, RunConfig
 from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
-from geotrain.families.reading import SPECIAL_IDS, special_ids
 from geotrain.parameters.hub import SCHEME, HubError, download
+from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import Parameter, canonical_parameters
 
+log = logging.getLogger(__name__)
 DType = Literal["float32", "bfloat16", "float16"]
-SHARD_BYTES = 5 << 30
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FREE = {  # keys of an export that say how it was trained, or what others say: a run that goes on may differ in them
     "architectures", "rope_parameters", "initializer_range", "max_position_embeddings", "router_aux_loss_coef",
     "router_z_loss_coef", "aux_loss_alpha", "router_bias_update_rate",
 }  # fmt: skip
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class HFCheckpointError(ValueError):
     """A checkpoint folder cannot be read or written. Says which folder or tensor, and what to do."""
-
-
-# ---------------------------------------------------------------------------------------------------- writing
-
-
-def write_checkpoint(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    hf_config: dict[str, Any],
-    folder: Path,
-    tokenizer: Path | None = None,
-    dtype: DType = "bfloat16",
-    max_shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write a checkpoint folder that transformers loads. Equal input gives equal bytes.
-
-    tensors: every canonical parameter once; in canonical order at most one shard is held in memory.
-    An existing folder is replaced only when it is an older export. Raises HFCheckpointError (a tensor is missing,
-    unknown, given twice, of the wrong shape or not finite), UnsupportedModelError and OutputError; then nothing
-    is left behind.
-    """
-    architecture = architecture_from_hf(hf_config)
-    family, parameters = family_of(architecture.model_type), canonical_parameters(architecture)
-    config = family.hf_config(architecture) | {"dtype": dtype} | special_ids(hf_config, architecture.vocab_size)
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    shards = _plan_shards(list(parameters), torch_dtype, max_shard_bytes)
-    padding = config["pad_token_id"]
-    with whole_folder(folder, "export") as target:
-        if tokenizer is not None:
-            from geotrain.data.tokenizer import copy_tokenizer, finish_export  # slow to import
-
-            copy_tokenizer(tokenizer, target)
-            # The config comes first: its model type decides as which class transformers loads the tokenizer, and so
-            # which tokens are special.
-            _write_json(target / "config.json", config)
-            ids = finish_export(target, architecture.max_positions)
-            padding = ids["pad_token_id"]
-            if padding == ids["eos_token_id"]:
-                ids["pad_token_id"] = None  # a config's is the embedding's `padding_idx`, which is never trained
-            for key, own in ids.items():
-                stated = hf_config.get(key)
-                if not (isinstance(stated, list) and own in stated):  # one id of several that the config names
-                    config[key] = own
-        _write_json(target / "config.json", config)
-        generation = {key: config[key] for key in SPECIAL_IDS} | {"pad_token_id": padding}
-        _write_json(target / "generation_config.json", {"do_sample": True, **generation})
-        _write_shards(tensors, shards, target, torch_dtype)
-        if len(shards) > 1:
-            size_bytes = sum(_bytes(p, torch_dtype) for p in parameters)
-            weight_map = {p.name: file for file, members in shards.items() for p in members}
-            _write_json(target / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
-
-
-def write_parameters(
-    tensors: Iterable[tuple[str, torch.Tensor]], parameters: Iterable[Parameter], folder: Path, dtype: DType
-) -> None:
-    """Write the parameters of a model that is no Hugging Face family as model.safetensors, under their own names.
-    Raises HFCheckpointError and OutputError."""
-    with whole_folder(folder, "export") as target:
-        _write_shards(tensors, {_SINGLE: list(parameters)}, target, getattr(torch, dtype))
-
-
-def _bytes(parameter: Parameter, dtype: torch.dtype) -> int:
-    return parameter.numel * _stored(parameter, dtype).itemsize
-
-
-def _stored(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if parameter.wide else dtype
-
-
-def _plan_shards(parameters: list[Parameter], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[Parameter]]:
-    """Plan the files: name → its parameters, in canonical order. A parameter larger than a shard has one of its
-    own."""
-    shards: list[list[Parameter]] = []
-    free_bytes = 0
-    for parameter in parameters:
-        size_bytes = _bytes(parameter, dtype)
-        if not shards or size_bytes > free_bytes:
-            shards.append([])
-            free_bytes = max_shard_bytes
-        shards[-1].append(parameter)
-        free_bytes -= size_bytes
-    if len(shards) == 1:
-        return {_SINGLE: shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
-
-
-def _write_shards(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    shards: dict[str, list[Parameter]],
-    folder: Path,
-    dtype: torch.dtype,
-) -> None:
-    wanted = {p.name: (p, file) for file, members in shards.items() for p in members}
-    waiting: dict[str, dict[str, torch.Tensor]] = {file: {} for file in shards}
-    for name, tensor in tensors:
-        if name not in wanted:
-            raise HFCheckpointError(f"export: tensor {name!r} is no parameter of this model, or was given twice")
-        parameter, file = wanted.pop(name)
-        if tuple(tensor.shape) != parameter.shape:
-            raise HFCheckpointError(
-                f"export: tensor {name!r} has shape {list(tensor.shape)}; the model's config says "
-                f"{list(parameter.shape)}"
-            )
-        converted = tensor.detach().to("cpu", _stored(parameter, dtype)).contiguous()
-        if not bool(converted.isfinite().all()):
-            raise HFCheckpointError(f"export: tensor {name!r} is not finite in {str(dtype).removeprefix('torch.')}")
-        waiting[file][name] = converted
-        if len(waiting[file]) == len(shards[file]):  # whole: write it, and let go of its memory
-            save_file(waiting.pop(file), folder / file, metadata={"format": "pt"})
-    if wanted:
-        raise HFCheckpointError(f"export: {_some(list(wanted))} missing")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-# ---------------------------------------------------------------------------------------------------- reading
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]]:
@@ -168,12 +49,12 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
     missing = [p.name for p in parameters if p.name not in files]
     if missing:
         hint = "; set tie_word_embeddings to true if the head is tied" if missing == [HEAD] else ""
-        raise HFCheckpointError(f"{folder}: {_some(missing)} missing, which config.json asks for{hint}")
+        raise HFCheckpointError(f"{folder}: {some(missing)} missing, which config.json asks for{hint}")
     expected = {p.name for p in parameters} | ({HEAD} if architecture.tied_embeddings else set())
     # Old checkpoints hold a table of rotary frequencies, which follows from the config.
     extra = sorted(name for name in files if name not in expected and not name.endswith(".rotary_emb.inv_freq"))
     if extra:
-        raise HFCheckpointError(f"{folder}: {_some(extra)} unknown: no part of the model that config.json describes")
+        raise HFCheckpointError(f"{folder}: {some(extra)} unknown: no part of the model that config.json describes")
     for parameter in parameters:
         path, name = files[parameter.name], parameter.name
         with _opened(path) as file:
@@ -196,7 +77,8 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
 def read_start(run: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Read the weights of `model.init_from`, as `read_checkpoint` does, if they are the run's model's.
 
-    What a model computes of its weights must be the same, too, but for `model.init_changes`. Raises ConfigError with
+    What a model computes of its weights must be the same, too, but for `model.init_changes`, which may change the
+    vocabulary's size and whether the head is tied: what is then new or left out is logged. Raises ConfigError with
     each key and both values, and HFCheckpointError where a tensor cannot be read.
     """
     place = f"model.init_from = {run.model.init_from!r}"
@@ -214,41 +96,71 @@ def read_start(run: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
         for key, (a, b) in differing.items()
         if key not in run.model.init_changes
     ]
+    known, wanted = ({p.name: p for p in canonical_parameters(each)} for each in (theirs, ours))
+    # Rows of the vocabulary may be more or fewer, and a head may come or go; all else has the shapes that it has.
+    fits = _without_rows(known) == _without_rows(wanted)
     if told:
+        way = ", or name in model.init_changes what is to change" if fits else ""
         raise ConfigError(
-            f"{place}: is another model: {'; '.join(told)}; use that checkpoint's config.json as model.config, or "
-            "name in model.init_changes what is to change"
+            f"{place}: is another model: {'; '.join(told)}; use that checkpoint's config.json as model.config{way}"
         )
     if idle := [key for key in run.model.init_changes if key not in differing]:
         raise ConfigError(f"model.init_changes: {', '.join(idle)}: is the same in {place}; leave it out")
-    for left, right in zip_longest(*map(canonical_parameters, (theirs, ours))):
-        found, wanted = (f"{each.name} {list(each.shape)}" if each else "no more" for each in (left, right))
-        if found != wanted:
-            raise ConfigError(f"{place}: is another model: it has {found}, the run's model {wanted}")
-    return tensors
+    for left, right in () if fits else zip_longest(known.values(), wanted.values()):
+        here, there = (f"{each.name} {list(each.shape)}" if each else "no more" for each in (left, right))
+        if here != there:
+            raise ConfigError(f"{place}: is another model: it has {here}, the run's model {there}")
+    rows, own_rows = theirs.vocab_size, ours.vocab_size
+    if rows < own_rows:
+        log.warning("%s: rows %d to %d of the vocabulary begin as a new model's", place, rows, own_rows - 1)
+    elif rows > own_rows:
+        log.warning("%s: rows %d to %d of the vocabulary are left out", place, own_rows, rows - 1)
+    if (HEAD in known) != (HEAD in wanted):
+        log.warning("%s: %s %s", place, HEAD, "is left out" if HEAD in known else "begins as a copy of the embedding")
+    return _fitted(tensors, wanted, run.seed, HEAD not in known)
+
+
+def _without_rows(parameters: dict[str, Parameter]) -> dict[str, tuple[int, ...]]:
+    """Name → shape, without the head and the number of the embedding's rows."""
+    return {name: p.shape[name == EMBEDDING :] for name, p in parameters.items() if name != HEAD}
+
+
+def _fitted(
+    tensors: Iterable[tuple[str, torch.Tensor]], wanted: dict[str, Parameter], seed: int, head_is_embedding: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each wanted parameter, its missing rows as a new model has them. head_is_embedding: of the checkpoint."""
+    for given, tensor in tensors:
+        for name in (EMBEDDING, HEAD) if given == EMBEDDING and head_is_embedding else (given,):
+            if name not in wanted:
+                continue
+            values = tensor
+            if tensor.shape != wanted[name].shape:
+                values = initial_tensor(wanted[name], seed)
+                values[: len(tensor)] = tensor[: len(values)]
+            yield name, values
 
 
 def _locate(folder: Path) -> dict[str, Path]:
-    """Map each tensor's name to the file that holds it, by the index or from the only file."""
-    index, single = folder / _INDEX, folder / _SINGLE
-    if not index.exists():
-        if not single.exists():
-            raise HFCheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; GeoTrain reads safetensors only")
+    """Map each tensor's name to the file that holds it, as transformers chooses: the file of the whole, and only
+    without one those of the index, which a later save of the whole leaves behind; of two that hold it, the last."""
+    index, single = folder / INDEX, folder / SINGLE
+    if single.is_file():
         with _opened(single) as opened:
             return dict.fromkeys(opened.keys(), single)
+    if not index.is_file():
+        raise HFCheckpointError(f"{folder}: no {SINGLE} and no {INDEX}; GeoTrain reads safetensors only")
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise HFCheckpointError(f"{index}: damaged: no weight_map")
-    held: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
+    found: dict[str, Path] = {}
+    for file in sorted({*weight_map.values()}):
         if file != Path(file).name:
             raise HFCheckpointError(f"{index}: {file!r} lies outside the folder")
-        if file not in held:
-            with _opened(folder / file) as opened:
-                held[file] = set(opened.keys())
-        if name not in held[file]:
-            raise HFCheckpointError(f"{folder / file}: tensor {name!r} is missing, though {_INDEX} puts it there")
-    return {name: folder / file for name, file in weight_map.items()}
+        with _opened(folder / file) as opened:
+            found |= dict.fromkeys(opened.keys(), folder / file)
+    if lost := [name for name in weight_map if name not in found]:
+        raise HFCheckpointError(f"{folder}: tensor {lost[0]!r} is missing, though {INDEX} puts it there")
+    return {name: found[name] for name in weight_map}
 
 
 def _load(files: dict[str, Path], name: str) -> torch.Tensor:
@@ -278,6 +190,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"tensor{'s' if len(names) > 1 else ''} {shown} {'are' if len(names) > 1 else 'is'}"

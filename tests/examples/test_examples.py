@@ -12,7 +12,7 @@ import pytest
 from geotrain.config import load_run
 from geotrain.data.prepare import prepare
 from geotrain.data.tokenizer import byte_tokenizer
-from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.parameters.hf_export import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.command_line import say

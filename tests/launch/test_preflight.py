@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from geotrain.commands import dry_run
@@ -24,7 +26,9 @@ from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console
 from geotrain.net.server.first_weights import initial_weights
 from geotrain.net.transport.authority import make_certificates
-from geotrain.parameters.hf_checkpoint import read_start, write_checkpoint
+from geotrain.parameters.dcp import names_of
+from geotrain.parameters.hf_checkpoint import read_start
+from geotrain.parameters.hf_export import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters, parameter_map_of
 from tests.support import small_runs
@@ -169,15 +173,15 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
     [
         ({}, [], None),
         ({"initializer_range": 0.1, "max_position_embeddings": 4096, "eos_token_id": 3}, [], None),
-        ({"num_hidden_layers": 1}, [], "num_hidden_layers = 1, in the run's model 2"),
+        ({"num_hidden_layers": 1}, [], "num_hidden_layers = 1, in the run's model 2; use that checkpoint's config"),
         ({"vocab_size": 96}, [], "vocab_size = 96, in the run's model 264"),
         ({"rope_theta": 1e6}, [], "rope_theta = 1000000.0, in the run's model 10000.0"),
         ({"rms_norm_eps": 1e-5}, [], "rms_norm_eps = 1e-05, in the run's model 1e-06"),
         ({"rope_scaling": YARN}, [], "rope_scaling = {'rope_type': 'yarn', 'factor': 2.0, 'orig"),
         ({"rope_theta": 1e6, "rope_scaling": YARN}, ["rope_theta", "rope_scaling"], None),
-        ({"rope_theta": 1e6, "vocab_size": 96}, ["rope_theta"], "is another model: vocab_size = 96"),
+        ({"rope_theta": 1e6, "vocab_size": 96}, ["rope_theta"], "is another model: vocab_size = 96, in the run's"),
         ({"rope_theta": 1e6}, ["rope_theta", "vocab_size"], "init_changes: vocab_size: is the same in model.init"),
-        ({"vocab_size": 96}, ["vocab_size"], "it has model.embed_tokens.weight [96, 32], the run's model model.emb"),
+        ({"num_hidden_layers": 1}, ["num_hidden_layers"], "it has model.norm.weight [32], the run's model model."),
     ],
 )  # fmt: skip
 def test_initial_weights_of_another_model(
@@ -197,6 +201,51 @@ def test_initial_weights_of_another_model(
     assert len(found) == 1 and told in found[0]
     with pytest.raises(ConfigError, match=re.escape(told)):
         initial_weights(run, parameter_map_of(run))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "tied", "told"),
+    [
+        ({"vocab_size": 96}, True, ["rows 96 to 263 of the vocabulary begin as a new model's"]),
+        ({"vocab_size": 96}, False, ["rows 96 to 263 of the vocabulary begin as a new model's"]),
+        ({"vocab_size": 300}, True, ["rows 264 to 299 of the vocabulary are left out"]),
+        ({"tie_word_embeddings": True}, False, ["lm_head.weight begins as a copy of the embedding"]),
+        ({"vocab_size": 96, "tie_word_embeddings": True}, False, ["rows 96 to 263", "begins as a copy"]),
+        ({"vocab_size": 300, "tie_word_embeddings": False}, True, ["lm_head.weight is left out"]),
+    ],
+)
+def test_a_vocabulary_and_a_head_may_change(
+    place: Path, theirs: dict[str, Any], tied: bool, told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = {**MODEL, "tie_word_embeddings": tied}
+    config = {**ours, **theirs}
+    given = {p.name: initial_tensor(p, 1) for p in canonical_parameters(architecture_from_hf(config))}
+    write_checkpoint(given.items(), config, place / "w", dtype="float32")
+    change("run.json", model__config=ours, model__init_from="w")
+    assert "or name in model.init_changes what is to change" in refused()[0]
+    change("run.json", model__init_changes=list(theirs))
+    assert refused() == [] and all(each in caplog.text for each in told)
+    run, begun = files()[0], dict(read_start(files()[0]))
+    for parameter in parameter_map_of(run).parameters:
+        name = parameter.name
+        old, new = given.get(name, given["model.embed_tokens.weight"]), initial_tensor(parameter, run.seed)
+        assert torch.equal(begun.pop(name), torch.cat([old[: len(new)], new[len(old) :]])), name
+    assert not begun
+
+
+@pytest.mark.parametrize("titan", [False, True])
+def test_first_weights_that_are_not_finite(place: Path, titan: bool) -> None:
+    """A single one is found before anything starts (`model.weights`: by the server, test_first_weights)."""
+    given = {p.name: initial_tensor(p, 1) for p in canonical_parameters(architecture_from_hf(MODEL))}
+    write_checkpoint(given.items(), MODEL, place / "w", dtype="float32")
+    name = "model.layers.1.mlp.up_proj.weight"
+    given[name][0, 0] = float("nan")
+    save_file(given, place / "w/model.safetensors", {"format": "pt"})
+    if titan:
+        state = {theirs: given[ours] for ours, theirs in names_of(architecture_from_hf(MODEL)).items()}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(place / "w"), no_dist=True)
+    change("run.json", model__init_from="w")
+    assert [line for line in refused() if f"{name} holds infinities or NaN" in line]
 
 
 def test_a_tokenizer_that_did_not_make_the_data(place: Path) -> None:

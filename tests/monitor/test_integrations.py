@@ -16,7 +16,7 @@ from geotrain.commands.evaluate import measure
 from geotrain.config import architecture_from_hf
 from geotrain.data.tokenizer import byte_tokenizer, train_bpe
 from geotrain.data.tokens import DataError
-from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.parameters.hf_export import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.small_runs import MODEL
@@ -81,7 +81,7 @@ def test_a_task_of_ones_own_in_the_evaluation_harness(
 
 @pytest.mark.long(
     "examples/to_gguf.py",
-    "geotrain/parameters/hf_checkpoint.py",
+    "geotrain/parameters/hf_export.py",
     "geotrain/data/tokenizer.py",
     "launch/test_converter.sh",
 )

@@ -22,7 +22,8 @@ from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, RunConfig, UnsupportedModelError, architecture_from_hf
 from geotrain.data.loader import open_source
 from geotrain.data.tokenizer import byte_tokenizer
-from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint, write_checkpoint
+from geotrain.parameters.hf_checkpoint import HFCheckpointError, read_checkpoint
+from geotrain.parameters.hf_export import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support import families, real_models
@@ -326,6 +327,28 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, part_bytes: int, damage
     damage(tmp_path / "out")
     with pytest.raises(HFCheckpointError, match=message):
         read_checkpoint(tmp_path / "out")
+
+
+def test_of_several_saves_that_one_is_read_which_transformers_takes(tmp_path: Path) -> None:
+    """An older one in parts, whose index is left behind; parts that hold a tensor twice."""
+    for part_bytes in (30_000, 1 << 30):
+        saved = {name: tensor + part_bytes for name, tensor in weights(LLAMA).items()}
+        write_checkpoint(saved.items(), LLAMA, tmp_path / f"{part_bytes}", max_shard_bytes=part_bytes)
+    folder = shutil.copytree(tmp_path / "30000", tmp_path / "out")
+    save_file({NORM: torch.zeros(32)}, folder / "model-00002-of-other.safetensors")
+    edit_index(folder, lambda m: m.update({NORM: "model-00002-of-other.safetensors"}))
+
+    def is_as_transformers_has_it() -> None:
+        theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for name, tensor in read_checkpoint(folder)[1]:
+            assert torch.equal(tensor.float(), theirs[name].float()), name
+
+    is_as_transformers_has_it()
+    shutil.copy(tmp_path / f"{1 << 30}" / "model.safetensors", folder)
+    is_as_transformers_has_it()
+    for part in folder.glob("model-*"):
+        part.unlink()
+    is_as_transformers_has_it()
 
 
 def test_a_tied_head_may_be_stored_if_it_is_equal(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from geotrain.config import ConfigError
-from geotrain.parameters.hf_checkpoint import read_checkpoint, write_checkpoint
+from geotrain.parameters.hf_checkpoint import read_checkpoint
+from geotrain.parameters.hf_export import write_checkpoint
 from geotrain.parameters.hub import repository
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters

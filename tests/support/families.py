@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from geotrain.parameters.hf_checkpoint import write_checkpoint
+from geotrain.parameters.hf_export import write_checkpoint
 from tests.support.inner_worlds import LLAMA, QWEN
 
 LLAMA_3 = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -92,8 +92,6 @@ def _fill(run: RunConfig, parameter_map: ParameterMap, chunks: Mapping[int, Tens
             if part.chunk in chunks:
                 places[parameter.name].append(part)
     for name, tensor in _tensors(run, parameter_map, places):
-        if run.model.weights is not None and not bool(tensor.isfinite().all()):
-            raise ConfigError(f"model.weights: {run.model.weights}: {name} holds infinities or NaN")
         for part in places[name]:
             (there,) = part.slices
             chunks[part.chunk][there.start : there.start + there.numel].copy_(
@@ -103,14 +101,24 @@ def _fill(run: RunConfig, parameter_map: ParameterMap, chunks: Mapping[int, Tens
 
 def _tensors(run: RunConfig, parameter_map: ParameterMap, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the initial values of these parameters, of their shapes. Raises ConfigError."""
-    made: Iterator[tuple[str, Tensor]]
-    if run.model.weights is not None:
-        made = read_values(Path(run.model.weights))
-    elif run.model.init_from is None:
-        made = ((p.name, initial_tensor(p, run.seed)) for p in parameter_map.parameters if p.name in names)
+    if run.model.weights is None and run.model.init_from is None:
+        yield from ((p.name, initial_tensor(p, run.seed)) for p in parameter_map.parameters if p.name in names)
     else:
-        made = start_weights(run)
+        yield from ((name, tensor) for name, tensor in given_weights(run) if name in names)
+
+
+def given_weights(run: RunConfig) -> Iterator[tuple[str, Tensor]]:
+    """Read the initial weights from the files that `model.weights` or `model.init_from` names, one at a time; none
+    where neither does. Raises ConfigError, also where a weight is not finite."""
+    made: Iterable[tuple[str, Tensor]] = ()
+    if run.model.weights is not None:
+        key, made = f"model.weights: {run.model.weights}", read_values(Path(run.model.weights))
+    elif run.model.init_from is not None:
+        key, made = f"model.init_from: {run.model.init_from}", start_weights(run)
     try:
-        yield from ((name, tensor) for name, tensor in made if name in names)
+        for name, tensor in made:
+            if not bool(tensor.isfinite().all()):
+                raise ConfigError(f"{key}: {name} holds infinities or NaN; a run cannot begin with it")
+            yield name, tensor
     except HFCheckpointError as error:
         raise ConfigError(f"model.init_from: {error}") from None

@@ -41,7 +41,8 @@ from geotrain.outer.messages import Refused
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.parallelism.optimizer_settings import AdamWSettings
-from geotrain.parameters.hf_checkpoint import read_checkpoint, write_checkpoint
+from geotrain.parameters.hf_checkpoint import read_checkpoint
+from geotrain.parameters.hf_export import write_checkpoint
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, canonical_parameters
 from tests.chaos.crash_points.disk import SHIM
 from tests.chaos.fuzz.messages import Servers
