@@ -153,7 +153,7 @@ PARTS = (
     Part("aot", zero("spilled", "shared", "scalar_loads", "offsets_32bit", "failed"), minutes=3.5),
     Part(
         "trace",
-        (Goal("largest_difference", most=0.04, timed=False), *zero("not_linear")),
+        (Goal("largest_difference", most=1e-9, timed=False), *zero("not_linear")),
         minutes=1.5,
         tested="tests/inner/test_trace.py",
     ),

@@ -7,53 +7,49 @@ of any worker, with torch's fake process group.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.trace.recorder import Recorder, Tally, fused, recorded
+from benchmarks.trace.recorder import Recorder, fused, recorded
 from geotrain.config import ParallelConfig, RunConfig
 
 META = torch.device("meta")
-KINDS = {"mm": "products", "bmm": "products", "addmm": "products", "baddbmm": "products"}
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A step of one rank. tallies: by phase and name; waits: (phase, what the host waits for).
+    """A step of one rank. launches: by phase and name; flops: of products, by phase; waits: (phase, what the host
+    waits for).
 
     Phases: `compute` is forward and backward of the micro-batches with the sum of gradients, `exchange` what the
     ranks of ZeRO-1 do to send gradients and weights, `optimizer` the rest.
     """
 
-    tallies: dict[tuple[str, str], Tally]
+    launches: Counter[tuple[str, str]]
+    flops: Counter[str]
     waits: list[tuple[str, str]]
 
-    def total(self, phase: str, kind: str = "") -> Tally:
-        """kind: products, attention, memory (which is all else), or all."""
-        found = Tally()
-        for (of, name), tally in self.tallies.items():
-            if of == phase and kind in ("", kind_of(name)):
-                found += tally
-        return found
-
-    def combined(self, other: Traced, own: int, others: int) -> Traced:
-        tallies = defaultdict(Tally)
-        for key in self.tallies.keys() | other.tallies.keys():
-            tallies[key] = self.tallies.get(key, Tally()).combined(other.tallies.get(key, Tally()), own, others)
-        return Traced({key: tally for key, tally in tallies.items() if tally != Tally()}, self.waits)
+    def total(self, phase: str = "compute") -> Figures:
+        """(launches, FLOPs of products, waits) of a phase."""
+        launches = sum(count for (of, _), count in self.launches.items() if of == phase)
+        return Figures(launches, self.flops[phase], sum(of == phase for of, _ in self.waits))
 
 
-def kind_of(name: str) -> str:
-    short = name.removeprefix("aten::")
-    return KINDS.get(short, "attention" if "dot_product" in short or "varlen" in short else "memory")
+class Figures(NamedTuple):
+    launches: int
+    product_flops: int
+    waits: int
+
+    def less(self, other: Figures) -> Figures:
+        return Figures(*(own - others for own, others in zip(self, other, strict=True)))
 
 
 @contextmanager
@@ -181,14 +177,15 @@ def traced_step(run: RunConfig, rank: int, ranks: int) -> Traced:
         batches = _Batches(torch.zeros(shape, dtype=torch.int64) for _ in range(engine.gradient_accumulation_steps()))
         with recorded(recorder):
             for step in range(2):
-                recorder.tallies.clear()
+                recorder.launches.clear()
+                recorder.flops.clear()
                 recorder.waits.clear()
                 recorder.phase = "optimizer"
                 engine.train_step(batches, step)
         engine.close()
         parallel.shut_down()
         get_moe_layer_wise_logging_tracker().clear()  # it has room for as many layers as this model had
-    return Traced(dict(recorder.tallies), list(recorder.waits))
+    return Traced(recorder.launches, recorder.flops, recorder.waits)
 
 
 def sized(run: RunConfig, layers: int, micro_batches: int, replicas: int) -> RunConfig:

@@ -92,7 +92,6 @@ def dry_run(
     run: RunFile,
     cluster: ClusterFile,
     ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Look at all other hosts, too.")] = False,
-    roofline: Annotated[bool, typer.Option("--roofline", help="What H100, H200 and B200 could reach.")] = False,
     changes: Changes = None,
 ) -> Told:
     """Check both files together; print memory a rank, bytes an exchange, and all that `launch` would refuse here.
@@ -102,15 +101,13 @@ def dry_run(
     from geotrain.config import load_cluster, load_run
 
     files = load_run(run, changes or ()), load_cluster(cluster)  # a mistake in them is told before torch is imported
-    from geotrain.commands.dry_run import needs, report, show, show_forecast, show_roofline
+    from geotrain.commands.dry_run import needs, report, show, show_forecast
     from geotrain.launch.terminal import new_console
 
     console = new_console()
     found = needs(*files)
     show(found, console)
     forecast = show_forecast(*files, console)
-    if roofline:
-        show_roofline(*files, console)
     console.record = True
     accepted = report(*files, console, ask_hosts)
     told = [line.strip() for line in console.export_text().splitlines() if line]

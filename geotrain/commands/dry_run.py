@@ -15,15 +15,13 @@ from geotrain.launch.host_check import show as show_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import size, table_of
-from geotrain.parallelism.checks import accumulation_steps, zero_stage
+from geotrain.parallelism.checks import zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
-from geotrain.plan.model.memory import host_memory, rank_memory, tightest_rank
-from geotrain.plan.model.roofline import CEILING, COMPARED, EXPECTED, fits, roofline
+from geotrain.plan.model.memory import host_memory, tightest_rank
 from geotrain.plan.model.server_hosts import host_bytes, servers
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import ServerNeeds
 from geotrain.plan.model.sizes import Sizes
-from geotrain.plan.model.work import Work, useful_flops
 from geotrain.plan.predict import predict
 from geotrain.plan.settings import SERVER_BUSY, SHARDS
 from geotrain.simulate.forecast import forecast_run
@@ -240,65 +238,3 @@ def show_forecast(run: RunConfig, cluster: ClusterConfig, console: Console) -> d
             highlight=False,
         )
     return forecast
-
-
-def show_roofline(run: RunConfig, cluster: ClusterConfig, console: Console) -> None:
-    """Print how long each worker's step could take on devices that are not here (`geotrain.plan.model.roofline`)."""
-    rows = []
-    for _, worker in cluster.workers:
-        setup = WorkerSetup.of(run, worker)
-        parallel, block = setup.parallel, setup.deepspeed
-        fp8 = setup.precision.fp8 is not None
-        work = Work(
-            run.architecture, run.data.sequence_length, run.model.recompute, parallel, block, run.acco, fp8=fp8
-        )
-        replicas = worker.ranks // parallel.replica_ranks
-        needed = sum(rank_memory(run, run.architecture, worker).values())
-        for device in COMPARED:
-            expected, ceiling = (roofline(work, replicas, device, shares) for shares in (EXPECTED, CEILING))
-            tokens = work.micro_tokens * accumulation_steps(block, replicas) * replicas
-            rows.append(
-                {"worker": worker.name, "device": device.name, "fits": "yes" if fits(needed, device) else "no"}
-                | {"step": f"{expected.step_s:.3g} s", "tokens/s": f"{tokens / expected.step_s:,.0f}"}
-                | {"MFU expected": f"{expected.mfu:.0%}", "at most": f"{ceiling.mfu:.0%}"}
-            )
-    console.print(
-        "\nroofline, computed and not measured", table_of(rows, left=("worker", "device", "fits")), sep="\n"
-    )
-    e = EXPECTED
-    console.print(
-        f"expected: matrix products at {e.products:.0%} of the peak, attention at {e.attention:.0%}, memory at "
-        f"{e.bandwidth:.0%} and links at {e.link:.0%} of their rates; NVLink inside a replica, 400 Gbit/s for each "
-        "device between hosts; Megatron-core's own layers, without Transformer Engine; no stragglers, no outer loop. "
-        "At most: all at their rates."
-    )
-    for line in planned_steps(run, cluster):
-        console.print(line, highlight=False)
-    for device in COMPARED:
-        console.print(
-            f"{device.name}: {device.flops / 1e12:,.0f} TFLOP/s "
-            f"({device.fp8_flops / 1e12:,.0f} in FP8), {device.bandwidth / 1e12:g} TB/s, "
-            f"{device.memory_bytes / 1e9:.0f} GB, NVLink {device.link / 1e9:.0f} GB/s each way"
-        )
-
-
-def planned_steps(run: RunConfig, cluster: ClusterConfig) -> list[str]:
-    """Say why `geotrain plan` and `simulate` count other seconds for a step than the roofline does."""
-    try:
-        predicted = predict(run, cluster)
-    except ConfigError as error:
-        return [f"geotrain plan's steps are not known: {error}"]
-    told = []
-    for _, worker in cluster.workers:
-        w, kind = predicted.workers[worker.name], tightest_rank(run, cluster, worker)[2]
-        assert kind is not None  # else nothing was predicted
-        device = cluster.devices[kind]
-        flops = useful_flops(run.architecture, run.data.sequence_length) * run.samples_per_step
-        mfu = flops * run.data.sequence_length / (w.step_s * w.ranks * 1e12 * device.tflops)
-        told.append(
-            f"{worker.name}: geotrain plan and simulate count {w.step_s:.3g} s a step ({mfu:.0%} of the peak), "
-            f"{w.compute_s:.3g} s of it arithmetic at devices.{kind}.efficiency = {device.efficiency:g}, which "
-            "stands for all that the roofline counts by itself, for launches and stragglers; `geotrain probe --run` "
-            "measures it"
-        )
-    return told

@@ -1,5 +1,5 @@
 """A step of every shipped run on a GPU, traced on "meta": no host waits, no more launches than known,
-and the roofline's formulas. The traced engine is the real one; see `benchmarks.trace`."""
+and products as the cost model counts them. The traced engine is the real one; see `benchmarks.trace`."""
 
 from __future__ import annotations
 
@@ -84,24 +84,6 @@ def test_nobody_waits_and_launches_are_bounded(traced: dict[str, Any], name: str
     for stage in traced[name].values():
         assert stage["layer"]["waits"] == waits and stage["optimizer"]["waits"] == 1  # for the norm
         assert stage["rest"]["waits"] == 0
+        assert stage["layer"]["product_flops_ratio"] == 1.0
         assert 0 < stage["layer"]["launches"] <= LAUNCHES[name][0]
         assert 0 < stage["rest"]["launches"] <= LAUNCHES[name][1]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_roofline_counts_what_is_done(traced: dict[str, Any], name: str) -> None:
-    tiny = name.startswith("quickstart")  # what depends on no width counts
-    for stage in traced[name].values():
-        layer, rest, optimizer = stage["layer"], stage["rest"], stage["optimizer"]
-        assert layer["products_flops_ratio"] == 1.0
-        # How many pairs documents have is not known to whoever traces.
-        assert layer["attention_flops_ratio"] == (0.0 if name == "documents" else 1.0)
-        assert layer["products_bytes_ratio"] == 1.0
-        assert layer["attention_bytes_ratio"] == pytest.approx(1.0, rel=0.015)  # the logarithms of sums
-        assert layer["memory_bytes_ratio"] == pytest.approx(1.0, rel=0.04 if tiny else 0.025)
-        for figure in ("products_flops_ratio", "products_bytes_ratio"):
-            assert rest.get(figure, 1.0) == 1.0
-        assert rest.get("memory_bytes_ratio", 1.0) == pytest.approx(1.0, rel=0.04 if tiny else 0.015)
-        if name in ("125m", "1b", "8b", "70b", "quickstart"):  # Muon's matrices of a layer lie on one rank
-            assert optimizer["flops_ratio"] == pytest.approx(1.0, rel=1e-6)
-            assert optimizer["bytes_ratio"] == pytest.approx(1.0, rel=0.025)

@@ -56,9 +56,6 @@ def test_all_tell_the_same_of_a_preset(name: str, tmp_path: Path, monkeypatch: p
     for other in (dried, simulated):
         assert figures(other) == pytest.approx(figures(planned), rel=WITHIN)
     assert f"{dried['hours']:.2f} h for" in words.getvalue()
-    dry_run.show_roofline(run, cluster, Console(file=words, width=400))
-    for worker, of_worker in simulated["workers"].items():
-        assert f"{worker}: geotrain plan and simulate count {of_worker['step_s']:.3g} s a step" in words.getvalue()
     number, unit = re.findall(r"tokens: ([\d.e+]+) (\w+)", wide.file.getvalue())[-1]  # type: ignore[attr-defined]
     hours = float(number) * {"days": 24.0, "hours": 1.0, "minutes": 1 / 60}[unit]
     assert hours == pytest.approx(simulated["hours"], rel=WITHIN)

@@ -98,12 +98,6 @@ def expert_exchanges(work: Work) -> Collectives:
     return Collectives(there, back + (there if work.recompute == "full" else ()))
 
 
-def sent_bytes(work: Work, exchanges: Sequence[Collective]) -> float:
-    """Count the bytes that a rank sends in these exchanges."""
-    ranks = ranks_among(work)
-    return sum(exchange.sent_bytes(ranks[exchange.among]) for exchange in exchanges)
-
-
 # ------------------------------------------------------------------------------ how long they take on given ranks
 
 

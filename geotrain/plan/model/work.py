@@ -17,8 +17,7 @@ BACKWARD = 2  # times forward: one product for the input's gradient, one for the
 class Work:
     """A worker's share of the training, as the cost model sees it. deepspeed: its block, with the worker's own keys
     laid over. imbalance: of the tokens that are sent to experts, those that the fullest rank gets over the mean; an
-    assumption. fp8: whether layers multiply in FP8; only the roofline knows it, since a cluster's devices have one
-    rate."""
+    assumption."""
 
     architecture: Architecture
     sequence_length: int
@@ -27,7 +26,6 @@ class Work:
     deepspeed: dict[str, Any]
     acco: AccoConfig | None
     imbalance: float = 1.0
-    fp8: bool = False
 
     @property
     def bytes_per_weight(self) -> int:
