@@ -75,8 +75,6 @@ class DeepseekV3(Family):
                 f"model config: first_k_dense_replace = {dense} of num_hidden_layers = {layers} leaves no layer for "
                 "experts; lower it"
             )
-        if experts.per_token < 2:
-            raise UnsupportedModelError("model config: num_experts_per_tok = 1 is not supported; choose 2 or more")
         if experts.count % groups or experts.count < 2 * groups or chosen > groups:
             raise UnsupportedModelError(
                 f"model config: n_group = {groups} must divide n_routed_experts = {experts.count} into groups of two "

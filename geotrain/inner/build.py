@@ -116,15 +116,17 @@ def complete_block(deepspeed_block: dict[str, Any], parameters: int) -> dict[str
 
 
 def keep_matrices_whole(groups: list[dict[str, Any]], mesh: RankMesh, acco: bool, model: nn.Module) -> None:
-    """Arrange the groups of matrices so that no data-parallel shard cuts one: DeepSpeed shards each group by itself,
-    ACCO all groups as one sequence."""
+    """Arrange the groups of matrices, the last ones, so that no data-parallel shard cuts one: DeepSpeed shards each
+    group by itself, ACCO all groups as one sequence, in which all matrices become one group."""
     others = [[p.numel() for p in group["params"]] for group in groups if not group["is_matrices"]]
     head = FlatBuffer(others, 1).numel if acco else 0
-    for group in groups:
-        if group["is_matrices"]:
-            sizes = [parameter.numel() for parameter in group["params"]]
-            ranks = mesh.dp_size // mesh.ep_size if "moe" in group else mesh.dp_size
-            group["params"] = with_gaps(group["params"], pack(sizes, ranks, head, ALIGNED), model)
+    if acco:
+        groups[len(others)]["params"] = [p for group in groups[len(others) :] for p in group["params"]]
+        del groups[len(others) + 1 :]
+    for group in groups[len(others) :]:
+        sizes = [parameter.numel() for parameter in group["params"]]
+        ranks = mesh.dp_size // mesh.ep_size if "moe" in group else mesh.dp_size
+        group["params"] = with_gaps(group["params"], pack(sizes, ranks, head, ALIGNED), model)
 
 
 def tensor_ranks(mesh: RankMesh, settings: MuonSettings, timeout_s: float) -> TensorRanks | None:

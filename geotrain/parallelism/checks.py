@@ -182,7 +182,7 @@ def check_layout(
     copies = ranks // (tp * pp)  # ranks that have the same parameters
     _check_experts(architecture, parallel, deepspeed_block, copies)
     accumulation_steps(deepspeed_block, copies // cp)
-    if uses_muon(deepspeed_block) and zero_stage(deepspeed_block):
+    if uses_muon(deepspeed_block) and zero_stage(deepspeed_block) and copies > 1:
         _check_shards_are_filled(architecture, parallel, copies)
     return copies // cp
 

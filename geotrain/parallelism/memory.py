@@ -101,12 +101,12 @@ def memory_of_stages(
     stages = []
     for stage in of:
         parameters = stage_parameters(architecture, parallel, stage)
-        whole = shard_size(architecture, parallel, stage, 1, muon, together=False)
-        shard = shard_size(architecture, parallel, stage, copies, muon, together=False) if zero else whole
+        shard = shard_size(architecture, parallel, stage, copies if zero else 1, muon, together=False)
         part, held = shard.adamw + shard.matrices, shard.total if zero else parameters
+        moments = moment_bytes(shard.adamw, shard.matrices if zero else shard.addressed[1], block)
         if zero == 0:
             # Only fp32 gets here (bf16 needs ZeRO): the weights are their own masters, the moments come on top.
-            gradients, optimizer, buffers = _FP32_BYTES * parameters, moment_bytes(whole, block), 0
+            gradients, optimizer, buffers = _FP32_BYTES * parameters, moments, 0
         else:
             if overlaps_reduction(block):
                 bits, bucket = coded_bits(block) if copies > 1 else None, reduction_bucket(block, parameters)
@@ -121,7 +121,7 @@ def memory_of_stages(
                 # Its part of the gradients is copied to fp32 for the step.
                 gradients = kept * (held if zero == 1 else part) + _FP32_BYTES * part
                 buffers = size * reduction_bucket(block, parameters)
-            optimizer = 0 if offloads_masters(block) else _FP32_BYTES * part + moment_bytes(shard, block)
+            optimizer = 0 if offloads_masters(block) else _FP32_BYTES * part + moments
         in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)  # of a 1F1B schedule
         tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8, masked)
@@ -141,14 +141,15 @@ def fp8_weights(a: Architecture, parallel: ParallelConfig, stage: int) -> int:
     )
 
 
-def moment_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
-    """Bytes of a rank's moments, in fp32: two of what AdamW steps, one of Muon's matrices."""
-    return _FP32_BYTES * (len(optimizer_kind(block).moments) * shard.adamw + shard.matrices)
+def moment_bytes(adamw: int, matrices: int, block: dict[str, Any]) -> int:
+    """Bytes of a rank's moments, in fp32: two of what AdamW steps, one of Muon's matrices. Both in elements."""
+    return _FP32_BYTES * (len(optimizer_kind(block).moments) * adamw + matrices)
 
 
 def saved_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
     """Bytes of a rank's part of a checkpoint: moments and, where gradients travel in codes, what these lost."""
-    return moment_bytes(shard, block) + (_FP32_BYTES * shard.divided if coded_bits(block) is not None else 0)
+    lost = min(shard.divided, sum(shard.addressed)) if coded_bits(block) is not None else 0
+    return moment_bytes(*shard.addressed, block) + _FP32_BYTES * lost
 
 
 def mask_elements(a: Architecture, block: dict[str, Any], length: int, documents: bool) -> int:

@@ -6,6 +6,7 @@ ranks. Plain data; no tensor, no process group.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,11 +67,12 @@ class Packing:
     """Items laid out so that no boundary between equal shards cuts one.
 
     sequence: what lies one after the other: the index of an item, or −n for a gap of n elements. shard_numel:
-    elements of each shard.
+    elements of each shard. filled: of each, those of items.
     """
 
     sequence: tuple[int, ...]
     shard_numel: int
+    filled: tuple[int, ...]
 
 
 def pack(sizes: Sequence[int], ranks: int, head: int = 0, multiple: int = 1) -> Packing:
@@ -98,17 +100,18 @@ def pack(sizes: Sequence[int], ranks: int, head: int = 0, multiple: int = 1) -> 
             low = middle + 1
         else:
             high, owners = middle, tried
-    shard, sequence = high * multiple, list[int]()
+    shard, sequence, filled = high * multiple, list[int](), [0] * ranks
     for rank in range(ranks):
         used = _part_of_head(head, rank, shard)
         mine = [item for item, owner in enumerate(owners) if owner == rank]
         for item in mine:
             used += room[item]
+            filled[rank] += sizes[item]
             gap = room[item] - sizes[item] + (shard - used if item == mine[-1] else 0)
             sequence += [item, -gap] if gap else [item]
         if not mine and used < shard:
             sequence.append(used - shard)
-    return Packing(tuple(sequence), shard)
+    return Packing(tuple(sequence), shard, tuple(filled))
 
 
 def _owners(sizes: Sequence[int], order: Sequence[int], ranks: int, head: int, shard: int) -> list[int] | None:
@@ -135,13 +138,15 @@ class ShardSize:
     """Sizes of the fullest data-parallel rank's shard, in elements.
 
     adamw: that AdamW steps. matrices: of Muon's matrices, with the gaps between them. total: of all shards of one
-    replica's parameters. divided: of both, what other ranks hold the rest of; experts may be whole.
+    replica's parameters. divided: of both, what other ranks hold the rest of; experts may be whole. addressed: of
+    adamw and of matrices, what has an address in the model, as padding of the vocabulary and gaps have none.
     """
 
     adamw: int
     matrices: int
     total: int
     divided: int
+    addressed: tuple[int, int] = (0, 0)
 
 
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
@@ -153,30 +158,36 @@ def shard_size(
     together: all groups are one sequence, as ACCO has them; DeepSpeed shards each by itself.
     """
     if together:
-        sizes, others = _matrices_and_others(a, parallel, stage, muon, None)
-        if not sizes:
-            return ShardSize(-(-others // dp), 0, others, -(-others // dp) if dp > 1 else 0)
+        sizes, others, padding = _matrices_and_others(a, parallel, stage, muon, None)
         head = -(-others // ALIGNED) * ALIGNED
-        shard = pack(sizes, dp, head, ALIGNED).shard_numel
+        packed = pack(sizes, dp, head, ALIGNED)
+        shard = packed.shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
-        return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0)
-    adamw = matrices = total = divided = 0
-    for expert in (False, True):
-        sizes, others = _matrices_and_others(a, parallel, stage, muon, expert)
-        ranks = max(1, dp // parallel.expert) if expert else dp  # that hold the same ones, and divide them
-        shard = pack(sizes, ranks, 0, ALIGNED).shard_numel if sizes else 0
-        rest = -(-others // ranks)
+        own = ((_part_of_head(others - padding, rank, shard), filled) for rank, filled in enumerate(packed.filled))
+        fullest = max(own, key=lambda part: 2 * part[0] + part[1])
+        return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0, fullest)
+    adamw = matrices = total = divided = vectors = filled = 0
+    for kind in itertools.product((False, True), repeat=2):
+        sizes, others, padding = _matrices_and_others(a, parallel, stage, muon, kind)
+        ranks = max(1, dp // parallel.expert) if kind[0] else dp  # that hold the same ones, and divide them
+        packed, rest = pack(sizes, ranks, 0, ALIGNED), -(-others // ranks)
+        shard = packed.shard_numel
         adamw, matrices, total = adamw + rest, matrices + shard, total + others + ranks * shard
         divided += rest + shard if ranks > 1 else 0
-    return ShardSize(adamw, matrices, total, divided)
+        vectors, filled = vectors + min(rest, others - padding), filled + max(packed.filled)
+    return ShardSize(adamw, matrices, total, divided, (vectors, filled))
 
 
 @lru_cache(maxsize=256)
 def _matrices_and_others(
-    a: Architecture, parallel: ParallelConfig, stage: int, muon: bool, expert: bool | None
-) -> tuple[list[int], int]:
-    """Count the elements of each parameter that Muon steps, and of all others together. expert: of divided experts
-    alone, or of what is none of them."""
-    places = [p for p in any_of_stage(a, parallel, stage) if expert is None or p.expert == expert]
+    a: Architecture, parallel: ParallelConfig, stage: int, muon: bool, kind: tuple[bool, bool] | None
+) -> tuple[list[int], int, int]:
+    """Count the elements of each parameter that Muon steps, of all others together, and of their padding.
+
+    kind: whether divided experts, and whether tensor ranks sum their gradients: the optimizer shards each kind by
+    itself. None: all.
+    """
+    held = (p for p in any_of_stage(a, parallel, stage) if not p.untrained)
+    places = [p for p in held if kind in (None, (p.expert, p.sums_over_tp))]
     sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
-    return sizes, sum(p.numel for p in places if not p.untrained) - sum(sizes)
+    return sizes, sum(p.numel for p in places) - sum(sizes), sum(p.padding for p in places)

@@ -105,6 +105,10 @@ def test_acco_is_refused_with_biased_routers() -> None:
     ("model", "change", "says"),
     [
         (QWEN_MOE, {"num_experts": 0}, "num_experts = 0"),
+        (QWEN_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported"),
+        (QWEN2_MOE, {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok = 1 is not supported"),
+        (MIXTRAL, {"num_experts_per_tok": 1, "norm_topk_prob": False}, "num_experts_per_tok = 1 is not supported"),
+        (DEEPSEEK, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported"),
         (QWEN_MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 of 8 experts"),
         (QWEN_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
         (QWEN_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -31,11 +33,11 @@ from tests.support.inner_worlds import (
     start,
     stop,
 )
-from tests.support.layouts import CHOICES, DENSE, MODELS, PACKED, PADDED, SPARSE, Choice, Layout, pairs_of
+from tests.support.layouts import CHOICES, DENSE, MODELS, PACKED, PADDED, SPARSE, Choice, Layout, draw, pairs_of
 
 FIRST, THEN = range(3), range(3, 6)
 END_OF_DOCUMENT = 0
-SHORT = 17  # so many rows of the table `make test` plays: all values of all choices, and seven of ten pairs
+SHORT = 19  # so many rows of the table `make test` plays: all values of all choices, and seven of ten pairs
 
 # ------------------------------------------------------------------------------------------- what each rank plays
 
@@ -137,6 +139,16 @@ PARAMETERS = [
 ]
 
 
+def drawn() -> list[Any]:
+    """A dozen layouts and models that the commit draws, or LAYOUT_SEED, which the names of the tests have."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    seed = int(os.environ.get("LAYOUT_SEED") or int(commit.stdout[:7] or "0", 16))
+    return [pytest.param(layout, id=f"LAYOUT_SEED={seed}-{i}") for i, layout in enumerate(draw(seed, 12))]
+
+
+PARAMETERS += drawn()
+
+
 @pytest.fixture(scope="module")
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, list[Any]]:
     """Records by rank of all layouts that are asked for, and of the same trainings in one process, which come
@@ -163,8 +175,9 @@ def test_a_layout_trains_as_one_process_and_goes_on_from_the_checkpoint_of_anoth
     played: dict[Layout, list[Any]], layout: Layout
 ) -> None:
     (alone,), ranks, a = played[layout.single], played[layout], architecture(MODELS[layout.model])
-    assert alone["curve"][-1][0] < 0.95 * alone["curve"][0][0]
-    assert max(norm for _, norm in alone["curve"]) > 0.5, "clipping must be active"
+    if layout in LAYOUTS:
+        assert alone["curve"][-1][0] < 0.95 * alone["curve"][0][0]
+        assert max(norm for _, norm in alone["curve"]) > 0.5, "clipping must be active"
     assert alone["tokens"] == {BATCH * SEQUENCE}
     started = assemble(a, [seen["start"] for seen in ranks])
     for name, weight in canonical_weights(a).items():
@@ -200,9 +213,7 @@ def test_the_estimate_of_memory_is_what_a_layout_uses(played: dict[Layout, list[
     assert measured["parameters"] == memory.parameters
     assert measured["weights_bytes"] == pytest.approx(memory.weights_bytes, rel=1e-3)  # DeepSpeed pads a little
     if "offloaded" not in layout.zero:  # then it is in the host's memory
-        # Not explained: experts with Muon on replicas without ZeRO take 0.26 % less than is counted.
-        rel = 3e-3 if (layout.model, layout.zero, layout.optimizer) == ("deepseek", "0", "Muon") else 1e-3
-        assert measured["optimizer_bytes"] == pytest.approx(memory.optimizer_bytes, rel=rel)
+        assert measured["optimizer_bytes"] == pytest.approx(memory.optimizer_bytes, rel=1e-3)
     assert measured["checkpoint_bytes"] == pytest.approx(memory.checkpoint_bytes, rel=1e-2)
 
 

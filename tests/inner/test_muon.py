@@ -96,6 +96,8 @@ def test_more_ranks_than_matrices_are_refused() -> None:
     block = {**muon_block(1), "train_batch_size": 128}
     with pytest.raises(ConfigError, match="64 data-parallel ranks are too many"):
         check_layout(architecture(LLAMA), ParallelConfig(), 64, block, SEQUENCE)
+    tiny = {**LLAMA, "hidden_size": 4, "num_attention_heads": 2, "intermediate_size": 2, "vocab_size": 4}
+    assert check_layout(architecture(tiny), ParallelConfig(), 1, muon_block(1), SEQUENCE) == 1, "whatever gaps it has"
 
 
 @given(

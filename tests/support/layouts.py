@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from geotrain.config import AccoConfig, ParallelConfig
+from geotrain.config import AccoConfig, ConfigError, ParallelConfig
+from geotrain.families import UnsupportedModelError
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import accumulation_steps, check_layout
-from tests.support.families import DEEPSEEK, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN_MOE
-from tests.support.inner_worlds import LLAMA, MUON, QWEN_2, SEQUENCE, architecture, deepspeed_block
+from tests.support.families import (
+    DEEPSEEK,
+    GRANITE,
+    LINEAR,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN_MOE,
+    SMOLLM3,
+    YARN,
+)
+from tests.support.families import LLAMA_3 as LLAMA_3_1
+from tests.support.inner_worlds import LLAMA, MUON, QWEN, QWEN_2, SEQUENCE, architecture, deepspeed_block
 
 PADDED = 201  # words, of which tensor ranks have 128 and 73
 # TP 2 × CP 2 take a head of four each.
@@ -144,3 +159,38 @@ def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
         if ("model" not in (one, other) or {one, other} & CUTS)
         and ("kind" not in (one, other) or not {one, other} & CUTS)
     ]
+
+
+FAMILIES = LLAMA, QWEN, QWEN2, MISTRAL, SMOLLM3, GRANITE, QWEN_MOE, MIXTRAL, QWEN2_MOE, DEEPSEEK
+# Of a drawn model's config.json; what a family does not know, or refuses, is drawn anew.
+DRAWN: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (2, 3, 4),
+    "num_key_value_heads": (2, 4),
+    "hidden_size": (30, 32, 36),
+    "head_dim": (8, 12),
+    "vocab_size": (96, PADDED),
+    "tie_word_embeddings": (False, True),
+    "rope_scaling": (None, *(model["rope_scaling"] for model in (LLAMA_3_1, YARN, LINEAR))),
+    "num_experts_per_tok": (1, 2, 3),
+    "norm_topk_prob": (False, True),
+}
+
+
+def draw(seed: int, count: int) -> list[Layout]:
+    """Draw models and layouts of two to four ranks that the product takes. The models are put into `MODELS`."""
+    generator, found = random.Random(seed), list[Layout]()
+    while len(found) < count:
+        name, family = f"drawn {len(found)}", generator.choice(FAMILIES)
+        known = {*family, "head_dim", "rope_scaling"} - ({"head_dim"} if family is DEEPSEEK else set())
+        MODELS[name] = {**family, **{key: generator.choice(DRAWN[key]) for key in DRAWN if key in known}}
+        chosen = {key: generator.choice(values) for key, values in CHOICES.items()} | {"model": name}
+        if generator.random() < 0.5:
+            chosen["precision"] = "fp32"
+        if MODELS[name]["num_hidden_layers"] == 3:
+            UNLIKE[name] = (1, 2)
+        layout = Layout(**chosen)
+        with suppress(ConfigError, UnsupportedModelError):
+            if 2 <= layout.ranks <= 4:
+                layout.check()
+                found.append(layout)
+    return found

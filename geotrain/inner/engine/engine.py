@@ -448,6 +448,7 @@ class GeoEngine(DeepSpeedEngine):
 
 
 def _gradient(parameter: Any) -> Tensor:
-    """Return the accumulated gradient: DeepSpeed's fp32 one where it keeps one, otherwise the usual `grad`."""
-    wide = getattr(parameter, "_hp_grad", None)
-    return parameter.grad if wide is None else wide
+    """Return the accumulated gradient: DeepSpeed's fp32 one where it keeps one (with the optimizer offloaded under
+    another name), otherwise the usual `grad`."""
+    wide = (getattr(parameter, name, None) for name in ("_hp_grad", "grad_accum"))
+    return next((gradient for gradient in wide if gradient is not None), parameter.grad)

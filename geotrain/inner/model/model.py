@@ -189,8 +189,9 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
     """Specify Megatron-core's layers of one pipeline stage. layers: their numbers in the model."""
 
     def around(attention: Any) -> Any:
-        spec = ModuleSpec(module=ContextAttention, params={"around": attention})
-        return spec if parallel.context > 1 and parallel.context_exchange == "heads" else attention
+        scaled = partial(_scaled_attention, attention, architecture)
+        inside = parallel.context > 1 and parallel.context_exchange == "heads"
+        return partial(ContextAttention, scaled) if inside else scaled
 
     if HAS_TRANSFORMER_ENGINE and architecture.latent is None:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
@@ -238,6 +239,16 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
         )
 
     return TransformerBlockSubmodules(layer_specs=[layer(index) for index in layers], layer_norm=RMSNorm)
+
+
+def _scaled_attention(
+    kind: Any, architecture: Architecture, layer_number: int, softmax_scale: float | None, **settings: Any
+) -> nn.Module:
+    """Build a layer's core attention. YaRN's factor is one of rotated queries and keys, so a layer that rotates none
+    has the plain scale. layer_number: in the whole model, from 1."""
+    if softmax_scale is not None and layer_number - 1 in architecture.unrotated:
+        softmax_scale = architecture.attention_scale
+    return kind(layer_number=layer_number, softmax_scale=softmax_scale, **settings)
 
 
 def build_model(
@@ -331,10 +342,9 @@ def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     scaling = dict(architecture.rope_scaling)
-    config = LlamaConfig(
-        hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.heads,
-        head_dim=architecture.head_dim,
+    config = LlamaConfig(  # of one head, since a Llama's heads must divide hidden_size, as other families' need not
+        hidden_size=architecture.head_dim,
+        num_attention_heads=1,
         max_position_embeddings=architecture.max_positions,
         rope_parameters={**scaling, "rope_theta": architecture.rope_theta},
     )

@@ -77,7 +77,7 @@ def stage_memory(
             size, summed = 2 if trains_in_bf16(block) else 4, 4 if accumulates_in_fp32(block) else 2
             in_fp8 = 2 * fp8_weights(architecture, setup.parallel, memory.stage) if setup.precision.fp8 else 0
             state.update(weights=size * shard.total, gradients=summed * shard.total)
-            state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard, block)
+            state["optimizer"] = 4 * (shard.adamw + shard.matrices) + moment_bytes(shard.adamw, shard.matrices, block)
             flat = flat_bytes(shard, size, summed, block, _copies(setup, ranks))
             zeros = 2 * min(shard.adamw + shard.matrices, CODED_AT_ONCE) if coded_bits(block) is not None else 0
             state["buffers"] = flat - state["weights"] - state["gradients"] + zeros
@@ -105,7 +105,7 @@ def host_memory(run: RunConfig, architecture: Architecture, worker: WorkerConfig
     if not outer_on_host(run, setup):
         pinned = sum(make_codec(codec).encoded_bytes(owned) for codec in (up, comes))
     return {
-        "optimizer": 4 * owned + moment_bytes(shard, block) if offloaded else 0,
+        "optimizer": 4 * owned + moment_bytes(shard.adamw, shard.matrices, block) if offloaded else 0,
         "outer": outer_bytes(run, owned) if outer_on_host(run, setup) else 0,
         "pinned": pinned,
         "checkpoint": memory.checkpoint_bytes if run.acco is None else saved_bytes(shard, block),
