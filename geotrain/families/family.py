@@ -72,12 +72,6 @@ class Family:
         head_dim = self.head_dim(config, hidden, heads)
         if head_dim % 2:
             raise UnsupportedModelError(f"model config: head_dim = {head_dim} must be even: pairs are rotated")
-        experts = self.experts(config)
-        if experts is not None and experts.normalized and experts.per_token == 1:
-            raise UnsupportedModelError(
-                "model config: num_experts_per_tok = 1 is not supported with weights that are scaled to a sum of 1: "
-                "the one expert's would always be 1, and no token would train the router; choose 2 or more"
-            )
         return Architecture(
             model_type=self.model_type,
             vocab_size=reading.whole(config, "vocab_size"),
@@ -96,7 +90,7 @@ class Family:
             qkv_bias=self.qkv_bias,
             sliding_window=window,
             init_std=reading.number(config, "initializer_range", 0.02, most=1.0),
-            experts=experts,
+            experts=self.experts(config),
         )
 
     def experts(self, config: Mapping[str, Any]) -> Experts | None:

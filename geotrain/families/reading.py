@@ -189,11 +189,12 @@ def experts(
     coefficient of the balancing loss. per_token, normalized, aux_loss: what holds where the config is silent."""
     named = {key for key in (count_key, "num_experts", "num_local_experts") if key in config} or {count_key}
     count, *others = {whole(config, key, most=MOST_EXPERTS) for key in named}
-    chosen = whole(config, "num_experts_per_tok", per_token)
-    if count < 2 or chosen > count or others:
+    chosen, scaled = whole(config, "num_experts_per_tok", per_token), flag(config, "norm_topk_prob", normalized)
+    if count < 2 or chosen > count or others or (scaled and chosen == 1):
         raise UnsupportedModelError(
-            f"model config: num_experts_per_tok = {chosen} of {count} experts is not supported; there must be "
-            "at least two experts, and no more chosen than there are, whichever key says it"
+            f"model config: num_experts_per_tok = {chosen} of {count} experts is not supported; there must be at "
+            "least two experts, and no more chosen than there are, whichever key says it; and two or more where "
+            "their weights are scaled to a sum of 1, since one alone would train no router"
         )
     loss, z_loss = number(config, loss_key, aux_loss), number(config, "router_z_loss_coef", 0.0)
-    return Experts(count, chosen, flag(config, "norm_topk_prob", normalized), loss, z_loss)
+    return Experts(count, chosen, scaled, loss, z_loss)

@@ -6,7 +6,6 @@ ranks. Plain data; no tensor, no process group.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -164,10 +163,10 @@ def shard_size(
         shard = packed.shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
         own = ((_part_of_head(others - padding, rank, shard), filled) for rank, filled in enumerate(packed.filled))
-        fullest = max(own, key=lambda part: 2 * part[0] + part[1])
-        return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0, fullest)
+        most = max(own, key=lambda part: 2 * part[0] + part[1])
+        return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0, most)
     adamw = matrices = total = divided = vectors = filled = 0
-    for kind in itertools.product((False, True), repeat=2):
+    for kind in ((False, False), (False, True), (True, False)):
         sizes, others, padding = _matrices_and_others(a, parallel, stage, muon, kind)
         ranks = max(1, dp // parallel.expert) if kind[0] else dp  # that hold the same ones, and divide them
         packed, rest = pack(sizes, ranks, 0, ALIGNED), -(-others // ranks)
@@ -187,7 +186,7 @@ def _matrices_and_others(
     kind: whether divided experts, and whether tensor ranks sum their gradients: the optimizer shards each kind by
     itself. None: all.
     """
-    held = (p for p in any_of_stage(a, parallel, stage) if not p.untrained)
-    places = [p for p in held if kind in (None, (p.expert, p.sums_over_tp))]
+    of_stage = any_of_stage(a, parallel, stage)
+    places = [p for p in of_stage if not p.untrained and kind in (None, (p.expert, p.sums_over_tp))]
     sizes = [p.numel for p in places if muon and p.is_hidden_matrix]
     return sizes, sum(p.numel for p in places) - sum(sizes), sum(p.padding for p in places)

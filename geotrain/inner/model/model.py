@@ -341,14 +341,11 @@ def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
     with platform.quiet_imports():
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    scaling = dict(architecture.rope_scaling)
-    config = LlamaConfig(  # of one head, since a Llama's heads must divide hidden_size, as other families' need not
-        hidden_size=architecture.head_dim,
-        num_attention_heads=1,
-        max_position_embeddings=architecture.max_positions,
-        rope_parameters={**scaling, "rope_theta": architecture.rope_theta},
-    )
-    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    # Of one head: a Llama's must divide hidden_size, as other families' need not.
+    one_head = {"hidden_size": architecture.head_dim, "num_attention_heads": 1}
+    rope = {**dict(architecture.rope_scaling), "rope_theta": architecture.rope_theta}
+    config = LlamaConfig(**one_head, max_position_embeddings=architecture.max_positions, rope_parameters=rope)
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
 
 
 def placements(
