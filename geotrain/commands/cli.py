@@ -101,7 +101,9 @@ def prepare(
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face tokenizer.")] = None,
     train_bpe: Annotated[int | None, typer.Option(metavar="IDS", help="Train a byte-level BPE of this size.")] = None,
     bytes_: Annotated[bool, typer.Option("--bytes", help="Tokens are bytes.")] = False,
-    validation: Annotated[float, typer.Option(metavar="SHARE", help="Share of documents held out.")] = 0.01,
+    validation: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Of documents, held out; default: 0.01, of few more.")
+    ] = None,
     text_key: Annotated[str, typer.Option(help="Key or column of the text.")] = "text",
     end_of_document: Annotated[str | None, typer.Option(help="Token that ends a document; default: eos.")] = None,
     begin_of_document: Annotated[
@@ -112,7 +114,8 @@ def prepare(
     strict: Annotated[bool, typer.Option("--strict", help="A broken line or row is an error.")] = False,
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Only this part; `merge` joins them.")] = None,
 ) -> Told:
-    """Turn text (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, Hugging Face data sets) into a Megatron data set.
+    """Turn text (.txt, JSON lines, each also .gz, .zst, .bz2, .xz; .parquet, Hugging Face data sets) into a Megatron
+    data set. Lists first what is read and what is not.
 
     Lines and rows without a text, and what is behind the cut of a cut file, are passed over and counted.
     """

@@ -11,13 +11,12 @@ from rich.console import Console
 from geotrain.common.files import check_replaceable
 from geotrain.config import ConfigError
 from geotrain.data.dataset import Manifest
-from geotrain.data.prepare import Progress, prepare, training_texts
+from geotrain.data.inputs import describe, find_inputs
+from geotrain.data.prepare import FEW_DOCUMENTS, Progress, prepare, training_texts, validation_share
 from geotrain.data.progress import progress_display
-from geotrain.data.readers import check_inputs, find_inputs
+from geotrain.data.readers import check_inputs
 from geotrain.data.shards import INPUTS, parse_shard, shard_folder
 from geotrain.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
-
-FEW_DOCUMENTS = 8  # held out: fewer are worth a word
 
 
 def prepare_files(
@@ -26,7 +25,7 @@ def prepare_files(
     tokenizer_folder: Path | None,
     bpe_size: int | None,
     use_bytes: bool,
-    validation_fraction: float,
+    validation_fraction: float | None,
     text_key: str = "text",
     end_of_document: str | None = None,
     processes: int | None = None,
@@ -37,11 +36,12 @@ def prepare_files(
 ) -> dict[str, Manifest]:
     """Make a Megatron data set of text files; returns its manifests, by split.
 
-    overwrite: replace a data set that is there. strict: a broken line or row is an error; otherwise such are passed
-    over, and counted. shard: "3/8": only this part of the files.
+    validation_fraction: None: `validation_share`. overwrite: replace a data set that is there. strict: a broken line
+    or row is an error; otherwise such are passed over, and counted. shard: "3/8": only this part of the files.
     Raises ConfigError, DataError, OutputError; then nothing is written."""
     console = Console(stderr=True)
-    files, part = find_inputs(inputs), parse_shard(shard) if shard else (1, 1)
+    passed_over = list[tuple[Path, str]]()
+    files, part = find_inputs(inputs, passed_over), parse_shard(shard) if shard else (1, 1)
     folder = shard_folder(out, *part) if part[1] > 1 else out
     if any((folder / name).exists() for name in ("train.json", INPUTS)) and not overwrite:
         raise ConfigError(f"{folder} holds a data set already; --overwrite replaces it, another --out keeps both")
@@ -49,6 +49,12 @@ def prepare_files(
         raise ConfigError("prepare: choose one of --tokenizer FOLDER, --train-bpe IDS and --bytes")
     if tokenizer_folder is None and (end_of_document or begin_of_document):
         raise ConfigError("prepare: --end-of-document and --begin-of-document name tokens of a --tokenizer; give one")
+    for line in describe(files, passed_over):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if validation_fraction is None:
+        validation_fraction = validation_share(files, text_key)
+        if not validation_fraction:
+            console.print("a single document: none is held out for validation", style="yellow")
     if tokenizer_folder is not None:
         tokenizer = load_tokenizer(tokenizer_folder, end_of_document, begin_of_document)
     elif bpe_size is not None:
@@ -89,7 +95,7 @@ def prepare_files(
         told = (
             f"only {held_out.documents} of {documents:,} documents are held out for validation (a hash of each text "
             f"decides): a loss on so few says little; give more text, or a larger --validation than "
-            f"{validation_fraction:g}"
+            f"{validation_fraction:.2g}"
         )
         console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
     return manifests

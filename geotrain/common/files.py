@@ -24,6 +24,7 @@ _PARTIAL, _ASIDE = ".partial", ".old"  # suffixes of temporary folders, behind a
 
 
 _BLOCK_BYTES = 16 << 20  # so much is checksummed at once
+_LFS = b"version https://git-lfs.github.com/spec/"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
@@ -120,6 +121,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def git_lfs_pointer(path: Path) -> str:
+    """Say, for an error, that a file is a Git LFS pointer; "" if it is none, or cannot be read."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            return "a Git LFS pointer, which names the file that belongs here: `git lfs pull` there fetches it"
+    return ""
 
 
 def size_and_checksum(path: Path) -> tuple[int, int]:

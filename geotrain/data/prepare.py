@@ -38,6 +38,8 @@ from geotrain.data.tokens import DataError, TokenWriter, token_dtype
 
 BLOCKS_PER_PROCESS = 2  # in flight: bounds the memory and keeps every process busy
 BLOCK_DEADLINE_S = 600.0  # a block takes about a second
+VALIDATION_SHARE = 0.01  # of documents, held out where nothing is said
+FEW_DOCUMENTS = 8  # held out: fewer say little
 BPE_TEXT_BYTES = 1 << 30  # text a BPE is trained on; more changes little and costs memory
 
 
@@ -116,8 +118,26 @@ def is_validation(text: str, fraction: float) -> bool:
     A hash of its text decides, so that equal documents always fall on the same side, and the decision depends neither
     on order nor on the other documents.
     """
-    value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    return value < fraction * 2.0**64
+    return _draw(text) < fraction * 2.0**64
+
+
+def _draw(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def validation_share(files: Sequence[Path], text_key: str) -> float:
+    """Choose the share of documents to hold out: VALIDATION_SHARE, but of few documents what holds out FEW_DOCUMENTS
+    or a tenth of them, and one at least. Reads no further than to see that they are not few."""
+    draws = set[int]()
+    for path in files:
+        for block in read_blocks(path, text_key):
+            draws.update(map(_draw, parse_block(block, text_key, [])))
+            if sum(draw < VALIDATION_SHARE * 2.0**64 for draw in draws) >= FEW_DOCUMENTS:
+                return VALIDATION_SHARE
+    if len(draws) < 2:
+        return 0.0 if draws else VALIDATION_SHARE  # one document cannot stand on both sides
+    ordered, held_out = sorted(draws), max(min(len(draws) // 10, FEW_DOCUMENTS), 1)
+    return (ordered[held_out - 1] + ordered[held_out]) / 2.0**65
 
 
 def prepare(
@@ -178,7 +198,10 @@ def prepare(
             )
         for split, writer in writers.items():
             if not writer.documents and shard[1] == 1:
-                raise DataError(f"no document came into the {split} split; give more text or another fraction")
+                raise DataError(
+                    f"no document came into the {split} split; give more text, or another --validation than "
+                    f"{validation_fraction:g}"
+                )
         tokenizer.save(folder / "tokenizer")
         if shard[1] > 1:
             (folder / INPUTS).write_text(common)

@@ -1,16 +1,17 @@
 """Reads input files as streams of raw blocks of bounded size, and parses blocks into documents.
 
 Reading (decompression, cutting into lines) is sequential, and one process does it. Parsing needs nothing but the
-block, so many processes can do it. Supported: .txt and .jsonl, each also .gz or .zst, .parquet, and Hugging Face data
-sets, whose files are .arrow.
+block, so many processes can do it. Texts and JSON lines may be compressed, whatever the file is called.
 """
 
 from __future__ import annotations
 
-import gzip
+import bz2
 import json
+import lzma
+import re
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,22 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
-from geotrain.data.hf_datasets import arrow_files, is_hf_dataset
+from geotrain.common.files import git_lfs_pointer
 from geotrain.data.tokens import DataError
 
 BLOCK_BYTES = 1 << 20  # approximate size of a block; a longer .txt file becomes several documents
 LINE_LIMIT_BYTES = 64 << 20  # a longer line of JSON is broken, since it would have to be held in memory whole
 BLOCK_ROWS = 256  # rows of a parquet or Arrow file in a block
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 _READ_BYTES = 1 << 20
-_ZSTD_READ_BYTES = 1 << 14  # little: all that comes out of it is in memory at once, and may be many times as much
+_PACKED_READ_BYTES = 1 << 14  # little: all that comes out of it is in memory at once, and may be many times as much
+# Name's end → how a compressed file begins, and what decompresses one of the parts that it is made of (of zstd also
+# made with --long). The libraries' own file readers take some cut files for whole ones, and some damage for the end.
+_PACKED: dict[str, tuple[bytes, Callable[[], Any]]] = {
+    ".gz": (rb"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
+    ".zst": (rb"\x28\xb5\x2f\xfd", lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()),
+    ".bz2": (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", bz2.BZ2Decompressor),
+    ".xz": (rb"\xfd7zXZ\x00", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
+}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -53,33 +61,10 @@ class TextBlock:
     position_bytes: int
 
 
-def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Find the input files that files, folders, glob patterns and Hugging Face data sets (`arrow_files`) name.
-
-    In the order of the patterns, sorted within each, and each file once. Sorted, so that the output does not depend
-    on the file system's order; those of a data set have an order of their own. Raises DataError: nothing found, or a
-    file of an unsupported kind was named.
-    """
-    found: list[Path] = []
-    for pattern in patterns:
-        if is_hf_dataset(pattern):
-            found += arrow_files(pattern)
-            continue
-        path = Path(pattern)
-        if path.is_dir():
-            matches = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
-        elif path.exists():
-            matches = [path]
-        else:
-            within = Path(path.anchor)  # an absolute pattern is searched from its root
-            matches = sorted(p for p in within.glob(str(path.relative_to(within))) if p.is_file())
-        if not matches:
-            raise DataError(f"{pattern}: no such file, or no file in it that ends in {', '.join(SUFFIXES)}")
-        for match in matches:
-            if not match.name.endswith(SUFFIXES):
-                raise DataError(f"{match}: unsupported kind of file; supported: {', '.join(SUFFIXES)}")
-        found += matches
-    return list(dict.fromkeys(found))
+def ending(path: Path) -> tuple[str, str]:
+    """Split the end of a file's name into its kind and its compression: (".jsonl", ".gz"), or ""."""
+    packed = path.suffix if path.suffix in _PACKED else ""
+    return Path(path.name.removesuffix(packed)).suffix, packed
 
 
 def read_blocks(path: Path, text_key: str) -> Generator[TextBlock, None, None]:
@@ -88,12 +73,13 @@ def read_blocks(path: Path, text_key: str) -> Generator[TextBlock, None, None]:
     Where reading stops before the end, as in a file that was cut, the last block is a fault, behind all that came
     before it. Raises UnreadableError.
     """
-    rows, lines = (".parquet", ".arrow"), (".jsonl", ".jsonl.gz", ".jsonl.zst")
     try:
-        if path.name.endswith(rows):
+        if pointer := git_lfs_pointer(path):
+            raise DataError(f"{path}: {pointer}")
+        if (kind := ending(path)[0]) in (".parquet", ".arrow"):
             yield from _row_blocks(path, text_key)
         else:
-            yield from (_jsonl_blocks if path.name.endswith(lines) else _text_blocks)(path)
+            yield from (_text_blocks if kind == ".txt" else _jsonl_blocks)(path)
     except UnreadableError:
         raise
     except DataError as error:
@@ -168,7 +154,7 @@ def _json_text(line: bytes, text_key: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not a JSON object with the key {text_key!r}")
     if text_key not in record:
-        raise ValueError(f"no key {text_key!r}; keys present: {', '.join(list(record)[:8])}; set the text key")
+        raise ValueError(f"no key {text_key!r}; keys present: {', '.join(list(record)[:8])}; name it by --text-key")
     if not isinstance(record[text_key], str):
         raise ValueError(f"the key {text_key!r} holds no string but a {type(record[text_key]).__name__}")
     return str(record[text_key])
@@ -229,29 +215,33 @@ def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
             for number, chunk in enumerate(_chunks(path, file)):
                 yield chunk if number else chunk.removeprefix(_BYTE_ORDER_MARK), file.tell()
                 lines += chunk.count(b"\n")
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+    except (EOFError, OSError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 has none for what a file holds
+            raise UnreadableError(f"{path}: cannot be read after line {lines}: {error.strerror}") from None
         raise DataError(f"{path}: damaged after line {lines}: {error}; fetch or compress the file again") from None
-    except OSError as error:
-        raise UnreadableError(f"{path}: cannot be read after line {lines}: {error.strerror or error}") from None
 
 
 def _chunks(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    if not path.name.endswith(".zst"):
-        stream: Any = gzip.GzipFile(fileobj=file, mode="rb") if path.name.endswith(".gz") else file
-        while chunk := stream.read1(_READ_BYTES):  # of a cut file, `read` would lose up to a whole chunk
-            yield chunk
+    """Read a file's content, decompressed by what its first bytes say, or else by what its name says."""
+    head = file.read(_PACKED_READ_BYTES)
+    begins = [packed for packed, (magic, _) in _PACKED.items() if re.match(magic, head)]
+    if (packed := (*begins, ending(path)[1])[0]) == "":
+        while head:
+            yield head
+            head = file.read(_READ_BYTES)
         return
-    # Frame after frame, because the library's own file reader takes a cut-off file for a complete one.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # archives made with --long
-    frame, inside, pending = decompressor.decompressobj(), False, b""
-    while pending or (pending := file.read(_ZSTD_READ_BYTES)):
-        if chunk := frame.decompress(pending):
-            yield chunk
-        inside, pending = not frame.eof, frame.unused_data
+    new_part = _PACKED[packed][1]
+    part, inside = new_part(), True
+    while head or (head := file.read(_PACKED_READ_BYTES)):
         if not inside:
-            frame = decompressor.decompressobj()
+            if packed in (".gz", ".xz") and not (head := head.lstrip(b"\0")):  # padding, which these may have
+                continue
+            part = new_part()
+        if chunk := part.decompress(head):
+            yield chunk
+        inside, head = not part.eof, part.unused_data
     if inside:
-        raise EOFError("the compressed data end in the middle of a frame")
+        raise EOFError("the compressed data end too early")
 
 
 # ----------------------------------------------------------------------------------- rows of parquet and Arrow
@@ -294,7 +284,8 @@ def _arrow(path: Path, text_key: str) -> Iterator[tuple[Any, int]]:
 
 def _check_column(path: Path, schema: Any, text_key: str) -> None:
     if text_key not in schema.names:
-        raise DataError(f"{path}: no column {text_key!r}; columns: {', '.join(schema.names[:8])}; set the text key")
+        columns = ", ".join(schema.names[:8])
+        raise DataError(f"{path}: no column {text_key!r}; columns: {columns}; name it by --text-key")
     kind = schema.field(text_key).type
     try:
         pyarrow.nulls(0, kind).cast(pyarrow.large_binary())  # strings and bytes, long or short, views and categories

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from geotrain.common.files import git_lfs_pointer
 from geotrain.data.tokens import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -92,7 +93,7 @@ def describe(folder: Path) -> tuple[int, str | None]:
     try:
         vocabulary = tokenizers.Tokenizer.from_str(content.decode()).get_vocab()
     except Exception as error:  # the library raises no type of its own
-        raise DataError(f"{path}: not a tokenizer: {error}") from None
+        raise DataError(f"{path}: {git_lfs_pointer(path) or f'not a tokenizer: {error}'}") from None
     return max(vocabulary.values(), default=-1) + 1, fingerprint(content)
 
 
@@ -134,6 +135,9 @@ def _load(folder: Path) -> Any:
     """Load a Hugging Face tokenizer, from the folder only: nothing is fetched from the network."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such tokenizer folder")
+    for name in _FILES:
+        if pointer := git_lfs_pointer(folder / name):
+            raise DataError(f"{folder / name}: {pointer}")
     from transformers import AutoTokenizer  # slow to import, and not needed for bytes or a BPE
 
     try:

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from zlib_ng.zlib_ng import crc32
 
+from geotrain.common.files import git_lfs_pointer
+
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
 _LENGTH, _CHECKSUM = struct.Struct("<i"), struct.Struct("<I")
@@ -238,6 +240,8 @@ def open_tokens(prefix: str | Path) -> TokenFile:
             ) from None
         if not header:
             raise DataError(f"{path}: is empty; prepare the data again")
+        if pointer := git_lfs_pointer(path):
+            raise DataError(f"{path}: {pointer}")
     if not header.startswith(_MAGIC):
         raise DataError(f"{index}: is no Megatron index file (wrong magic bytes)")
     if len(header) < _HEADER.size:

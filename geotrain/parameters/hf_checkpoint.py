@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from geotrain.common.files import git_lfs_pointer
 from geotrain.config import ConfigError, RunConfig
 from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
 from geotrain.parameters.hub import SCHEME, HubError, download
@@ -175,7 +176,8 @@ def _opened(path: Path) -> Any:
     except FileNotFoundError:
         raise HFCheckpointError(f"{path}: missing; fetch the checkpoint again") from None
     except (OSError, SafetensorError) as error:
-        raise HFCheckpointError(f"{path}: damaged or not safetensors ({error}); fetch the checkpoint again") from None
+        why = git_lfs_pointer(path) or f"damaged or not safetensors ({error}); fetch the checkpoint again"
+        raise HFCheckpointError(f"{path}: {why}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise HFCheckpointError(f"{path}: cannot be read: {error.strerror}; is this a Hugging Face folder?") from None
     except ValueError as error:
-        raise HFCheckpointError(f"{path}: not JSON: {error}") from None
+        raise HFCheckpointError(f"{path}: {git_lfs_pointer(path) or f'not JSON: {error}'}") from None
     if not isinstance(content, dict):
         raise HFCheckpointError(f"{path}: not a JSON object")
     return content

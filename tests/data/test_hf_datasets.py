@@ -15,7 +15,8 @@ import pytest
 from geotrain.commands.prepare import prepare_files
 from geotrain.data import readers
 from geotrain.data.dataset import read_manifest
-from geotrain.data.readers import check_inputs, find_inputs, parse_block, read_blocks
+from geotrain.data.inputs import find_inputs
+from geotrain.data.readers import check_inputs, parse_block, read_blocks
 from geotrain.data.tokens import DataError
 
 TEXTS = [f"document {i}: " + "ü" * (i % 13) for i in range(40)]
@@ -83,7 +84,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match="saved: has no split 'train'; name the folder of one: test"):
         find_inputs([str(saved)])
     (file,) = find_inputs([str(saved / "test")])
-    with pytest.raises(DataError, match="no column 'text'; columns: number, body; set the text key"):
+    with pytest.raises(DataError, match="no column 'text'; columns: number, body; name it by --text-key"):
         check_inputs([file], "text")
     with pytest.raises(DataError, match="the column 'number' holds int64, not strings"):
         check_inputs([file], "number")

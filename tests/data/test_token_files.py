@@ -13,6 +13,7 @@ import pytest
 from geotrain.data import tokens
 from geotrain.data.tokens import DataError, TokenWriter, open_tokens
 from geotrain.inner.runtime.platform import quiet_imports
+from tests.support.hub import LFS_POINTER
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
 
@@ -81,6 +82,7 @@ def test_an_empty_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
         ("idx", lambda b: b[:-1], "truncated"),
         ("idx", lambda b: b + b"\0", "instead of"),
         ("idx", lambda b: b"X" + b[1:], "magic"),
+        ("bin", lambda b: LFS_POINTER.encode(), "a Git LFS pointer"),
         ("idx", lambda b: b[:9] + b"\2" + b[10:], "version 2"),
         ("idx", lambda b: b[:17] + b"\7" + b[18:], "dtype code 7"),
         ("bin", lambda b: b[:-1], "truncated"),

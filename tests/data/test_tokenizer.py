@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 
 from geotrain.data.tokenizer import byte_tokenizer, copy_tokenizer, finish_export, load_tokenizer, train_bpe
 from geotrain.data.tokens import DataError
+from tests.support.hub import LFS_POINTER
 
 TEXT = "Grüße, \U0001f600!\n\tdef f(x):\n  return x  \r\n" + "".join(map(chr, range(1, 256)))
 
@@ -67,6 +68,9 @@ def test_faults_of_a_tokenizer_folder_are_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "bytes")
     (tmp_path / "bytes/tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="bytes: not a tokenizer"):
+        load_tokenizer(tmp_path / "bytes")
+    (tmp_path / "bytes/tokenizer.json").write_text(LFS_POINTER)
+    with pytest.raises(DataError, match=r"bytes/tokenizer\.json: a Git LFS pointer"):
         load_tokenizer(tmp_path / "bytes")
 
 

@@ -27,6 +27,7 @@ from geotrain.parameters.hf_export import write_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support import families, real_models
+from tests.support.hub import LFS_POINTER
 
 SMALL = {"vocab_size": 264, "num_hidden_layers": 2}
 LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN = (
@@ -295,6 +296,11 @@ DAMAGES: list[tuple[Any, str]] = [
     (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON"),
     (lambda f: (f / "config.json").write_text("[]"), r"config\.json: not a JSON object"),
     (lambda f: (f / "model.safetensors").unlink(), "GeoTrain reads safetensors only"),
+    (
+        lambda f: (f / "model.safetensors").write_text(LFS_POINTER),
+        r"safetensors: a Git LFS pointer.*: `git lfs pull`",
+    ),
+    (lambda f: (f / "config.json").write_text(LFS_POINTER), r"config\.json: a Git LFS pointer"),
     (lambda f: os.truncate(f / "model.safetensors", 5000), r"model\.safetensors: damaged or not safetensors"),
     (lambda f: (f / "model.safetensors").write_text("x" * 50), r"model\.safetensors: damaged or not safetensors"),
     (

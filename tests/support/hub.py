@@ -18,6 +18,9 @@ from typing import Any
 
 TOKEN = "hf_test"
 
+# What a clone holds in place of a large file.
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345678\n"
+
 
 class Hub:
     """repositories: name, of data sets with datasets/ before it → file → content; with @COMMIT behind, what one
