@@ -270,7 +270,7 @@ def export(
 def sample(
     folder: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face checkpoint folder.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="How many to write at most.")] = 128,
+    tokens: Annotated[int | None, typer.Option(min=1, help="At most; default: 128, or what fits.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
 ) -> Told:

@@ -11,8 +11,8 @@ from geotrain.kernels.devices import cuda_devices
 from geotrain.parameters.hf_checkpoint import HFCheckpointError
 
 
-def sample(folder: Path, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue `prompt` by at most `tokens` tokens; gives the prompt and what follows it.
+def sample(folder: Path, prompt: str, tokens: int | None, temperature: float = 0.8, seed: int = 0) -> str:
+    """Continue `prompt` by at most `tokens` tokens (None: 128, or what fits); gives the prompt and what follows it.
 
     Stops at the end-of-document token. temperature 0 takes the likeliest token each time. An empty prompt starts
     a document. Runs on CUDA when there is one. Raises HFCheckpointError: no model or tokenizer there, or more
@@ -27,6 +27,7 @@ def sample(folder: Path, prompt: str, tokens: int, temperature: float = 0.8, see
     if None in ids:
         raise HFCheckpointError(f"{folder}: the tokenizer has no eos token to start a document with; give a prompt")
     limit = model.config.max_position_embeddings
+    tokens = tokens or max(min(128, limit - len(ids)), 1)
     if len(ids) + tokens > limit:
         raise HFCheckpointError(
             f"a prompt of {len(ids)} tokens and {tokens} more exceed the model's {limit} positions"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from geotrain.config import ClusterConfig, ConfigError, load_run, parse
 from geotrain.launch.launcher import placed
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console
+from tests.support.command_line import say
 from tests.support.sky_forks import sky_program
 from tests.support.small_runs import prepare_text, write_files
 
@@ -241,6 +244,18 @@ def test_what_cannot_be_had_is_told_before_anything_starts(
     with pytest.raises((ConfigError, SkyError), match=told):
         up(run_file, None, Wanted(gpu, results="s3://bucket", budget=budget))
     assert not (load_run(run_file).run_folder / "up").exists()
+
+
+def test_the_readmes_machines_are_to_be_had(sky: Path, tmp_path: Path) -> None:
+    """By its line, with its run file, and data where its line before makes them."""
+    texts = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(20))
+    (tmp_path / "texts.jsonl").write_text(texts)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (line,) = re.findall(r"^geotrain (up .*)$", (ROOT / "README.md").read_text(), re.M)
+    for words in (["prepare", "texts.jsonl", "--out", "data/web", "--bytes"], shlex.split(line)):
+        done = say(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.text
+    assert "aws/us-east-2 1 × 8 H100" in done.text and "gcp/europe-west4 1 × 8 A100" in done.text
 
 
 def test_what_cannot_be_started_is_torn_down(run_file: Path, sky: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -450,5 +450,6 @@ def test_samples_repeat_with_their_seed_only(tmp_path: Path, tokenizer: Path) ->
     assert one == bytes(i for i in drawn.tolist() if i < 256).decode(errors="replace")
     with pytest.raises(HFCheckpointError, match="a prompt of 3 tokens and 62 more exceed the model's 64 positions"):
         sample(tmp_path / "out", "abc", 62)
+    assert len(sample(tmp_path / "out", "abc", None)) > 3  # as many as fit
     with pytest.raises(HFCheckpointError, match="none: cannot be loaded"):
         sample(tmp_path / "none", "abc", 2)

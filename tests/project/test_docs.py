@@ -171,23 +171,10 @@ def check_deepspeed(words: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the tutorial's commands in order, in a folder of their own, on less data. Only `launch` is a process; the
-    rest run in this one, which has imported what is slow to import."""
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    """On less data."""
     monkeypatch.chdir(tmp_path)
-    ran = 0
-    for block in blocks(ROOT / "docs/tutorial.md"):
-        if block.kind == "json":
-            raw = json.loads(block.text)
-            if "data" in raw:
-                raw["data"].update(SMALLER)
-                raw["monitor"]["validate_every_samples"] = 128
-            Path(block.note).write_text(json.dumps(raw))
-        elif block.note == "run":
-            for command in commands(block.text):
-                run(re.sub(r"train_samples=\d+", f"train_samples={MORE}", command))
-                ran += 1
-    assert ran > 10
+    ran = run_page(ROOT / "docs/tutorial.md")
+    assert len(ran) > 10
     last = json.loads((tmp_path / "runs/mine/servers/global/status.json").read_text())
     assert last["complete"] and last["committed_samples"] == MORE
     assert last["validation"]["loss"] < 5.6  # below log 264: validated, and it learns
@@ -205,8 +192,47 @@ def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "</svg>" in (tmp_path / "mine.svg").read_text()
 
 
+@pytest.mark.long("README.md", "geotrain/commands", "geotrain/data", "launch")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_readme_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what a clone holds; `make train` on less data, in the environment that is there."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("runs", "data", "certs"))
+    monkeypatch.chdir(tmp_path)
+    ran = run_page(ROOT / "README.md")
+    assert len(ran) > 15 and {"make", ".", "python", "geotrain"} == {command.split()[0] for command in ran}
+    assert json.loads(Path("runs/quickstart/summary.json").read_text())["validation_loss_final"] < 5.5
+
+
+def run_page(page: Path) -> list[str]:
+    """Run a page's commands in order, in the working directory, which is to be their own; returns them."""
+    shutil.copytree(ROOT / "configs", "configs")
+    ran = []
+    for block in blocks(page):
+        if block.kind == "json":
+            raw = json.loads(block.text)
+            if "data" in raw:
+                raw["data"].update(SMALLER)
+                raw["monitor"]["validate_every_samples"] = 128
+            Path(block.note).write_text(json.dumps(raw))
+        elif block.note == "run":
+            for command in commands(block.text):
+                run(re.sub(r"train_samples=\d+", f"train_samples={MORE}", command))
+                ran.append(command)
+    return ran
+
+
 def run(command: str) -> None:
+    """Run one command. Only what trains is a process; the rest runs in this one, which has imported what is slow to
+    import."""
     words = shlex.split(command)
+    if words[0] == ".":
+        return
+    if words == ["make", "train"]:
+        raw = json.loads(Path("configs/runs/quickstart.json").read_text())
+        Path("configs/runs/less.json").write_text(json.dumps({**raw, "data": {**raw["data"], "train_samples": 768}}))
+        words = ["geotrain", "launch"]
+        command = "geotrain quickstart --run configs/runs/less.json"
     if words[:2] in (["geotrain", "launch"], ["python", "-c"]):
         environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         environment["DS_ACCELERATOR"] = "cpu"
