@@ -157,7 +157,6 @@ PARTS = (
         minutes=1.5,
         tested="tests/inner/test_trace.py",
     ),
-    Part("bandwidth", (Goal("largest_steps_off_the_grid_points_published"),), package=STUDIES),
     Part("fuzz", zero("crashes", "state_changes", "unclear_errors"), minutes=1.5, package=CHAOS),
     Part(
         "crash_points",

@@ -7,10 +7,10 @@ that). Packet loss does not drop messages, since TCP repeats them; it lowers the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import sqrt
 from random import Random
-from typing import Literal, Protocol
+from typing import Literal
 
 SEGMENT_BITS = 8 * 1460  # of TCP on Ethernet
 
@@ -112,18 +112,9 @@ class Pipe:
 Way = Literal["up", "down"]  # from the members to the server above them, or back
 
 
-class VirtualNetwork(Protocol):
-    """Links between members (workers, region servers) and the server above them, in virtual time."""
-
-    def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        """Return when a message between the member and the server has arrived whole that is handed over now."""
-
-    def control_arrival(self, way: Way, now: float, member: str) -> float:
-        """Return when a message of a few bytes has arrived."""
-
-
 class Star:
-    """Each member reaches the server over a link; members named alike in `link_of` use the same one.
+    """Links between members (workers, region servers) and the server above them, in virtual time. Each member reaches
+    it over a link; members named alike in `link_of` use the same one.
 
     trunk: what all links but the one called `home` lead through.
     """
@@ -137,7 +128,6 @@ class Star:
         home: str | None = None,
     ) -> None:
         self.link_of = link_of
-
         self.pipes: dict[Way, dict[str, Pipe]] = {}
         for way in ("up", "down"):
             common = Pipe(trunk, f"{seed}-trunk-{way}") if trunk else None
@@ -146,81 +136,13 @@ class Star:
                 for name, spec in links.items()
             }
 
-    def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
+    def arrival(self, way: Way, now: float, member: str, size_bytes: int) -> float:
+        """Return when a message between the member and the server has arrived whole that is handed over now."""
         return self.pipes[way][self.link_of[member]].arrival(now, size_bytes, member)
 
     def control_arrival(self, way: Way, now: float, member: str) -> float:
+        """Return when a message of a few bytes has arrived."""
         return self.pipes[way][self.link_of[member]].control_arrival(now)
 
     def usage(self) -> dict[str, Usage]:
         return {f"{name} {way}": pipe.usage for way, pipes in self.pipes.items() for name, pipe in pipes.items()}
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """The shape of an inner step, beside which a transfer may hide: a layer's gradient is complete once its backward
-    pass is, and its new weights are needed by its next forward pass. Forward takes a third of step_s, backward two
-    thirds.
-
-    layers: of each fragment, the transformer layers in it.
-    """
-
-    step_s: float
-    layers: tuple[tuple[int, ...], ...]
-
-    def spare_s(self, layer: int) -> tuple[float, float]:
-        """Return (seconds before the end of a step at which the layer is ready, seconds after it at which it is
-        needed)."""
-        each = self.step_s / (1 + max(i for members in self.layers for i in members))
-        return layer * each * 2 / 3, layer * each / 3
-
-
-@dataclass
-class Ring:
-    """A ring all-reduce as a collective of all members, who hand in together: a model of what synchronous baselines
-    use in place of a server. Takes factor · bytes at the slowest hop's speed, and `hops` latencies.
-
-    factor, hops: 2(n−1)/n and 2(n−1) for n members. shape: None starts with the last byte and ends with the last;
-    otherwise without outages.
-    """
-
-    spec: LinkSpec
-    factor: float
-    hops: int = 1
-    shape: StepShape | None = None
-    _free: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.shape is not None and self.spec.outages:
-            raise ValueError("a ring that sends layer by layer knows no outages")
-        self.pipe = Pipe(replace(self.spec, shared=False, latency_s=self.hops * self.spec.latency_s), "ring")
-
-    def arrival(self, way: Way, now: float, member: str, size_bytes: int, fragments: tuple[int, ...]) -> float:
-        """Return the arrival of a message over the ring. All members hand in together, so nothing waits on its way
-        up; the ring's time is that of the way down."""
-        if way == "up":
-            return now
-        carried_bytes = round(self.factor * size_bytes)
-        if self.shape is None:
-            return self.pipe.arrival(now, carried_bytes, member)
-        work_s = carried_bytes / self.pipe.bytes_per_s
-        self.pipe.usage.add(carried_bytes, work_s)
-        return max(now, self._by_layer(now, member, work_s, fragments))
-
-    def _by_layer(self, now: float, member: str, work_s: float, fragments: tuple[int, ...]) -> float:
-        """Return the time at which the next step may begin, its forward pass finding every layer in time."""
-        assert self.shape is not None
-        layers = sorted((i for f in fragments for i in self.shape.layers[f]), reverse=True)
-        free, resume = self._free.get(member, 0.0), now
-        for layer in layers:  # the backward pass ends with the lowest
-            ready_s, needed_s = self.shape.spare_s(layer)
-            free = max(free, now - ready_s) + work_s / len(layers)
-            resume = max(resume, free + self.pipe.spec.latency_s - needed_s)
-        self._free[member] = free
-        return resume
-
-    def control_arrival(self, way: Way, now: float, member: str) -> float:
-        return now
-
-    def usage(self) -> dict[str, Usage]:
-        return {"ring": self.pipe.usage}

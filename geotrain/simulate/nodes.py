@@ -28,7 +28,7 @@ from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.plan.model.sizes import LinkSizes
 from geotrain.simulate.clock import Clock, Promise
-from geotrain.simulate.links import VirtualNetwork, Way
+from geotrain.simulate.links import Star, Way
 from geotrain.simulate.server_work import ServerWork
 
 
@@ -42,7 +42,7 @@ class VirtualClient:
     A message of a member that has died meanwhile never arrives: its connection broke.
     """
 
-    def __init__(self, clock: Clock, network: VirtualNetwork, node: Node, name: str) -> None:
+    def __init__(self, clock: Clock, network: Star, node: Node, name: str) -> None:
         self.clock, self.network, self.node, self.name = clock, network, node, name
         self.incarnation = ""
         self.alive = True
@@ -59,7 +59,7 @@ class VirtualClient:
         applied: Promise[None] = Promise()
         fragments = self.node.server.parameter_map.fragments_of([d.chunk for d in part.deltas])
         size_bytes = sum(self.node.sizes.up[f] for f in fragments)
-        arrival = self.network.arrival("up", self.clock.now, self.name, size_bytes, fragments)
+        arrival = self.network.arrival("up", self.clock.now, self.name, size_bytes)
         self.clock.at(arrival, self._arrived, part, applied)
         return applied
 
@@ -90,8 +90,8 @@ class VirtualClient:
 
     def answered(self, answer: Answer, size_bytes: int) -> None:
         """Send the server's answer to the member."""
-        fragments, promise = self.pulls.pop(answer.sequence)
-        arrival = self.network.arrival("down", self.clock.now, self.name, size_bytes, fragments)
+        _, promise = self.pulls.pop(answer.sequence)
+        arrival = self.network.arrival("down", self.clock.now, self.name, size_bytes)
         self.clock.at(arrival, self._if_alive, promise.keep, answer)
 
     def _control(self, way: Way, call: Callable[..., None], *args: Any) -> None:

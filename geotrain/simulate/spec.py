@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from geotrain.config import ClusterConfig, ConfigError
 from geotrain.plan.predict import RunPrediction
-from geotrain.simulate.links import LinkSpec, StepShape
+from geotrain.simulate.links import LinkSpec, Star
 
 LOCAL = LinkSpec(gbps=100.0, shared=False)
 
@@ -40,28 +40,16 @@ class RegionSpec:
 
 
 @dataclass(frozen=True)
-class RingSpec:
-    """A ring in place of a server: exchanges are a ring all-reduce of all workers: `geotrain.simulate.links.Ring`."""
-
-    link: LinkSpec
-    factor: float
-    hops: int = 1
-    shape: StepShape | None = None
-
-
-@dataclass(frozen=True)
 class WorldSpec:
     """A simulated world. home: the region that the global server stands in, if in any. trunk: a link that all other
-    regions share on their way to it. ring: what a flat synchronous run exchanges over, in place of links to the
-    global server. speeds_known: measured before the run: the first leases are cut by all workers' speeds already.
-    Otherwise, as in production, a speed is known once its worker has trained a job. shards: of the global server.
-    encrypted: whether links are."""
+    regions share on their way to it. speeds_known: measured before the run: the first leases are cut by all workers'
+    speeds already. Otherwise, as in production, a speed is known once its worker has trained a job. shards: of the
+    global server. encrypted: whether links are."""
 
     regions: tuple[RegionSpec, ...]
     seed: int = 0
     home: str | None = None
     trunk: LinkSpec | None = None
-    ring: RingSpec | None = None
     speeds_known: bool = True
     shards: int = 1
     encrypted: bool = False
@@ -69,6 +57,12 @@ class WorldSpec:
     @property
     def workers(self) -> tuple[WorkerSpec, ...]:
         return tuple(w for r in self.regions for w in r.workers)
+
+    def links(self) -> Star:
+        """Lay the links between regions and the global server."""
+        links = {r.name: r.link for r in self.regions}
+        link_of = {m: r.name for r in self.regions for m in (r.name, *(w.name for w in r.workers))}
+        return Star(links, link_of, self.seed, self.trunk, self.home)
 
     def without(self, region: str) -> WorldSpec:
         """Return this world with one region less. Raises ValueError for the last one, or one that is not there."""

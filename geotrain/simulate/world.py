@@ -22,7 +22,7 @@ from geotrain.plan.model.server_rates import ServerRates
 from geotrain.plan.model.servers import ServerSeconds, place_of, server_seconds
 from geotrain.plan.model.sizes import Sizes
 from geotrain.simulate.clock import Clock, VirtualProcess
-from geotrain.simulate.links import Ring, Star
+from geotrain.simulate.links import Star
 from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, VirtualClient
 from geotrain.simulate.server_work import ServerWork
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
@@ -130,11 +130,11 @@ class VirtualWorld:
         if spec.speeds_known:
             for worker in spec.workers:
                 self.top.server.lease_table.note_speed(worker.name, worker.step_s)
-        self.links = self._links()
+        self.links = spec.links()
         self.local_links: dict[str, Star] = {}
         self.regions: dict[str, RegionNode] = {}
         self.workers: dict[str, SimWorker] = {}
-        self._place: dict[str, tuple[Node, Star | Ring]] = {}
+        self._place: dict[str, tuple[Node, Star]] = {}
         self._lives: dict[str, tuple[VirtualClient, VirtualProcess]] = {}
         if not task.outer.flat:
             for region in spec.regions:
@@ -190,16 +190,6 @@ class VirtualWorld:
         }
 
     # -- building
-
-    def _links(self) -> Star | Ring:
-        spec, task = self.spec, self.task
-        if spec.ring is not None:
-            if not task.outer.flat or not task.outer.rule.synchronous:
-                raise ValueError("a ring is for flat synchronous runs: outer.levels = 1 and outer.rule 'sync'")
-            return Ring(spec.ring.link, spec.ring.factor, spec.ring.hops, spec.ring.shape)
-        links = {r.name: r.link for r in spec.regions}
-        link_of = {m: r.name for r in spec.regions for m in (r.name, *(w.name for w in r.workers))}
-        return Star(links, link_of, spec.seed, spec.trunk, spec.home)
 
     def _work(self, role: Literal["region", "global"], members: int, shards: int) -> ServerWork:
         sizes, rates = self.task.sizes, self.task.server_rates

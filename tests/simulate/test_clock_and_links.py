@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from geotrain.simulate.clock import Clock, Promise, VirtualProcess
-from geotrain.simulate.links import LinkSpec, Pipe, Ring, Star, StepShape
+from geotrain.simulate.links import LinkSpec, Pipe, Star
 
 GB = 10**9 // 8  # bytes that take a second at 1 Gbit/s
 
@@ -80,16 +80,7 @@ def test_jitter_is_seeded_and_messages_do_not_overtake():
 def test_regions_that_share_a_trunk_slow_each_other_down():
     links = {"eu": LinkSpec(1.0), "us": LinkSpec(1.0)}
     star = Star(links, {"eu": "eu", "us": "us"}, 0, trunk=LinkSpec(1.0))
-    assert [star.arrival("up", 0.0, m, GB, (0,)) for m in ("eu", "us")] == [1.0, 2.0]
-    assert star.arrival("down", 0.0, "us", GB, (0,)) == 1.0  # the other way is free
+    assert [star.arrival("up", 0.0, m, GB) for m in ("eu", "us")] == [1.0, 2.0]
+    assert star.arrival("down", 0.0, "us", GB) == 1.0  # the other way is free
     star = Star(links, {"eu": "eu", "us": "us"}, 0, trunk=LinkSpec(0.5), home="eu")
-    assert [star.arrival("up", 0.0, m, GB, (0,)) for m in ("us", "eu")] == [2.0, 1.0]
-
-
-def test_a_ring_hides_layers_behind_the_step():
-    """Two layers in a step of 6 s: backward of layer 1 ends 2 s before the step, its forward begins 1 s after."""
-    shape = StepShape(6.0, ((0, 1),))
-    assert shape.spare_s(1) == (2.0, 1.0) and shape.spare_s(0) == (0.0, 0.0)
-    assert Ring(LinkSpec(1.0, 0.5), 1.5, hops=4).arrival("down", 10.0, "a", 4 * GB, (0,)) == 18.0
-    # 2 s a layer: layer 1 travels from 8 to 10, layer 0 from 10 to 12
-    assert Ring(LinkSpec(1.0), 1.0, shape=shape).arrival("down", 10.0, "a", 4 * GB, (0,)) == 12.0
+    assert [star.arrival("up", 0.0, m, GB) for m in ("us", "eu")] == [2.0, 1.0]

@@ -11,7 +11,6 @@ from benchmarks.studies.claims.exchange import world_for
 from benchmarks.studies.claims.methods import METHODS
 from benchmarks.studies.claims.worlds import WORLDS
 from benchmarks.studies.environments import HALOS, Environment, load_environment, one_block
-from geotrain.simulate.links import Ring, StepShape
 from geotrain.simulate.world import VirtualWorld, timing_task
 
 pytestmark = pytest.mark.long("benchmarks/studies", "geotrain/simulate", "geotrain/outer/rules")
@@ -89,9 +88,7 @@ def test_a_ring_stands_still_while_any_region_is_cut_off():
 
     environment = cut({0: ((5.0, 7.0), (20.0, 30.0)), 2: ((6.0, 9.0),), 3: ((30.0, 31.0),)})
     outer = METHODS["diloco"].base
-    ring = world_for("diloco", outer, environment).ring
-    assert ring is not None and ring.link.outages == ((5.0, 9.0), (20.0, 31.0))
+    for region in world_for("diloco", outer, environment).regions:
+        assert region.link.outages == ((5.0, 9.0), (20.0, 31.0))
     with pytest.raises(ValueError, match="no outages and no deaths"):
         world_for("data-parallel", outer, environment)
-    with pytest.raises(ValueError, match="knows no outages"):
-        Ring(ring.link, 1.0, shape=StepShape(1.0, ((0,),)))

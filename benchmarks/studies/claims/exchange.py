@@ -12,8 +12,8 @@ from typing import Any, Literal
 from benchmarks.studies.environments import Environment, ring_factor
 from geotrain.config import OuterConfig
 from geotrain.outer.codec import make_codec
-from geotrain.simulate.links import LinkSpec
-from geotrain.simulate.spec import RegionSpec, RingSpec, WorkerSpec, WorldSpec
+from geotrain.simulate.links import LinkSpec, Star, Way
+from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 
 Exchange = Literal["servers", "worker-a-region", "ring", "one-worker"]
 
@@ -33,7 +33,7 @@ def world_for(method: str, outer: OuterConfig, environment: Environment) -> Worl
     """The environment's world with the links that the method exchanges over."""
     exchange = EXCHANGE.get(method, "servers")
     if exchange == "ring":
-        return replace(environment.world, ring=_ring(environment))
+        return ring_world(environment)
     if exchange == "one-worker":
         return data_parallel_world(outer, environment)
     if exchange == "worker-a-region":
@@ -53,6 +53,37 @@ def devices_of_a_worker(exchange: Exchange, environment: Environment) -> int:
     return 1
 
 
+class Ring(Star):
+    """A flat ring all-reduce of all workers, who hand in together: nothing waits on its way up, and the way down
+    takes the ring's time."""
+
+    def arrival(self, way: Way, now: float, member: str, size_bytes: int) -> float:
+        return now if way == "up" else super().arrival(way, now, member, size_bytes)
+
+    def control_arrival(self, way: Way, now: float, member: str) -> float:
+        return now
+
+
+class RingWorld(WorldSpec):
+    """A world whose workers exchange over the ring that is the link of each region."""
+
+    def links(self) -> Star:
+        link = self.regions[0].link
+        return Ring({"ring": link}, {w.name: "ring" for w in self.workers}, self.seed)
+
+
+def ring_world(environment: Environment) -> RingWorld:
+    """The environment's workers on the best flat ring through all regions."""
+    members, world = len(environment.world.workers), environment.world
+    link = LinkSpec(
+        gbps=environment.ring_gbps / ring_factor(members),
+        latency_s=2 * (members - 1) * max(r.link.latency_s for r in world.regions),
+        shared=False,
+        outages=_outages(world),
+    )
+    return RingWorld(**vars(replace(world, regions=tuple(replace(region, link=link) for region in world.regions))))
+
+
 def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSpec:
     """Synchronous data parallelism over all devices: one worker, whose step is the slowest device's and a flat ring
     all-reduce of its gradient, coded as `outer.up` says. Raises ValueError for a world with outages or deaths,
@@ -61,8 +92,8 @@ def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSp
     if _outages(environment.world) or any(w.away for w in workers):
         raise ValueError("data parallelism as one worker knows no outages and no deaths")
     size_bytes = make_codec(outer.up).encoded_bytes(environment.numel)
-    ring = _ring(environment)
-    reduce_s = ring.factor * size_bytes / ring.link.bytes_per_s + ring.hops * ring.link.latency_s
+    ring = ring_world(environment).regions[0].link
+    reduce_s = size_bytes / ring.bytes_per_s + ring.latency_s
     step_s = max(w.step_s for w in workers) + reduce_s
     region = RegionSpec("everywhere", (WorkerSpec("everything", step_s),), AT_ONCE, AT_ONCE)
     return WorldSpec((region,), environment.world.seed)
@@ -96,20 +127,13 @@ def wide_bytes(exchange: Exchange, report: dict[str, Any], outer: OuterConfig, e
     members = len(environment.world.workers)
     crossing = len(regions) if len(regions) > 1 else 0
     links = report["links"]
-    if exchange == "ring":  # the report counts every member's hop
-        return sum(usage["sent_bytes"] for usage in links.values()) * crossing / members
+    if exchange == "ring":
+        return ring_factor(members) * links["ring down"]["sent_bytes"] * crossing / members
     if exchange == "one-worker":  # the ring is a part of the worker's step, and no message
         hop_bytes = ring_factor(members) * make_codec(outer.up).encoded_bytes(environment.numel)
         return report["committed_steps"] * hop_bytes * crossing
     far = {f"{r.name} {way}" for r in regions for way in ("up", "down") if r.name != environment.world.home}
     return sum(usage["sent_bytes"] for name, usage in links.items() if name in far)
-
-
-def _ring(environment: Environment) -> RingSpec:
-    members = len(environment.world.workers)
-    latency_s = max(r.link.latency_s for r in environment.world.regions)
-    link = LinkSpec(environment.ring_gbps, latency_s, outages=_outages(environment.world))
-    return RingSpec(link, ring_factor(members), 2 * (members - 1))
 
 
 def _outages(world: WorldSpec) -> tuple[tuple[float, float], ...]:

@@ -334,7 +334,8 @@ def test_only_bytes_between_regions_count():
     report = {"links": links, "committed_steps": 3}
     outer = METHODS["data-parallel"].base
     assert wide_bytes("servers", report, outer, ENVIRONMENT) == 110
-    assert wide_bytes("ring", {"links": {"ring": {"sent_bytes": 1600}}}, outer, ENVIRONMENT) == 400
+    handed_in = {"links": {"ring down": {"sent_bytes": 1600}}}
+    assert wide_bytes("ring", handed_in, outer, ENVIRONMENT) == 2 * 15 / 16 * 400
     gradient = 4 * ENVIRONMENT.numel
     assert wide_bytes("one-worker", report, outer, ENVIRONMENT) == pytest.approx(3 * 4 * 2 * 15 / 16 * gradient)
 
