@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from geotrain.common.files import OutputError, write_whole
-from geotrain.common.names import GLOBAL
+from geotrain.common.names import ENDLESS_SAMPLES, GLOBAL
 from geotrain.config import ClusterConfig, RegionConfig, RunConfig, Topology, is_loopback
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.operator_client import ask_status
@@ -117,8 +117,9 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
     else:
         links = source.get("links", {})
         up, down = links.get("up_bytes", 0), links.get("down_bytes", 0)
+    alive = [m for m in members if not Liveness(m.get("state", Liveness.UP)).missing]
     losses = [m["loss"] for m in members if "loss" in m]
-    speeds = [m["tokens_per_s"] for m in members if "tokens_per_s" in m]
+    speeds = [m["tokens_per_s"] for m in alive if "tokens_per_s" in m]
     stale = [m["staleness"] for m in (members if above is None else [above]) if "staleness" in m]
     return {
         "region": region.name,
@@ -130,7 +131,7 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
         "version": str(max(source.get("versions", []), default=0)),
         "global": str(max(source.get("global_versions", top.get("versions", [])), default=0)),
         "stale": str(int(max(stale))) if stale else UNKNOWN,
-        "workers": f"{sum(1 for m in members if m['joined'] and not m['left'])}/{len(names)}",
+        "workers": f"{sum(1 for m in alive if m['joined'] and not m['left'])}/{len(names)}",
         "restarts": str(sum(m["restarts"] for m in (*members, above or {"restarts": 0}))),
     }
 
@@ -167,8 +168,16 @@ def wait_lines(statuses: Mapping[str, Status], now_s: float) -> list[str]:
 
 
 def share_of(top: Status) -> float:
-    """The share of the run's samples that are committed. top: the global server's status."""
-    return float(top.get("committed_samples", 0)) / max(1, top.get("train_samples", 1))
+    """The share of the run's samples that are committed; 0 of a run without an end. top: the global server's
+    status."""
+    whole = top.get("train_samples", 0)
+    return float(top["committed_samples"]) / whole if 0 < whole < ENDLESS_SAMPLES else 0.0
+
+
+def committed(top: Status, form: str) -> str:
+    """Format how much is committed: as a share or, of a run without an end, in samples."""
+    endless = top.get("train_samples", 0) >= ENDLESS_SAMPLES
+    return f"{top['committed_samples']:,} samples" if endless else format(share_of(top), form)
 
 
 class Eta:
@@ -197,7 +206,7 @@ def lines(cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float 
         f"{c['region']}: {unusual(c['state'])}loss {c['loss']}, {c['tokens/s']} tokens/s, "
         f"up {c['up']}, down {c['down']}, "
         f"version {c['version']} (global {c['global']}), staleness {c['stale']}, workers {c['workers']}, "
-        f"restarts {c['restarts']}, committed {share_of(top):.0%}, {end}"
+        f"restarts {c['restarts']}, committed {committed(top, '.0%')}, {end}"
         for c in rows
         if c["loss"] != UNKNOWN or not c["workers"].startswith("0/")
     ]
@@ -227,7 +236,7 @@ def headline(top: Status, state: str, reason: str = "") -> str:
     words += [f"{name} {member['state']}" for name, member in missing(top).items()][:MOST_SHOWN]
     if "train_samples" in top:
         ago = f", {clock(time.time() - top['as_of'])} ago" if "as_of" in top else ""
-        words.append(f"{share_of(top):.1%} committed{ago}")
+        words.append(f"{committed(top, '.1%')} committed{ago}")
     if (ends_s := top.get("ends_s")) and top.get("phase") in ("running", "paused"):
         words.append(f"stops in {clock(max(0.0, ends_s - time.time()))}")
     if validated := top.get("validation"):

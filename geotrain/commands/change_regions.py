@@ -32,7 +32,7 @@ def change_regions(run_path: Path, cluster_path: Path) -> int:
     added = tuple(name for name in names if not _took_part(grown, seen, name))
     draining = seen.statuses[GLOBAL]["draining"]
     for region in (r.name for r in run.cluster.regions if r.workers and r.name not in names):
-        if region not in draining:
+        if region not in draining and not run.has_left(region, seen):
             run.steer("drain", region)
         console.print(f"drop {region}: it finishes its jobs, sends what it has, and leaves", highlight=False)
     if not added:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from geotrain.common.names import GLOBAL
+from geotrain.common.names import ENDLESS_SAMPLES, GLOBAL
 from geotrain.config import (
     ClusterConfig,
     ConfigError,
@@ -79,7 +79,6 @@ RULES: dict[str, dict[str, Any]] = {
     "diloco": {"name": "sync"},
     "local-sgd": {"name": "sync", "lr": 1.0, "momentum": 0.0},
 }
-ENDLESS_STEPS = 1 << 40
 
 
 def run_alone(
@@ -104,7 +103,7 @@ def run_alone(
             "folder": str(folder),
             "model": {"weights": str(folder / WEIGHTS)},
             "data": {
-                "train_samples": (steps or ENDLESS_STEPS) * samples_per_step,
+                "train_samples": (steps or ENDLESS_SAMPLES) * samples_per_step,
                 "samples_per_step": samples_per_step,
             },
             "outer": {"levels": 1, "local_steps": every, "rule": kind},

@@ -3,3 +3,4 @@
 GLOBAL = "global"  # the global server, beside the names of regions
 # In a worker's environment, whatever its value: its ranks may share GPUs, in turn, and communicate over gloo.
 SHARE_DEVICES = "GEOTRAIN_SHARE_DEVICES"
+ENDLESS_SAMPLES = 1 << 40  # of a run without an end: data.train_samples is at least so many

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from geotrain.common.names import ENDLESS_SAMPLES
 from geotrain.config import ClusterConfig, RunConfig, Topology
 from geotrain.monitor import events
 from geotrain.monitor.registry import SERVER_METRICS, time_shares
@@ -50,8 +51,8 @@ STATE_MARKS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a run, which do not change while it goes on. members: name → its region, its workers, and its
-    link to the global server."""
+    """The facts of a run, which do not change while it goes on. target_tokens: 0 of a run without an end. members:
+    name → its region, its workers, and its link to the global server. flat: whether members are workers."""
 
     run: str
     parameters: int
@@ -59,6 +60,7 @@ class Facts:
     target_tokens: int
     fragments: tuple[str, ...]
     members: Mapping[str, Mapping[str, Any]]
+    flat: bool = True
 
 
 def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tuple[str, ...]) -> Facts:
@@ -74,8 +76,9 @@ def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tu
         region = topology.region_of(name)
         of_link = links.get(region, {"gbps": None, "rtt_ms": None})
         members[name] = {"region": region, "workers": len(workers), **of_link}
-    length = run.data.sequence_length
-    return Facts(run.name, parameters, length, length * run.data.train_samples, fragments, members)
+    length, samples = run.data.sequence_length, run.data.train_samples
+    target = length * samples if samples < ENDLESS_SAMPLES else 0
+    return Facts(run.name, parameters, length, target, fragments, members, run.outer.flat)
 
 
 def titles(metrics: Mapping[str, Metric]) -> dict[str, list[str]]:
@@ -171,7 +174,7 @@ class History:
             case events.UpdateApplied() if event.member in self._members:
                 self._apply_update(event, now_s)
             case events.MemberSampled() if event.member in self._members:
-                self._members[event.member].sample, self._members[event.member].sampled_s = event, now_s
+                self._take_sample(self._members[event.member], event, now_s)
             case events.ServerSampled():
                 self._server, self._versions = event, event.versions
             case events.ShardSampled():
@@ -216,6 +219,15 @@ class History:
             self._recent.append([self._number, now_s, self._tokens, round(event.loss, 5), at])
             if len(self._recent) > MAX_RECENT:
                 self._compact()
+
+    def _take_sample(self, member: _Member, sample: events.MemberSampled, now_s: float) -> None:
+        """Keep the sample, and mark that a region's workers have died, or come back."""
+        before, lost = (each.metrics.get("lost_workers", 0) if each else 0 for each in (member.sample, sample))
+        if lost > before:
+            self._mark(now_s, "lost", sample.member, f"{lost:g} of its workers cut off")
+        elif lost < before:
+            self._mark(now_s, "found", sample.member, "its workers are heard of again")
+        member.sample, member.sampled_s = sample, now_s
 
     def _compact(self) -> None:
         """Move the older half of the recent losses into the past.
@@ -264,12 +276,13 @@ class History:
         sample = m.sample or events.MemberSampled(name, 0.0, 0, 0, 0.0, 0.0, 0, {})
         if m.sampled_s > (m.updated_s or 0):
             metrics = metrics | sample.metrics  # those of its heartbeat are newer
+        bare = m.state is Liveness.UP and not (self.facts.flat or sample.metrics.get("workers"))
         still = {} if now_s - m.sampled_s < 60 and m.state.heard else dict.fromkeys(RATES, 0.0)
         return {
             **asdict(sample),
             **still,
             "name": name,
-            "state": m.state,
+            "state": "no worker" if bare else m.state,  # its server is here before its workers, and after their death
             "since_s": m.since_s,
             "silent_s": sample.silent_s + now_s - m.sampled_s if m.sample else None,
             "updates": m.updates,

@@ -10,17 +10,21 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from geotrain.common.names import ENDLESS_SAMPLES
 from geotrain.config import ConfigError, load_run
 from geotrain.data.loader import RunSamples
-from geotrain.own_loop.loop import MapStyle, OuterLoop, length_of, places_of
+from geotrain.own_loop.loop import MapStyle, OuterLoop, length_of, places_of, whole_steps
+
+WITHOUT_END = "constant", "constant_with_warmup", "inverse_sqrt"  # Trainer's schedules that max_steps has no part in
 
 
 class OuterLoopCallback(TrainerCallback):
     """Makes a `transformers.Trainer` a worker of the run: give it as a callback, and `stream(data)` as train_dataset.
 
-    run, region, options: as for `OuterLoop`; it is made when training begins. Set max_steps to `total_steps`, and
-    per_device_train_batch_size × gradient_accumulation_steps × processes to the run's samples of a step. Training
-    ends when the run's data does. Trainer's schedules (torch's LambdaLR) follow the run's progress, over max_steps.
+    run, region, options: as for `OuterLoop`; it is made when training begins. Set max_steps to `total_steps`, in
+    a run without an end to any number, and per_device_train_batch_size × gradient_accumulation_steps × processes to
+    the run's samples of a step. Training ends when the run's data does. Trainer's schedules (torch's LambdaLR) follow
+    the run's progress, over max_steps.
     """
 
     def __init__(self, run: str | Path, region: str, **options: Any) -> None:
@@ -34,8 +38,8 @@ class OuterLoopCallback(TrainerCallback):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, over all workers."""
-        return self.run.total_steps
+        """Steps of the whole run, over all workers. Raises ConfigError: it has no end."""
+        return whole_steps(self.run)
 
     def stream(self, data: MapStyle | None = None) -> IterableDataset[Any]:
         """Stream the samples of a map-style data set that are leased to this worker; without one, of the run's own.
@@ -55,7 +59,8 @@ class OuterLoopCallback(TrainerCallback):
                 f"Trainer trains {batch} samples in a step (per_device_train_batch_size × "
                 f"gradient_accumulation_steps × processes), the run {self.run.samples_per_step}; make them equal"
             )
-        if args.max_steps != self.total_steps:
+        needs_end = args.lr_scheduler_type not in WITHOUT_END or self.run.data.train_samples < ENDLESS_SAMPLES
+        if needs_end and args.max_steps != self.total_steps:
             raise ConfigError(
                 f"TrainingArguments.max_steps is {args.max_steps}, the run has {self.total_steps} steps over all "
                 "workers, by which schedules go: set max_steps=callback.total_steps"

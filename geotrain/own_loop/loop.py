@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from geotrain.common.names import ENDLESS_SAMPLES
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
@@ -66,6 +67,16 @@ class OwnStep:
     @property
     def loss(self) -> float:
         return float(self.given)  # here and not before: on a GPU this waits for the step
+
+
+def whole_steps(run: RunConfig) -> int:
+    """Whole batches of the run, where schedules end. Raises ConfigError where it has no end."""
+    if run.data.train_samples >= ENDLESS_SAMPLES:
+        raise ConfigError(
+            "the run has no end, by which a learning-rate schedule could go: state --steps to `geotrain serve`, or "
+            "use a schedule without an end, as a constant rate after a warm-up"
+        )
+    return run.total_steps
 
 
 class OuterLoop:
@@ -206,8 +217,8 @@ class OuterLoop:
 
     @property
     def total_steps(self) -> int:
-        """Whole batches of the run, over all workers: where its schedule ends."""
-        return self.run.total_steps
+        """Whole batches of the run, over all workers: where its schedule ends. Raises ConfigError: it has no end."""
+        return whole_steps(self.run)
 
     def samples(self) -> Iterator[range]:
         """Yield this worker's part of the run's samples, a step at a time, until none is left. All its ranks get the

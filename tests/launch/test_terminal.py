@@ -19,6 +19,7 @@ from geotrain.launch.terminal import (
     new_console,
     region_cells,
     region_state,
+    share_of,
     wait_lines,
 )
 
@@ -59,6 +60,12 @@ def test_a_row_for_each_region() -> None:
         "eu: loss 3.500, 1,500 tokens/s, up 1.5 MB, down 2.0 kB, version 31 (global 7), staleness 2, "
         "workers 1/2, restarts 3, committed 25%, 1:23 left"
     ]
+    dead = {
+        **EU,
+        "members": {"eu-0": member(loss=3.0, tokens_per_s=1000.0, state="cut off"), "eu-1": member(left=True)},
+    }
+    row = region_cells(cluster().regions[0], {"global": TOP, "eu": dead})
+    assert (row["workers"], row["tokens/s"], row["loss"]) == ("0/2", "–", "3.000")
     gone = {**TOP, "members": {"eu": member(state="cut off", silent_s=9.0)}}
     assert lines(cluster(), {"global": gone, "eu": EU}, 83.0)[0].startswith("eu: cut off 0:09; loss 3.500, 1,500")
     assert region_cells(cluster().regions[1], statuses)["loss"] == "–"
@@ -132,6 +139,13 @@ def test_a_headline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1060.0)
     seen = {**gone, "as_of": 1000.0}
     assert headline(seen, "unreachable", "no answer") == "unreachable; 25.0% committed, 1:00 ago; no answer"
+
+
+def test_a_run_without_an_end_tells_samples() -> None:
+    top = {**TOP, "train_samples": 3 << 40, "committed_samples": 12_345}
+    assert headline(top, "running") == "running; 12,345 samples committed" and share_of(top) == 0.0
+    (line,) = lines(cluster(), {"global": top, "eu": EU}, None)
+    assert line.endswith("committed 12,345 samples, – left")
 
 
 def test_a_flat_run_has_workers_at_the_global_server() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,23 @@ def test_states_of_a_member() -> None:
     assert [mark[2] for mark in made.state(9)["marks"]] == ["joined", "lost", "lost", "found", "left", "start"]
     gone = told(up, cut, lost).state(9)["members"][0]
     assert (gone["state"], gone["since_s"]) == ("lost", 1.0), "since it was not heard of"
+
+
+def test_a_region_without_workers_does_not_train_and_their_deaths_are_marked() -> None:
+    up, of_regions = LivenessChanged("a", "up", 0.0), replace(FACTS, flat=False)
+
+    def sampled(workers: float, lost: float) -> MemberSampled:
+        return MemberSampled("a", 0.0, 0, 0, 0.0, 0.0, 0, {"workers": workers, "lost_workers": lost})
+
+    made, seen = History(of_regions, "incarnation"), []
+    for at_s, event in enumerate((up, sampled(0, 0), sampled(2, 0), sampled(1, 1), sampled(0, 2), sampled(2, 0))):
+        made.on(Record(at_s, "global", event))
+        seen.append(states(made)["a"])
+    assert seen == ["no worker", "no worker", "up", "up", "no worker", "up"]
+    assert [(mark[2], mark[4]) for mark in made.state(9)["marks"]] == [
+        ("lost", "1 of its workers cut off"), ("lost", "2 of its workers cut off"),
+        ("found", "its workers are heard of again"),
+    ]  # fmt: skip
 
 
 def test_what_the_server_waits_for_is_shown_until_it_does_not() -> None:

@@ -78,18 +78,20 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
         curve = chromium.evaluate("document.querySelector('#loss-curve').getAttribute('d')")
         chromium.wait_for(POINTS, good=lambda n: n > first)
         assert chromium.evaluate("document.querySelector('#loss-curve').getAttribute('d')") != curve
-        assert chromium.wait_for(STATE) == "up"
-        assert "training" in chromium.evaluate(HEALTH)
+        chromium.wait_for(STATE, good=lambda state: state == "up")
+        chromium.wait_for(HEALTH, good=lambda text: text == "training")
         assert float(chromium.evaluate("document.querySelector('#figure-loss dd span').textContent")) > 0
         chromium.wait_for("document.querySelector('.c-link').textContent", good=lambda text: "kB/s" in text)
-        training.end()
+        training.end()  # without a goodbye: its region's server goes on
+        chromium.wait_for(STATE, good=lambda state: state == "no worker")
+        chromium.wait_for(HEALTH, good=lambda text: text == "no worker of eu is here")
         region.send(signal.SIGKILL)
         chromium.wait_for(STATE, good=lambda state: state == "cut off")
         chromium.wait_for(HEALTH, good=lambda text: text.startswith("eu cut off"))
         site.serve("eu", resume=True)
-        chromium.wait_for(STATE, good=lambda state: state == "up")
+        chromium.wait_for(STATE, good=lambda state: state == "no worker")
         marks = chromium.evaluate("document.querySelector('#marks').textContent")
-        assert "not heard of" in marks and "joined" in marks
+        assert "not heard of" in marks and "joined" in marks and "1 of its workers cut off" in marks
 
         assert chromium.complaints == []
         assert {request for request in chromium.requests if not request.startswith(url)} <= {"about:blank"}

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from geotrain.launch.terminal import headline
+from geotrain.launch.terminal import headline, region_cells
+from geotrain.net.server import failure_detector
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
@@ -51,6 +52,30 @@ def work(site: Site, jobs: int, incarnation: str) -> list[int]:
     for worker in workers:
         worker.close()
     return starts
+
+
+def test_workers_that_were_killed_are_shown_as_gone_before_they_miss_a_heartbeat(site):
+    """Their connections are closed. The region's row, and the global server's events, say so."""
+    site.serve("global"), site.serve("eu")
+    work(site, 1, "life-1")  # without a goodbye
+
+    def gone() -> dict[str, Any] | None:
+        status = site.status("eu")
+        return status if {member["state"] for member in status["members"].values()} == {"cut off"} else None
+
+    status = wait_for(gone)
+    assert all(
+        member["silent_s"] < failure_detector.MISSED_BEATS * rpc.BEAT_S for member in status["members"].values()
+    )
+    row = region_cells(site.cluster.region("eu"), {"eu": status, "global": site.status("global")})
+    assert (row["workers"], row["tokens/s"], row["state"]) == ("0/2", "–", "up")
+    wait_for(
+        lambda: any(
+            event["event"] == "MemberSampled"
+            and (event["metrics"]["workers"], event["metrics"]["lost_workers"]) == (0, 2)
+            for event in site.events("global")
+        )
+    )
 
 
 def test_a_run_from_start_to_end_with_a_pause(site):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import geotrain
+from geotrain.common.names import ENDLESS_SAMPLES
 from geotrain.config import ConfigError, load_run
 from tests.support.forks import preload
 from tests.support.local_servers import LocalClient, LocalServers
@@ -131,6 +132,21 @@ def test_a_resume_skips_no_leased_sample(
     assert len(second.seen) == len(set(second.seen)) == BATCH * STEPS - committed
     # Linear over the run's steps, whichever life trains them; the fifth step is trained twice.
     assert second.rates == pytest.approx([1 - step / STEPS for step in (*range(5), *range(4, STEPS))])
+
+
+def test_a_run_without_an_end_takes_only_schedules_without_one(train: Train, tmp_path: Path) -> None:
+    """As `geotrain serve` without --steps makes it."""
+    path = tmp_path / "run.json"
+    run = json.loads(path.read_text())
+    run["data"]["train_samples"] = ENDLESS_SAMPLES * BATCH
+    path.write_text(json.dumps(run))
+    for schedule in ("linear", "cosine"):
+        with pytest.raises(ConfigError, match=r"the run has no end.* state --steps to `geotrain serve`"):
+            train(lr_scheduler_type=schedule)
+    trained: Any = train(lr_scheduler_type="constant", max_steps=6)
+    assert trained.rates == [1.0] * 6
+    with pytest.raises(ConfigError, match="the run has no end"):
+        _ = trained.outer.total_steps
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ class _AtOnce(_NoThread):
 class _Counters(_NoThread):
     """`TcpCounters` where there are no sockets."""
 
-    total = Traffic()
+    total, open = Traffic(), None
 
     def take_recent(self) -> Traffic:
         return Traffic()

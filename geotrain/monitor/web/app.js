@@ -84,13 +84,13 @@ function pill(kind, text) {
 }
 
 function health(state, late_ms) {
-  const [away, left] = ["away", "left"].map((s) => state.members.filter((m) => m.state === s));
+  const [away, left, bare] = ["away", "left", "no worker"].map((s) => state.members.filter((m) => m.state === s));
   const lost = state.members.filter(isGone);
   const pace = paces(state);
   const slow = state.members.filter((m) => isSlow(pace.get(m.name)));
   const refused = state.members.filter((m) => m.refused);
   if (late_ms > 4000) return pill("bad", `the global server has not answered for ${span(late_ms / 1000)}; this is what was known`);
-  if (left.length === state.members.length) return pill("good", state.tokens >= state.facts.target_tokens ? "finished: all tokens are trained" : "ended: all have left");
+  if (left.length === state.members.length) return pill("good", isTrained(state) ? "finished: all tokens are trained" : "ended: all have left");
   if (lost.length) return pill("bad", `${list(lost)} ${lost[0].state} for ${span(state.now_s - Math.min(...lost.map((m) => m.since_s)))}; ${up(state)} go on`);
   if (state.server && state.server.disk_total_bytes && state.server.disk_free_bytes < 0.05 * state.server.disk_total_bytes) {
     return pill("bad", `the global server's disk is nearly full: ${bytes(state.server.disk_free_bytes)} left`);
@@ -105,10 +105,12 @@ function health(state, late_ms) {
   if (state.phase === "paused") return pill("warn", "paused: no more data is handed out; “geotrain resume” lets it go on");
   if (state.phase === "stopping") return pill("warn", "stopping: workers finish their jobs and leave");
   if (away.length) return pill("warn", `waiting for ${list(away)}`);
+  if (bare.length && !isTrained(state)) return pill("warn", `no worker of ${list(bare)} is here`);
   const training = state.members.length - left.length;
   return pill("good", training === 1 ? "training" : `all ${training} training`);
 }
 
+const isTrained = ({ tokens, facts }) => facts.target_tokens > 0 && tokens >= facts.target_tokens;
 const up = (state) => `${state.members.filter((m) => m.state === "up").length} of ${state.members.length}`;
 const list = (some) => some.slice(0, 3).map((m) => m.name).join(", ") + (some.length > 3 ? ` and ${some.length - 3} more` : "");
 
@@ -117,8 +119,8 @@ const list = (some) => some.slice(0, 3).map((m) => m.name).join(", ") + (some.le
 function figures(state) {
   const { facts } = state;
   const smooth = smoothed(known.points);
-  const share = state.tokens / Math.max(1, facts.target_tokens);
-  const left = state.tokens_per_s && state.phase === "running" ? (facts.target_tokens - state.tokens) / state.tokens_per_s : null;
+  const share = facts.target_tokens ? state.tokens / facts.target_tokens : null; // null: the run has no end
+  const left = share !== null && state.tokens_per_s && state.phase === "running" ? (facts.target_tokens - state.tokens) / state.tokens_per_s : null;
   const rates = state.members.map((m) => [m.received_bytes_per_s, m.sent_bytes_per_s]);
   const [upRate, downRate] = [0, 1].map((k) => rates.reduce((sum, r) => sum + r[k], 0));
   const training = state.members.filter((m) => m.state === "up" && m.shares.compute !== undefined);
@@ -127,7 +129,8 @@ function figures(state) {
   const checked = known.validations.length ? `${loss(known.validations[known.validations.length - 1][3])} validated` : "";
   return [
     figure("loss", "Loss", smooth.length ? loss(smooth[smooth.length - 1]) : "–", checked, trend(smooth)),
-    figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share),
+    share === null ? figure("tokens", "Tokens", count(state.tokens), "", "no end is set")
+      : figure("tokens", "Tokens", count(state.tokens), `of ${count(facts.target_tokens)}`, percent(share), share),
     figure("speed", "Speed", count(state.tokens_per_s), "tokens/s", "committed, last 2 min"),
     figure("left", "Time left", share >= 1 ? "done" : span(left), "", left && share < 1 ? `until ${when(state.now_s + left)}` : ""),
     figure("busy", "Computing", training.length ? percent(busy) : "–", "", "of the workers' time"),

@@ -2,7 +2,7 @@
 import { PARTS, PART_COLOURS, bytes, colour, count, markup, percent, span } from "./format.js";
 
 const PERIODS = [[0.6, 0.6], [0.3, 0.9], [0.1, 1.3], [0.02, 1.9], [0, 2.6]]; // from which load on, seconds of a dash
-const STATES = { up: "good", paused: "comm", stalled: "bad", "cut off": "bad", lost: "bad", quarantined: "bad", away: "comm", left: "faint" };
+const STATES = { up: "good", paused: "comm", stalled: "bad", "cut off": "bad", lost: "bad", quarantined: "bad", away: "comm", left: "faint", "no worker": "comm" };
 export const WORDS = { up: "training", away: "not here yet", left: "finished" }; // of other states, the word itself
 export const isGone = (m) => m.state === "lost" || m.state === "cut off";
 export const words = (m, now_s) => (isGone(m) ? `${m.state} for ${span(now_s - m.since_s)}` : WORDS[m.state] ?? m.state);

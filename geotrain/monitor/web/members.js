@@ -2,7 +2,7 @@
 import { PARTS, PART_COLOURS, PART_WORDS, bytes, clock, colour, count, described, dot, line, markup, percent, span } from "./format.js";
 import { isGone, words } from "./map.js";
 
-const BADGES = { away: "warn", paused: "warn", left: "calm" };
+const BADGES = { away: "warn", paused: "warn", left: "calm", "no worker": "warn" };
 const SLOW = 0.6; // a region is called slow below this share of the median speed
 
 // name → speed of its workers as a share of the median over all regions that train

@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from contextlib import suppress
 from math import inf
 from statistics import median
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 WORKER_SILENT_S = 60.0
 REGION_SILENT_S = 600.0  # longer, because a region that is cut off trains on, and its data should stay with it
+FRESH_S = 2.0  # who was heard of in it may have a connection that no sample of them has found
 MISSED_BEATS = 3  # a member that was silent for the time of so many heartbeats counts as cut off
 OF_REGION = 2.0  # times a worker's patience: its server gives up first who hangs there, and the leases come back
 FAR = 10.0  # times what is usual among the others: what is believed of a member's slowness
@@ -62,6 +63,7 @@ class FailureDetector:
         self._usual_s: dict[str, float] = {}  # member → the median of those
         self._sorted_s: list[float] = []  # these medians, as the last look found them
         self._task: asyncio.Task[None] | None = None
+        self.gone: Callable[[], Container[str]] = set  # members whose connections are closed
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._watch())
@@ -77,10 +79,11 @@ class FailureDetector:
     def judge(self, status: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Judge all members now. status: the server's. Returns by member its part of the status, with `state`, as
         `Liveness` has it, and `silent_s`, the seconds since its most silent rank was heard of."""
-        now_s, paused, found = self.clock(), status.get("phase") == "paused", {}
+        now_s, paused, found, gone = self.clock(), status.get("phase") == "paused", {}, self.gone()
         for name, member in status.get("members", {}).items():
             silent_s = max(0.0, now_s - self._last_s(name, self.server_thread.server.members[name], now_s))
-            state = liveness(member, silent_s, self.missed_s, paused)
+            cut_s = self.missed_s if name in gone and silent_s > FRESH_S else 0.0
+            state = liveness(member, max(silent_s, cut_s), self.missed_s, paused)
             found[name] = {**member, "state": state.value, "silent_s": round(silent_s, 2)}
         return found
 

@@ -60,6 +60,7 @@ class Sampler:
         # member → bytes sent and received at the last sample; at first, those of earlier incarnations of this server
         self._before = {name: (t.sent_bytes, t.received_bytes) for name, t in traffic().items()}
         self._sampled_s = time.monotonic()
+        self._workers: list[float | None] = []  # of each region, as its last heartbeat said
         self._flushes = 0, 0.0  # the journal's flushes, their number and time, at the last sample
         self._process = psutil.Process()
 
@@ -71,7 +72,8 @@ class Sampler:
                 if time.monotonic() - woke_s > LOOK_S + self.service.failure_detector.missed_s / 2:
                     continue  # this process itself was stopped meanwhile and could not hear the members
                 self.look()
-                if time.monotonic() - self._sampled_s >= self.sample_s:
+                before, self._workers = self._workers, [beat.get("workers") for beat in self.service.beats.values()]
+                if time.monotonic() - self._sampled_s >= self.sample_s or before != self._workers:
                     self.sample()
         finally:
             self.look()  # so that the last goodbyes are told
@@ -134,7 +136,7 @@ class Sampler:
     def metrics(self) -> dict[str, float]:
         """Collect the numbers that a region's heartbeat carries to the global server."""
         status, measured = self.server_thread.status, self._measured()
-        here = [m for m in status["members"].values() if m["joined"] and not m["left"]]
+        here = [m for name, m in status["members"].items() if self._states.get(name, Liveness.AWAY).heard]
         return {
             **mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here]),
             **{name: float(getattr(measured, name)) for name in IN_HEARTBEATS},

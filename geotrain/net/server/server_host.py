@@ -131,6 +131,7 @@ class ServerHost(ProcessHost[Server]):
     def _works(self) -> list[Coroutine[Any, Any, None]]:
         (self.folder / STATUS).unlink(missing_ok=True)
         self.tcp_counters.start()
+        self.service.failure_detector.gone = self._gone
         self.sampler = Sampler(
             self.server_thread,
             self.service,
@@ -426,6 +427,11 @@ class ServerHost(ProcessHost[Server]):
             "links": {**self._up_and_down(self.tcp_counters.total), "fragments": fragments.status(parameter_map)},
             "peers": peers,
         }
+
+    def _gone(self) -> set[str]:
+        """The members that have no connection any more, as those of a process that was killed."""
+        at, peers = self.tcp_counters.open, dict(self.service.peers)
+        return set() if at is None else set(peers.values()) - {name for peer, name in peers.items() if peer in at}
 
     def _traffic(self) -> dict[str, Traffic]:
         """Count the bytes with each member, over all its connections, in all incarnations of the server."""

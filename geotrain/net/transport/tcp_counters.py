@@ -74,6 +74,7 @@ class TcpCounters:
         self._counted = counted
         self._peers: dict[str, Traffic] = {}
         self._last: dict[str, tuple[str, int, int]] = {}  # socket's inode → peer and counters
+        self.open: set[str] | None = None  # peers that are connected, as of the last sample; None: it failed
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tcp-counters", daemon=True)
@@ -106,6 +107,7 @@ class TcpCounters:
         try:
             now_s, sockets = time.monotonic(), _sockets()
         except OSError:
+            self.open = None
             return  # no file descriptor is free; the next sample counts what this one misses
         with self._lock:
             all_sent = all_received = 0
@@ -117,13 +119,12 @@ class TcpCounters:
                     all_sent, all_received = all_sent + sent, all_received + received
             self.total.add(now_s, all_sent, all_received)
             self.recent.add(now_s, all_sent, all_received)
-            self._last = sockets
-            self._forget(MAX_PEERS)
+            self._last, self.open = sockets, {peer for peer, _, _ in sockets.values()}
+            self._forget(MAX_PEERS, self.open)
 
-    def _forget(self, most: int) -> None:
+    def _forget(self, most: int, live: set[str]) -> None:
         """Forget closed connections beyond a number, those that moved least first: strangers come and go."""
         if len(self._peers) > most:
-            live = {peer for peer, _, _ in self._last.values()}
             closed = sorted(
                 self._peers.keys() - live, key=lambda p: self._peers[p].sent_bytes + self._peers[p].received_bytes
             )

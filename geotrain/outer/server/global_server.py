@@ -316,7 +316,11 @@ class GlobalServer(Server):
             **super().status(),
             "phase": self.phase,
             "local_steps": self.lease_table.local_steps,
-            "draining": sorted(region for region, names in self.members_of.items() if self.draining & set(names)),
+            "draining": sorted(
+                region
+                for region, names in self.members_of.items()
+                if any(not self.members[name].left for name in self.draining.intersection(names))
+            ),
             "complete": self.lease_table.finished,
             "validation": self.validations.latest,
             "loss_spike": self.losses.spike,

@@ -62,8 +62,7 @@ def _of_run(status: Mapping[str, Any]) -> Iterator[Wait]:
         yield Wait("resume", "", "its operator: `geotrain resume` lets the run go on")
     gone = (Liveness.LEFT, Liveness.LOST, Liveness.QUARANTINED)
     if "phase" in status and not status["over"] and all(m["state"] in gone for m in status["members"].values()):
-        left = status["train_samples"] - status["committed_samples"]
-        yield Wait("worker", "", f"a worker: {left:,} samples are not trained, and nobody is there to train them")
+        yield Wait("worker", "", "a worker: data is left, and nobody is there to train it")
 
 
 def _of_members(status: Mapping[str, Any]) -> Iterator[Wait]:
