@@ -93,8 +93,7 @@ class RankWatch:
         self._due_s, self._step_s, self._samples = now_s + EVERY_S, -1.0, 1
         self._lasted_s = deque[float](maxlen=STEPS)  # seconds of a sample
         self._all = {each: RankState() for each in range(ranks)}  # what each said last
-        self._heard_s = dict.fromkeys(self._all, now_s)  # by rank: when that came
-        self._read_s = now_s
+        self._read_s, self._heard_s = now_s, dict.fromkeys(self._all, now_s)  # by rank: when what it said last came
         self._told = set[int]()  # ranks that hang or are waited for, until they go on
         self._slow, self._seen = Counter[int](), dict[int, int]()  # by rank: times in a row; the last turn compared
         self._over = threading.Event()
