@@ -10,7 +10,7 @@ parameter until the answer is there, and `server`, processor time of all servers
 the same on two cores, so processors are what they share. `simulated_workers`, `simulated_regions`: the share of
 time in which training stands still, of a billion parameters, steps of 1 s and 1 Gbit/s from each region;
 with_overlap: as ours is. `growth`: worker's stages a parameter at the largest size over those at the smallest.
-The last line printed is one JSON object. --docs renews docs/exchange.svg and the table of docs/delta_path.md.
+The last line printed is one JSON object. --docs renews the tables of docs/delta_path.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.common import command_line, hardware, report
 from benchmarks.exchange import many, stages
 from benchmarks.studies.claims.report import replace_block, table
 
-PAGE, PICTURE = ROOT / "docs/delta_path.md", ROOT / "docs/exchange.svg"
+PAGE = ROOT / "docs/delta_path.md"
 COUNTS = (1, 2, 4, 8, 16)
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4, help="workers, and regions, that are processes: at most")
     parser.add_argument("--small", type=float, default=5e6, help="parameters of the runs with several processes")
     parser.add_argument("--folder", type=Path, help="on the disk of the servers; default: a temporary one")
-    parser.add_argument("--docs", action="store_true", help="renew the picture and the table in docs/")
+    parser.add_argument("--docs", action="store_true", help="renew the tables in docs/")
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="exchange-", dir=options.folder))
@@ -49,7 +49,6 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if options.docs:
-        draw(found)
         replace_block(PAGE, "exchange", page(found, options.codec))
     report("exchange", found, options, unit, options.codec)
 
@@ -90,46 +89,19 @@ def standing_still(regions: int, workers: int) -> dict[str, float]:
 
 
 def page(found: dict[str, Any], codec: str) -> str:
-    """The table of sizes, and what it was measured on."""
+    """The tables of sizes and of numbers, and what they were measured on."""
     names = (*stages.STAGES, "send", "answer")
-    rows = [
+    sizes = [
         [f"{float(size):,.0f}", *(f"{row[name]:.2f}" if name in row else "–" for name in names)]
         for size, row in found["sizes"].items()
     ]
+    counts = [
+        [n, *(f"{found[what][n][name]:.1f}" for what in ("workers", "regions") for name in ("exchange", "server"))]
+        for n in found["workers"]
+    ]
     said = f"Nanoseconds a parameter, {codec}, {hardware()}; –: not enough memory for worker and servers together."
-    return f"{table(rows, ('parameters', *names))}\n\n{said}\n\n![Growth with model, workers, regions](exchange.svg)"
-
-
-def draw(found: dict[str, Any]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["svg.hashsalt"] = "geotrain"  # the same figures give the same file
-    figure, (model, processes, simulated) = pyplot.subplots(1, 3, figsize=(14, 4.2))
-    for name in (*stages.STAGES, "send", "answer"):
-        points = [(float(size), row[name]) for size, row in found["sizes"].items() if name in row]
-        if points:
-            model.plot(*zip(*points, strict=True), "o-", label=name)
-    model.set(xscale="log", xlabel="parameters", ylabel="ns a parameter", title="one exchange by stage")
-    for what in ("workers", "regions"):
-        for name, style in (("exchange", "o-"), ("server", "s--")):
-            points = [(int(n), row[name]) for n, row in found[what].items()]
-            processes.plot(*zip(*points, strict=True), style, label=f"{name}, {what}")
-        for name, style in (("blocking", "o-"), ("with_overlap", "s--")):
-            points = [(int(n), row[name]) for n, row in found[f"simulated_{what}"].items()]
-            simulated.plot(*zip(*points, strict=True), style, label=f"{name.replace('_', ' ')}, {what}")
-    processes.set(xlabel="processes that send at once", ylabel="ns a parameter", title="real servers")
-    simulated.set(
-        xscale="log", xlabel="workers or regions", ylabel="share of time", title="simulated: standing still"
-    )
-    for axes in (model, processes, simulated):
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(PICTURE, metadata={"Date": None})
-    pyplot.close(figure)
+    header = "at once", "exchange, of workers", "servers", "exchange, of regions", "servers"
+    return f"{table(sizes, ('parameters', *names))}\n\n{table(counts, header)}\n\n{said}"
 
 
 if __name__ == "__main__":

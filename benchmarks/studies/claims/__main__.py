@@ -58,8 +58,7 @@ def main() -> None:
     for name, content in (("claims.md", text), ("claims.json", json.dumps(plain(report), indent=1) + "\n")):
         with whole_file(folder / name) as file:
             file.write(content)
-    drawn = {m: titles[m] for m in study.better.values()}
-    plot_curves(study.rows, drawn, report["target_loss"], folder / "evidence.png", "HALoS's environment")
+    plot_curves(study.rows, titles, report["target_loss"], folder / "evidence.png", "HALoS's environment")
     if arguments.docs:
         picture = "![Test loss over virtual time and over tokens](evidence.png)"
         replace_block(ROOT / "docs/evidence.md", "claims", f"{text}\n{picture}")

@@ -49,6 +49,7 @@ def goodput_table(reduced: bool) -> dict[str, Any]:
     return {
         "ours": mine["goodput"],
         "ours_deaths": mine["deaths"],
+        "ours_devices": DEVICES // share,
         "ours_lost_share": mine["lost_share"],
         "quorum_syncer": quorum_syncer(failures, pause_s, LEARNERS),
         "quorum_syncer_published": PUBLISHED_QUORUM,

@@ -146,8 +146,9 @@ def _harsh(report: dict[str, Any]) -> str:
 
 def _goodput(report: dict[str, Any]) -> str:
     g = report["goodput"]
+    deaths = f"{g['ours_deaths']:.0f} deaths among {g['ours_devices']:,} devices"
     rows = [
-        ("ours, simulated", f"{g['ours']:.3f}", f"{g['ours_deaths']:.0f} deaths, {g['ours_lost_share']:.4f} lost"),
+        ("ours, simulated", f"{g['ours']:.3f}", f"{deaths}, {g['ours_lost_share']:.4f} lost"),
         ("quorum syncer, model", f"{g['quorum_syncer']:.3f}", f"published: {g['quorum_syncer_published']}"),
         ("elastic data parallel, model", f"{g['elastic_data_parallel']:.3f}", f"a pause of {g['pause_s']:.1f} s"),
     ]

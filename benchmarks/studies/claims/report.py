@@ -12,6 +12,14 @@ from typing import Any
 from geotrain.common.files import whole_file
 
 Row = dict[str, Any]
+# Of a method in every picture, whichever others stand in it; with AdamW its line is dotted.
+COLOURS = {
+    "data-parallel": "black", "diloco": "tab:blue", "diloco-fair": "tab:cyan", "diloco-dylu": "teal",
+    "streaming-diloco": "tab:gray", "async-local-sgd": "tab:green", "async-local-sgd-h128": "tab:olive",
+    "halos": "tab:purple", "halos-tuned": "tab:pink", "region-momentum": "tab:orange",
+    "region-momentum-2bit": "tab:red", "region-momentum-one-worker": "tab:brown",
+    "region-momentum-one-worker-2bit": "gold",
+}  # fmt: skip
 # Two-sided 95 % of Student's t by degrees of freedom.
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
@@ -133,17 +141,18 @@ def plain(value: Any) -> Any:
 
 
 def plot_curves(rows: Sequence[Row], titles: dict[str, str], target: float | None, path: Path, title: str) -> None:
-    """Test loss over virtual time and over tokens, a line a run: of a method's first seed thick, of the others thin.
-    Runs without a result are left out."""
+    """Test loss over virtual time and over tokens, a line a run, in its method's colour: of the first seed thick, of
+    the others thin. Runs without a result are left out."""
     from matplotlib import pyplot
 
     figure, (by_time, by_tokens) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
-    colours = pyplot.colormaps["tab20"]
-    for i, method in enumerate(titles):
+    for method in titles:
+        style = "-" if method.endswith("-muon") else ":"
+        colour = COLOURS[method.removesuffix("-muon")]
         mine = [row for row in rows if row["method"] == method and row["curve"]]
         for n, row in enumerate(mine):
             label = titles[method] if n == 0 else None
-            kwargs: dict[str, Any] = {"color": colours(i), "lw": 1.4, "alpha": 0.9 if n == 0 else 0.35}
+            kwargs: dict[str, Any] = {"color": colour, "ls": style, "lw": 0.6 if n else 1.6}
             by_time.plot([p[0] for p in row["curve"]], [p[2] for p in row["curve"]], label=label, **kwargs)
             by_tokens.plot([p[1] for p in row["curve"]], [p[2] for p in row["curve"]], label=label, **kwargs)
     by_time.set_xscale("log")
@@ -154,12 +163,12 @@ def plot_curves(rows: Sequence[Row], titles: dict[str, str], target: float | Non
     by_tokens.set_xlabel("share of the run's tokens")
     for axes in (by_time, by_tokens):
         if target is not None:
-            axes.axhline(target, color="grey", lw=0.8, ls="--")
+            axes.axhline(target, color="grey", lw=0.9, ls="--", label="the loss that is to be reached")
         axes.grid(alpha=0.25)
     figure.suptitle(title)
     handles, labels = by_tokens.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8)
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.tight_layout(rect=(0, 0.16, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -28,7 +28,16 @@ from benchmarks.studies.claims.methods import (
     updates_of_a_region,
     whole_steps,
 )
-from benchmarks.studies.claims.report import Compared, plain, plot_curves, replace_block, speedup, summary, time_to
+from benchmarks.studies.claims.report import (
+    COLOURS,
+    Compared,
+    plain,
+    plot_curves,
+    replace_block,
+    speedup,
+    summary,
+    time_to,
+)
 from benchmarks.studies.claims.runs import DIVERGED, NO_ROUND, Job, Results, run
 from benchmarks.studies.claims.search import (
     FINAL_RUNGS,
@@ -380,7 +389,7 @@ BETTER = {m: m if LOSSES[m] <= LOSSES[muon(m)] else muon(m) for m in METHODS if 
 COMPARED = {BETTER[m] for m in RIVALS.values()} | {MINE}
 
 
-KEPT = {"ours": 0.99, "ours_deaths": 1, "ours_lost_share": 0.0, "quorum_syncer": 0.9}
+KEPT = {"ours": 0.99, "ours_deaths": 1, "ours_devices": 9, "ours_lost_share": 0.0, "quorum_syncer": 0.9}
 KEPT |= {"quorum_syncer_published": 0.88, "elastic_data_parallel": 0.58, "pause_s": 9.5}
 
 
@@ -448,6 +457,7 @@ def test_runs_that_diverged_are_told_and_break_nothing(failing, tmp_path):
     json.dumps(plain(report), allow_nan=False)
     rows = [row((1, 2.0), method="halos"), failed(method=OURS, steps=10)]
     plot_curves(rows, {"halos": "a", OURS: "b"}, None, tmp_path / "p.png", "t")
+    assert {m.removesuffix("-muon") for m in METHODS} == COLOURS.keys() and len({*COLOURS.values()}) == len(COLOURS)
     assert summary([failed()])["loss"]["mean"] is None
     of = {"steps": 10, "settings": {"lr": 0.01}, "hardware": "a core", "size": {"batch": 4, "length": 32}}
     tried = {OURS: {0.01: math.inf}, "halos": {0.01: 2.0, 0.005: 2.5}}
