@@ -199,10 +199,10 @@ def markdown(found: list[dict[str, Any]]) -> str:
     for (optimizer, batch), mine in _series(found).items():
         if law := extrapolated(mine):
             told.append(
-                f"{OPTIMIZERS[optimizer]}, {batch * LENGTH:,} bytes: if the gap keeps falling as a power of the number "
-                f"of steps, it would be {100 * law['gap']:.1f} % after {LONG // WORKERS:,} steps of each worker "
-                f"({100 * law['low']:.1f} to {100 * law['high']:.1f}; fitted to {law['lengths']} runs, each gap with a "
-                f"standard deviation of {100 * NOISE:.1f} points)."
+                f"{OPTIMIZERS[optimizer]}, {batch * LENGTH:,} bytes: if the gap keeps falling as a power of the "
+                f"number of steps, it would be {100 * law['gap']:.1f} % after {LONG // WORKERS:,} steps of each "
+                f"worker ({100 * law['low']:.1f} to {100 * law['high']:.1f}; fitted to {law['lengths']} runs, each gap with "
+                f"a standard deviation of {100 * NOISE:.1f} points)."
             )
     return "\n\n".join(told) + "\n"
 

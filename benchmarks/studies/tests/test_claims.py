@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import benchmarks.studies.claims.__main__ as claims
+import benchmarks.studies.claims.report as claims_report
 import benchmarks.studies.claims.runs as claims_runs
 import benchmarks.studies.confirm as confirm
 from benchmarks.common import flat
@@ -28,16 +29,7 @@ from benchmarks.studies.claims.methods import (
     updates_of_a_region,
     whole_steps,
 )
-from benchmarks.studies.claims.report import (
-    COLOURS,
-    Compared,
-    plain,
-    plot_curves,
-    replace_block,
-    speedup,
-    summary,
-    time_to,
-)
+from benchmarks.studies.claims.report import Compared, plain, plot_curves, replace_block, speedup, summary, time_to
 from benchmarks.studies.claims.runs import DIVERGED, NO_ROUND, Job, Results, run
 from benchmarks.studies.claims.search import (
     FINAL_RUNGS,
@@ -457,7 +449,8 @@ def test_runs_that_diverged_are_told_and_break_nothing(failing, tmp_path):
     json.dumps(plain(report), allow_nan=False)
     rows = [row((1, 2.0), method="halos"), failed(method=OURS, steps=10)]
     plot_curves(rows, {"halos": "a", OURS: "b"}, None, tmp_path / "p.png", "t")
-    assert {m.removesuffix("-muon") for m in METHODS} == COLOURS.keys() and len({*COLOURS.values()}) == len(COLOURS)
+    colours = claims_report.COLOURS
+    assert {m.removesuffix("-muon") for m in METHODS} == colours.keys() and len({*colours.values()}) == len(colours)
     assert summary([failed()])["loss"]["mean"] is None
     of = {"steps": 10, "settings": {"lr": 0.01}, "hardware": "a core", "size": {"batch": 4, "length": 32}}
     tried = {OURS: {0.01: math.inf}, "halos": {0.01: 2.0, 0.005: 2.5}}
