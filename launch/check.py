@@ -137,7 +137,8 @@ def check_digest(run: RunConfig) -> None:
     if run.data.sha256 is not None and run.data.sha256 != found:
         raise DataError(
             f"{', '.join(each.prefix for each in run.data.train)}: is other data than data.sha256 = "
-            f"{run.data.sha256!r} asks for: its digest is {found!r}"
+            f"{run.data.sha256!r} asks for: its digest is {found!r} (where the run file "
+            "states none, the first launch has noted that of its data)"
         )
 
 

@@ -34,8 +34,9 @@ from geotrain.config import EXIT_FOR_GOOD
 from geotrain.launch.check import check_data
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.host_check import check_hosts, refuse
-from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_of
+from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_of, troubles_of
 from geotrain.launch.machine import this_machine
+from geotrain.launch.preflight import check_states
 from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import EXIT_SSH, STOP_COMMAND, RunOutcome, exit_code, tail
 
@@ -277,6 +278,8 @@ def _kept(request: LaunchRequest, files: SiteFiles) -> RunOutcome:
 def _run(request: LaunchRequest, files: SiteFiles) -> RunOutcome:
     if set(request.sites) - {GLOBAL}:
         check_data(request.run)
+    if request.resume and not request.without_checkpoints:
+        check_states(request.run, request.cluster, request.sites)
     with (
         event_log(request.run, files.folder, request.sites) as events,
         supervisor_of(request, files.folder, events, files.say) as supervisor,
@@ -290,4 +293,4 @@ def _run(request: LaunchRequest, files: SiteFiles) -> RunOutcome:
         prepare_far_hosts(request, files.folder)
         for process in starting:
             supervisor.start(process)
-        return supervisor.wait()
+        return supervisor.wait(troubles_of(request, files.folder, files.say))

@@ -211,8 +211,7 @@ def answer_for_site() -> int:
 
     request = LaunchRequest.from_line(sys.stdin.buffer.readline())
     run, cluster = request.run, request.cluster
-    here = request.sites
-    missing = *obstacles(run, cluster, here, not request.resume, shows=False), *port_obstacles(run, cluster, here)
+    missing = (*obstacles(run, cluster, request.sites, shows=False), *port_obstacles(run, cluster, request.sites))
     found = [Finding(HERE, str(obstacle), "") for obstacle in missing]
     found += check_hosts(run, cluster, request.sites, request.resume)
     print(MARK + json.dumps([asdict(each) for each in found]), flush=True)

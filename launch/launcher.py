@@ -45,7 +45,7 @@ from geotrain.launch.run_rules import misfits
 from geotrain.launch.site_processes import LaunchRequest, local_processes, proxied_links, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_status, new_console, share_of, size
-from geotrain.monitor.events import EventLog, ProcessDied, Trouble
+from geotrain.monitor.events import EventLog, Follower, ProcessDied, Trouble
 from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.events import Event
 
@@ -72,6 +72,7 @@ def launch(
     launch_id: str = "",
     places: tuple[str, ...] = (),
     added: bool = False,
+    without_checkpoints: bool = False,
 ) -> int:
     """Launch the run and wait until it is finished, fails, or is stopped by a signal. Returns the exit code.
 
@@ -79,7 +80,7 @@ def launch(
     their own, before or after. Then `resume` also begins sites that have no state yet. changes: of the run file, see
     `load_run`. launch_id: names the launch, where that is to outlive this launcher. added: the sites of `only` join a
     run that is on, with the cluster that it has then, and stand here or behind ssh.
-    places: see `placed`.
+    places: see `placed`. without_checkpoints: go on also where a worker's own state is lost.
     Raises ConfigError, DataError, UnsupportedModelError, CertificateError, EmulationError and LaunchError.
     """
     console = new_console()
@@ -88,12 +89,14 @@ def launch(
     for misfit in misfits(run, cluster):
         raise misfit
     before = _launched_before(run.run_folder.absolute()) if resume else None
+    if before:  # else a change of the run file would be reported as another fault of its files
+        check_changes(run, before[0], run.run_folder)
     run = with_data_digest(run, before[0] if before else None)
     if only and not added:
         cluster = _with_sites_here(cluster, only)
     hosts = {name: site.ssh for name, site in cluster.sites.items() if not only or name in only}
     here = tuple(site for site, host in hosts.items() if host is None)
-    for obstacle in obstacles(run, cluster, here, begins=not resume, shows=GLOBAL in hosts):
+    for obstacle in obstacles(run, cluster, here, not resume, GLOBAL in hosts, without_checkpoints):
         raise obstacle
     for caution in cautions(run, cluster):
         console.print(caution, style="yellow", highlight=False)
@@ -115,7 +118,7 @@ def launch(
             between = links_between(cluster)
             links = stack.enter_context(wan.emulated(star, between=between, control=folder / WAN_CONTROL))
         cluster = resolve(cluster, links, here, before[1] if before else None)
-        request = LaunchRequest(run, cluster, here, resume, uuid.uuid4().hex, launch_id)
+        request = LaunchRequest(run, cluster, here, resume, uuid.uuid4().hex, launch_id, without_checkpoints)
         request.write_files(folder)
         if GLOBAL in hosts:
             (folder / OUTCOME).unlink(missing_ok=True)
@@ -136,7 +139,15 @@ def launch(
             supervisor.start(process)
         console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
         display = stack.enter_context(RunDisplay(run, cluster, console, folder)) if GLOBAL in hosts else None
-        outcome = supervisor.wait(display.show if display else lambda: None, run.monitor.every_s)
+        troubles = troubles_of(request, folder, say)
+
+        def tick() -> None:
+            troubles()
+            if display:
+                display.show()
+
+        outcome = supervisor.wait(tick, run.monitor.every_s)
+        troubles()
         if display:
             display.finish()
             try:
@@ -193,6 +204,21 @@ def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: C
 
     sync = request.run.outer.rule.synchronous  # then every worker takes part in every round, and none can be given up
     return Supervisor(folder / "logs", DRAIN_S, request.cluster.restart, sync, on_event)
+
+
+def troubles_of(request: LaunchRequest, folder: Path, say: Callable[[str], object]) -> Callable[[], None]:
+    """Make a function that says what workers of the sites here have reported as trouble since it was last called."""
+    names = [worker.name for region, worker in request.cluster.workers if region in request.sites]
+    logs = {name: Follower(folder / "events" / f"{name}.jsonl") for name in names}
+
+    def tell(say: Callable[[str], object] = say) -> None:
+        for name, log in logs.items():
+            for record in log.read():
+                if isinstance(record.event, Trouble):
+                    say(f"{name}: {record.event.what}")
+
+    tell(lambda told: None)  # earlier launches have said it
+    return tell
 
 
 def placed(cluster: ClusterConfig, places: tuple[str, ...]) -> ClusterConfig:
@@ -327,17 +353,20 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, .
     if not begun and resume and not only:
         raise ConfigError(f"{folder} holds no run to resume; start without --resume")
     if servers.exists() and (folder / "run.json").exists():
-        before = load_run(folder / "run.json")
-        known = before.data.sha256
-        changes = config_changes(before, run)
-        if known and known != run.data.sha256:
-            changes.append(f"data.sha256: was {known}, is {run.data.sha256}")
-        if changes:
-            live = any(change.startswith("outer.local_steps") for change in changes)
-            raise ConfigError(
-                f"{folder} was begun with other settings ({'; '.join(changes)}); resume with the same, or give this "
-                f"run another name or folder{'; `geotrain set` changes outer.local_steps in a live run' * live}"
-            )
+        check_changes(run, load_run(folder / "run.json"), folder)
+
+
+def check_changes(run: RunConfig, before: RunConfig, folder: Path) -> None:
+    """Compare a run file with that of the run's last launch. Raises ConfigError."""
+    known, changes = before.data.sha256, config_changes(before, run)
+    if known and run.data.sha256 not in (None, known):
+        changes.append(f"data.sha256: was {known}, is {run.data.sha256}")
+    if changes:
+        live = any(change.startswith("outer.local_steps") for change in changes)
+        raise ConfigError(
+            f"{folder} was begun with other settings ({'; '.join(changes)}); resume with the same, or give this "
+            f"run another name or folder{'; `geotrain set` changes outer.local_steps in a live run' * live}"
+        )
 
 
 @contextlib.contextmanager

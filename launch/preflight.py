@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from geotrain.launch.check import (
     open_links,
     server_addresses,
 )
+from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.machine import this_machine
 from geotrain.launch.run_rules import doubts
 from geotrain.launch.site_processes import LaunchRequest, local_processes
@@ -57,13 +59,18 @@ def sites_here(cluster: ClusterConfig) -> tuple[str, ...]:
 
 
 def obstacles(
-    run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...], begins: bool = True, shows: bool = True
+    run: RunConfig,
+    cluster: ClusterConfig,
+    here: tuple[str, ...],
+    begins: bool = True,
+    shows: bool = True,
+    without_checkpoints: bool = False,
 ) -> list[Obstacle]:
     """List what keeps these sites from being started on this machine; empty: nothing that can be known yet. The files
     must go together (`check_together`).
 
-    begins: the run has no state yet. shows: the launcher asks the servers how the run goes. Ports are another matter
-    (`port_obstacles`): a run that is on has them.
+    begins: the run has no state yet. shows: the launcher asks the servers how the run goes. without_checkpoints: a
+    worker may go on whose own state is lost. Ports are another matter (`port_obstacles`): a run that is on has them.
     """
     topology = Topology(run, cluster)
     checks: list[Callable[[], object]] = [partial(_check_fragments, run), partial(_check_reached, topology)]
@@ -75,6 +82,8 @@ def obstacles(
         checks += [partial(_check_boards, run)]
         if begins:
             checks.append(partial(_check_initial_weights, run))
+    if not (begins or without_checkpoints):
+        checks.append(partial(check_states, run, cluster, here))
     if run.monitor.enabled and here:
         checks.append(partial(read_token, run.monitor.token_file))
     if cluster.security is not None:
@@ -283,6 +292,39 @@ def _check_initial_weights(run: RunConfig) -> None:
     from geotrain.net.server.first_weights import given_weights  # imports torch
 
     deque(given_weights(run), maxlen=0)
+
+
+def check_states(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]) -> None:
+    """Check that each worker on this machine that has saved its state still has it, as far as its server's snapshots
+    here tell. Raises ConfigError."""
+    from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
+
+    topology = Topology(run, cluster)
+    for name, worker in topology.workers.items():
+        if topology.home[name] not in here or not launcher_of(worker.config).on_this_machine:
+            continue
+        server, meta = run.run_folder / "servers" / topology.server_of(name), dict[str, Any]()
+        with suppress(OSError):  # which the server will report
+            meta = SnapshotStore(server / SNAPSHOTS).newest_meta()
+        member = meta["state"]["members"].get(name, {}) if meta else {}
+        # A save is whole before the next begins, and before the worker leaves.
+        saved = member.get("job", 0) > (0 if meta and meta["ended"] else 2 * run.checkpoint.every_jobs)
+        if saved and not _holds_state(folder := run.checkpoint_folder / name):
+            raise ConfigError(
+                f"worker {name!r} has trained {member['job']} jobs, and no whole checkpoint of it is in {folder}: "
+                "bring that back; or go on with --without-checkpoints, its optimizer anew at the run's weights"
+            )
+
+
+def _holds_state(folder: Path) -> bool:
+    """Whether any checkpoint there is whole, by the lengths of all its files."""
+    from geotrain.checkpoint.folders import manifests  # imports torch
+
+    return any(
+        all(size == (path / name).stat().st_size for name, (size, _) in manifest["files"].items())
+        for manifest, path in manifests(folder)
+        if all((path / name).exists() for name in manifest["files"])
+    )
 
 
 def _check_boards(run: RunConfig) -> None:

@@ -47,7 +47,7 @@ class LaunchRequest:
     """A run and the sites of it that one machine is asked to start.
 
     launch: names the launcher's incarnation. launch_id: names the launch, in which a server that has ended stays
-    ended; "": the launcher's incarnation is that.
+    ended; "": the launcher's incarnation is that. without_checkpoints: as `preflight.obstacles` takes it.
     """
 
     run: RunConfig
@@ -56,6 +56,7 @@ class LaunchRequest:
     resume: bool
     launch: str = ""
     launch_id: str = ""
+    without_checkpoints: bool = False
 
     def to_line(self) -> bytes:
         """Encode the request as one line of JSON, for another machine."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -25,7 +24,6 @@ from safetensors import SafetensorError
 from geotrain.common.files import make_folder, out_of_room, size_and_checksum, sync
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 FORMAT = 3
 _MANIFEST = "manifest.json"
 _REPLACED = ".replaced.tmp"  # ends the name of a checkpoint that was moved aside for a newer one of the same tag
@@ -134,12 +132,13 @@ class CheckpointFolder:
     """A worker's checkpoints in one folder. Every rank makes the same calls; they contain collectives.
 
     keep: how many stay. otherwise: what to do where the newest one holds another optimizer's state. suffix: of ranks'
-    files.
+    files. faults: sentences about what `newest` passed over, the same on every rank.
     """
 
     def __init__(self, ranks: RanksOfWorker, folder: Path, keep: int, otherwise: str, suffix: str) -> None:
         self.ranks, self.folder, self._keep, self._otherwise = ranks, folder, keep, otherwise
         self.file = f"rank-{ranks.rank:05d}.{suffix}"
+        self.faults: list[str] = []
 
     def write(self, tag: str, manifest: dict[str, Any], write_file: Callable[[Path], object]) -> None:
         """Write a checkpoint; when it is whole, all but the newest `keep` go.
@@ -152,11 +151,10 @@ class CheckpointFolder:
         """
         together, leads = self.ranks.together, self.ranks.sharing(self.folder).leads
         final, temporary = self.folder / tag, self.folder / f"{tag}.tmp"
-        file = temporary / self.file
 
         def written() -> tuple[str, tuple[int, int]]:
-            write_file(file)
-            return file.name, size_and_checksum(file)
+            write_file(temporary / self.file)
+            return self.file, size_and_checksum(temporary / self.file)
 
         try:
             numbers = together(lambda: prepare(temporary) if leads else 0, temporary)
@@ -171,13 +169,15 @@ class CheckpointFolder:
     def newest(self, wanted: dict[str, Any], tag: str | None = None) -> dict[str, Any] | None:
         """Find the newest whole checkpoint, or the one called `tag`; returns its manifest, None where there is none.
 
-        wanted: this worker's `model`, `optimizer` and `layout`. Damaged checkpoints are passed over with a warning.
+        wanted: this worker's `model`, `optimizer` and `layout`. Damaged checkpoints are passed over (`faults`).
         Raises CheckpointError on every rank: the newest is of another model or optimizer, all need another layout or
         files that are not here, or there is none called `tag`.
         """
         together, folder = self.ranks.together, self.folder
         together(lambda: bring_back(folder), folder)
         found = together(lambda: self._found(wanted, tag), folder)
+        damaged = together(lambda: {*places(folder)} - {path for _, path in manifests(folder)}, folder)
+        self.faults = [f"{p}: passed over: damaged {_MANIFEST}" for p in sorted(set[Path]().union(*damaged))]
         elsewhere: list[str] = []
         for key in sorted({key for here in found for key in here}, reverse=True):
             manifest = next(here[key] for here in found if key in here)
@@ -187,8 +187,7 @@ class CheckpointFolder:
             if not faults:
                 return manifest
             elsewhere += lacks
-            if self.ranks.rank == 0:
-                log.warning("checkpoint %s: passed over: %s", place, faults[0])
+            self.faults.append(f"{place}: passed over: {faults[0]}")
         if elsewhere:
             raise CheckpointError(f"checkpoint {folder}: {elsewhere[0]}")
         if tag is not None:
@@ -266,8 +265,8 @@ def finish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def drop(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints."""
-    for _, old in manifests(folder)[max(1, keep) :]:
+    """Delete all but the newest `keep` checkpoints, and those whose manifest is damaged."""
+    for old in {*places(folder)} - {path for _, path in manifests(folder)[: max(1, keep)]}:
         # Renamed before it is deleted, so that a deletion that is broken off leaves no checkpoint with files missing.
         old.rename(old.with_name(f"{old.name}.old.tmp"))
     for dropped in folder.glob("*.tmp"):
@@ -293,6 +292,11 @@ def bring_back(folder: Path) -> None:
                 replaced.rename(final)
 
 
+def places(folder: Path) -> list[Path]:
+    """List the folders of checkpoints, whole or damaged."""
+    return [path.parent for path in folder.glob(f"*/{_MANIFEST}") if path.parent.suffix != ".tmp"]
+
+
 def manifests(folder: Path) -> list[tuple[dict[str, Any], Path]]:
     """Find the checkpoints whose manifest is what was written; returns (manifest, folder), newest first.
 
@@ -300,11 +304,9 @@ def manifests(folder: Path) -> list[tuple[dict[str, Any], Path]]:
     the other begins anew when a worker begins without its checkpoint.
     """
     found = []
-    for path in folder.glob(f"*/{_MANIFEST}"):
-        if path.parent.suffix == ".tmp":
-            continue
+    for place in places(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = json.loads(path.read_text())
+            manifest = json.loads((place / _MANIFEST).read_text())
             if manifest["checksum"] == _checksum(manifest) and manifest["format"] == FORMAT:
-                found.append((manifest, path.parent))
+                found.append((manifest, place))
     return sorted(found, key=lambda pair: pair[0]["number"], reverse=True)

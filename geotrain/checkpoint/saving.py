@@ -46,7 +46,7 @@ class Checkpoints:
         no_room: Callable[[CheckpointError], None] | None = None,
     ) -> None:
         self._engine, self._no_room, self._ranks = engine, no_room, RanksOfWorker()
-        self._files = CheckpointFolder(self._ranks, Path(folder), keep, _OTHERWISE, "safetensors")
+        self.files = CheckpointFolder(self._ranks, Path(folder), keep, _OTHERWISE, "safetensors")
         streams = torch.cuda if platform.HAS_CUDA else NoStreams()
         self._staging = CudaStaging(engine.device, streams, "checkpoints")
         self._under_way: Future[None] | None = None
@@ -65,7 +65,7 @@ class Checkpoints:
         if engine.residuals:
             engine.optimizer.move_residuals()
         with self._telling():
-            apart = not self._ranks.sharing(self._files.folder).whole
+            apart = not self._ranks.sharing(self.files.folder).whole
             tensors, places = self._saved(every_shard=apart)
             random = {"rng.cpu": torch.get_rng_state()}
             if platform.HAS_CUDA:
@@ -75,7 +75,7 @@ class Checkpoints:
             def write(copies: Sequence[Tensor]) -> None:
                 named = {**random, **dict(zip(tensors, copies, strict=True))}
                 with self._telling():
-                    self._files.write(tag, manifest, lambda path: _write_file(path, named, places))
+                    self.files.write(tag, manifest, lambda path: _write_file(path, named, places))
 
             with self._staging.beside():
                 self._under_way = self._staging.keep(0, tuple(tensors.values()), write)
@@ -90,7 +90,7 @@ class Checkpoints:
     def load(self, tag: str | None = None) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint, or the one called `tag` (`loading.load`)."""
         self.wait()
-        return loading.load(self._engine, self._files, tag)
+        return loading.load(self._engine, self.files, tag)
 
     def close(self) -> None:
         """Wait for the last checkpoint, and end the thread and the process group. Raises CheckpointError."""

@@ -176,6 +176,10 @@ def launch(
             metavar="SITE=HOST,…", help="Where a site is, in place of the file's hosts. May be given again."
         ),
     ] = None,
+    without: Annotated[
+        bool,
+        typer.Option("--without-checkpoints", help="Resume also workers whose own state (moments) is lost."),
+    ] = False,
 ) -> None:
     """Start a whole run: servers, and every region's deepspeed jobs, here or over ssh; until it ends or Ctrl-C.
 
@@ -185,14 +189,15 @@ def launch(
     job's number as --launch-id, one that is requeued after its end ends again, and trains no more.
     """
     if apply:
-        if resume or only or changes or launch_id or at:
+        if resume or only or changes or launch_id or at or without:
             raise typer.BadParameter("--apply changes which regions take part, and nothing else: no other options")
         with loading():
             from geotrain.commands.change_regions import change_regions
         raise typer.Exit(change_regions(run, cluster))
     with loading():
         from geotrain.launch.launcher import launch as start
-    raise typer.Exit(start(run, cluster, resume, tuple(only or ()), tuple(changes or ()), launch_id, tuple(at or ())))
+    given = tuple(only or ()), tuple(changes or ()), launch_id, tuple(at or ())
+    raise typer.Exit(start(run, cluster, resume, *given, without_checkpoints=without))
 
 
 @app.command(epilog="Example: geotrain up run.json --gpu aws:8xh100@us-east-2,gcp:8xa100@europe-west4 --dry-run")

@@ -42,7 +42,8 @@ def _agreed(run: RunConfig) -> dict[str, Any]:
     if run.data.curriculum is None:
         left_out["data"].add("train_samples")  # a finished run may be extended; phases are shares of the whole
     shared = run.model_dump(by_alias=True, mode="json", include={*left_out, "name", "seed"}, exclude=left_out)
-    shared["data"]["train"] = [each.weight for each in run.data.train]
+    weights = [1.0 if each.weight is None and run.data.curriculum is None else each.weight for each in run.data.train]
+    shared["data"]["train"] = {str(number): {"weight": weight} for number, weight in enumerate(weights)}
     if run.data.rampup_batch_size is not None:
         shared["data"]["samples_per_step"] = run.samples_per_step  # by which steps have their places
     return shared

@@ -175,10 +175,8 @@ class OuterLoop:
             self.loop = WorkerLoop(member, *trained, validate=self._on_validation, save=self._save, adopt_last=True)
             opened.callback(self.loop.watch.stop)
             self.resumed_job = self._files.load() if resume else 0
-            self.loop.start()
-            if state and not self.resumed_job and (done := self.loop.jobs_before) and rank.is_metrics_rank:
-                why = f"there is none in {member.checkpoints}" if resume else "resume=False"
-                member.trouble(f"has trained {done} jobs before, and begins without its saved state: {why}")
+            lacks = f"no whole checkpoint is in {member.checkpoints}" if resume else "resume=False"
+            self.loop.start(lacks if state and not self.resumed_job else "", self._files.files.faults)
             if masters.zero_3 and rank.is_metrics_rank:
                 member.trouble(
                     "ZeRO 3 gives torch no moments to save: started again, this worker begins without them"

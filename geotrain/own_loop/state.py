@@ -34,7 +34,7 @@ class LoopCheckpoints:
     def __init__(
         self, folder: Path, ranks: RanksOfWorker, state: Mapping[str, Stateful], model: str, keep: int
     ) -> None:
-        self._state, self._files = state, CheckpointFolder(ranks, folder, keep, _OTHERWISE, "pt")
+        self._state, self.files = state, CheckpointFolder(ranks, folder, keep, _OTHERWISE, "pt")
         kinds = ", ".join(f"{name} ({type(part).__name__})" for name, part in sorted(state.items()))
         self._described = {"model": model, "optimizer": kinds, "layout": {"ranks": ranks.world_size}}
         self._readable = False  # whether torch has read such a file back
@@ -45,7 +45,7 @@ class LoopCheckpoints:
         if not self._state:
             return ""
         try:
-            self._files.write(
+            self.files.write(
                 f"job-{job:08d}", {"own_files": True, **self._described, "extra": {"job": job}}, self._write
             )
         except CheckpointError as error:
@@ -57,11 +57,11 @@ class LoopCheckpoints:
     def load(self) -> int:
         """Load the newest state that every rank has whole; returns its job, 0 where there is none. Raises
         CheckpointError: it is of another model, number of ranks, names or types, or a part does not take it."""
-        manifest = self._files.newest(self._described) if self._state else None
+        manifest = self.files.newest(self._described) if self._state else None
         if manifest is None:
             return 0
-        place = self._files.folder / manifest["tag"]
-        self._files.ranks.together(lambda: self._read(place), place)
+        place = self.files.folder / manifest["tag"]
+        self.files.ranks.together(lambda: self._read(place), place)
         return int(manifest["extra"]["job"])
 
     def _write(self, path: Path) -> None:
@@ -72,6 +72,6 @@ class LoopCheckpoints:
             self._readable = True
 
     def _read(self, place: Path) -> None:
-        saved = torch.load(place / self._files.file, map_location="cpu", weights_only=True)
+        saved = torch.load(place / self.files.file, map_location="cpu", weights_only=True)
         for name, part in self._state.items():
             part.load_state_dict(saved[name])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +141,6 @@ class WorkerLoop:
             member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
         )
         self.finished = False  # whether all was trained and sent, and the worker has left
-        self.jobs_before = 0  # that the server has of this worker's earlier incarnations
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained
         self._share = 1.0  # of a whole batch that the last job's steps had
@@ -150,8 +149,12 @@ class WorkerLoop:
         self._untrained: deque[Lease] = deque()  # that the training side has not begun
         self._following: Future[Lease | Finished] | None = None  # the lease after these; None: there was no data
 
-    def start(self) -> None:
-        """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`."""
+    def start(self, lacks: str = "", faults: Sequence[str] = ()) -> None:
+        """Join, adopt the server's weights, begin the first lease. Every rank must call it, before `leases`.
+
+        lacks: why the worker begins without its saved state; "": it has it, or saves none. faults: sentences about
+        what was passed over there. Both are reported, the first if the worker has trained before.
+        """
         # Names this incarnation of the worker: the time tells it from earlier ones, and all ranks must say the same.
         incarnation = self.rank.from_rank_0(f"{self.name}-{time.time_ns():x}")
         self.watch.start()
@@ -164,7 +167,10 @@ class WorkerLoop:
         job = wait_for(self.exchange.start(self.member.identity, incarnation))
         self.laps.restart()
         self._ask(job)
-        self.jobs_before = self._last_job = job - 1
+        self._last_job = job - 1  # by this worker's earlier incarnations
+        begins = f"has trained {job - 1} jobs before, and begins without its saved state: {lacks}"
+        for fault in (*faults, *[begins] * bool(lacks and job > 1)) if self.rank.is_metrics_rank else ():
+            self.member.trouble(fault)
         self._begin_or_finish()
 
     def leases(self) -> Iterator[Lease]:

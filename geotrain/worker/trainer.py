@@ -58,9 +58,8 @@ class Trainer:
     def train(self, resume: bool) -> None:
         """Train until no data is left for this worker. resume: begin with the optimizer state of the newest
         checkpoint, if there is one. Weights always come from the server, where others' training is part of them."""
-        if resume:
-            self.checkpoints.load()
-        self.loop.start()
+        lacks = f"no whole checkpoint is in {self.member.checkpoints}" if resume else "started without --resume"
+        self.loop.start("" if resume and self.checkpoints.load() else lacks, self.checkpoints.files.faults)
         for lease in self.loop.leases():
             self.train_job(lease)
         self.checkpoints.close()

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, codec_config, load_cluster, load_run
+from geotrain.config import (
+    Address,
+    ClusterConfig,
+    ConfigError,
+    DataSet,
+    RunConfig,
+    codec_config,
+    load_cluster,
+    load_run,
+)
 from geotrain.emulate.wan import Wan
 from geotrain.launch import launcher
 from geotrain.launch.check import check_port_is_free, free_ports
@@ -77,6 +86,7 @@ def test_a_folder_is_begun_once(tmp_path: Path) -> None:
     launcher._check_folder(run, tmp_path, resume=True)
     launcher._check_folder(run, tmp_path, resume=False, only=("eu",))  # which has no state yet
     other = run.outer.model_copy(update={"local_steps": 64, "up": codec_config("int8")})
+    mixed = (*run.data.train, DataSet(prefix="other", weight=2.0))
     for changes, words in (
         ({"seed": 7}, rf"begun with other settings \(seed: was {run.seed}, is 7\); resume with the same"),
         (
@@ -84,6 +94,10 @@ def test_a_folder_is_begun_once(tmp_path: Path) -> None:
             r'\(outer.local_steps: was 8, is 64; .*outer.up.name: was "int4", is "int8".*`geotr',
         ),
         ({"data": run.data.model_copy(update={"sequence_length": 16})}, r"data.sequence_length: was \d+, is 16"),
+        (
+            {"data": run.data.model_copy(update={"train": mixed})},
+            r"\(data.train.1.weight: was nothing, is 2.0\); resume",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             launcher._check_folder(run.model_copy(update=changes), tmp_path, resume=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,13 @@ def test_a_stopped_run_keeps_what_it_trained(life: Life) -> None:
     assert "the run is not on, nothing was done: stopped; " in again.stderr
     again = life.said["launch again"]
     assert again.returncode == 2 and "holds a run already: continue it with --resume" in again.stderr
+
+
+def test_a_resume_without_a_workers_state_does_not_go_by_unseen(life: Life) -> None:
+    refused = life.said["resume without a worker's state"]
+    assert refused.returncode == 2 and "worker 'eu-0' has trained" in refused.stderr
+    assert "or go on with --without-checkpoints" in refused.stderr
+    assert re.search(r"us-0: \S+/job-\d+: passed over: damaged manifest.json", life.output["finished"])
 
 
 def test_what_the_operator_did_is_in_the_events(life: Life) -> None:

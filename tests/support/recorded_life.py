@@ -20,6 +20,7 @@ from urllib.request import urlopen
 
 import psutil
 
+from geotrain.checkpoint.folders import manifests
 from geotrain.commands.operate import LiveRun, RunStatus
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import ClusterConfig, parse
@@ -164,6 +165,11 @@ def played(folder: Path) -> Life:
         life.look("stopped")
         for name, words in (("stop again", ("stop", run.folder)), ("launch again", ("launch", *files))):
             life.say(name, *words)
+        saved = run.folder / "checkpoints"
+        (saved / "eu-0").rename(run.folder / "eu-0")
+        life.say("resume without a worker's state", "launch", *files, "--resume")
+        (run.folder / "eu-0").rename(saved / "eu-0")
+        manifests(saved / "us-0")[0][1].joinpath("manifest.json").write_bytes(b"")
         # Beyond all that was ever leased: a replay of the whole journal meets no other end.
         newest = max((run.folder / "servers/global/snapshots").glob("*/meta.json"))
         trained = checked_meta(newest.read_bytes())["meta"]["state"]["leases"]["next_start"]

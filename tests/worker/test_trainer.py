@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,7 +92,7 @@ def member_of(run: RunConfig, servers: LocalServers, client: LocalClient, folder
 
 
 def try_both() -> dict[str, Any]:
-    return {**try_outer_loops(), **{form: try_acco(form) for form in ACCO}}
+    return {**try_outer_loops(), **{form: try_acco(form) for form in ACCO}, "lost": try_a_lost_state()}
 
 
 def try_outer_loops() -> dict[str, Any]:
@@ -149,6 +151,39 @@ def try_outer_loops() -> dict[str, Any]:
         engine.close()
         shut_down(leave_world=False)
     return results
+
+
+class Died(Exception):
+    pass
+
+
+def try_a_lost_state() -> list[str]:
+    """What a worker reports that comes back after a death, with its only checkpoint damaged."""
+    from geotrain.worker.trainer import Trainer
+
+    run = run_of(OUTER["halos"])
+    run = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"every_jobs": 1})})
+    servers, told, left = LocalServers(run), list[str](), iter(range(4))
+    engine: Any = start(MODEL, ParallelConfig(), run.deepspeed)
+    train_step = engine.train_step
+
+    def dies(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise Died
+        return train_step(*args)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for step in dies, train_step:
+            engine.train_step = step
+            member = member_of(run, servers, LocalClient(servers), folder, trouble=told.append)
+            trainer = Trainer(member, engine, loader_of())
+            with pytest.raises(Died) if step is dies else nullcontext():
+                trainer.train(resume=step is not dies)
+            trainer.checkpoints.wait()
+            for manifest in Path(folder, "w").glob("*/manifest.json"):
+                manifest.write_bytes(b"")
+    stop(engine)
+    return [each.replace(folder, "") for each in told]
 
 
 ACCO = ("exact", "delayed")
@@ -261,6 +296,12 @@ def test_rebasing_loses_no_step_of_a_single_worker(results, name):
 
 def test_the_outer_loop_matters(results):
     assert results["halos"]["losses"][4:] != pytest.approx(results["alone"]["losses"][4:], rel=1e-4)
+
+
+def test_a_resume_without_its_state_is_reported(results):
+    damaged = "/w/job-00000001: passed over: damaged manifest.json"
+    begins = "has trained 1 jobs before, and begins without its saved state: no whole checkpoint is in /w"
+    assert results["lost"] == [damaged, begins]
 
 
 def test_validation_sees_the_global_weights_and_changes_no_bit_of_training(results):

@@ -140,7 +140,8 @@ class GlobalServer(Server):
         now = self.lease_table.local_steps
         if key != "outer.local_steps":
             raise Refused(
-                f"{key!r} cannot be set here while a run is on, only outer.local_steps: all agreed on the rest"
+                f"{key!r} cannot be set while a run is on, only outer.local_steps and, where regions send by count, "
+                "outer.rule.updates_per_send: all agreed on the rest"
             )
         if self.lease_table.rounds is not None:
             raise Refused("outer.local_steps cannot be set: all rounds of a synchronous run are of one length")
