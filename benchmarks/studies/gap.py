@@ -201,8 +201,8 @@ def markdown(found: list[dict[str, Any]]) -> str:
             told.append(
                 f"{OPTIMIZERS[optimizer]}, {batch * LENGTH:,} bytes: if the gap keeps falling as a power of the "
                 f"number of steps, it would be {100 * law['gap']:.1f} % after {LONG // WORKERS:,} steps of each "
-                f"worker ({100 * law['low']:.1f} to {100 * law['high']:.1f}; fitted to {law['lengths']} runs, each gap with "
-                f"a standard deviation of {100 * NOISE:.1f} points)."
+                f"worker ({100 * law['low']:.1f} to {100 * law['high']:.1f}; fitted to {law['lengths']} runs, "
+                f"each gap with a standard deviation of {100 * NOISE:.1f} points)."
             )
     return "\n\n".join(told) + "\n"
 
