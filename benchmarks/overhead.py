@@ -59,11 +59,12 @@ def main() -> None:
 def files(folder: Path, local_steps: int, regions: Sequence[str] = ("eu",), **run_keys: Any) -> tuple[Path, Path]:
     """Write a prepared data set, a run file and a cluster file, with a worker of one rank in each region. run_keys:
     laid over the run file's blocks."""
-    from geotrain.data.corpus import write_jsonl
+    from geotrain.data.corpus import documents
     from geotrain.data.prepare import prepare
     from geotrain.data.tokenizer import byte_tokenizer
 
-    write_jsonl(folder / "text.jsonl", TEXT_BYTES)
+    texts = (json.dumps({"text": text}) + "\n" for text in documents(TEXT_BYTES))
+    (folder / "text.jsonl").write_text("".join(texts))
     prepare([folder / "text.jsonl"], folder / "data", byte_tokenizer())
     raw = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
     raw["model"]["config"] = json.loads((ROOT / "configs/models/llama-tiny.json").read_text())

@@ -6,15 +6,11 @@ The quickstart and the studies train on it, so that they need no download.
 from __future__ import annotations
 
 import importlib
-import json
 import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-
-from geotrain.common.files import whole_file
-from geotrain.data.tokens import DataError
 
 _SUFFIXES = (".py", ".txt", ".rst")
 _SKIPPED = frozenset(  # tests, installed packages, and tables rather than text
@@ -37,18 +33,6 @@ def documents(limit_bytes: int) -> Iterator[str]:
         if used_bytes > limit_bytes:
             return
         yield text
-
-
-def write_jsonl(path: Path, limit_bytes: int) -> int:
-    """Write the corpus as JSON lines, for `prepare`. Returns the number of documents. Raises DataError: none."""
-    count = 0
-    with whole_file(path) as file:
-        for text in documents(limit_bytes):
-            file.write(json.dumps({"text": text}) + "\n")
-            count += 1
-        if not count:
-            raise DataError("no documentation or sources of Python's standard library here; give text of your own")
-    return count
 
 
 def _texts(folder: Path) -> Iterator[str]:

@@ -86,11 +86,8 @@ def _in_folder(top: Path) -> Iterator[tuple[Path, str]]:
             yield folder, f"the same folder as {first}"
             folders.clear()
             continue
-        for name in (*folders, *names):
-            if name.startswith("."):
-                yield folder / name, "hidden"
-            elif name in names:
-                yield folder / name, _unsupported(folder / name)
+        yield from ((folder / name, "hidden") for name in (*folders, *names) if name.startswith("."))
+        yield from ((folder / name, _unsupported(folder / name)) for name in names if not name.startswith("."))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 

@@ -369,7 +369,7 @@ def test_equal_documents_never_stand_on_both_sides() -> None:
     assert all(is_validation(text, 0.3) for text in texts if is_validation(text, 0.1))
 
 
-def test_the_corpus_is_real_text_in_a_fixed_order(tmp_path: Path) -> None:
+def test_the_corpus_is_real_text_in_a_fixed_order() -> None:
     texts = list(corpus.documents(2_000_000))
     sizes = [len(text.encode()) for text in texts]
     assert 1_500_000 < sum(sizes) <= 2_000_000
@@ -377,11 +377,3 @@ def test_the_corpus_is_real_text_in_a_fixed_order(tmp_path: Path) -> None:
     assert any('The "assert" statement' in text for text in texts)
     assert not any("import unittest" in text and "test_support" in text for text in texts)
     assert list(corpus.documents(100_000)) == texts[: len(list(corpus.documents(100_000)))]
-    assert corpus.write_jsonl(tmp_path / "corpus.jsonl", 2_000_000) == len(texts)
-    written = [
-        t for b in readers.read_blocks(tmp_path / "corpus.jsonl", "text") for t in readers.parse_block(b, "text")
-    ]
-    assert written == texts
-    with pytest.raises(DataError, match="no documentation or sources"):
-        corpus.write_jsonl(tmp_path / "none.jsonl", 10)
-    assert os.listdir(tmp_path) == ["corpus.jsonl"]  # noqa: PTH208 (hidden files too)
