@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from geotrain.common.names import GLOBAL
+from geotrain.common.ports import why_not_bound
 from geotrain.config import (
     THIS_MACHINE,
     Address,
@@ -73,7 +74,9 @@ def obstacles(
     worker may go on whose own state is lost. Ports are another matter (`port_obstacles`): a run that is on has them.
     """
     topology = Topology(run, cluster)
-    checks: list[Callable[[], object]] = [partial(_check_fragments, run), partial(_check_reached, topology)]
+    checks: list[Callable[[], object]] = [partial(_check_fragments, run)]
+    if not cluster.emulate_links:  # whose hosts are this machine, and servers have addresses of their own
+        checks.append(partial(_check_reached, topology))
     if set(here) - {GLOBAL}:  # other machines check their copies themselves
         checks += [partial(check_split, run, prefix) for prefix in run.data.prefixes]
         checks += [partial(check_digest, run), partial(_check_validation, run, topology)]
@@ -125,6 +128,10 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
                     f"{what} and {twice[0]} both want {host_port(*address.listening)}; give one of them another port"
                 )
             )
+    # Of a host that this machine is not, the first address stands for all.
+    firsts = {address.listening[0]: what for what, address in reversed(fixed)}
+    wrong = {what for host, what in firsts.items() if why_not_bound(host, 0)}
+    fixed = [(what, address) for what, address in fixed if what in wrong or firsts[address.listening[0]] not in wrong]
     return [*found, *_failing(partial(check_port_is_free, address, f"{what}: ") for what, address in fixed)]
 
 

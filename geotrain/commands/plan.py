@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +283,7 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     shards = len(found.cluster.global_shards)
     where = f"{shards} shards each" if shards else "vectors in their own processes"
     needed, room = host_bytes(found.run, found.cluster), found.cluster.server_memory
-    fullest = max(needed, key=lambda host: sum(needed[host].values()) / room.get(host, inf))
+    fullest = max(needed, key=lambda host: sum(needed[host].values()))
     of = f" of {size(room[fullest])}" if fullest in room else ""
     console.print(
         f"servers: {where}, on {len(needed)} hosts, of which {fullest} needs most memory: "

@@ -184,6 +184,10 @@ class PlanTask:
         model = self.run.model.model_copy(update={"recompute": recompute})
         return replace(self, run=self.run.model_copy(update={"model": model}))
 
+    def with_outer(self, changes: Mapping[str, Any]) -> PlanTask:
+        """The same with these keys of `outer`."""
+        return replace(self, run=self.run.model_copy(update={"outer": self.run.outer.model_copy(update=changes)}))
+
     @property
     def balanced(self) -> bool:
         return self.run.acco is not None and self.run.acco.balance

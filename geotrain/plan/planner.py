@@ -18,6 +18,7 @@ from geotrain.config import (
     THIS_MACHINE,
     Address,
     ClusterConfig,
+    FragmentConfig,
     LinkConfig,
     OuterConfig,
     RegionConfig,
@@ -47,6 +48,12 @@ from geotrain.plan.settings import (
 from geotrain.plan.spanning import found_layouts
 
 GLOBAL_PORT = 7070
+# Keys of `outer` that take less of servers' memory, the gentlest first, and how a plan tells of them.
+ROOM: tuple[tuple[str, Any, str], ...] = (
+    ("fragments", FragmentConfig(layers_per_fragment=2), "fragments of two layers"),
+    ("mirrors", "disk", 'outer.mirrors = "disk"'),
+    ("server_state", "bf16", 'outer.server_state = "bf16"'),
+)
 LONGEST_NAME = 28  # of a region, in the names of its workers
 
 
@@ -109,28 +116,26 @@ def decide(task: PlanTask, wish: Wish, find: Find = found_layouts) -> Decided:
     homes = list(dict.fromkeys(home_of(w.layout.hosts) for w in workers))
     model_bytes = 2 * parameter_count(task.architecture)  # bf16: which codec is chosen does not change the order
     where = places(task, homes, model_bytes)
+    return Decided(task, every, workers, where, _settings(task, workers, where[0], wish))
+
+
+def _settings(task: PlanTask, workers: Workers, place: ServerPlace, wish: Wish) -> list[Setting]:
     prices = [w.layout.usd_per_hour for w in workers]
     hourly = None if None in prices else sum(p for p in prices if p is not None)
-    outer = settings(task, workers, where[0].region, wish.utilization, hourly)
-    return Decided(task, every, workers, where, outer)
+    return settings(task, workers, place.region, wish.utilization, hourly)
 
 
 def plan(task: PlanTask, wish: Wish) -> Plan:
     """Make the plan. Raises PlanError when the model fits nowhere, a figure is missing, or what is pinned cannot be
     had."""
     decided = decide(task, wish)
-    task, workers = decided.task, decided.workers
-    place, setting = decided.places[0], decided.settings[0]
-    if wish.objective == "tokens":
-        wish = replace(wish, tokens=speed(workers) * task.tokens_per_step * setting.utilization * wish.seconds)
+    task, workers, place = decided.task, decided.workers, decided.places[0]
     named = name_workers(task, workers)
-    run, cluster = resolve(task, named, place.region, setting.outer, wish.tokens, setting.shards)
-    for small in too_small_hosts(run, cluster):
-        raise PlanError(str(small))
+    ranked, wish, run, cluster, notes = _that_fits(decided, named, wish)
+    setting = ranked[0]
     prediction = predict(run, cluster, task.imbalance)
     busiest = max(prediction.server_busy.values())
     setting = replace(setting, shards=max(1, len(cluster.global_shards)), server_busy=busiest)
-    notes = []
     if setting.misses > 0:
         notes.append(
             f"no outer setting keeps every limit (utilization ≥ {wish.utilization:.0%}, links ≤ {BUSY:.0%} busy, "
@@ -148,11 +153,38 @@ def plan(task: PlanTask, wish: Wish) -> Plan:
         place=place,
         setting=setting,
         places=tuple(decided.places),
-        settings=tuple(decided.settings),
+        settings=tuple(ranked),
         idle=tuple(idle_hosts(task, workers, decided.every)),
         inventory_tokens_per_s=1e12 * everything / useful_flops(task.architecture, task.run.data.sequence_length),
         notes=tuple(notes),
     )
+
+
+def _that_fits(
+    decided: Decided, named: Mapping[str, Worker], wish: Wish
+) -> tuple[list[Setting], Wish, RunConfig, ClusterConfig, list[str]]:
+    """Choose the best setting whose servers fit the memory of their hosts: with other codecs and fewer shards, then
+    with ROOM, as far as that is free. Returns all settings, that one first, the wish, the two files and notes. Raises
+    PlanError."""
+    task, place, small = decided.task, decided.places[0], ""
+    room = [each for each in ROOM if each[0] not in task.pins.outer and not task.run.outer.flat]
+    for taken in (room[:number] for number in range(len(room) + 1)):
+        tasked = task.with_outer({key: value for key, value, _ in taken})
+        ranked = _settings(tasked, decided.workers, place, wish) if taken else decided.settings
+        unlike = {(s.outer.up.name, s.outer.down.name, s.outer.local.name, s.shards): s for s in reversed(ranked)}
+        for setting in sorted(unlike.values(), key=lambda setting: setting.order):
+            if setting.misses > ranked[0].misses:
+                break
+            if wish.objective == "tokens":
+                tokens = speed(decided.workers) * task.tokens_per_step * setting.utilization * wish.seconds
+                wish = replace(wish, tokens=tokens)
+            run, cluster = resolve(tasked, named, place.region, setting.outer, wish.tokens, setting.shards)
+            if not (found := list(too_small_hosts(run, cluster))):
+                told = ", ".join(words for *_, words in taken) or "codecs and shards"
+                notes = [f"chosen for the servers' memory: {told}; else {small}"] if small else []
+                return [setting, *(s for s in ranked if s is not setting)], wish, run, cluster, notes
+            small = small or str(found[0]).partition(";")[0]
+    raise PlanError(str(found[0]))
 
 
 def idle_hosts(task: PlanTask, workers: Workers, every: Workers) -> list[tuple[Host, int, str]]:

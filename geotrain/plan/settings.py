@@ -195,7 +195,7 @@ def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int],
 def outers(task: PlanTask) -> Iterator[OuterConfig]:
     """List the outer blocks that keep the pinned keys."""
     base, pins = task.run.outer, task.pins.outer
-    layers = max(1, -(-task.architecture.layers // FRAGMENTS))
+    layers = base.fragments.layers_per_fragment or max(1, -(-task.architecture.layers // FRAGMENTS))
     overlaps: list[dict[str, Any]] = []
     for steps in OVERLAPS:
         block: dict[str, Any] = {}
@@ -219,7 +219,8 @@ def outers(task: PlanTask) -> Iterator[OuterConfig]:
     )
     for parts in product(overlaps, wide, local, jobs, updates):
         outer = base.model_copy(update={key: value for part in parts for key, value in part.items()})
-        if outer.overlap.steps < outer.local_steps:
+        whole = {outer.down.name, outer.local.name} <= {"fp32", "bf16"}  # which leaves no mirrors
+        if outer.overlap.steps < outer.local_steps and not (whole and outer.mirrors == "disk"):
             yield outer
 
 

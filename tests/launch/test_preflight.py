@@ -152,6 +152,28 @@ def test_what_launch_refuses_the_dry_run_finds(place: Path, run: dict[str, Any],
     assert not Path("runs/mine/servers").exists()
 
 
+def test_a_worker_of_several_emulated_hosts_reaches_its_server(place: Path) -> None:
+    """They are this machine, and its server has an address of their network."""
+    hosts = [{"host": f"host-{region}", "slots": 1, "region": region} for region in ("here", "there")]
+    change("run.json", deepspeed__train_batch_size=16, data__validation_samples=16)
+    change("run.json", monitor__validate_every_samples=64)
+    change("cluster.json", regions__0__workers__0__hosts=hosts, emulate_links=True)
+    raw = json.loads(Path("cluster.json").read_text())
+    there = {"name": "there", "hosts": hosts[1:]}
+    links = [{"regions": [a, b], "gbps": 1.0, "rtt_ms": 1.0} for a, b in (("here", "there"), ("here", "global"))]
+    Path("cluster.json").write_text(json.dumps({**raw, "regions": [*raw["regions"], there], "links": links}))
+    assert refused() == []
+
+
+def test_a_host_that_this_machine_is_not_is_one_line(place: Path) -> None:
+    """However many shards are to listen there."""
+    there = {"host": "192.0.2.1", "port": 7000}
+    shards = [{**there, "port": 7001 + i} for i in range(32)]
+    change("cluster.json", global_server=there, global_shards=shards, regions__0__shards=[{}] * 32)
+    (line,) = refused()
+    assert line.startswith("the server of 'global': cannot listen on 192.0.2.1:7000: ")
+
+
 def test_the_dry_run_tells_everything_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change("run.json", data__train="data/none", data__tokenizer="none", model__init_from="weights")
     code, text = said("dry-run", "run.json", "cluster.json")

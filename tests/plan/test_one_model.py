@@ -16,6 +16,7 @@ from geotrain.commands import dry_run
 from geotrain.commands import plan as plan_command
 from geotrain.commands.simulate import question, simulate
 from geotrain.config import OuterConfig, load_cluster, load_run
+from geotrain.launch.terminal import size
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.servers import place_of, update_s
 from geotrain.simulate import forecast as forecast_module
@@ -57,6 +58,8 @@ def test_all_tell_the_same_of_a_preset(name: str, tmp_path: Path, monkeypatch: p
         assert figures(other) == pytest.approx(figures(planned), rel=WITHIN)
     assert f"{dried['hours']:.2f} h for" in words.getvalue()
     number, unit = re.findall(r"tokens: ([\d.e+]+) (\w+)", wide.file.getvalue())[-1]  # type: ignore[attr-defined]
+    fullest = max(sum(parts.values()) for parts in dry_run.needs(run, cluster).hosts.values())
+    assert f"needs most memory: {size(fullest)};" in wide.file.getvalue()  # type: ignore[attr-defined]
     hours = float(number) * {"days": 24.0, "hours": 1.0, "minutes": 1 / 60}[unit]
     assert hours == pytest.approx(simulated["hours"], rel=WITHIN)
     # What the planner compares its choices by: where no server is full, and but for the run's ends, at which the

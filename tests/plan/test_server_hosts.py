@@ -12,11 +12,12 @@ from rich.console import Console
 
 from benchmarks.servers.rates import run_of as large
 from geotrain.commands import dry_run
+from geotrain.commands.plan import default_run
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, RunConfig
+from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.launch.run_rules import misfits
 from geotrain.parameters.parameter_map import parameter_map_of
-from geotrain.plan.inventory import PlanError
+from geotrain.plan.inventory import Pins, PlanError
 from geotrain.plan.model.server_hosts import PER_HOST, host_bytes, servers, shard_bytes, spread, too_small_hosts
 from geotrain.plan.model.servers import place_of, server_needs
 from geotrain.plan.settings import SERVER_BUSY
@@ -108,6 +109,29 @@ def test_a_plan_puts_shards_where_there_is_memory() -> None:
     output = StringIO()
     dry_run.show(dry_run.needs(plan.run, plan.cluster), Console(file=output, width=250))
     assert f"{top}-mem1" in output.getvalue() and "20.0 GB" in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "gb", "told"),
+    [("small", 4, 14.0, "codecs and shards"), ("70 B", 2, 1000.0, "fragments of two layers")],
+)
+def test_a_plan_takes_by_itself_what_the_servers_memory_asks_for(name: str, hosts: int, gb: float, told: str) -> None:
+    """As docs/choosing.md says of 70 B; what is pinned is kept."""
+    if name == "small":
+        run, cluster = small(gb)
+    else:
+        regions = {each: [(8, "h")] * 16 for each in "abcd"}
+        run = parse(RunConfig, default_run("large", large(name).model.config, None), "large")
+        kind = {"memory_gb": 76.0, "tflops": 989.0}
+        named = {each: [(f"{each}-mem[1-{hosts}]", gb)] for each in regions}
+        cluster = with_hosts(inventory(regions, 10.0, h=kind), **named)
+    plan = planned(run, cluster)
+    assert len(plan.notes) == 1 and plan.notes[0].startswith(f"chosen for the servers' memory: {told}")
+    assert "its memory_gb is" in plan.notes[0] and list(too_small_hosts(plan.run, plan.cluster)) == []
+    if name != "small":
+        assert (plan.run.outer.mirrors, plan.run.outer.server_state) == ("disk", "bf16")
+        with pytest.raises(PlanError, match="servers need"):
+            planned(run, cluster, Pins(outer=frozenset({"mirrors", "server_state"})))
 
 
 def test_what_no_host_holds_is_refused_with_the_numbers() -> None:
