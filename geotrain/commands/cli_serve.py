@@ -25,7 +25,7 @@ def serve_alone(
     rule: Annotated[JoinedRule, typer.Option(help="Rule of the outer loop.")] = "async",
     steps: Annotated[int | None, typer.Option(min=1, help="Of the run, over all workers; default: no end.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="The run begins when so many have joined.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65534, help="Port to join at; the next one is used, too.")] = 7600,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to join at.")] = 7600,
     bind: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     changes: Changes = None,
     resume: Resume = False,

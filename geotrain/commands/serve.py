@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from geotrain.common.names import ENDLESS_SAMPLES, GLOBAL
 from geotrain.config import (
+    EVERY_ADDRESS,
+    Address,
     ClusterConfig,
     ConfigError,
     RunConfig,
@@ -28,6 +31,7 @@ from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server.enrollment_server import CERTIFICATES, WEIGHTS, EnrollmentServer
 from geotrain.net.server.server_process import serve
 from geotrain.net.server.server_setup import ServerSetup
+from geotrain.net.transport import rpc
 from geotrain.net.transport.enrollment import TOKEN
 
 # Takes (canonical name, fp32 tensor) pairs, and a function that says whether to go on; gives the loss.
@@ -87,19 +91,25 @@ def run_alone(
 ) -> int:  # fmt: skip
     """Serve a run that no file describes, whose workers join by address and token. Returns the exit code.
 
-    rule: of RULES. port: for who joins; the server itself listens at the next one. steps: of the run, over all
+    rule: of RULES. steps: of the run, over all
     workers; None: it goes on until all have left. workers: so many must join before it begins, 1 if not given.
     resume: the folder holds such a run, or none. changes: keys to set, as `geotrain.config.load_run` takes them.
     Raises ConfigError, CertificateError, OSError.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     folder, kind = folder.absolute(), RULES[rule]
+    everywhere = bind in EVERY_ADDRESS
+    address = Address(port=port, bind=bind) if everywhere else Address(host=bind, port=port)
+    others_say = host_port(own_address() if everywhere else bind, port)
     if (folder / CERTIFICATES).exists() and not resume:
         raise ConfigError(f"{folder}: holds a run already; give --resume to go on with it, or another --folder")
 
+    began = folder / "run.json"
+    name = load_run(began).name if began.exists() else folder.name  # the folder may have been renamed
+
     def make_run(every: int, samples_per_step: int) -> RunConfig:
         raw: Any = {
-            "name": folder.name,
+            "name": name,
             "folder": str(folder),
             "model": {"weights": str(folder / WEIGHTS)},
             "data": {
@@ -115,22 +125,21 @@ def run_alone(
         raise ConfigError(f"--rule {rule}: its rounds need every worker, to the end: state --steps and --workers")
     if not first.outer.flat:
         raise ConfigError("--set outer.levels: whoever joins speaks to this server itself; regions need a run file")
-    enrollments = EnrollmentServer(folder, make_run, port + 1, bind, workers or 1)
+    rpc.check_free(address)
+    enrollments = EnrollmentServer(folder, make_run, address, workers or 1)
     if enrollments.run is not None:
         again = make_run(enrollments.run.outer.local_steps, enrollments.run.samples_per_step)
         if differ := config_changes(enrollments.run, again):
             raise ConfigError(f"{folder}: began otherwise ({'; '.join(differ)}); resume with the same options")
         enrollments.run = again
-    enrollments.listen(port)
     print(
-        f"geotrain serve: {folder.name} listens at {host_port(own_address(), port)} and at port {port + 1}. In each "
-        f"worker:\n  export {TOKEN}={enrollments.token}\n"
-        f'  geotrain.OuterLoop("{host_port(own_address(), port)}", "NAME", model, every=64)',
+        f"geotrain serve: {name} listens at {others_say}. In each worker:\n  export {TOKEN}={enrollments.token}\n"
+        f'  geotrain.OuterLoop("{others_say}", "NAME", model, every=64)',
         flush=True,
     )
-    run, cluster = enrollments.first_members()
-    setup = ServerSetup(run, cluster, GLOBAL, folder / "servers" / GLOBAL, newest=enrollments.newest)
-    return serve(setup, resume=True)
+    run, cluster = asyncio.run(enrollments.first_members())
+    of_members = {"newest": enrollments.newest, "enroll": enrollments.enroll}
+    return serve(ServerSetup(run, cluster, GLOBAL, folder / "servers" / GLOBAL, **of_members), resume=True)
 
 
 def own_address() -> str:

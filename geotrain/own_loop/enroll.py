@@ -70,7 +70,7 @@ def enroll(
         if time.monotonic() - begun_s > max(patience_s, connect_s):
             raise ConnectionError(
                 f"{region}: the server at {address} let nobody in within {max(patience_s, connect_s):g} s ({why}); "
-                "check that `geotrain serve` runs there, and that no firewall is before its two ports"
+                "check that `geotrain serve` runs there, and that no firewall is before its port"
             )
         time.sleep(0.5)
 
@@ -110,7 +110,7 @@ def _attempt(
             for start in range(0, len(content), SENT_BYTES):
                 part = content[start : start + SENT_BYTES]
                 reply = asked(partial(EnrollmentClient.send, values=part)) if reply is None else reply
-        return asked(EnrollmentClient.heard) if reply is None else reply
+        return asked(EnrollmentClient.finish) if reply is None else reply
     finally:
         for client in clients:
             client.close()

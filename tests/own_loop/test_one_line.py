@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 import torch.distributed as dist
+from grpc import aio
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import geotrain
 from geotrain.commands.export import export_run
-from geotrain.config import ConfigError, changed_run
+from geotrain.common.ports import why_not_bound
+from geotrain.config import Address, ConfigError, changed_run
 from geotrain.launch.check import free_ports
 from geotrain.net.server.enrollment_server import EnrollmentServer
-from geotrain.net.transport.certs import CertificateError
+from geotrain.net.transport import rpc
+from geotrain.net.transport.certs import CertificateError, Credentials, Trust, open_channel
 from geotrain.net.transport.enrollment import EnrollmentClient
 from geotrain.outer.messages import Refused
 from geotrain.own_loop import loop as own_loop
@@ -177,8 +182,8 @@ def test_a_data_set_is_leased(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> 
         ({"samples_per_step": 2}, "samples_per_step is 2 at us, and 1 in the run"),
         ({"region": "EU"}, "region"),
         ({"region": "eu-0"}, "need names of their own"),
-        ({"token": "geotrain1." + "0" * 64 + "." + "0" * 32}, "is not the one that printed this token"),
-        ({"token": lambda token: token[:-32] + "0" * 32}, "the token's secret is not this server's"),
+        ({"token": "geotrain2." + "0" * 64 + "." + "0" * 32}, "is not the one that printed this token"),
+        ({"token": lambda token: token[:-32] + "0" * 32}, "the token's password is not this server's"),
     ],
 )
 def test_who_is_refused_changes_nothing(
@@ -193,17 +198,74 @@ def test_who_is_refused_changes_nothing(
     assert (serving.run / "cluster.json").read_bytes() == cluster and not (tmp_path / "us").exists()
 
 
-def test_the_first_worker_is_refused_before_it_sends_its_weights(tmp_path: Path) -> None:
+SAID = {"every": 8, "samples_per_step": 1, "shapes": {"w": (4,)}, "fixed": {}}
+
+
+@asynccontextmanager
+async def enrolling(folder: Path) -> AsyncIterator[EnrollmentServer]:
+    """A server to which no worker has come yet; it listens."""
     raw = {
-        "name": "set", "model": {"weights": str(tmp_path / "weights.safetensors")},
+        "name": "set", "model": {"weights": str(folder / "weights.safetensors")}, "folder": str(folder),
         "data": {"train_samples": 64, "samples_per_step": 1}, "outer": {"levels": 1},
     }  # fmt: skip
-    at, port = free_ports(2)
-    server = EnrollmentServer(tmp_path, lambda *_: changed_run(raw, ("outer.local_steps=8",), ""), at, "127.0.0.1", 1)
-    server.listen(port)
-    client = EnrollmentClient(f"127.0.0.1:{port}", server.token)
-    with closing(client), pytest.raises(Refused, match=r"every is 16 at eu, and 8 in the run, as .* --set said"):
-        client.ask("eu", {"every": 16, "samples_per_step": 1, "shapes": {"w": (4,)}, "fixed": {}})
+    address = Address(port=free_ports(1)[0])
+    server = EnrollmentServer(folder, lambda *_: changed_run(raw, ("outer.local_steps=8",), ""), address, 1)
+    serving = asyncio.create_task(server.first_members())
+    while not why_not_bound("127.0.0.1", address.port):
+        await asyncio.sleep(0.01)
+        assert not serving.done()
+    yield server
+    serving.cancel()
+
+
+def test_the_first_worker_is_refused_before_it_sends_its_weights(tmp_path: Path) -> None:
+    def refused(server: EnrollmentServer) -> None:
+        with closing(EnrollmentClient(str(server.address), server.token)) as client:
+            with pytest.raises(Refused, match=r"every is 16 at eu, and 8 in the run, as .* --set said"):
+                client.ask("eu", {**SAID, "every": 16})
+            client._text = b"[" * 200_000
+            client.send(memoryview(b""))
+            with pytest.raises(Refused, match="maximum recursion depth"):
+                client.finish()
+
+    async def play() -> None:
+        async with enrolling(tmp_path) as server:
+            await asyncio.to_thread(refused, server)
+
+    asyncio.run(play())
+
+
+def test_strangers_get_no_word_and_keep_nobody_out(tmp_path: Path) -> None:
+    """However many: with a connection that is silent once TLS has begun, with calls whose requests never come."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+
+    def silent(port: int) -> ssl.SSLSocket:
+        return context.wrap_socket(socket.create_connection(("127.0.0.1", port), 30))
+
+    def begins_the_run(server: EnrollmentServer) -> None:
+        with closing(EnrollmentClient(str(server.address), server.token)) as client:
+            assert client.ask("eu", SAID) is None
+            client.send(memoryview(bytes(16)))
+            with pytest.raises(Refused, match="the server is starting"):
+                client.finish()
+
+    async def play() -> None:
+        async with enrolling(tmp_path) as server, AsyncExitStack() as held:
+            for _ in range(200):
+                held.enter_context(await asyncio.to_thread(silent, server.address.port))
+            nobody = Credentials("eu-0.worker.geotrain", None, None, server._own.authority, "0" * 32)
+            trust = Trust(nobody, "global.global.geotrain")
+            async with open_channel(aio, str(server.address), trust, rpc.OPTIONS) as channel:
+                for method in ("enroll", "join"):
+                    with pytest.raises(aio.AioRpcError) as refused:
+                        await channel.stream_unary(f"/{rpc.SERVICE}/{method}")()  # without a request
+                    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            await asyncio.to_thread(begins_the_run, server)
+            assert server.run is not None
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize(
@@ -211,38 +273,13 @@ def test_the_first_worker_is_refused_before_it_sends_its_weights(tmp_path: Path)
     [
         ({}, ConfigError, "state every="),
         ({"every": 8}, ConfigError, "needs the token that `geotrain serve` prints: token=, or GEOTRAIN_TOKEN"),
-        ({"every": 8, "token": "geotrain1.00"}, CertificateError, "not whole, or another version's"),
+        ({"every": 8, "token": "geotrain2.00"}, CertificateError, "not whole, or another version's"),
         ({"every": 8, "worker": "eu-0"}, ConfigError, "worker: without effect with an address"),
     ],
 )
 def test_an_address_alone_is_too_little(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         geotrain.OuterLoop("127.0.0.1:1", "eu", network(), **options)
-
-
-@LONG
-def test_strangers_get_no_word_and_bind_nobody(serving: AloneRun) -> None:
-    """Without the secret, whatever is sent; and the server of the run asks for a certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    hold = [socket.create_connection(("127.0.0.1", serving.port)) for _ in range(5)]  # say nothing
-    for sent in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\3{]}", b"\0\0\0\2{}", b"GET / HTTP/1.1\r\n\r\n"):
-        with context.wrap_socket(socket.create_connection(("127.0.0.1", serving.port), 30)) as stranger:
-            stranger.sendall(sent)
-            said = b""
-            while more := stranger.recv(4096):
-                said += more
-        assert b"refused" in said and serving.token.rpartition(".")[2].encode() not in said
-    context.set_alpn_protocols(["h2"])
-    with (
-        suppress(ssl.SSLError),  # TLS 1.3 tells a client of a missing certificate behind the handshake
-        context.wrap_socket(socket.create_connection(("127.0.0.1", serving.port + 1), 30)) as stranger,
-    ):
-        assert stranger.recv(1) == b""  # to a member it would say its settings
-    before = len(serving.events("UpdateApplied"))
-    serving.until(lambda: len(serving.events("UpdateApplied")) > before)
-    for each in hold:
-        each.close()
 
 
 def _sharded(port: int, token: str, folder: Path) -> list[float]:

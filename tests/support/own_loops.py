@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from geotrain.commands.serve import run_alone, run_server
-from geotrain.common.ports import why_not_bound
 from geotrain.config import ClusterConfig, load_cluster, load_run, parse, shard_name
 from geotrain.inner.runtime import platform
 from geotrain.launch.check import free_ports
@@ -105,7 +104,7 @@ class AloneRun(Processes):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.port = next(port for port in free_ports(50) if not why_not_bound("127.0.0.1", port + 1))
+        self.port = free_ports(1)[0]
         self.run = folder / "runs/out"  # as the workers would call it
 
     def serve(

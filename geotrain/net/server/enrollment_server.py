@@ -2,28 +2,25 @@
 
 The first worker to come gives names, shapes and values of the parameters; others are compared with it. The run's
 folder gets what files would say: run.json and the weights from the first, cluster.json, which grows, from all. The
-protocol is in `geotrain.net.transport.enrollment`.
+call is in `geotrain.net.transport.enrollment`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
+import logging
 import secrets
-import ssl
 import struct
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
+from grpc import aio
 
 from geotrain.common.files import whole_file, write_whole
+from geotrain.common.names import GLOBAL
 from geotrain.config import (
     Address,
     ClusterConfig,
@@ -34,59 +31,67 @@ from geotrain.config import (
     load_run,
     parse,
 )
-from geotrain.net.transport.authority import ALWAYS, AUTHORITY, make_named, sign_request
+from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_limit
+from geotrain.net.server.grpc_service import ENROLL, methods_of, open_server
+from geotrain.net.server.peers import plain_peer
+from geotrain.net.transport.authority import ALWAYS, make_named
+from geotrain.net.transport.certs import SECRET, load_credentials, password_of
 from geotrain.net.transport.deadlines import within
-from geotrain.net.transport.enrollment import (
-    BLOCK_BYTES,
-    CALL_S,
-    FORMAT,
-    LENGTH,
-    MOST_BYTES,
-    Enrollment,
-    Token,
-    encoded,
-    key_digest,
-)
+from geotrain.net.transport.enrollment import CALL_S, MOST_BYTES, Enrollment, Token, key_digest
 from geotrain.parameters.parameter_file import read_fixed, read_shapes
 
-MOST_OPEN = 64  # connections at once; more are shut
-HELLO_BYTES = 4096
+log = logging.getLogger(__name__)
+
 SHOWN = 3  # differences that a refusal names
+GRACE_S = 2.0  # for replies to those that enrolled before the run begins
 CERTIFICATES, WEIGHTS = "certificates", "weights.safetensors"  # in the run's folder
 
 
 class EnrollmentServer:
-    """Takes enrollments, on a thread of its own.
+    """Takes enrollments: alone until the run begins, then as a call of the run's server.
 
-    folder: of the run; what it holds of one already goes on. make_run: gives the run for H and samples a step. port,
-    bind: of the run's server. workers: so many must have come before the run begins.
+    folder: of the run; what it holds of one already goes on, wherever it lies now. make_run: gives the run for H and
+    samples a step. address: of the run's server. workers: so many must have come before the run begins.
     run, cluster: None before the first worker has come. token: what lets workers in.
     Raises CertificateError, OSError; ConfigError: what the folder holds is damaged.
     """
 
     def __init__(
-        self, folder: Path, make_run: Callable[[int, int], RunConfig], port: int, bind: str, workers: int
+        self, folder: Path, make_run: Callable[[int, int], RunConfig], address: Address, workers: int
     ) -> None:
-        self.folder, self.certificates, self.make_run = folder, folder / CERTIFICATES, make_run
-        self.address, self.workers = Address(port=port, bind=bind), workers
-        make_named(folder.name, ALWAYS, self.certificates)
-        secret = self.certificates / "secret"
+        self.folder, self.make_run = folder, make_run
+        self.address, self.workers = address, workers
+        make_named(folder.name, ALWAYS, folder / CERTIFICATES)
+        secret = folder / CERTIFICATES / SECRET
         if not secret.exists():
             with whole_file(secret, permissions=0o600) as file:
-                file.write(secrets.token_hex(16))
-        authority = x509.load_pem_x509_certificate((self.certificates / f"{AUTHORITY}.pem").read_bytes())
-        self.token = Token(key_digest(authority), secret.read_text())
+                file.write(secrets.token_hex(32))
+        self._own = own = load_credentials(folder / CERTIFICATES, "global", GLOBAL)
+        assert own.certificate is not None
+        self.token = Token(key_digest(own.certificate), password_of("worker", own.secret))
         self.run: RunConfig | None = None
         self.cluster: ClusterConfig | None = None
         self._served: tuple[RegionConfig, ...] = ()
-        self._enough, self._sending, self._open = threading.Event(), asyncio.Lock(), 0
+        self._sending = False  # whether a worker sends the first weights
+        self._peers = set[str]()  # of enrollments before the run begins
         if (folder / "cluster.json").exists():  # written last
-            self.run, self.cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
-            self._look()
+            self.run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
+            self.cluster = cluster.model_copy(update={"global_server": address})
+            self._write("cluster.json", self.cluster)
 
-    def first_members(self) -> tuple[RunConfig, ClusterConfig]:
-        """Wait until enough workers have come, as long as that takes; returns what is to be served."""
-        self._enough.wait()
+    async def first_members(self) -> tuple[RunConfig, ClusterConfig]:
+        """Enroll until enough workers have come, as long as that takes; returns what is to be served. Raises
+        ListenError."""
+        self._enough = asyncio.Event()
+        if self._missing():
+            server, port = await open_server(self.address, self._own, methods_of({ENROLL: self.enroll}))
+            guard = ConnectionGuard(port, self._peers, raise_file_limit(), log.warning)
+            guard.start()
+            try:
+                await self._enough.wait()
+            finally:
+                await server.stop(GRACE_S)
+                guard.stop()
         assert self.run is not None and self.cluster is not None
         return self.run, self.cluster
 
@@ -95,68 +100,42 @@ class EnrollmentServer:
         self._served = served.regions
         return self.cluster or served
 
-    def listen(self, port: int) -> None:
-        """Listen at a port, from now on. Raises OSError."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_cert_chain(self.certificates / f"{AUTHORITY}.pem", self.certificates / f"{AUTHORITY}.key")
-        started: Future[None] = Future()
+    async def enroll(self, _: Any, context: Any) -> bytes:
+        """Answer the call of a worker that enrolls."""
+        self._peers.add(plain_peer(context.peer()))
+        try:
+            reply = await self._reply(context)
+        except (ValueError, RecursionError, OSError, TimeoutError) as error:  # a ConfigError is a ValueError
+            reply = {"refused": str(error) or type(error).__name__}
+        return json.dumps(reply).encode()
 
-        async def run() -> None:
+    # -- inside
+
+    def _missing(self) -> int:
+        return max(0, self.workers - (len(self.cluster.regions) if self.cluster else 0))
+
+    async def _reply(self, context: Any) -> dict[str, Any]:
+        text = bytearray()
+        while block := await within(CALL_S, context.read()):
+            text += block
+            if len(text) > MOST_BYTES:
+                raise ValueError(f"an enrollment of more than {MOST_BYTES} bytes")
+        asked = parse(Enrollment, json.loads(text), "the enrollment")
+        run = self._settings(asked)  # before the weights travel
+        if self.run is None:
+            if self._sending:
+                return {"wait": "another worker sends the first weights"}
+            if block is aio.EOF:
+                return {"send": True}
+            self._sending = True
             try:
-                server = await asyncio.start_server(
-                    self._answer, self.address.bind, port, ssl=context, ssl_handshake_timeout=CALL_S
-                )
-            except OSError as error:
-                started.set_exception(error)
-                return
-            started.set_result(None)
-            await server.serve_forever()
+                await self._take_weights(asked, context)
+            finally:
+                self._sending = False
+        self._enroll(run, asked)
+        return self._welcome(asked)
 
-        threading.Thread(target=asyncio.run, args=(run(),), name="enrollment", daemon=True).start()
-        started.result()
-
-    # -- on the thread
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
-        try:
-            if self._open <= MOST_OPEN:
-                await self._speak(reader, writer)
-        except (OSError, EOFError, TimeoutError):
-            pass  # who is cut off comes again
-        finally:
-            self._open -= 1
-            writer.close()
-
-    async def _speak(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async def say(said: dict[str, Any]) -> None:
-            writer.write(encoded(said))
-            await within(CALL_S, writer.drain())
-
-        try:
-            hello = await _hear(reader, HELLO_BYTES)
-            if hello.get("format") != FORMAT:
-                raise ConfigError("the worker's GeoTrain is another version's than the server's; use one for all")
-            if not hmac.compare_digest(str(hello.get("secret")).encode(), self.token.secret.encode()):
-                raise ConfigError("the token's secret is not this server's; copy the token anew")
-            await say({})
-            asked = parse(Enrollment, await _hear(reader, MOST_BYTES), "the enrollment")
-            if self.run is None and self._sending.locked():
-                await say({"wait": "another worker sends the first weights"})
-                return
-            async with self._sending:
-                run = self._settings(asked)  # before the weights travel
-                if self.run is None:
-                    await say({"send": True})
-                    await self._take_weights(asked, reader)
-                self._enroll(run, asked)
-            await say(self._welcome(asked))
-        except (ValueError, OSError) as error:  # a ConfigError is one
-            with suppress(OSError, TimeoutError):
-                await say({"refused": str(error)})
-
-    async def _take_weights(self, asked: Enrollment, reader: asyncio.StreamReader) -> None:
+    async def _take_weights(self, asked: Enrollment, context: Any) -> None:
         """Write the first worker's parameters as the file that `model.weights` names."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt", "fixed": json.dumps(asked.fixed, sort_keys=True)}}
         end = 0
@@ -168,7 +147,9 @@ class EnrollmentServer:
         with whole_file(self.folder / WEIGHTS, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             while end:
-                block = await within(CALL_S, reader.readexactly(min(end, BLOCK_BYTES)))
+                block = await within(CALL_S, context.read())
+                if block is aio.EOF or len(block) > end:
+                    raise ValueError(f"{end} bytes of the parameters' values were still to come")
                 file.write(block)
                 end -= len(block)
 
@@ -198,46 +179,34 @@ class EnrollmentServer:
                 "name": run.name,
                 "global_server": self.address.model_dump(),
                 "regions": [{"name": name, "workers": [{"name": f"{name}-0"}]} for name in (*known, asked.region)],
-                "security": {"folder": str(self.certificates)},
+                "security": {"folder": str(self.folder / CERTIFICATES)},
             }
             grown = parse(ClusterConfig, raw, "the cluster")
-            for name, config in (("run.json", run), ("cluster.json", grown)):
-                write_whole(self.folder / name, config.model_dump_json(by_alias=True, indent=2) + "\n")
+            self._write("run.json", run)
+            self._write("cluster.json", grown)
             self.run, self.cluster = run, grown
-            self._look()
+            if not self._missing():
+                self._enough.set()
 
-    def _look(self) -> None:
-        assert self.cluster is not None
-        if len(self.cluster.regions) >= self.workers:
-            self._enough.set()
+    def _write(self, name: str, config: RunConfig | ClusterConfig) -> None:
+        """Write a config into the run's folder, without the folder's own path, since it may be moved."""
+        text = config.model_dump_json(by_alias=True, indent=2, exclude_unset=True)
+        whole = text.replace(f'"{self.folder}/', '"').replace(f'"{self.folder}"', '"."')
+        write_whole(self.folder / name, whole + "\n")
 
     def _welcome(self, asked: Enrollment) -> dict[str, Any]:
         """Make the reply to a worker that is enrolled: it waits until it is served."""
         assert self.run is not None and self.cluster is not None
-        if (missing := self.workers - len(self.cluster.regions)) > 0:
+        if missing := self._missing():
             return {"wait": f"{missing} more workers are to join before the run begins"}
         if all(region.name != asked.region for region in self._served):
             return {"wait": "the server is starting"}
-        name = self.cluster.worker(asked.region, None).name
         plain = self.cluster.model_copy(update={"security": None})  # the certificates' folder lies here
         return {
             "run": self.run.model_dump(by_alias=True, mode="json"),
-            "cluster": plain.model_dump(by_alias=True, mode="json"),
-            "port": self.address.port,
-            "certificate": sign_request(self.certificates, "worker", name, asked.request.encode()).decode(),
-            "authority": (self.certificates / f"{AUTHORITY}.pem").read_text(),
+            "cluster": plain.model_dump(by_alias=True, mode="json", exclude_unset=True),
+            "authority": self._own.authority.decode(),
         }
-
-
-async def _hear(reader: asyncio.StreamReader, most_bytes: int) -> dict[str, Any]:
-    """Read a text. Raises ValueError, EOFError, TimeoutError."""
-    (length,) = LENGTH.unpack(await within(CALL_S, reader.readexactly(LENGTH.size)))
-    if length > most_bytes:
-        raise ValueError(f"a text of {length} bytes; at most {most_bytes}")
-    said = json.loads(await within(CALL_S, reader.readexactly(length)))
-    if not isinstance(said, dict):
-        raise ValueError("not a JSON object")
-    return said
 
 
 def _compare(asked: Enrollment, what: str, wanted: Any, has: Any) -> None:

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import islice
@@ -73,8 +73,55 @@ FIRSTS_AT_ONCE = 4  # first weights that are sent at a time: whoever has them tr
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 NOT_FINITE = "it says that its delta is not finite"
 REPLACED = "another stream of this rank took its place"
+ENROLL = "enroll"
 OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
+STREAMS = {
+    "pull": grpc.unary_stream_rpc_method_handler, "weights": grpc.unary_stream_rpc_method_handler,
+    "push": grpc.stream_stream_rpc_method_handler, "shard": grpc.stream_stream_rpc_method_handler,
+    ENROLL: grpc.stream_unary_rpc_method_handler,
+}  # fmt: skip
+NO_PASSWORD = "the token's password is not this server's; copy the token anew"
 Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+def methods_of(handlers: Mapping[str, Handler]) -> Any:
+    """Make what a gRPC server takes of handlers by their calls' names."""
+    kinds = {name: STREAMS.get(name, grpc.unary_unary_rpc_method_handler) for name in handlers}
+    methods = {name: kinds[name](handler) for name, handler in handlers.items()}
+    return grpc.method_handlers_generic_handler(rpc.SERVICE, methods)
+
+
+async def open_server(address: Address, own: Credentials | None, methods: Any) -> tuple[aio.Server, int]:
+    """Listen; returns the server and its port. Raises ListenError."""
+    # Without so_reuseport=0, two servers could listen on one port and share its connections.
+    options = (*rpc.OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
+    doors = [Door(own)] if own and own.secret else []
+    server = aio.server(interceptors=doors, options=options, maximum_concurrent_rpcs=MAX_CALLS)
+    server.add_generic_rpc_handlers((methods,))
+    rpc.check_free(address)
+    try:
+        port = add_port(server, address, own)
+    except RuntimeError as error:
+        raise ListenError(f"cannot listen on {host_port(*address.listening)}: {error}") from None
+    await server.start()
+    return server, port
+
+
+class Door(aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without a password before anything but their metadata is read: what strangers hold open, gRPC
+    would wait for."""
+
+    def __init__(self, own: Credentials) -> None:
+        self.own = own
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        known = self.own.by_password(details.invocation_metadata)
+        return await continuation(details) if known else grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(_: Any, context: Any) -> None:
+    context.set_trailing_metadata(((rpc.REFUSAL_KEY, wire.pack(rpc.Refusal(NO_PASSWORD, None, False))),))
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_PASSWORD)
 
 
 class GrpcService:
@@ -84,6 +131,7 @@ class GrpcService:
     silent_s: a member that was not heard of for so long is taken for dead.
     credentials: None means plaintext, where everyone is believed to be who they say.
     shards: where the server's are processes of their own. payloads_only: it is one of these.
+    enroll: takes new members' enrollments (`geotrain.net.transport.enrollment`).
     """
 
     def __init__(
@@ -96,10 +144,11 @@ class GrpcService:
         credentials: Credentials | None = None,
         shards: ShardSessions | None = None,
         payloads_only: bool = False,
+        enroll: Handler | None = None,
     ) -> None:
         self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
         self.server, self.credentials, self.shards = server_thread.server, credentials, shards
-        self.payloads_only = payloads_only
+        self.payloads_only, self._enroll = payloads_only, enroll
         self.failure_detector = FailureDetector(server_thread, silent_s, lambda: shards is None or shards.ready)
         self._waits = WaitTable()
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
@@ -121,28 +170,16 @@ class GrpcService:
 
     async def start(self, address: Address) -> int:
         """Listen; returns the port. Raises ListenError."""
-        # Without so_reuseport=0, two servers could listen on one port and share its connections.
-        options = (*rpc.OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
-        self._grpc = aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
-        unary = (
-            self._join, self._commit, self._lease, self._release, self._takeback, self._trained, self._validated,
-            self._leave, self._beat, self._status, self._control,
-        )  # fmt: skip
-        kinds: tuple[tuple[Callable[[Handler], Any], tuple[Handler, ...]], ...] = (
-            (grpc.unary_unary_rpc_method_handler, unary),
-            (grpc.unary_stream_rpc_method_handler, (self._pull, self._weights)),
-            (grpc.stream_stream_rpc_method_handler, (self._push, self._shard)),
-        )
         # A call's name, as `geotrain.net.transport.rpc` lists it, is that of its method here.
-        methods = {call.__name__[1:]: kind(self._handled(call)) for kind, calls in kinds for call in calls}
-        methods = {name: call for name, call in methods.items() if not self.payloads_only or name in OF_SHARDS}
-        self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, methods),))
-        rpc.check_free(address)
-        try:
-            port = add_port(self._grpc, address, self.credentials)
-        except RuntimeError as error:
-            raise ListenError(f"cannot listen on {host_port(*address.listening)}: {error}") from None
-        await self._grpc.start()
+        calls = (
+            self._join, self._commit, self._lease, self._release, self._takeback, self._trained, self._validated,
+            self._leave, self._beat, self._status, self._control, self._pull, self._weights, self._push, self._shard,
+        )  # fmt: skip
+        handlers = {call.__name__[1:]: self._handled(call) for call in calls}
+        handlers = {name: call for name, call in handlers.items() if not self.payloads_only or name in OF_SHARDS}
+        if self._enroll is not None:
+            handlers[ENROLL] = self._enroll
+        self._grpc, port = await open_server(address, self.credentials, methods_of(handlers))
         self.failure_detector.start()
         return port
 
@@ -432,7 +469,7 @@ class GrpcService:
     def _check_speaker(self, context: Any, role: Role, name: str) -> None:
         """Raise Refused if the certificate at the other end is not that of `role` and `name`."""
         if self.credentials is not None:
-            names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
+            names = self.credentials.speakers(context)
             # A region's shards bring and fetch its payloads.
             speakers = [identity(each, name) for each in ((role, "shard") if role == "region" else (role,))]
             if not set(speakers) & set(names):

@@ -120,6 +120,7 @@ class ServerHost(ProcessHost[Server]):
             silent_s=REGION_SILENT_S if self.server.member_role == "region" else WORKER_SILENT_S,
             credentials=self.credentials,
             shards=self.shards,
+            enroll=self.setup.enroll,
         )
 
     async def run(self) -> None:

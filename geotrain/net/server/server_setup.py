@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class ServerSetup:
     evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
     raise whatever it meets. launch: as `geotrain.net.storage.recovery.recover` takes it. newest: told, now and then,
     the cluster that is served; gives the cluster as it is now, whose members may have become more. None: it stays.
+    enroll: answers the calls of those that are to become members.
     """
 
     run: RunConfig
@@ -44,6 +46,7 @@ class ServerSetup:
     evaluate: Evaluate | None = None
     launch: str = ""
     newest: Callable[[ClusterConfig], ClusterConfig] | None = None
+    enroll: Callable[[Any, Any], Awaitable[Any]] | None = None
 
     def __post_init__(self) -> None:
         """Check the names. Raises ConfigError: the cluster file has no such server or shard."""

@@ -52,7 +52,8 @@ def make_named(
     certificates, the authority's too, go together. of: the authority's name. days: how long they are valid, from
     `now` on; None: from this moment. Raises CertificateError.
     """
-    files = _CertificateFolder.lasting_for(folder, days, now)
+    now = now or datetime.datetime.now(datetime.UTC)
+    files = _CertificateFolder(folder, now, now + datetime.timedelta(days=days))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         authority = files.lasting(AUTHORITY)
@@ -70,28 +71,8 @@ def make_named(
     return files.made
 
 
-def sign_request(folder: Path, role: Role, name: str, request: bytes) -> bytes:
-    """Sign a process's certificate for the key of its request; returns it. request, certificate: PEM texts. Raises
-    CertificateError, and ValueError where the request is none."""
-    asked = x509.load_pem_x509_csr(request)
-    if not asked.is_signature_valid:
-        raise ValueError("the request is not signed by its own key")
-    files, own = _CertificateFolder.lasting_for(folder, DEFAULT_DAYS), identity(role, name)
-    authority = files.read(AUTHORITY)
-    assert authority is not None
-    files.end = min(files.end, authority.not_valid_after_utc)
-    return files.sign(_named(own), authority.subject, asked.public_key(), files.signer(own), *_of_process(own))
-
-
-def make_request() -> tuple[bytes, bytes]:
-    """Draw a key, and make the request by which `sign_request` knows it; returns both, as PEM texts."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    request = x509.CertificateSigningRequestBuilder().subject_name(_named("")).sign(key, hashes.SHA256())
-    return _pem(key), request.public_bytes(serialization.Encoding.PEM)
-
-
 def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)] if name else [])
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _of_process(own: str) -> tuple[x509.BasicConstraints, x509.SubjectAlternativeName, x509.ExtendedKeyUsage]:
@@ -110,11 +91,6 @@ class _CertificateFolder:
 
     def __init__(self, folder: Path, now: datetime.datetime, end: datetime.datetime) -> None:
         self.folder, self.now, self.end, self.made = folder, now, end, list[Path]()
-
-    @classmethod
-    def lasting_for(cls, folder: Path, days: int, now: datetime.datetime | None = None) -> _CertificateFolder:
-        now = now or datetime.datetime.now(datetime.UTC)
-        return cls(folder, now, now + datetime.timedelta(days=days))
 
     def read(self, stem: str) -> x509.Certificate | None:
         """Read a certificate; None: there is none. Raises CertificateError."""
@@ -141,19 +117,11 @@ class _CertificateFolder:
             signer = self.signer(f"{stem}.pem ends on {old.not_valid_after_utc:%Y-%m-%d}")
         authority = self.read(AUTHORITY)
         subject, public_key = (old.subject, old.public_key()) if old else (name, key.public_key())
-        made = self.sign(subject, authority.subject if authority else name, public_key, signer, basic, *more)
-        self._write(f"{stem}.pem", made)
-        return x509.load_pem_x509_certificate(made)
-
-    def sign(
-        self, subject: x509.Name, issuer: x509.Name, key: Any, signer: Any, basic: x509.BasicConstraints, *more: Any
-    ) -> bytes:
-        """Sign a certificate of a public key; returns it as PEM text. more: extensions."""
         builder = (
             x509.CertificateBuilder()
             .subject_name(subject)
-            .issuer_name(issuer)
-            .public_key(key)
+            .issuer_name(authority.subject if authority else name)
+            .public_key(public_key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(self.now - datetime.timedelta(hours=1))  # clocks of other hosts may be behind
             .not_valid_after(self.end)
@@ -161,7 +129,9 @@ class _CertificateFolder:
         )
         for extension in more:
             builder = builder.add_extension(extension, critical=False)
-        return builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        made = builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        self._write(f"{stem}.pem", made)
+        return x509.load_pem_x509_certificate(made)
 
     def signer(self, why: str) -> ec.EllipticCurvePrivateKey:
         """Read the authority's key, which need not be here where nothing is left to sign. Raises

@@ -6,12 +6,16 @@
 A certificate carries one name, `<name>.<role>.geotrain`, and no host, so that a process may move to another machine.
 Both ends check the name: a client, that it has reached the server that it means; a server, that a member speaks only
 for itself.
+
+Where the folder holds a `secret`, as in a run whose workers join by a token, who calls has no certificate: each call
+carries a name and its role's password, which follows from the secret.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import hmac
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +29,7 @@ from geotrain.config import Address, ClusterConfig, host_port
 
 Role = Literal["global", "region", "worker", "operator", "shard"]
 OPERATOR = "operator"
+SECRET = "secret"  # in the folder
 RENEW = "renew it with `geotrain certs` where ca.key lies, copy the .pem files, and start the process again"
 
 
@@ -36,14 +41,36 @@ def identity(role: Role, name: str) -> str:
     return f"{name}.{role}.geotrain"
 
 
+def password_of(role: str, secret: str) -> str:
+    return hmac.new(secret.encode(), role.encode(), "sha256").hexdigest()[:32]
+
+
 @dataclass(frozen=True)
 class Credentials:
-    """Holds one process's key and certificate and the authority that it trusts, each a PEM text."""
+    """Holds one process's key and certificate and the authority that it trusts, each a PEM text.
+
+    key, certificate: None: it only calls, and has a password. secret: a server's, from which passwords follow, or the
+    password; "": certificates alone count.
+    """
 
     identity: str
-    key: bytes
-    certificate: bytes
+    key: bytes | None
+    certificate: bytes | None
     authority: bytes
+    secret: str = ""
+
+    def speakers(self, context: Any) -> list[str]:
+        """List the identities that whoever makes a call to this server has proven. context: the call's."""
+        if self.secret:
+            return self.by_password(context.invocation_metadata())
+        return [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
+
+    def by_password(self, metadata: Iterable[tuple[str, Any]] | None) -> list[str]:
+        """List the identity that the password in a call's metadata proves, or nothing."""
+        claimed, _, password = dict(metadata or ()).get("authorization", "").removeprefix("Bearer ").rpartition(":")
+        role = claimed.split(".")[-2:-1]  # of "<name>.<role>.geotrain"
+        right = role and hmac.compare_digest(password.encode(), password_of(role[0], self.secret).encode())
+        return [claimed] if right else []
 
 
 @dataclass(frozen=True)
@@ -60,6 +87,9 @@ def open_channel(transport: Any, address: str, trust: Trust | None, options: Seq
         return transport.insecure_channel(address, options=options)
     own = trust.credentials
     credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    if own.secret:
+        password = grpc.access_token_call_credentials(f"{own.identity}:{own.secret}")
+        credentials = grpc.composite_channel_credentials(credentials, password)
     # TLS would compare the certificate with the host name in the address; here it is compared with the server's name.
     options = (*options, ("grpc.ssl_target_name_override", trust.server))
     return transport.secure_channel(address, credentials, options=options)
@@ -67,24 +97,26 @@ def open_channel(transport: Any, address: str, trust: Trust | None, options: Seq
 
 def add_port(server: Any, address: Address, own: Credentials | None) -> int:
     """Let a server of `grpc` or `grpc.aio` listen; returns the port. With credentials only members of the run can
-    call it; without them everyone can, in plaintext. Raises RuntimeError."""
+    call it, where they have certificates, and else all, of whom a `Door` refuses those without a password; without
+    credentials everyone can, in plaintext. Raises RuntimeError."""
     if own is None:
         return int(server.add_insecure_port(host_port(*address.listening)))
-    credentials = grpc.ssl_server_credentials(
-        [(own.key, own.certificate)], root_certificates=own.authority, require_client_auth=True
-    )
+    pair, by_certificate = (own.key, own.certificate), not own.secret
+    credentials = grpc.ssl_server_credentials([pair], own.authority, require_client_auth=by_certificate)
     return int(server.add_secure_port(host_port(*address.listening), credentials))
 
 
 def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
     """Read and check the certificate of one process. Raises CertificateError."""
     stem = f"{role}-{name}"
-    credentials = Credentials(
-        identity(role, name), _read(folder, f"{stem}.key"), _read(folder, f"{stem}.pem"), _read(folder, "ca.pem")
-    )
+    pair = _read(folder, f"{stem}.key"), _read(folder, f"{stem}.pem")
+    secret = _read(folder, SECRET).decode() if (folder / SECRET).exists() else ""
+    if secret and role != "global":
+        secret = password_of(role, secret)
+    credentials = Credentials(identity(role, name), *pair, _read(folder, "ca.pem"), secret)
     try:
-        certificate = x509.load_pem_x509_certificate(credentials.certificate)
-        key = serialization.load_pem_private_key(credentials.key, None)
+        certificate = x509.load_pem_x509_certificate(pair[1])
+        key = serialization.load_pem_private_key(pair[0], None)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         authority = x509.load_pem_x509_certificate(credentials.authority)
     except (ValueError, TypeError, x509.ExtensionNotFound) as error:
@@ -124,6 +156,8 @@ def expiry(error: Any, trust: Trust | None) -> str:
         return ""
     own, now = trust.credentials, datetime.datetime.now(datetime.UTC)
     for what, text in ((f"this process's certificate, {own.identity},", own.certificate), ("ca.pem", own.authority)):
+        if text is None:
+            continue
         end = x509.load_pem_x509_certificate(text).not_valid_after_utc
         if now > end:
             return f"; {what} expired on {end:%Y-%m-%d}: {RENEW}"

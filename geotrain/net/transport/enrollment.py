@@ -1,15 +1,10 @@
-"""Enrolls a worker with `geotrain serve`: by a token alone it gets a certificate and the run.
+"""Enrolls a worker with `geotrain serve`: by a token alone it gets the run and what its links need.
 
-Over TLS, where the server shows its authority's own certificate. The token holds the digest of the authority's key,
-by which the worker knows the server, and a secret, by which the server knows the worker. Then JSON texts, each behind
-its length in 4 bytes:
-
-    worker   {"format", "secret"}
-    server   {}, or {"refused": why}
-    worker   an `Enrollment`
-    server   {"send": true}, {"wait": why}, {"refused": why}, or what a `Welcomed` is made of
-    worker   after "send", the values of its parameters in fp32, little endian, in the order of their names
-    server   as before, without "send"
+The token holds the digest of the server's key, by which the worker knows the server before it says anything, and the
+password of workers, which goes with each call. One call of the server's gRPC service enrolls: it takes an
+`Enrollment` as JSON text in blocks, and answers {"send": true}, {"wait": why}, {"refused": why}, or what a `Welcomed`
+is made of. After "send" the call is made again: behind the text and an empty block, the values of the worker's
+parameters in fp32, little endian, in the order of their names.
 """
 
 from __future__ import annotations
@@ -18,41 +13,42 @@ import hashlib
 import hmac
 import json
 import re
-import socket
 import ssl
-import struct
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from queue import Full, Queue
 from typing import Any
 
+import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from pydantic import Field
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import Address, Block, ClusterConfig, Name, PositiveInt, RunConfig, parse
-from geotrain.net.transport.authority import make_request
-from geotrain.net.transport.certs import CertificateError, Credentials, Trust, identity
+from geotrain.net.transport import rpc
+from geotrain.net.transport.certs import CertificateError, Credentials, Trust, identity, open_channel
 from geotrain.outer.messages import Refused
 
 TOKEN = "GEOTRAIN_TOKEN"  # environment variable
-FORMAT = 1  # of tokens and of what is said
-MOST_BYTES = 64 << 20  # of a text, once the secret is known
-CALL_S = 60.0  # for a text, or a block of values, to come or go
-AGAIN_S = 0.5  # until who was told to wait asks again
+FORMAT = 2  # of tokens, and of what is said
+ENROLL = f"/{rpc.SERVICE}/enroll"
+MOST_BYTES = 64 << 20  # of an enrollment's text
+CALL_S = 60.0  # for an enrollment, or a block of values, to come or go
+AGAIN_S = 0.5  # until who is to wait asks again
 BLOCK_BYTES = 1 << 20
-LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True)
 class Token:
-    """What lets a worker in. authority: sha256 of the authority's public key, in hex. secret: in hex."""
+    """What lets a worker in. key: sha256 of the server's public key, in hex. password: of workers, in hex."""
 
-    authority: str
-    secret: str
+    key: str
+    password: str
 
     def __str__(self) -> str:
-        return f"geotrain{FORMAT}.{self.authority}.{self.secret}"
+        return f"geotrain{FORMAT}.{self.key}.{self.password}"
 
     @classmethod
     def read(cls, text: str) -> Token:
@@ -68,14 +64,13 @@ class Token:
 
 class Enrollment(Block):
     """What a worker says of itself. every: H. shapes: its parameters, by name. fixed: fingerprints of what it does
-    not train. request: for a certificate, as PEM text."""
+    not train."""
 
     region: Name
     every: PositiveInt
     samples_per_step: PositiveInt
     shapes: dict[str, tuple[PositiveInt, ...]] = Field(min_length=1)
     fixed: dict[str, int]
-    request: str
 
 
 @dataclass(frozen=True)
@@ -87,84 +82,87 @@ class Welcomed:
     trust: Trust
 
 
-def key_digest(certificate: x509.Certificate) -> str:
-    """Compute the sha256, in hex, of a certificate's public key, which stays when the certificate is renewed."""
-    key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return hashlib.sha256(key).hexdigest()
-
-
-def encoded(said: Mapping[str, Any]) -> bytes:
-    text = json.dumps(said).encode()
-    return LENGTH.pack(len(text)) + text
+def key_digest(certificate: bytes) -> str:
+    """Compute the sha256, in hex, of a certificate's public key, which stays when the certificate is renewed.
+    certificate: a PEM text."""
+    key = x509.load_pem_x509_certificate(certificate).public_key()
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
 class EnrollmentClient:
-    """Speaks with the server at host:port. Raises CertificateError where it is not the token's; OSError."""
+    """Enrolls with the server at host:port. Raises CertificateError where it is not the token's; OSError."""
 
     def __init__(self, address: str, token: Token) -> None:
         host, _, port = address.rpartition(":")
-        self.host, self._key = host.strip("[]"), b""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the token says whose key it must be
-        with ExitStack() as opened:
-            plain = opened.enter_context(socket.create_connection((self.host, int(port)), CALL_S))
-            self._socket = opened.enter_context(context.wrap_socket(plain))
-            shown = x509.load_der_x509_certificate(self._socket.getpeercert(binary_form=True) or b"")
-            if not hmac.compare_digest(key_digest(shown), token.authority):
-                raise CertificateError(
-                    f"the server at {address} is not the one that printed this token: its authority has another key; "
-                    "copy the token anew, or see who answers at that address"
-                )
-            self._say({"format": FORMAT, "secret": token.secret})
-            self._hear()
-            self._opened = opened.pop_all()
+        self.host, self.port = host.strip("[]"), int(port)
+        shown = ssl.get_server_certificate((self.host, self.port), timeout=CALL_S).encode()
+        if not hmac.compare_digest(key_digest(shown), token.key):
+            raise CertificateError(
+                f"the server at {address} is not the one that printed this token: it has another key; copy the token "
+                "anew, or see who answers at that address"
+            )
+        self._credentials = Credentials(identity("worker", ""), None, None, shown, token.password)
+        trust = Trust(self._credentials, identity("global", GLOBAL))
+        self._channel = open_channel(grpc, address, trust, rpc.OPTIONS)
+        self._call = self._channel.stream_unary(ENROLL)
+        self._blocks = Queue[bytes | None](2)
+        self._reply: Any = None  # to the values, while they are sent
 
     def close(self) -> None:
-        self._opened.close()
+        self._channel.close()
+        with suppress(Full):
+            self._blocks.put_nowait(None)  # gRPC's thread may wait for one
 
     def ask(self, region: str, said: Mapping[str, Any]) -> Welcomed | None:
         """Enroll as a worker of that region; None: first the parameters' values are to be sent. said: the rest of an
         `Enrollment`. Raises Refused, with `retry_s` where others are waited for."""
-        self._key, request = make_request()
-        self.region = region
-        self._say({"region": region, "request": request.decode(), **said})
-        return self.heard()
+        self.region, self._text = region, json.dumps({"region": region, **said}).encode()
+        return self._read(self._call.future(_blocks(self._text), timeout=CALL_S))
 
     def send(self, values: memoryview) -> None:
         """Send the bytes of a parameter's values."""
-        for start in range(0, len(values), BLOCK_BYTES):
-            self._socket.sendall(values[start : start + BLOCK_BYTES])
+        if self._reply is None:
+            self._reply = self._call.future(iter(self._blocks.get, None))
+            for block in (*_blocks(self._text), b""):
+                self._put(block)
+        for block in _blocks(values):
+            self._put(block)
 
-    def heard(self) -> Welcomed | None:
-        """Read the reply to an enrollment, or to the last of the values; as `ask`."""
-        reply = self._hear()
+    def finish(self) -> Welcomed | None:
+        """Read the reply to the last of the values; as `ask`."""
+        self._put(None)
+        return self._read(self._reply)
+
+    def _put(self, block: bytes | None) -> None:
+        try:
+            self._blocks.put(block, timeout=CALL_S)
+        except Full:
+            raise ConnectionError(f"a block of values was not sent within {CALL_S:g} s") from None
+        if self._reply.done():
+            self._read(self._reply)
+            raise ConnectionError("the server answered before it had all values")
+
+    def _read(self, call: Any) -> Welcomed | None:
+        try:
+            reply = json.loads(call.result(CALL_S))
+        except (grpc.RpcError, grpc.FutureTimeoutError) as error:
+            refused = rpc.refusal_of(error) if isinstance(error, grpc.RpcError) else None
+            raise refused or ConnectionError(f"the server has not answered: {call.details()}") from None
+        if why := reply.get("refused") or reply.get("wait"):
+            raise Refused(why, AGAIN_S if "wait" in reply else None)
         if "send" in reply:
             return None
         run, cluster = (
             parse(RunConfig, reply["run"], "the run"),
             parse(ClusterConfig, reply["cluster"], "the cluster"),
         )
-        there = Address(host=self.host, port=reply["port"])
+        there = Address(host=self.host, port=self.port)
         own = identity("worker", cluster.worker(self.region, None).name)
-        credentials = Credentials(own, self._key, reply["certificate"].encode(), reply["authority"].encode())
-        trust = Trust(credentials, identity("global", "global"))
+        # The authority's certificate outlasts the server's own, which was pinned for this.
+        credentials = replace(self._credentials, identity=own, authority=reply["authority"].encode())
+        trust = Trust(credentials, identity("global", GLOBAL))
         return Welcomed(run, cluster.model_copy(update={"global_server": there}), trust)
 
-    def _say(self, said: Mapping[str, Any]) -> None:
-        self._socket.sendall(encoded(said))
 
-    def _hear(self) -> dict[str, Any]:
-        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
-        reply: dict[str, Any] = json.loads(self._exactly(min(length, MOST_BYTES)))
-        if why := reply.get("refused") or reply.get("wait"):
-            raise Refused(why, AGAIN_S if "wait" in reply else None)
-        return reply
-
-    def _exactly(self, count: int) -> bytes:
-        found = bytearray()
-        while len(found) < count:
-            if not (more := self._socket.recv(min(BLOCK_BYTES, count - len(found)))):
-                raise ConnectionError("the server closed the connection")
-            found += more
-        return bytes(found)
+def _blocks(content: bytes | memoryview) -> Iterator[bytes]:
+    return (bytes(content[start : start + BLOCK_BYTES]) for start in range(0, len(content), BLOCK_BYTES))

@@ -17,6 +17,7 @@ leave     SayLeave                   Ack
 beat      Beat                       Ack
 status    nothing                    JSON
 control   Control                    ControlReply
+enroll    (`geotrain.net.transport.enrollment`)
 shard     ShardHello, then what it holds, streamed
                                      commands, and Belong, Bring, Fetch, Save, Upload, Farewell, streamed, several in
                                      a bundle; or GoBack alone
