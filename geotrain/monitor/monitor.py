@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig
@@ -98,6 +99,12 @@ class Monitor:
 
     def __exit__(self, *error: object) -> None:
         self._closing.close()
+
+    def staying(self, run: RunConfig) -> RunConfig:
+        """Give the run with the ports in it that were found free here, for whoever begins again in this place."""
+        found = {"page_port": self.page_url, "metrics_port": self.metrics_url}
+        ports = {key: urlsplit(url).port for key, url in found.items() if url and not getattr(run.monitor, key)}
+        return run.model_copy(update={"monitor": run.monitor.model_copy(update=ports)})
 
 
 def metrics_port(run: RunConfig, cluster: ClusterConfig, site: str) -> int | None:

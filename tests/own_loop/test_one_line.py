@@ -102,6 +102,25 @@ def test_each_step_counts_once_though_a_worker_and_the_server_are_killed(alone: 
     assert all(torch.equal(first[name], tensor) for name, tensor in network().state_dict().items())
 
 
+def test_a_served_run_goes_on_in_another_folder_at_another_port(alone: Alone) -> None:
+    run, steps = alone("here"), 400
+    server = run.serve(steps=steps)
+    eu = run.join("eu", steps)
+    run.until(lambda: run.events("UpdateApplied"))
+    page = run.status()["page"]
+    us = run.join("us", steps)
+    run.until(lambda: "us-0" in {event["member"] for event in run.events("UpdateApplied")})
+    assert page and run.status()["page"] == page  # at which people look
+    run.kill(eu, us, server)
+    run.move()
+    run.serve(steps=steps, resume=True)
+    run.until(lambda: f"listens at 127.0.0.1:{run.port}. In each" in run.said())
+    for name in ("eu", "us"):
+        run.join(name, steps)
+    run.ended()
+    assert status(run.run / "run.json", "global")["committed_samples"] == steps
+
+
 @LONG
 @pytest.mark.parametrize("rule", ["halos", "diloco", "local-sgd"])
 def test_rules_by_name(alone: Alone, rule: str) -> None:
@@ -255,12 +274,12 @@ def test_strangers_get_no_word_and_keep_nobody_out(tmp_path: Path) -> None:
         async with enrolling(tmp_path) as server, AsyncExitStack() as held:
             for _ in range(200):
                 held.enter_context(await asyncio.to_thread(silent, server.address.port))
-            nobody = Credentials("eu-0.worker.geotrain", None, None, server._own.authority, "0" * 32)
-            trust = Trust(nobody, "global.global.geotrain")
-            async with open_channel(aio, str(server.address), trust, rpc.OPTIONS) as channel:
-                for method in ("enroll", "join"):
+            for claimed, password in (("eu-0.worker", "0" * 32), ("operator.operator", server.token.password)):
+                nobody = Credentials(f"{claimed}.geotrain", None, None, server._own.authority, password)
+                trust = Trust(nobody, "global.global.geotrain")
+                async with open_channel(aio, str(server.address), trust, rpc.OPTIONS) as channel:
                     with pytest.raises(aio.AioRpcError) as refused:
-                        await channel.stream_unary(f"/{rpc.SERVICE}/{method}")()  # without a request
+                        await channel.stream_unary(f"/{rpc.SERVICE}/enroll")()  # without a request
                     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             await asyncio.to_thread(begins_the_run, server)
             assert server.run is not None

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from geotrain.commands.serve import run_alone, run_server
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, load_cluster, load_run, parse, shard_name
 from geotrain.inner.runtime import platform
 from geotrain.launch.check import free_ports
 from geotrain.launch.pretrain import train
 from geotrain.net.transport.authority import make_certificates
+from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.enrollment import TOKEN
 from geotrain.net.transport.operator_client import ask_status
 from tests.support.forks import FORKS, preload
@@ -118,6 +120,16 @@ class AloneRun(Processes):
         process = self._start("serve", {}, "alone", self.run, rule, self.port, steps, workers, resume, changes)
         self.until(lambda: self.token or process.exitcode is not None)
         return process
+
+    def move(self) -> None:
+        """Serve it from another folder, of another name, at another port, from now on."""
+        self.run, self.port = self.run.rename(self.folder / "moved"), free_ports(1)[0]
+
+    def status(self) -> dict[str, Any]:
+        """Ask the server as the run's operator; empty: it does not answer."""
+        cluster = load_cluster(self.run / "cluster.json")
+        trust = trust_between(cluster, "operator", OPERATOR, "global", GLOBAL)
+        return ask_status(f"127.0.0.1:{self.port}", 10, trust) or {}
 
     @property
     def token(self) -> str:

@@ -2,27 +2,28 @@
 answer its members nor write to its disk.
 
 gRPC accepts whoever connects. Its deadline for handshakes ends those who then say nothing, but until it has passed
-they are many. So connections over which no member has spoken are counted here, by address and all together, and where
-there are too many, the oldest of them are shut: a member speaks at once.
+they are many. So connections over which no member has spoken are counted here, and where there are too many, some are
+shut: of the addresses that have the most, by lot. Who floods a server from one address keeps nobody out from others;
+members behind one address, shut by lot, come again, whereas by age those would be shut that are next to be answered.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import resource
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import dataclass
+from ipaddress import IPv6Network
+from typing import NamedTuple
 
 from geotrain.net.transport.tcp_counters import connections
 
 PERIOD_S = 0.5  # time between two looks
-MOST_AN_ADDRESS = 256  # connections of one address over which no member has spoken
-SHARE = 0.25  # all such connections may take so much of the limit on open files
+SHARE = 0.25  # connections over which no member has spoken may take so much of the limit on open files
 RETRY_S = 0.02  # after a look for which there was no descriptor
 SPARES = 4  # descriptors kept for a look, for which strangers may have left none
 
@@ -35,25 +36,20 @@ def raise_file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-@dataclass(frozen=True)
-class Stranger:
-    """Describes a connection over which no member has spoken. since_s: when it was first seen; time.monotonic()."""
+class Stranger(NamedTuple):
+    """Describes a connection over which no member has spoken. address: of IPv6, the half that a host has."""
 
     inode: str
     address: str
-    since_s: float
 
 
-def too_many(strangers: list[Stranger], most_an_address: int, most: int) -> list[Stranger]:
-    """Choose those to be shut, so that no address has more than `most_an_address` and all have no more than `most`:
-    the oldest of each address, then the oldest of all."""
-    stay, shut = Counter[str](), list[Stranger]()
-    for stranger in sorted(strangers, key=lambda stranger: stranger.since_s, reverse=True):
-        if stay[stranger.address] < most_an_address and stay.total() < most:
-            stay[stranger.address] += 1
-        else:
-            shut.append(stranger)
-    return shut
+def too_many(strangers: list[Stranger], most: int) -> list[Stranger]:
+    """Choose those to be shut, so that `most` are left, of all addresses as many where they have so many."""
+    before, ranked = Counter[str](), list[tuple[int, Stranger]]()
+    for stranger in random.sample(strangers, len(strangers)):
+        ranked.append((before[stranger.address], stranger))
+        before[stranger.address] += 1
+    return [stranger for _, stranger in sorted(ranked, key=lambda each: each[0])[most:]]
 
 
 class ConnectionGuard:
@@ -72,9 +68,7 @@ class ConnectionGuard:
     ) -> None:
         self.port, self.known, self.on_shut = port, known, on_shut
         self.most = max(16, int(SHARE * limit))
-        self.most_an_address = min(MOST_AN_ADDRESS, self.most)
         self.shut = 0  # connections so far
-        self._since_s: dict[str, float] = {}  # inode → when it was first seen
         self._spell = False
         self._spares: list[int] = []
         self._stop = threading.Event()
@@ -111,21 +105,20 @@ class ConnectionGuard:
 
     def look(self) -> None:
         """Shut the connections that are too many. Raises OSError if there is no descriptor to look with."""
-        now_s, seen, strangers = time.monotonic(), {}, []
+        strangers = []
         for inode, connection in connections():
             with suppress(OSError):  # not connected, or not any more
                 host, port = connection.getpeername()[:2]
                 if connection.getsockname()[1] == self.port:
                     address = host.removeprefix("::ffff:")
-                    seen[inode] = self._since_s.get(inode, now_s)
                     if f"{address}:{port}" not in self.known:
-                        strangers.append(Stranger(inode, address, seen[inode]))
-        self._since_s = seen
-        doomed = {stranger.inode for stranger in too_many(strangers, self.most_an_address, self.most)}
+                        of_a_host = str(IPv6Network((address, 64), strict=False)) if ":" in address else address
+                        strangers.append(Stranger(inode, of_a_host))
+        doomed = {stranger.inode for stranger in too_many(strangers, self.most)}
         if doomed and not self._spell:
             self.on_shut(
                 f"port {self.port}: {len(strangers)} connections over which no member has spoken; beyond "
-                f"{self.most_an_address} an address and {self.most} in all the oldest are shut"
+                f"{self.most} those of the addresses with the most are shut"
             )
         self._spell = bool(doomed)
         for inode, connection in connections() if doomed else ():

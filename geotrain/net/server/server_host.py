@@ -19,7 +19,7 @@ from typing import Any
 
 from geotrain.common.files import OutputError, out_of_room, write_whole
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig
+from geotrain.config import ClusterConfig, RunConfig
 from geotrain.monitor.events import (
     Acknowledged,
     EventLog,
@@ -66,9 +66,9 @@ STATUS = "status.json"  # in the server's folder once it has ended: its last sta
 class Grown(Exception):
     """Raised where a server is to begin a new incarnation, with a cluster of more members."""
 
-    def __init__(self, cluster: ClusterConfig) -> None:
+    def __init__(self, run: RunConfig, cluster: ClusterConfig) -> None:
         super().__init__(f"serves {', '.join(region.name for region in cluster.regions)} from now on")
-        self.cluster = cluster
+        self.run, self.cluster = run, cluster
 
 
 class ServerHost(ProcessHost[Server]):
@@ -253,7 +253,7 @@ class ServerHost(ProcessHost[Server]):
         while (cluster := newest(self.setup.cluster)) == self.setup.cluster:
             await asyncio.sleep(GROWN_LOOK_S)
         self.grown = True
-        raise Grown(cluster)
+        raise Grown(self.monitor.staying(self.setup.run), cluster)
 
     async def _stop_at(self, ends_s: float) -> None:
         """Stop the run at a time, as a person would."""

@@ -162,7 +162,7 @@ def _run_incarnations(setup: ServerSetup, new: bool) -> None:
                 _report(setup, go_back(folder, copies))
         except Grown as grown:
             _say(str(grown))
-            setup = replace(setup, cluster=grown.cluster)
+            setup = replace(setup, run=grown.run, cluster=grown.cluster)
         else:
             if timeline is None:
                 return
