@@ -91,9 +91,9 @@ def run_alone(
 ) -> int:  # fmt: skip
     """Serve a run that no file describes, whose workers join by address and token. Returns the exit code.
 
-    rule: of RULES. steps: of the run, over all
-    workers; None: it goes on until all have left. workers: so many must join before it begins, 1 if not given.
-    resume: the folder holds such a run, or none. changes: keys to set, as `geotrain.config.load_run` takes them.
+    rule: of RULES. steps: of the run, over all workers; None: it goes on until all have left. workers: so many must
+    join before it begins, 1 if not given. resume: the folder holds such a run, or none; it may have been moved.
+    changes: keys to set, as `geotrain.config.load_run` takes them.
     Raises ConfigError, CertificateError, OSError.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -138,8 +138,8 @@ def run_alone(
         flush=True,
     )
     run, cluster = asyncio.run(enrollments.first_members())
-    of_members = {"newest": enrollments.newest, "enroll": enrollments.enroll}
-    return serve(ServerSetup(run, cluster, GLOBAL, folder / "servers" / GLOBAL, **of_members), resume=True)
+    state, newest, enroll = folder / "servers" / GLOBAL, enrollments.newest, enrollments.enroll
+    return serve(ServerSetup(run, cluster, GLOBAL, state, newest=newest, enroll=enroll), resume=True)
 
 
 def own_address() -> str:

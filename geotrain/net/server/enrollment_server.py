@@ -105,8 +105,10 @@ class EnrollmentServer:
         self._peers.add(plain_peer(context.peer()))
         try:
             reply = await self._reply(context)
-        except (ValueError, RecursionError, OSError, TimeoutError) as error:  # a ConfigError is a ValueError
-            reply = {"refused": str(error) or type(error).__name__}
+        except TimeoutError:
+            reply = {"wait": f"nothing came of this worker's enrollment for {CALL_S:g} s"}
+        except (ValueError, RecursionError, OSError) as error:  # a ConfigError is a ValueError
+            reply = {"refused": str(error)}
         return json.dumps(reply).encode()
 
     # -- inside

@@ -107,7 +107,7 @@ async def open_server(address: Address, own: Credentials | None, methods: Any) -
     return server, port
 
 
-class Door(aio.ServerInterceptor):  # type: ignore[misc]
+class Door(aio.ServerInterceptor):
     """Refuses calls without a password before anything but their metadata is read: what strangers hold open, gRPC
     would wait for."""
 
