@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geotrain.net.server import grpc_service
+from geotrain.net.server import listener
 from geotrain.net.server.connection_guard import Stranger, too_many
 from tests.support.net_worlds import BUSY_S, clusters, outer, side_by_side, wait_for, whole
 from tests.support.server_processes import Site
@@ -102,10 +102,10 @@ def test_more_idle_connections_than_files_end_nothing(tmp_path: Path, files: tup
 
 
 def test_who_connects_and_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = dict(grpc_service.SERVER_OPTIONS)
-    assert options["grpc.server_handshake_timeout_ms"] == 1000 * grpc_service.HANDSHAKE_S
+    options = dict(listener.SERVER_OPTIONS)
+    assert options["grpc.server_handshake_timeout_ms"] == 1000 * listener.HANDSHAKE_S
     options["grpc.server_handshake_timeout_ms"] = 300
-    monkeypatch.setattr(grpc_service, "SERVER_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr(listener, "SERVER_OPTIONS", tuple(options.items()))
     with clusters(tmp_path) as make:
         cluster = make(outer(), {"eu": {"a": whole}})
         with socket.create_connection(("127.0.0.1", cluster.regions["eu"].port), 5) as idle:

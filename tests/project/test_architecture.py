@@ -62,6 +62,7 @@ CALLED_BY_LIBRARIES = [
     *("get_model_parallel_rank", "get_model_parallel_world_size"),
     *("get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
     *("on_train_begin", "on_step_end", "on_train_end"),  # transformers: of a callback
+    "intercept_service",  # gRPC: of an interceptor
 ]
 WALL_CLOCKS = ("time.time", "time.time_ns", "datetime.datetime.now", "datetime.now", "datetime.date.today")
 READ_THE_WALL_CLOCK = {

@@ -32,7 +32,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_limit
-from geotrain.net.server.grpc_service import ENROLL, methods_of, open_server
+from geotrain.net.server.listener import ENROLL, open_server
 from geotrain.net.server.peers import plain_peer
 from geotrain.net.transport.authority import ALWAYS, make_named
 from geotrain.net.transport.certs import SECRET, load_credentials, password_of
@@ -84,7 +84,7 @@ class EnrollmentServer:
         ListenError."""
         self._enough = asyncio.Event()
         if self._missing():
-            server, port = await open_server(self.address, self._own, methods_of({ENROLL: self.enroll}))
+            server, port = await open_server(self.address, self._own, {ENROLL: self.enroll})
             guard = ConnectionGuard(port, self._peers, raise_file_limit(), log.warning)
             guard.start()
             try:

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import islice
@@ -21,9 +21,10 @@ from typing import Any, Literal
 import grpc
 from grpc import aio
 
-from geotrain.config import Address, host_port
+from geotrain.config import Address
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
 from geotrain.net.server.first_weights import FirstDigests
+from geotrain.net.server.listener import ENROLL, Handler, open_server
 from geotrain.net.server.peers import is_this_machine, plain_peer
 from geotrain.net.server.profile_requests import ProfileRequests
 from geotrain.net.server.rate_limits import RateLimits
@@ -31,10 +32,9 @@ from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.certs import OPERATOR, Credentials, Role, add_port, identity
+from geotrain.net.transport.certs import OPERATOR, Credentials, Role, identity
 from geotrain.net.transport.deadlines import FrameDeadline, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
-from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
@@ -58,70 +58,15 @@ from geotrain.outer.server.waits import WaitTable, waits
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 8192  # at the same time
 MAX_LATE_FRAMES = 1024  # so many frames of an update are read after the reply to it, and dropped
 DAMAGED_RETRY_S = 0.5  # when a sender whose frame was damaged may try again
 SHARDS_RETRY_S = 0.5  # when a member may join, once its shards are there
 BUSY_RETRY_S = 0.1  # the shortest pause for a sender with too many calls
-HANDSHAKE_S = 15.0  # who connects must have said who they are within this time
-IDLE_S = 600.0  # a connection without calls is closed after this time; who has more to say connects again
-SERVER_OPTIONS = (
-    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
-    ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
-)
 FIRSTS_AT_ONCE = 4  # first weights that are sent at a time: whoever has them trains, while others get theirs
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 NOT_FINITE = "it says that its delta is not finite"
 REPLACED = "another stream of this rank took its place"
-ENROLL = "enroll"
 OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
-STREAMS = {
-    "pull": grpc.unary_stream_rpc_method_handler, "weights": grpc.unary_stream_rpc_method_handler,
-    "push": grpc.stream_stream_rpc_method_handler, "shard": grpc.stream_stream_rpc_method_handler,
-    ENROLL: grpc.stream_unary_rpc_method_handler,
-}  # fmt: skip
-NO_PASSWORD = "the token's password is not this server's; copy the token anew"
-Handler = Callable[[Any, Any], Awaitable[Any]]
-
-
-def methods_of(handlers: Mapping[str, Handler]) -> Any:
-    """Make what a gRPC server takes of handlers by their calls' names."""
-    kinds = {name: STREAMS.get(name, grpc.unary_unary_rpc_method_handler) for name in handlers}
-    methods = {name: kinds[name](handler) for name, handler in handlers.items()}
-    return grpc.method_handlers_generic_handler(rpc.SERVICE, methods)
-
-
-async def open_server(address: Address, own: Credentials | None, methods: Any) -> tuple[aio.Server, int]:
-    """Listen; returns the server and its port. Raises ListenError."""
-    # Without so_reuseport=0, two servers could listen on one port and share its connections.
-    options = (*rpc.OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
-    doors = [Door(own)] if own and own.secret else []
-    server = aio.server(interceptors=doors, options=options, maximum_concurrent_rpcs=MAX_CALLS)
-    server.add_generic_rpc_handlers((methods,))
-    rpc.check_free(address)
-    try:
-        port = add_port(server, address, own)
-    except RuntimeError as error:
-        raise ListenError(f"cannot listen on {host_port(*address.listening)}: {error}") from None
-    await server.start()
-    return server, port
-
-
-class Door(aio.ServerInterceptor):
-    """Refuses calls without a password before anything but their metadata is read: what strangers hold open, gRPC
-    would wait for."""
-
-    def __init__(self, own: Credentials) -> None:
-        self.own = own
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        known = self.own.by_password(details.invocation_metadata)
-        return await continuation(details) if known else grpc.stream_stream_rpc_method_handler(_refuse)
-
-
-async def _refuse(_: Any, context: Any) -> None:
-    context.set_trailing_metadata(((rpc.REFUSAL_KEY, wire.pack(rpc.Refusal(NO_PASSWORD, None, False))),))
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, NO_PASSWORD)
 
 
 class GrpcService:
@@ -179,7 +124,7 @@ class GrpcService:
         handlers = {name: call for name, call in handlers.items() if not self.payloads_only or name in OF_SHARDS}
         if self._enroll is not None:
             handlers[ENROLL] = self._enroll
-        self._grpc, port = await open_server(address, self.credentials, methods_of(handlers))
+        self._grpc, port = await open_server(address, self.credentials, handlers)
         self.failure_detector.start()
         return port
 

@@ -156,10 +156,7 @@ def expiry(error: Any, trust: Trust | None) -> str:
         return ""
     own, now = trust.credentials, datetime.datetime.now(datetime.UTC)
     for what, text in ((f"this process's certificate, {own.identity},", own.certificate), ("ca.pem", own.authority)):
-        if text is None:
-            continue
-        end = x509.load_pem_x509_certificate(text).not_valid_after_utc
-        if now > end:
+        if text and now > (end := x509.load_pem_x509_certificate(text).not_valid_after_utc):
             return f"; {what} expired on {end:%Y-%m-%d}: {RENEW}"
     if "certificate has expired" in str(error.details()):
         return f"; the certificate of {trust.server}, or its ca.pem, has expired: {RENEW}"
