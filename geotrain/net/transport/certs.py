@@ -68,9 +68,8 @@ class Credentials:
     def by_password(self, metadata: Iterable[tuple[str, Any]] | None) -> list[str]:
         """List the identity that the password in a call's metadata proves, or nothing."""
         claimed, _, password = dict(metadata or ()).get("authorization", "").removeprefix("Bearer ").rpartition(":")
-        role = claimed.split(".")[-2:-1]  # of "<name>.<role>.geotrain"
-        right = role and hmac.compare_digest(password.encode(), password_of(role[0], self.secret).encode())
-        return [claimed] if right else []
+        right = password_of(claimed.removesuffix(".geotrain").rpartition(".")[2], self.secret)
+        return [claimed] if hmac.compare_digest(password.encode(), right.encode()) else []
 
 
 @dataclass(frozen=True)
