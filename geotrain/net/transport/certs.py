@@ -100,8 +100,7 @@ def add_port(server: Any, address: Address, own: Credentials | None) -> int:
     credentials everyone can, in plaintext. Raises RuntimeError."""
     if own is None:
         return int(server.add_insecure_port(host_port(*address.listening)))
-    pair, by_certificate = (own.key, own.certificate), not own.secret
-    credentials = grpc.ssl_server_credentials([pair], own.authority, require_client_auth=by_certificate)
+    credentials = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authority, not own.secret)
     return int(server.add_secure_port(host_port(*address.listening), credentials))
 
 
@@ -110,9 +109,8 @@ def load_credentials(folder: Path, role: Role, name: str) -> Credentials:
     stem = f"{role}-{name}"
     pair = _read(folder, f"{stem}.key"), _read(folder, f"{stem}.pem")
     secret = _read(folder, SECRET).decode() if (folder / SECRET).exists() else ""
-    if secret and role != "global":
-        secret = password_of(role, secret)
-    credentials = Credentials(identity(role, name), *pair, _read(folder, "ca.pem"), secret)
+    said = password_of(role, secret) if secret and role != "global" else secret
+    credentials = Credentials(identity(role, name), *pair, _read(folder, "ca.pem"), said)
     try:
         certificate = x509.load_pem_x509_certificate(pair[1])
         key = serialization.load_pem_private_key(pair[0], None)
