@@ -24,7 +24,7 @@ from grpc import aio
 from geotrain.config import Address
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
 from geotrain.net.server.first_weights import FirstDigests
-from geotrain.net.server.listener import ENROLL, Handler, open_server
+from geotrain.net.server.listener import ENROLL, Handler, open_server, proven
 from geotrain.net.server.peers import is_this_machine, plain_peer
 from geotrain.net.server.profile_requests import ProfileRequests
 from geotrain.net.server.rate_limits import RateLimits
@@ -414,7 +414,7 @@ class GrpcService:
     def _check_speaker(self, context: Any, role: Role, name: str) -> None:
         """Raise Refused if the certificate at the other end is not that of `role` and `name`."""
         if self.credentials is not None:
-            names = self.credentials.speakers(context)
+            names = proven(self.credentials, context)
             # A region's shards bring and fetch its payloads.
             speakers = [identity(each, name) for each in ((role, "shard") if role == "region" else (role,))]
             if not set(speakers) & set(names):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import hmac
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ from grpc import aio
 
 from geotrain.config import Address, host_port
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.certs import Credentials, add_port
+from geotrain.net.transport.certs import Credentials, add_port, password_of
 from geotrain.net.transport.rpc import ListenError
 
 MAX_CALLS = 8192  # at the same time
@@ -50,6 +51,20 @@ async def open_server(
     return server, port
 
 
+def proven(own: Credentials, context: Any) -> list[str]:
+    """List the identities that whoever makes a call to this server has proven. context: the call's."""
+    if own.secret:
+        return by_password(own, context.invocation_metadata())
+    return [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
+
+
+def by_password(own: Credentials, metadata: Iterable[tuple[str, Any]] | None) -> list[str]:
+    """List the identity that the password in a call's metadata proves, or nothing."""
+    claimed, _, password = dict(metadata or ()).get("authorization", "").removeprefix("Bearer ").rpartition(":")
+    right = password_of(claimed.removesuffix(".geotrain").rpartition(".")[2], own.secret)
+    return [claimed] if hmac.compare_digest(password.encode(), right.encode()) else []
+
+
 class Door(aio.ServerInterceptor):
     """Refuses calls without a password before anything but their metadata is read: what strangers hold open, gRPC
     would wait for."""
@@ -58,7 +73,7 @@ class Door(aio.ServerInterceptor):
         self.own = own
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        known = self.own.by_password(details.invocation_metadata)
+        known = by_password(self.own, details.invocation_metadata)
         return await continuation(details) if known else grpc.stream_stream_rpc_method_handler(_refuse)
 
 

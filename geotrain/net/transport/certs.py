@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,18 +58,6 @@ class Credentials:
     certificate: bytes | None
     authority: bytes
     secret: str = ""
-
-    def speakers(self, context: Any) -> list[str]:
-        """List the identities that whoever makes a call to this server has proven. context: the call's."""
-        if self.secret:
-            return self.by_password(context.invocation_metadata())
-        return [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", [])]
-
-    def by_password(self, metadata: Iterable[tuple[str, Any]] | None) -> list[str]:
-        """List the identity that the password in a call's metadata proves, or nothing."""
-        claimed, _, password = dict(metadata or ()).get("authorization", "").removeprefix("Bearer ").rpartition(":")
-        right = password_of(claimed.removesuffix(".geotrain").rpartition(".")[2], self.secret)
-        return [claimed] if hmac.compare_digest(password.encode(), right.encode()) else []
 
 
 @dataclass(frozen=True)
