@@ -15,7 +15,6 @@ from torch import Tensor
 
 from geotrain.common.names import ENDLESS_SAMPLES, GLOBAL
 from geotrain.config import (
-    EVERY_ADDRESS,
     Address,
     ClusterConfig,
     ConfigError,
@@ -27,6 +26,7 @@ from geotrain.config import (
     shard_name,
 )
 from geotrain.config.agreement import config_changes
+from geotrain.config.cluster import EVERY_ADDRESS
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server.enrollment_server import CERTIFICATES, WEIGHTS, EnrollmentServer
 from geotrain.net.server.server_process import serve

@@ -19,7 +19,6 @@ from geotrain.config.block import (
     shipped_configs,
 )
 from geotrain.config.cluster import (
-    EVERY_ADDRESS,
     Address,
     ClusterConfig,
     DeviceConfig,
