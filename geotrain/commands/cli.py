@@ -254,20 +254,21 @@ def export(
         typer.Option(min=0.0, max=1.0, help="Mean of the snapshots in this last share of the run; 0: the newest."),
     ] = 0.0,
 ) -> Told:
-    """Write the run's newest global weights as a Hugging Face checkpoint. No training job need be alive.
+    """Write the run's newest global weights as a Hugging Face checkpoint, and print which these are.
 
-    On a hub a new repository is private; HF_TOKEN must let one write.
+    Of a live run its global server writes a snapshot first; of one that was killed snapshot and journal are read, and
+    stay as they are. On a hub a new repository is private; HF_TOKEN must let one write.
     """
-    from geotrain.commands.export import export_run, export_to_hub
+    from geotrain.commands.export import export_run, export_to_hub, in_words
 
     if output.startswith("hf://"):
         if dcp:
             raise typer.BadParameter("a hub takes Hugging Face checkpoints: leave --dcp out, or name a folder")
-        return Told({"commit": (commit := export_to_hub(folder, output, dtype, average))}, commit)
-    count = export_run(folder, Path(output), dtype, average, dcp)
-    return Told(
-        {"folder": output, "snapshots": count}, output + (f": the mean of {count} snapshots" if average else "")
-    )
+        commit, written = export_to_hub(folder, output, dtype, average)
+        return Told({"commit": commit, **written}, f"{commit}: {in_words(written)}")
+    written = export_run(folder, Path(output), dtype, average, dcp)
+    mean = f"the mean of {written['snapshots']} snapshots up to " if average else ""
+    return Told({"folder": output, **written}, f"{output}: {mean}{in_words(written)}")
 
 
 @app.command(epilog='Example: geotrain sample exported "Once upon a time"')
@@ -280,10 +281,13 @@ def sample(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
 ) -> Told:
     """Write text with an exported model."""
+    from geotrain.commands.export import about, in_words
     from geotrain.commands.sample import sample as write
 
-    text = write(folder, prompt, tokens, temperature, seed)
-    return Told({"text": text}, text)
+    text, weights = write(folder, prompt, tokens, temperature, seed), about(folder)
+    if weights:
+        print(f"{folder}: {in_words(weights)}", file=sys.stderr)
+    return Told({"text": text, "weights": weights}, text)
 
 
 @app.command(epilog="Example: geotrain picture runs/quickstart quickstart.svg")
@@ -323,8 +327,11 @@ def evaluate(
 ) -> Told:
     """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
     from geotrain.commands.evaluate import measure
+    from geotrain.commands.export import about
 
     said = measure(folder, data, tasks, sequence_length, limit, batch, task_folder, inside_documents)
+    if weights := about(folder):
+        said |= {"weights": weights}
     return Told(said, json.dumps(said, indent=2))
 
 

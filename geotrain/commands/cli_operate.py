@@ -230,11 +230,15 @@ def rollback(
 
     The run itself stays as it is. Workers begin with no optimizer state.
     """
+    from geotrain.commands.export import in_words
     from geotrain.commands.rollback import roll_back, snapshots_of
 
     if to is None or out is None:
         found = snapshots_of(folder)
-        return Told(found, "\n".join(f"{each['snapshot']}: {each['committed_samples']:,} samples" for each in found))
+        lines = [f"{each['snapshot']}: {in_words(each | {'samples': each['committed_samples']})}" for each in found]
+        if found and not found[-1]["ended"]:
+            lines.append("The journal may hold more: `geotrain snapshot`, of a live run, makes one of it.")
+        return Told(found, "\n".join(lines))
     skipped = roll_back(folder, to, out)
     launch = f"geotrain launch RUN.json CLUSTER.json --set folder={out} --resume"
     return Told({"folder": out, "skipped_samples": skipped}, f"{skipped:,} samples are skipped; train on: {launch}")

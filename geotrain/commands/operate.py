@@ -162,14 +162,19 @@ class LiveRun:
 
         Raises Refused, Unreachable, CertificateError.
         """
-        where = {GLOBAL: self._tell(GLOBAL, rpc.Control("snapshot"), SNAPSHOT_S)}
+        where = {GLOBAL: self.snapshot_of(GLOBAL)}
         for site in self.servers:
             if site != GLOBAL:
                 try:
-                    where[site] = self._tell(site, rpc.Control("snapshot"), SNAPSHOT_S)
+                    where[site] = self.snapshot_of(site)
                 except OSError as error:
                     where[site] = str(error)
         return where
+
+    def snapshot_of(self, site: str) -> str:
+        """Have a site's server write a snapshot; returns where it lies. Raises Refused, Unreachable,
+        CertificateError, ConfigError."""
+        return self._tell(site, rpc.Control("snapshot"), SNAPSHOT_S)
 
     def wait(self, until: Callable[[RunStatus], bool], within_s: float, every_s: float = 0.5) -> RunStatus:
         """Ask until a status satisfies `until`. Raises TimeoutError."""

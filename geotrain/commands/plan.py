@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from geotrain.commands.operate import LiveRun, RunState
+from geotrain.commands.telling import duration
 from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
@@ -339,11 +340,3 @@ def tell_why(found: Plan, forecast: dict[str, Any], console: Console) -> None:
         )
     console.print("\nthe next best", style="bold")
     console.print(table_of(others))
-
-
-def duration(seconds: float) -> str:
-    """Format seconds in the largest unit of which there are at least two."""
-    for unit, count in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * count:
-            return f"{seconds / count:.3g} {unit}"
-    return f"{seconds:.3g} seconds"

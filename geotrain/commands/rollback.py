@@ -9,22 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from geotrain.commands.telling import age_s
 from geotrain.common.files import make_folder
 from geotrain.common.names import GLOBAL
 from geotrain.config import ConfigError, load_run
+from geotrain.net.server.newest_weights import facts_of
 from geotrain.net.storage.owner import new_origin
-from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, alone_in
+from geotrain.net.storage.snapshots import SNAPSHOTS, Snapshot, SnapshotStore, alone_in
 from geotrain.outer.server.leases import LeaseTable
 
 
 def snapshots_of(folder: Path) -> list[dict[str, Any]]:
-    """List the global server's snapshots that are whole: number and committed samples. Raises StoreError."""
+    """List the global server's snapshots: number, version, committed samples, age, and whether the run had ended; if
+    not, its journal holds more. Raises StoreError."""
     load_run(folder / "run.json")
-    store = SnapshotStore(folder / "servers" / GLOBAL / SNAPSHOTS)
-    return [
-        {"snapshot": number, "committed_samples": meta["state"]["leases"]["committed_samples"]}
-        for number, meta in zip(store.numbers(), store.metas(), strict=True)
-    ]
+    server, found = folder / "servers" / GLOBAL, list[dict[str, Any]]()
+    store = SnapshotStore(server / SNAPSHOTS)
+    for number, meta in zip(store.numbers(), store.metas(), strict=True):
+        version, samples, changed_s = facts_of(server, Snapshot(number, {}, meta))
+        told = {"committed_samples": samples, "version": version, "age_s": age_s(changed_s)}
+        found.append({"snapshot": number, **told, "ended": meta["ended"]})
+    return found
 
 
 def roll_back(folder: Path, number: int, out: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -43,3 +44,16 @@ def with_json(function: Callable[..., Told]) -> Callable[..., None]:
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
     command.__annotations__ = {**function.__annotations__, "as_json": Json, "return": None}
     return command
+
+
+def age_s(time_s: float) -> float:
+    """Seconds since a Unix time, for people."""
+    return time.time() - time_s
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in the largest unit of which there are at least two."""
+    for unit, count in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * count:
+            return f"{seconds / count:.3g} {unit}"
+    return f"{seconds:.3g} seconds"

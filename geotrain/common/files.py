@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from zlib_ng.zlib_ng import crc32
 
-_MARKER = ".geotrain.json"  # lists the files that were written here, so that no others are ever deleted
+MARKER = ".geotrain.json"  # lists the files that were written here, so that no others are ever deleted
 _PARTIAL, _ASIDE = ".partial", ".old"  # suffixes of temporary folders, behind a random word
 
 
@@ -103,7 +103,7 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)  # shows others that this writer lives: the kernel releases it at its end
             yield temporary
             names = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
-            (temporary / _MARKER).write_text(json.dumps({"kind": kind, "files": names}, indent=1) + "\n")
+            (temporary / MARKER).write_text(json.dumps({"kind": kind, "files": names}, indent=1) + "\n")
             temporary.chmod(0o755)  # mkdtemp's folders are private
             for path in (*sorted(temporary.rglob("*")), temporary):
                 sync(path)
@@ -197,12 +197,12 @@ def check_replaceable(final: Path, kind: str) -> None:
     if not present:
         return
     try:
-        marker = json.loads((final / _MARKER).read_text())
+        marker = json.loads((final / MARKER).read_text())
     except (OSError, ValueError):
         marker = {}
     if not isinstance(marker, dict) or marker.get("kind") != kind:
         raise OutputError(f"{final}: exists and is no older {kind} of GeoTrain; choose another output or remove it")
-    foreign = sorted(present - {_MARKER, *marker.get("files", [])})
+    foreign = sorted(present - {MARKER, *marker.get("files", [])})
     if foreign:
         raise OutputError(
             f"{final}: holds files that the older {kind} did not write ({', '.join(foreign[:3])}); "

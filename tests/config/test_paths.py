@@ -22,6 +22,7 @@ from geotrain.config.agreement import config_digest
 from geotrain.config.block import with_paths
 from geotrain.launch.site_processes import LaunchRequest, path_there, remote_site
 from geotrain.net.server.first_weights import initial_weights
+from geotrain.net.server.newest_weights import Newest
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.small_runs import MODEL, prepare_text, write_files
 
@@ -165,7 +166,8 @@ def test_an_export_finds_the_tokenizer_from_anywhere(tmp_path: Path, monkeypatch
     layout = parameter_map_of(run)
     tensors = {n: t for f, v in zip(layout.fragments, initial_weights(run, layout), strict=True)
                for n, t in layout.split(f.index, v)}  # fmt: skip
-    monkeypatch.setattr("geotrain.commands.export.read_weights", lambda folder, layout, snapshots: tensors.items())
+    newest = Newest(iter(tensors.items()), version=1, samples=8, changed_s=0.0)
+    monkeypatch.setattr("geotrain.commands.export.newest_weights", lambda *given: newest)
     (tmp_path / "else").mkdir()
     monkeypatch.chdir(tmp_path / "else")
     export_run(Path("../out"), Path("exported"))

@@ -71,7 +71,7 @@ READ_THE_WALL_CLOCK = {
     *("launch.host_check", "launch.host_facts"),  # hosts' clocks, files' times
     *("net.storage.owner", "worker.loop"),  # a part of a name
     *("monitor.events", "monitor.page", "net.server.sampler", "net.server.grpc_service", "launch.terminal"),
-    *("commands.quickstart", "commands.logs"),
+    *("commands.quickstart", "commands.logs", "commands.telling"),
 }
 CALLED_BY_DECORATORS = ["@*.command", "@command", "@*.callback", "@field_validator", "@model_validator"]
 

@@ -213,7 +213,7 @@ def _recovered(
 ) -> Recovered[Machine]:
     """Recover the process's state machine, and report what was found."""
     run, folder = setup.run, setup.folder
-    mirror_store = mirror_store_of(run.outer, folder, events)
+    mirror_store = mirror_store_of(run.outer, folder, events.report)
     recovered = recover(
         build,
         lambda machine: begin(machine, run),

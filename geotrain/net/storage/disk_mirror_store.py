@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from geotrain.config import OuterConfig
-from geotrain.monitor.events import EventLog
 from geotrain.outer.mirror_store import MirrorStore
 
 BUFFERS = 3  # for a vector that is read ahead, one that is changed, one that is written
@@ -185,9 +184,9 @@ class DiskMirrorStore(MirrorStore):
             self._report(what)
 
 
-def mirror_store_of(outer: OuterConfig, folder: Path, events: EventLog) -> MirrorStore:
-    """Make the mirror store of the server whose state is in `folder`."""
-    return DiskMirrorStore(folder, events.report) if outer.mirrors == "disk" else MirrorStore()
+def mirror_store_of(outer: OuterConfig, folder: Path, report: Callable[[str], None]) -> MirrorStore:
+    """Make the mirror store of the server whose state is in `folder`. report: see `DiskMirrorStore`."""
+    return DiskMirrorStore(folder, report) if outer.mirrors == "disk" else MirrorStore()
 
 
 def on_disk(vector: Tensor) -> bool:

@@ -58,10 +58,11 @@ class Journal:
     is written.
 
     kinds: the types of messages that may stand in it. limit_bytes: the most that a message's payloads may have.
+    read_only: it is replayed only, and nothing in the folder changes.
     """
 
-    def __init__(self, folder: Path, kinds: tuple[type, ...], limit_bytes: int) -> None:
-        self.folder, self._kinds, self._limit_bytes = folder, kinds, limit_bytes
+    def __init__(self, folder: Path, kinds: tuple[type, ...], limit_bytes: int, read_only: bool = False) -> None:
+        self.folder, self._kinds, self._limit_bytes, self._read_only = folder, kinds, limit_bytes, read_only
         self._file: FileIO | None = None  # the open segment; unbuffered, so that a write is the kernel's at once
         self._segment = 0
         self._first = 1  # number of the open segment's first record
@@ -86,13 +87,15 @@ class Journal:
         Raises JournalDamaged, OtherFormatError.
         """
         if not self.folder.exists():
-            self._begin_folder(first_segment)
+            if not self._read_only:
+                self._begin_folder(first_segment)
             return
         present = self.segments()
         # Segment 1 is wanted only where no snapshot was ever taken, and a server listens only after its first one. So
         # nothing can have been acknowledged, and an empty folder is no loss.
         if not present and first_segment == 1:
-            self._begin_segment(first_segment)
+            if not self._read_only:
+                self._begin_segment(first_segment)
             return
         segments = list(range(first_segment, max(first_segment, *present, 0) + 1))
         empty = self._empty(segments[-1]) if len(segments) > 1 else None
@@ -106,7 +109,9 @@ class Journal:
             if not segments and continued and is_whole:
                 raise JournalDamaged(f"{self._path(segment + 1)}: is missing. {_WHAT_TO_DO}")
             if len(segments) == 1 and empty is not None and not continued and self._number >= empty:
-                self._path(segments.pop()).unlink()
+                left_over = self._path(segments.pop())
+                if not self._read_only:
+                    left_over.unlink()
         self._durable, self._durable_bytes = self._number, self.segment_bytes
 
     def _empty(self, segment: int) -> int | None:
@@ -122,7 +127,7 @@ class Journal:
         path = self._path(segment)
         if self._file is not None:  # of a segment that turned out not to be the last
             self._file.close()
-        file = self._file = FileIO(path, "r+")
+        file = self._file = FileIO(path, "r" if self._read_only else "r+")
         size = os.fstat(file.fileno()).st_size
         try:
             begin = file.read(len(LAST))
@@ -156,7 +161,8 @@ class Journal:
         if fault:
             lost_bytes = size - self.segment_bytes
             self.cut = f"{path}: its last {lost_bytes} bytes were never written whole, nor acknowledged; cut off"
-            file.truncate(self.segment_bytes)
+            if not self._read_only:
+                file.truncate(self.segment_bytes)
         return begin == CONTINUED
 
     def _read_record(self, file: FileIO, size: int) -> tuple[Any, int]:

@@ -26,6 +26,7 @@ from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.local import LocalShards
 from geotrain.outer.shards.protocol import FromShards, HeldPart
 from geotrain.outer.shards.remote import RemoteShards
+from geotrain.parameters.parameter_map import ParameterMap
 
 JOURNAL = "journal"  # within a server's folder
 
@@ -81,6 +82,7 @@ def recover(
     mirror_store: MirrorStore | None = None,
     launch: str = "",
     kinds: tuple[type, ...] = KINDS,
+    read_only: bool = False,
 ) -> Recovered[Machine]:
     """Bring a server or a shard back from its folder, or begin a new one in an empty folder.
 
@@ -91,7 +93,7 @@ def recover(
     snapshots stay. mirror: where copies of the snapshots are, for a folder that has lost its own; None: there are
     none, or several processes must go back together (see `geotrain.net.storage.timeline`). mirror_store: where the
     machine's mirrors lie. launch: names that which this process is started by; "": one of its own. kinds: the types
-    of messages in its journal.
+    of messages in its journal. read_only: nothing is written, and the machine must not go on.
     Raises StoreError, OtherOwnerError among them, JournalDamaged, ParameterMapError, OSError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
@@ -114,7 +116,7 @@ def recover(
         raise StoreError("\n".join(faults))
     else:
         begin(server)
-    journal = Journal(folder / JOURNAL, kinds, limit_bytes=8 * server.parameter_map.numel + 65536)
+    journal = Journal(folder / JOURNAL, kinds, journal_limit(server.parameter_map), read_only)
     replayed, dismissed = 0, set[int]()
     for message in journal.replay(meta["segment"] if meta else 1):
         replayed += 1
@@ -132,7 +134,9 @@ def recover(
                     server.handle(message)
     if isinstance(server, Server) and (meta is not None or replayed):
         check_origin(folder, server.origin)  # before anything is written
-    if isinstance(server, ShardServer):
+    if read_only:
+        journal.close()
+    elif isinstance(server, ShardServer):
         server.end_incarnation()  # nothing else is lost with its process, and its journal says when the next begins
     else:
         server = restarted(built, server) if replayed else server
@@ -141,6 +145,11 @@ def recover(
     if journal.cut is not None:
         faults.append(journal.cut)
     return Recovered(server, store, journal, faults, replayed, meta, ended, frozenset(dismissed if ended else ()))
+
+
+def journal_limit(parameter_map: ParameterMap) -> int:
+    """The most bytes that the payloads of a message in a server's journal may have."""
+    return 8 * parameter_map.numel + 65536
 
 
 def end_incarnations(server: Server) -> None:

@@ -247,7 +247,7 @@ def read_weights(
     ParameterMapError when it is another model's, DamagedSnapshot.
     """
     store = SnapshotStore(folder / SNAPSHOTS)
-    snapshots = snapshots or (_newest(store),)
+    snapshots = snapshots or (newest_whole(store),)
     if snapshots[-1].meta["state"]["parameter_map_digest"] != parameter_map.digest:
         raise ParameterMapError(f"{folder}: holds weights of another model than the run file's")
     places = [_places(folder, parameter_map, snapshot) for snapshot in snapshots]
@@ -261,7 +261,7 @@ def snapshots_of_last(folder: Path, share: float) -> list[Snapshot]:
     """List the whole snapshots in a global server's folder that were taken in the last `share` of what is trained by
     now, one of each number of committed samples, without their tensors. Raises StoreError where there are not two."""
     store, found = SnapshotStore(folder / SNAPSHOTS), dict[int, Snapshot]()
-    least = (1 - share) * _committed(_newest(store))
+    least = (1 - share) * _committed(newest_whole(store))
     for number in store.numbers():
         with suppress(DamagedSnapshot):
             snapshot = _load(store.path(number), number, ())
@@ -276,7 +276,8 @@ def snapshots_of_last(folder: Path, share: float) -> list[Snapshot]:
     return list(found.values())
 
 
-def _newest(store: SnapshotStore) -> Snapshot:
+def newest_whole(store: SnapshotStore) -> Snapshot:
+    """Read the newest whole snapshot, without its tensors. Raises StoreError."""
     newest, faults = store.load_newest(names=())
     if newest is None:
         raise StoreError("\n".join([f"{store.folder.parent}: holds no snapshot that is whole", *faults]))

@@ -1,0 +1,107 @@
+"""Reads the newest weights of a run's global server from its folder, whether its process runs, was killed or has
+ended: its newest snapshot and, where the journal went on after that, a replay in memory. Nothing there is changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geotrain.common.files import locked
+from geotrain.common.names import GLOBAL
+from geotrain.config import ClusterConfig, RunConfig, load_cluster, shard_name
+from geotrain.net.server import server_process as process
+from geotrain.net.server.shard_host import JOURNALED
+from geotrain.net.storage import recovery
+from geotrain.net.storage.disk_mirror_store import mirror_store_of
+from geotrain.net.storage.journal import Journal
+from geotrain.net.storage.recovery import JOURNAL, Machine, journal_limit, recover
+from geotrain.net.storage.snapshots import META, SNAPSHOTS, Snapshot, SnapshotStore, newest_whole, read_weights
+from geotrain.outer.messages import Join
+from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.shard import ServerShard
+from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
+
+log = logging.getLogger(__name__)
+# What a journal holds behind the last snapshot of a run's end.
+CHANGE_NOTHING = Join, recovery.Restarted, recovery.Stopped, recovery.Dismissed
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest weights. tensors: (canonical name, fp32 tensor), one fragment in memory at a time. version: the
+    highest of the fragments'. samples: that are committed. changed_s: Unix time at which the state was written."""
+
+    tensors: Iterator[tuple[str, Tensor]]
+    version: int
+    samples: int
+    changed_s: float
+
+
+def newest_weights(run: RunConfig, run_folder: Path, snapshot: Callable[[], object]) -> Newest:
+    """Find the newest weights of the run in that folder. snapshot: called to have a running server write one.
+
+    Raises StoreError where there is no whole snapshot, ParameterMapError where it is another model's, JournalDamaged,
+    ConfigError, and what `snapshot` does.
+    """
+    folder = run_folder / "servers" / GLOBAL
+    parameter_map = parameter_map_of(run)
+    if folder.exists():
+        with locked(folder) as rests:  # for no longer: a server that is restarted meanwhile must find it free
+            pass
+        if not rests:
+            snapshot()
+        elif _goes_on(folder, parameter_map):
+            return _replayed(run, load_cluster(run_folder / "cluster.json"), folder, parameter_map)
+    newest = newest_whole(SnapshotStore(folder / SNAPSHOTS))
+    return Newest(read_weights(folder, parameter_map, (newest,)), *facts_of(folder, newest))
+
+
+def facts_of(folder: Path, snapshot: Snapshot) -> tuple[int, int, float]:
+    """Read of a global server's snapshot: version, committed samples, Unix time at which it was written."""
+    state, path = snapshot.meta["state"], SnapshotStore(folder / SNAPSHOTS).path(snapshot.number) / META
+    version = max(counts["version"] for counts in state["fragments"])
+    return version, state["leases"]["committed_samples"], path.stat().st_mtime
+
+
+def _goes_on(folder: Path, parameter_map: ParameterMap) -> bool:
+    """Whether the journal holds anything behind the newest snapshot that may have changed the weights."""
+    segment, limit = SnapshotStore(folder / SNAPSHOTS).newest_meta().get("segment"), journal_limit(parameter_map)
+    with closing(Journal(folder / JOURNAL, recovery.KINDS, limit, read_only=True)) as journal:
+        return segment is not None and any(not isinstance(each, CHANGE_NOTHING) for each in journal.replay(segment))
+
+
+def _replayed(run: RunConfig, cluster: ClusterConfig, folder: Path, parameter_map: ParameterMap) -> Newest:
+    """Recover the server in memory, and its shards where they are processes, whose folders lie beside its own."""
+
+    def read(build: Callable[[], Machine], begin: Callable[..., None], place: Path, kinds: Any) -> Machine:
+        mirrors, keep = mirror_store_of(run.outer, place, log.warning), run.checkpoint.keep
+        found = recover(build, partial(begin, run=run), place, keep, None, mirrors, kinds=kinds, read_only=True)
+        for fault in found.faults:
+            log.warning("%s", fault)
+        return found.server
+
+    def of_process(index: int, coordinator: Any) -> ServerShard:
+        build, place = partial(process.shard_server, run, cluster, GLOBAL, index), shard_name(GLOBAL, index)
+        machine = read(build, process.begin_shard, folder.with_name(place), JOURNALED)
+        for command in coordinator.since(machine.commands):  # that it had not executed
+            machine.handle(command)
+        return machine.shard
+
+    build = partial(process.global_server, run, cluster, process.remote_shards(run, cluster, GLOBAL))
+    top = read(build, process.begin_server, folder, recovery.KINDS)
+    shards, number = top.shards, len(cluster.global_shards)
+    held = shards.all if isinstance(shards, LocalShards) else [of_process(i, shards) for i in range(number)]
+    x = {chunk: vectors.x for shard in held for chunk, vectors in shard.vectors.items()}
+    weights = (torch.cat([x[chunk.index] for chunk in chunks]) for chunks in parameter_map.chunks_of)
+    tensors = chain.from_iterable(parameter_map.split(fragment, each) for fragment, each in enumerate(weights))
+    changed_s = max(path.stat().st_mtime for path in (folder / JOURNAL).iterdir())
+    return Newest(tensors, max(top.versions), top.status()["committed_samples"], changed_s)
