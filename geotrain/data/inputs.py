@@ -15,7 +15,7 @@ from geotrain.data.readers import UnreadableError, ending
 from geotrain.data.tokens import DataError
 
 SUPPORTED = ".txt, .jsonl, .ndjson, each also .gz, .zst, .bz2, .xz; .json.gz and its like; .parquet"
-_NAMES_AT_MOST = 3  # of files in a line
+_NAMES_AT_MOST, _REASONS_AT_MOST = 3, 12  # in a line; in lines
 
 
 def find_inputs(patterns: Sequence[str], passed_over: list[tuple[Path, str]] | None = None) -> list[Path]:
@@ -35,8 +35,8 @@ def find_inputs(patterns: Sequence[str], passed_over: list[tuple[Path, str]] | N
             there = f"; {found[0][0]}: {found[0][1]}" if found else ""
             raise DataError(f"{pattern}: no such file, or no file in it that is read ({SUPPORTED}){there}")
         for path, why in found:
-            if not why and (first := files.setdefault(_identity(path), path)) != path:
-                why = f"the same file as {first}"
+            if not why and files.setdefault(_identity(path), path) != path:
+                why = "another name of a file that is read"
             if why:
                 passed_over.append((path, why))
     return list(files.values())
@@ -52,8 +52,11 @@ def describe(files: Sequence[Path], passed_over: Sequence[tuple[Path, str]]) -> 
     kinds = Counter("".join(ending(path)) for path in files).most_common()
     size = decimal(sum(path.stat().st_size for path in files))
     lines = [f"reading {size} in {', '.join(f'{count:,} {kind}' for kind, count in kinds)}"]
-    for reason in dict.fromkeys(why for _, why in passed_over):
-        lines.append(f"not read, {reason}: {some([path for path, why in passed_over if why == reason])}")
+    reasons = dict[str, list[Path]]()
+    for path, why in passed_over:
+        named = why in reasons or len(reasons) < _REASONS_AT_MOST
+        reasons.setdefault(why if named else "of other kinds", []).append(path)
+    lines += [f"not read, {why}: {some(paths)}" for why, paths in reasons.items()]
     contents = [str(path).removesuffix(ending(path)[1]) for path in files]
     counts = Counter(contents)
     if twice := [path for path, content in zip(files, contents, strict=True) if counts[content] > 1]:
@@ -82,8 +85,8 @@ def _in_folder(top: Path) -> Iterator[tuple[Path, str]]:
     searched: dict[tuple[int, int], Path] = {}
     for where, folders, names in os.walk(top, onerror=unreadable, followlinks=True):
         folder = Path(where)
-        if (first := searched.setdefault(_identity(folder), folder)) != folder:  # links may lead round in a circle
-            yield folder, f"the same folder as {first}"
+        if searched.setdefault(_identity(folder), folder) != folder:  # links may lead round in a circle
+            yield folder, "another name of a folder that is searched"
             folders.clear()
             continue
         yield from ((folder / name, "hidden") for name in (*folders, *names) if name.startswith("."))

@@ -58,13 +58,13 @@ def test_what_is_not_read_is_listed_with_the_reason(tmp_path: Path, monkeypatch:
         "not read, unsupported kind of file: in/LICENSE",
         "not read, unsupported kind of file (.part): in/a.jsonl.part, in/e0.part, in/e1.part and 1 more",
         "not read, unsupported kind of file (.json); where each line is an object, name it .jsonl: in/c.json",
-        "not read, the same folder as in/link: in/link/circle/elsewhere",
-        "not read, the same folder as in: in/link/circle/in",
+        "not read, another name of a folder that is searched: in/link/circle/elsewhere, in/link/circle/in",
         "not read, a link to nothing: in/lost.txt",
-        "not read, the same file as in/a.jsonl: in/z.jsonl",
-        f"not read, the same file as in/d.txt: {tmp_path}/in/d.txt",
+        f"not read, another name of a file that is read: in/z.jsonl, {tmp_path}/in/d.txt",
         "all read, though by their names they hold the same: in/d.txt, in/d.txt.xz",
     ]
+    kinds = [(Path(f"a.{i}"), f"unsupported kind of file (.{i})") for i in range(30_000)]
+    assert describe(files, kinds)[-2] == "not read, of other kinds: a.12, a.13, a.14 and 29,985 more"
 
 
 def test_a_folder_that_cannot_be_searched_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
