@@ -94,6 +94,14 @@ def test_whatever_comes_between_its_chunks_it_is_the_state_of_its_beginning(rule
     assert read == wanted and not any(frozen.open for frozen in states)
 
 
+def test_an_update_that_waits_and_gets_no_time_hides_nothing():
+    """Its room was made, and the reader goes on before it has taken it."""
+    frozen = FrozenState({name: torch.full((10,), 1.0) for name in "abc"}, largest_share=1 / 3)
+    frozen.before_write(frozen._tensors["a"])
+    frozen._waits = True
+    assert [name for name, _ in chunks_of(frozen)] == ["a", "b", "c"] and not frozen.open
+
+
 def test_copies_take_no_more_than_the_budget_and_an_update_waits_until_one_was_read():
     tensors = {name: torch.full((100,), float(i)) for i, name in enumerate("abc")}
     frozen = FrozenState(tensors, largest_share=1 / 3)

@@ -74,6 +74,19 @@ def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path, name, damage):
     assert [meta["i"] for meta in store.metas()] == [1, 3]
 
 
+def test_a_snapshot_that_lacks_tensors_of_the_state_is_neither_written_nor_read(tmp_path, monkeypatch):
+    store = SnapshotStore(tmp_path)
+    store.save(FrozenState(TENSORS), {"i": 1})
+    few = {name: tensor for name, tensor in TENSORS.items() if name != "none"}
+    store.save(FrozenState(few), {"i": 2, "state": {"tensors": [*TENSORS]}})
+    newest, [fault] = store.load_newest()
+    assert newest is not None and newest.meta["i"] == 1 and "such as none" in fault
+    monkeypatch.setattr(FrozenState, "names", lambda self: iter(few))
+    with pytest.raises(StoreError, match="1 tensors of the state were not read, such as none"):
+        store.save(FrozenState(TENSORS), {"i": 3})
+    assert store.numbers() == [1, 2]
+
+
 def test_another_format_is_refused_and_nothing_is_changed(tmp_path, monkeypatch):
     """Also where an older snapshot could be read: what it would forget was acknowledged."""
     store = SnapshotStore(tmp_path / SNAPSHOTS)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from geotrain.config import codec_config
-from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import MemberSilent
 from geotrain.outer.shards.protocol import SendUp
@@ -22,6 +21,7 @@ from tests.support.outer_world import (
     parameter_map,
     random_deltas,
     saved_and_loaded,
+    say_again,
     weights_of,
     whole,
 )
@@ -84,8 +84,7 @@ def test_a_loaded_region_sends_the_same_numbers_for_people():
     old = world.regions["eu"]
     new = saved_and_loaded(world, "eu")
     new.incarnation = old.incarnation
-    for message in left_out(old):
-        new.handle(message)
+    say_again(old, new)
     part = update("a", 2.0)
     for region in (old, new):
         region.handle(part)
@@ -100,7 +99,6 @@ def test_who_was_silent_is_silent_when_it_is_loaded_whatever_parts_it_had_sent()
     old.handle(part)
     old.handle(MemberSilent("a", part.incarnation))
     new = saved_and_loaded(world, "eu")
-    for message in left_out(old):
-        new.handle(message)
+    say_again(old, new)
     assert new.members["a"].arriving.keys() == {part.sequence}
     assert old.members["a"].silent and new.members["a"].silent

@@ -12,9 +12,8 @@ import torch
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig, codec_config, rule_config
 from geotrain.net.storage.frozen_state import FrozenState
-from geotrain.net.storage.recovery import left_out
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import Answer, ChunkDelta, Join, Refused, UpdatePart
+from geotrain.outer.messages import Answer, AnswerWanted, ChunkDelta, Join, Refused, UpdatePart
 from geotrain.outer.rules import Vectors
 from geotrain.outer.rules.region_momentum import MomentumRegion
 from geotrain.outer.rules.rule import Inputs
@@ -35,6 +34,7 @@ from tests.support.outer_world import (
     make,
     random_deltas,
     saved_and_loaded,
+    say_again,
     weights_of,
 )
 from tests.support.recorded_world import same_state
@@ -78,8 +78,7 @@ def play(world: World, restarted: int | None = None) -> list[Any]:
 def restart(world: World, region: str, shards: int) -> None:
     """As after a kill: what the state leaves out is said again."""
     old, new = world.regions[region], saved_and_loaded(world, region, shards)
-    for message in left_out(old):
-        new.handle(message)
+    say_again(old, new)
     same_state(new, old)
     world.regions[region] = new
 
@@ -246,6 +245,34 @@ def test_a_state_that_is_cut_otherwise_is_refused() -> None:
         ParameterMapError, match=r"not cut into chunks of 12 elements; resume with the outer\.fragments"
     ):
         other.top.load(*world.top.state())
+
+
+def test_a_state_that_lacks_a_tensor_is_refused() -> None:
+    world = make(config(updates_per_send=1, up=codec_config("int4"), down=codec_config("int8")), **CHUNKS)
+    for update in range(2):
+        world.settle("eu")
+        world.push("a", random_deltas(world, update))
+    tensors, meta = world.regions["eu"].state()
+    assert {name.partition(".")[0] for name in tensors} == {"chunk", "residual", "in_flight", "mirror"}
+    for lost in tensors:
+        with pytest.raises(ParameterMapError, match=f"1 tensors of the state are missing, such as {lost}"):
+            world.begun("eu").load({name: tensor for name, tensor in tensors.items() if name != lost}, meta)
+
+
+def test_who_had_joined_is_noted_again_without_another_command() -> None:
+    """Also while the shards have not reported what they have sent it."""
+    world = make(config(down=codec_config("int8")), **CHUNKS)
+    far = RemoteShards(world.parameter_map, 1, world.top.shards.all[0].up_codec, changes=True)
+    top = GlobalServer(
+        world.identity, world.parameter_map, world.config, {"eu": ("a",), "us": ("b",)}, 64, 1, shards=far
+    )
+    top.begin()
+    join = world.regions["eu"].join_message()
+    top.handle(join)
+    top.handle(AnswerWanted("eu", join.incarnation, 0, tuple(range(len(world.parameter_map.fragments)))))
+    given = far.commands
+    say_again(top, top)
+    assert far.commands == given > 0 and top.members["eu"].complete
 
 
 def test_a_join_that_is_refused_is_in_no_shard() -> None:

@@ -140,6 +140,9 @@ class Account:
             theirs = {n for n, lease in self.spec.ledger.leases.items() if lease.worker in self.regions[region]}
             self.held -= theirs
             self.trained -= theirs
+        self._nothing_ahead(region)
+
+    def _nothing_ahead(self, region: str) -> None:
         for fragment in range(len(self.parameter_map.fragments)):
             self.flying.discard((region, fragment))
             self.ahead[region, fragment].clear()
@@ -270,8 +273,8 @@ class Account:
             for weights in answer.weights:
                 self.flying.discard((region.name, weights.chunk))
                 self.spec.region_merges(region.name, weights)
-        else:
-            self.begins(region.name)
+        else:  # its workers may have asked for leases since it started over
+            self._nothing_ahead(region.name)
             self.spec.region_begins(region.name, list(answer.weights))
         self._check(region, [w.chunk for w in answer.weights], self.spec.region[region.name])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import CodecConfig, MomentumConfig, OuterConfig, codec_config
+from geotrain.net.storage.recovery import StillJoined, left_out
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import (
     ChunkDelta,
@@ -322,3 +323,9 @@ def saved_and_loaded(world: World, name: str, shards: int | None = None) -> Any:
     new = world.build(name, shards)
     new.load({key: tensor.clone() for key, tensor in tensors.items()}, json.loads(json.dumps(meta)))
     return new
+
+
+def say_again(old: Server, new: Server) -> None:
+    """Replay what a state leaves out."""
+    for message in left_out(old):
+        new.note_joined(message.join) if isinstance(message, StillJoined) else new.handle(message)

@@ -26,6 +26,7 @@ from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.outer.messages import (
     AnswerWanted,
     BadDelta,
+    DataGone,
     Finished,
     Identity,
     Join,
@@ -169,7 +170,8 @@ class InMemory(World):
             reply = self.world.tell(server, message)
         except Refused as refused:
             member = getattr(message, "worker", getattr(message, "member", ""))
-            if refused.retry_s is None and isinstance(message, UpdatePart | LeaseRequest):  # as the service does it
+            judged = isinstance(message, UpdatePart | LeaseRequest) and not isinstance(refused, DataGone)
+            if judged and refused.retry_s is None:  # as the service does it
                 life, bad = self.servers(server).members[member].incarnation, isinstance(refused, BadDelta)
                 sequence, job = (message.sequence, message.job) if isinstance(message, UpdatePart) else (0, 0)
                 self.tell(server, UpdateRejected(member, life, refused.reason, sequence, job * bad))
@@ -220,9 +222,8 @@ class InMemory(World):
         except Refused as refused:
             if refused.retry_s is not None:
                 world.up[name].append(message)
+            if refused.retry_s is not None or not isinstance(message, UpdatePart):  # else its process ends
                 return False
-            if not isinstance(message, UpdatePart):
-                return False  # its process ends
             world.tell(name, UpdateRejected(name, region.incarnation, refused.reason, message.sequence))
             world.lives[name] += 1
             region.incarnation = f"life-{world.lives[name]}"

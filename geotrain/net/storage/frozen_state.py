@@ -78,7 +78,8 @@ class FrozenState:
         while True:
             with self._changed:
                 name = next(iter(self._copied), None)
-                if not self._waits and len(self._copied) < len(self._left):
+                # Where no copy is left, an update that waits has room, and what it is to copy is still to be read.
+                if len(self._copied) < len(self._left) and not (self._waits and self._copied):
                     while (name := self._order[self._next]) not in self._left or name in self._copied:
                         self._next = (self._next + 1) % len(self._order)
             if name is None:

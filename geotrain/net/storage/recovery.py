@@ -7,7 +7,7 @@ import copy
 import typing
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.owner import Owner, check_origin
 from geotrain.net.storage.remote_snapshots import RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore, StoreError
-from geotrain.outer.messages import MemberSilent, Message, Refused
+from geotrain.outer.messages import Join, MemberSilent, Message, Refused
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.server import Server
@@ -43,13 +43,20 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class StillJoined:
+    """Marks, in a server's journal where its state was saved, that a rank had joined, which the state leaves out."""
+
+    join: Join
+
+
+@dataclass(frozen=True)
 class Dismissed:
     """Marks, in a server's journal, that this shard of a server that has ended knows so, and does not come back."""
 
     shard: int
 
 
-KINDS = (Restarted, Stopped, Dismissed, *typing.get_args(Message), *typing.get_args(FromShards))
+KINDS = (Restarted, Stopped, StillJoined, Dismissed, *typing.get_args(Message), *typing.get_args(FromShards))
 Machine = TypeVar("Machine", Server, ShardServer)
 
 
@@ -120,17 +127,17 @@ def recover(
     replayed, dismissed = 0, set[int]()
     for message in journal.replay(meta["segment"] if meta else 1):
         replayed += 1
-        match message:
-            case Restarted() if isinstance(server, Server):
-                server = restarted(built, server)
-            case Stopped() if isinstance(server, Server):
-                end_incarnations(server)
-            case Dismissed(shard):
-                dismissed.add(shard)
-            case _:
-                # A message that is refused now was refused then. What is sent is dropped here: it was sent then, or
-                # will be sent again after the next join.
-                with suppress(Refused):
+        with suppress(Refused):  # what is refused now was refused then
+            match message:
+                case Restarted() if isinstance(server, Server):
+                    server = restarted(built, server)
+                case Stopped() if isinstance(server, Server):
+                    end_incarnations(server)
+                case StillJoined(join) if isinstance(server, Server):
+                    server.note_joined(join)
+                case Dismissed(shard):
+                    dismissed.add(shard)
+                case _:  # what it sends is dropped: it was sent then, or will be sent again after the next join
                     server.handle(message)
     if isinstance(server, Server) and (meta is not None or replayed):
         check_origin(folder, server.origin)  # before anything is written
@@ -216,14 +223,12 @@ def _chunk_of(tensor: str) -> int:
     return int(next(filter(str.isdecimal, reversed(tensor.split(".")))))
 
 
-def left_out(server: Server) -> list[Message | HeldPart]:
+def left_out(server: Server) -> list[Message | HeldPart | StillJoined]:
     """List the messages with which a journal that follows the state must begin, so that its replay knows what the
     state leaves out: who had joined, and the updates of which not all parts had arrived."""
-    messages: list[Message | HeldPart] = []
+    messages: list[Message | HeldPart | StillJoined] = []
     for name, member in server.members.items():
-        mirrors = server.mirrors_of(name)
-        for join in member.joined.values():  # as if said now, when it has, or will have, what it was sent
-            messages.append(replace(join, mirrors=mirrors, leases=()))  # and takes nothing back
+        messages += map(StillJoined, member.joined.values())
         messages += server.left_out(name)
         if member.silent:  # to be said last: whoever joins or sends a part of an update is alive
             messages.append(MemberSilent(name, member.incarnation))

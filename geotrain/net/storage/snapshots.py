@@ -40,7 +40,8 @@ from geotrain.common.files import locked, make_folder, size_and_checksum, sync
 from geotrain.config import shard_name
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.outer.mirror_store import MirrorStore
-from geotrain.outer.shards.shard import MIRRORS
+from geotrain.outer.shards.local import check_whole
+from geotrain.outer.shards.shard import DISPENSABLE, MIRRORS
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
@@ -49,7 +50,6 @@ SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
-DISPENSABLE = ("held.", "answer.")  # what members were sent: without it they are sent whole weights
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)  # what damage can look like
 SYNC_BYTES = 2 << 20  # of a file are brought to the disk at a time: the journal's next flush waits for no more
 HEADS_BYTES = 1 << 16  # room for a snapshot's JSON part and its files' headers
@@ -125,6 +125,8 @@ class SnapshotStore:
             shutil.rmtree(temporary, ignore_errors=True)
             make_folder(temporary)
             files = {name: _write_tensor(temporary / _file(name), name, state) for name in state.names()}
+            if lacking := state.kinds.keys() - files.keys():
+                raise OSError(errno.EIO, f"{len(lacking)} tensors of the state were not read, such as {min(lacking)}")
             _write_meta(temporary, files, meta)
             # The files' contents are on disk (see `_write`). Their names go there next, and the final name last.
             sync(temporary)
@@ -377,6 +379,10 @@ def checked_meta(content: bytes, place: Path | str = META) -> dict[str, Any]:
     for name in saved["files"]:
         if "/" in name or "\0" in name:
             raise DamagedSnapshot(f"{META} names a file outside its folder: {name!r}")
+    try:
+        check_whole(saved["files"], saved["meta"].get("state", {}))
+    except ParameterMapError as error:
+        raise DamagedSnapshot(str(error)) from None
     return saved
 
 

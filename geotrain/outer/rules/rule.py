@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,18 +32,14 @@ Encode = Callable[..., None]
 
 @dataclass
 class Counts:
-    """Counts of a rule for one fragment. Like `Vectors` it is journaled, saved and restored whole, so rules
-    themselves have no state."""
+    """Counts of a rule for one fragment. Like `Vectors` it is saved and restored whole, so rules themselves have no
+    state."""
 
     version: int = 0  # updates applied since the run began
     counts: dict[str, int] = field(default_factory=dict)  # plain numbers: updates pending, in flight, …
     # Synchronous rules: member whose Δ waits → its weight. Others: member whose answer waits for the global weights →
     # 1 once its Δ is on its way to them, else 0.
     waiting: dict[str, int] = field(default_factory=dict)
-
-    def state(self) -> dict[str, Any]:
-        """Return plain JSON data, which the constructor takes back."""
-        return {"version": self.version, "counts": dict(self.counts), "waiting": dict(self.waiting)}
 
 
 @dataclass

@@ -38,7 +38,7 @@ from geotrain.outer.rules import global_rule
 from geotrain.outer.server.leases import LeaseTable, Range, check_numbers
 from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.loss_watch import LossWatch
-from geotrain.outer.server.member import MOST_WEIGHT, Member, attributes, set_attributes
+from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.validations import Validations
@@ -155,6 +155,7 @@ class GlobalServer(Server):
         if self.member_role == "worker":
             self._check_request(request)  # otherwise its region has done so
         self._present(self._member_of[request.worker])
+        self._check_own(self._member_of[request.worker], ())
         leaves = self.leaves(request.worker)
         task = self.validations.task_for(request.worker, self.lease_table)
         granted = self.lease_table.grant(request, not (self.paused or leaves), task)
@@ -209,7 +210,7 @@ class GlobalServer(Server):
         back, lives = new and before.left, new or before.silent
         welcome = super()._on_join(join)
         self.lease_table.pass_numbers(join.leases)
-        named = self._given_to(join.member, join.leases)
+        named = self._answered_for(join.member, join.leases)
         if lives:  # not when a join is said twice: it may have given some of them back since
             self.lease_table.take_back(named)
         welcome = replace(welcome, gone=self.lease_table.gone(named))
@@ -238,19 +239,20 @@ class GlobalServer(Server):
         if self.member_role == "worker":
             self.lease_table.forget_returned(self._workers_of[join.member])
 
-    def _expecting(self, part: UpdatePart) -> Member | None:
-        """Return the sender of a part that is wanted. Raises DataGone where others have what was trained for it,
-        NotJoined where a region has to hear first whether that is so."""
-        member, table = super()._expecting(part), self.lease_table
-        if member is not None and member.silent and self.member_role == "region":
-            raise NotJoined(f"{part.member}: it was not heard of for too long: join first", JOIN_RETRY_S)
-        named = part.leases if self.member_role == "region" else (*table.returned, *part.leases)
-        if member is not None and (gone := table.gone(self._given_to(part.member, named))):
+    def _answered_for(self, member: str, leases: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of the leases that went to the member. Workers name none when they join: all that came back
+        from one, in its present incarnation, it may have trained."""
+        named = leases if self.member_role == "region" else (*self.lease_table.returned, *leases)
+        return self._given_to(member, named)
+
+    def _check_own(self, name: str, leases: tuple[int, ...]) -> None:
+        if self.members[name].silent and self.member_role == "region":  # it has to hear first whether they have it
+            raise NotJoined(f"{name}: it was not heard of for too long: join first", JOIN_RETRY_S)
+        if gone := self.lease_table.gone(self._answered_for(name, leases)):
             raise DataGone(
-                f"{part.member}: the data of its leases {list(gone)} went to others while it counted as dead; what "
+                f"{name}: the data of its leases {list(gone)} went to others while it counted as dead; what "
                 "it trained would count twice. Start it anew"
             )
-        return member
 
     def _on_take_back(self, asked: TakeBack) -> TakenBack:
         """Give a region leases again whose worker lives after all, or say that others have them."""

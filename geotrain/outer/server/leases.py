@@ -80,7 +80,6 @@ class LeaseTable:
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
         # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
         self._held: dict[str, dict[int, Lease]] = {}
-        self._fastest: dict[str, float] = {}  # the two lowest of `step_s`, found without a search for the same reason
 
     @property
     def finished(self) -> bool:
@@ -281,7 +280,6 @@ class LeaseTable:
         self._held = {}
         for lease in self.open.values():
             self._held.setdefault(lease.worker, {})[lease.job] = lease
-        self._fastest = _two_lowest(self.step_s)
 
     def _steps(self, worker: str) -> int:
         """Return the inner steps of this worker's jobs.
@@ -291,15 +289,13 @@ class LeaseTable:
         """
         if not self.scale_local_steps or worker not in self.step_s:
             return self.local_steps
-        believed_s = max(s / FASTER**others for others, s in enumerate(sorted(self._fastest.values())))
+        believed_s = max(s / FASTER**others for others, s in enumerate(nsmallest(2, self.step_s.values())))
         return max(1, ceil(self.local_steps * min(1.0, believed_s / self.step_s[worker])))
 
     def note_speed(self, worker: str, step_s: float) -> None:
         """Note how fast a worker is. Its lease requests say so; a simulation, whose speeds are known from the
         start, calls this before the first request. step_s: seconds of one inner step."""
-        search = step_s > self._fastest.get(worker, inf)  # one of the two became slower: any may be the next
         self.step_s[worker] = step_s
-        self._fastest = _two_lowest(self.step_s if search else {**self._fastest, worker: step_s})
 
     def _take(self, steps: int) -> tuple[int, int]:
         """Take at most so many steps: (start, samples). What came back goes first: it is the oldest, and the run
@@ -436,10 +432,6 @@ def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, m
             f"{most} ahead. Send their updates first",
             retry_s=5.0,
         )
-
-
-def _two_lowest(table: dict[str, float]) -> dict[str, float]:
-    return {name: table[name] for name in nsmallest(2, table, key=table.__getitem__)}
 
 
 def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:

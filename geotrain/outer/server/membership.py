@@ -159,14 +159,21 @@ class Membership(ABC):
             self._begin_incarnation(join)
         else:
             member.meet(MemberEvent.HEARD)
-        self.shards.receive(join)
-        member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
-        member.parts, member.joined, member.slices = parts, joined, slices
+        self.note_joined(join)
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
         return Welcome(
             member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions), self.origin
         )
+
+    def note_joined(self, join: Join) -> None:
+        """Note that a rank has joined. Nothing of what its member was sent changes by that. Raises Refused where
+        nobody is called so."""
+        member = self._member(join.member)
+        self.shards.receive(join)
+        member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
+        member.parts, member.joined[join.part] = join.parts, join
+        member.slices[join.part] = sum(map(len, (*join.pushes, *join.holds)))
 
     def next_job(self, name: str) -> int:
         """Return the job that a new incarnation of this worker begins with.
@@ -246,11 +253,6 @@ class Membership(ABC):
         member.step_s = request.step_s or member.step_s
         return min([request.job, *jobs]) + most - 1
 
-    def mirrors_of(self, name: str) -> tuple[int, ...]:
-        """Return the fingerprints with which the member would join when it has all that it was sent."""
-        known = self.shards.fingerprints_of(name)
-        return tuple(known.get(chunk.index, (0, 0))[0] for chunk in self.parameter_map.chunks) if known else ()
-
     def _holds_what_was_sent(self, join: Join) -> bool:
         """Whether the next weights may be changes of what the member was sent.
 
@@ -300,6 +302,11 @@ class Membership(ABC):
     @abstractmethod
     def _give_up(self, name: str, leases: Collection[int]) -> None:
         """Return leases of this member whose training gave nothing of use."""
+
+    @abstractmethod
+    def _check_own(self, name: str, leases: tuple[int, ...]) -> None:
+        """Raise Refused where others have data that this member, which counted as dead, has trained or some of its
+        ranks train, or may have it: all of its ranks go on with it or none. leases: that it names."""
 
     @abstractmethod
     def _begin_incarnation(self, join: Join) -> None:

@@ -19,7 +19,6 @@ from geotrain.outer.messages import (
     TakenBack,
     UpdatePart,
 )
-from geotrain.outer.server.member import Member
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Server
@@ -45,16 +44,12 @@ class RegionData(Server):
         """Numbers of the leases that are trained here and not known to be committed."""
         return (*self.trained, *(number for update in self.in_flight.values() for number in update.leases))
 
-    def _expecting(self, part: UpdatePart) -> Member | None:
-        """Return the sender of a part that is wanted. Raises Refused until it is known whether the leases that went
-        back from it are still its own."""
-        member = super()._expecting(part)
-        if member is not None and self.leases.given_back[part.member]:
-            why = f"{part.member}: its data went back, as it counted as dead"
-            if part.member in self.asking_back:
+    def _check_own(self, name: str, leases: tuple[int, ...] = ()) -> None:
+        if self.leases.given_back[name]:
+            why = f"{name}: its data went back, as it counted as dead"
+            if name in self.asking_back:
                 raise Refused(f"{why}; the global server is asked whether others have it", JOIN_RETRY_S)
             raise NotJoined(f"{why}: join first", JOIN_RETRY_S)
-        return member
 
     def _on_lease_request(self, request: LeaseRequest) -> Lease | Finished | None:
         """Return the lease if it is here already; otherwise None, and the request goes up to the global server.
@@ -64,6 +59,7 @@ class RegionData(Server):
         """
         worker, job = request.worker, request.job
         last = self._check_request(request, self.wanted.get(worker, ()))
+        self._check_own(worker)
         lease = self.leases.held[worker].get(job)
         if self.spent.get(worker) == job:
             # Known already, as a reserve was asked for. Above, this request might wait behind one for a later job,

@@ -13,7 +13,7 @@ Every update is applied whole (all its parts) and once (by its sequence number) 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, Literal
 
@@ -242,6 +242,7 @@ class Server(Membership):
         if part.sequence != member.sequence + 1:
             came, wanted = update_id(part.member, part.sequence), member.sequence + 1
             raise Refused(f"{part.member}: update {came} came, but {wanted} is next", retry_s=0.2)
+        self._check_own(part.member, part.leases)
         return member
 
     def answer(
@@ -327,7 +328,7 @@ class Server(Membership):
             "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
             "origin": self.origin,
-            "fragments": [counts.state() for counts in self.fragments],
+            "fragments": [asdict(counts) for counts in self.fragments],
             "members": {name: member.state() for name, member in self.members.items()},
             "sent": {name: self._sent(name) for name in self.members if self.shards.was_sent(name)},
             "norms": self.norms.state() if self.norms else None,

@@ -16,7 +16,7 @@ from geotrain.outer.downlink import fingerprint, sends_changes
 from geotrain.outer.messages import Answer, ChunkDelta, ChunkWeights, Join, Refused, Send, UpdatePart, update_id
 from geotrain.outer.server.member import Member
 from geotrain.outer.server.server import Handled
-from geotrain.outer.shards.local import LocalShards
+from geotrain.outer.shards.local import LocalShards, check_whole
 from geotrain.outer.shards.protocol import (
     Apply,
     Checked,
@@ -277,7 +277,9 @@ class ShardServer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return (tensors, JSON data), from which `load` restores the shard."""
-        return self.shard.state(), {
+        tensors, named = self.shards.state()
+        return tensors, {
+            **named,
             "parameter_map_digest": self.parameter_map.digest,
             "shard": [self.index, self.number],
             "commands": self.commands,
@@ -297,6 +299,7 @@ class ShardServer:
                 f"the state is that of shard {index} of {number}, this is {self.index} of {self.number}; a run keeps "
                 "the number of shards with which it began"
             )
+        check_whole(tensors, meta)
         self.commands, self.incarnation, self.open = meta["commands"], meta["incarnation"], True
         self.shard.load(tensors, meta["fingerprints"], meta["sent"])
 

@@ -12,7 +12,7 @@ from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Answer, ChunkWeights, Join, Message, UpdatePart
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.shards.protocol import Command, Decoded, FromShards, Shards, bare, with_payloads
-from geotrain.outer.shards.shard import ServerShard
+from geotrain.outer.shards.shard import DISPENSABLE, ServerShard
 from geotrain.parameters.parameter_map import ParameterMapError
 
 
@@ -72,11 +72,14 @@ class LocalShards(Shards):
         return dict(sorted(pair for shard in self.all for pair in shard.downlink.fingerprints.items()))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return all tensors; the JSON data is the coordinator's own, so that a state fits any number of shards."""
-        return {name: tensor for shard in self.all for name, tensor in shard.state().items()}, {}
+        """Return all tensors, and the names of those that a state cannot do without, which fits any number of
+        shards."""
+        tensors = {name: tensor for shard in self.all for name, tensor in shard.state().items()}
+        return tensors, {"tensors": sorted(name for name in tensors if not name.startswith(DISPENSABLE))}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any], members: Collection[str]) -> dict[str, Any]:
         """Load tensors. What members were sent is usable where none of it is missing. Raises ParameterMapError."""
+        check_whole(tensors, meta)
         for chunk in self.parameter_map.chunks if meta["fragments"] else ():
             x = tensors.get(f"chunk.{chunk.index}.x")
             if x is None or x.numel() != chunk.numel:
@@ -116,6 +119,12 @@ class LocalShards(Shards):
         """Call `will_change` with tensors of `state` before they are changed in place, for a snapshot in writing."""
         for shard in self.all:
             shard.will_change = will_change
+
+
+def check_whole(tensors: Collection[str], meta: Mapping[str, Any]) -> None:
+    """Raise ParameterMapError where these are not all tensors that a state cannot do without. meta: its JSON data."""
+    if lacking := {*meta.get("tensors", ())} - {*tensors}:
+        raise ParameterMapError(f"{len(lacking)} tensors of the state are missing, such as {min(lacking)}")
 
 
 def _sent_tensors(name: str, saved: dict[str, Any]) -> set[str]:

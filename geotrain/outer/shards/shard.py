@@ -56,6 +56,7 @@ class _Known:
 
 NO_UPDATE = "", 0
 MIRRORS = "held.", "mirror."  # how the names of those begin in `ServerShard.state`
+DISPENSABLE = "held.", "answer."  # and of what members were sent: without it they are sent whole weights
 
 
 def no_snapshot(*tensors: Tensor) -> None:
