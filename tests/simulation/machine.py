@@ -16,7 +16,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from geotrain.net.server import failure_detector, grpc_service, process_host, server_host, server_thread, shard_host
+from geotrain.net.server import (
+    failure_detector,
+    grpc_service,
+    listener,
+    process_host,
+    server_host,
+    server_thread,
+    shard_host,
+)
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.storage import frozen_state, remote_snapshots
@@ -65,7 +73,7 @@ class Machine:
             (server_host, "TRAFFIC_EVENT_S", 60.0),
             (server_host, "REGION_SILENT_S", REGION_SILENT_S),
             (server_host, "WORKER_SILENT_S", WORKER_SILENT_S),
-            (grpc_service, "aio", transport),
+            (listener, "aio", transport),
             (rpc, "check_free", lambda address: None),
             (grpc_service, "RateLimits", functools.partial(RateLimits, clock=loop.time)),
             (grpc_service, "ResumableUploads", functools.partial(ResumableUploads, clock=loop.time)),
