@@ -28,6 +28,9 @@ from geotrain.worker.connection import connected
 from geotrain.worker.job_line import JobLine, say
 from geotrain.worker.loop import WorkerLoop
 
+FILLED = 4  # steps after which a loader's queue is full, though the first job may be shorter
+MOST_AHEAD = 1024  # steps that may be read and not trained
+
 
 class MapStyle(Protocol):
     """A map-style data set: it has a length, and a sample for each number below it."""
@@ -153,6 +156,7 @@ class OuterLoop:
         self._counted: Iterator[range] | None = None  # steps, where the loop has data of its own
         # Steps: how often `after_step` was called; how many may have been trained; how many the data side has read.
         self._steps = self._given = self._read = 0
+        self._ahead, self._further = 0, True  # steps read ahead at the last step; whether it was more at each so far
         line = JobLine(run.monitor.every_s)
 
         def on_job(numbers: dict[str, Any]) -> None:
@@ -240,9 +244,18 @@ class OuterLoop:
         begun = [lease] if lease is not None and done else []  # by a reader before this one
         for lease in chain(begun, self.loop.leases()):
             for step in (self.run.batches.steps(lease.start, lease.samples) or [])[done:]:
+                if self._read - self._steps >= MOST_AHEAD:
+                    raise RuntimeError(self._too_far())
                 self._read += 1
                 yield step
             done = 0
+
+    def _too_far(self) -> str:
+        return (
+            f"{self._read} steps were read, and {self._steps} trained: the loader reads ahead without bound, or it "
+            "passes over steps, which would count as trained. indices() gives each rank its own share: do not shard "
+            "its loader again (accelerate's prepare, a DistributedSampler), and read a few steps ahead only"
+        )
 
     def indices(self, length: int | None, parts: int = 1) -> Iterator[list[int]]:
         """Yield the places of this rank's share of each step's samples in a data set of `length` samples.
@@ -319,6 +332,11 @@ class OuterLoop:
             )
         if self._steps == 0:
             self._masters.check()
+        # A loader with workers fills its queue before the first step; one that is sharded again reads some for each.
+        ahead, before = self._read - self._steps, self._ahead
+        self._ahead, self._further = ahead, self._further and (ahead > before or not self._steps)
+        if self._further and self._steps + 1 == max(self.run.outer.local_steps, FILLED):
+            raise RuntimeError(self._too_far())
         given = loss.detach() if isinstance(loss, Tensor) else loss
         usual = self.loop.step_samples * self.run.data.sequence_length
         self._steps += 1

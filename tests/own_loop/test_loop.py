@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader
 
 import geotrain
 from geotrain.common.files import OutputError
@@ -296,6 +298,19 @@ def test_samples_that_nobody_saw_do_not_count_as_trained(outer: geotrain.OuterLo
     with pytest.raises((RuntimeError, ConfigError), match=words):
         wrong(outer)
     outer.close()
+
+
+@pytest.mark.parametrize("how", ["sharded again", "all at once"])
+def test_a_loader_that_reads_without_bound_is_refused(
+    outer: geotrain.OuterLoop, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("geotrain.own_loop.loop.MOST_AHEAD", 8)
+    with outer, pytest.raises(RuntimeError, match=r"(8|10) steps were read, and [03] trained: .* shard its"):
+        if how == "sharded again":
+            loader: Any = DataLoader(Numbers(), batch_sampler=outer.indices(5))  # type: ignore[arg-type]
+            for _ in prepare_data_loader(loader, num_processes=2, process_index=0):
+                outer.after_step()
+        list(outer.indices(5))
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
