@@ -53,15 +53,16 @@ def host_bytes(run: RunConfig, cluster: ClusterConfig) -> dict[str, dict[str, in
 
 def too_small_hosts(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
     """Find the hosts whose `memory_gb` is less than their servers need."""
-    memory = cluster.server_memory
+    memory, wanted = cluster.server_memory, {"mirrors": "disk", "server_state": "bf16"}
+    free = [f'outer.{key} = "{value}"' for key, value in wanted.items() if getattr(run.outer, key) != value]
     for host, parts in host_bytes(run, cluster).items() if memory else ():
         needed, room = sum(parts.values()), memory.get(host)
         if room is not None and needed > room:
             told = ", ".join(f"{name} {count / 1e9:,.1f}" for name, count in parts.items())
             yield ConfigError(
                 f"host {host!r}: servers need {needed / 1e9:,.1f} GB of memory ({told}), its memory_gb is "
-                f"{room / 1e9:g}; list more hosts in server_hosts (`geotrain plan` spreads shards over them), or "
-                'take outer.mirrors = "disk" or outer.server_state = "bf16"'
+                f"{room / 1e9:g}; list more hosts in server_hosts (`geotrain plan` spreads shards over them)"
+                f"{', or take ' * bool(free)}{' or '.join(free)}"
             )
 
 
