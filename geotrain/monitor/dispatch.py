@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from geotrain.monitor.events import EventLog, Follower, Record
 
@@ -15,6 +15,19 @@ log = logging.getLogger(__name__)
 Sink = Callable[[Record], None]
 MAX_WAITING = 10_000  # events
 STOP_S = 10.0  # how long the last events may take
+
+
+def end_within(seconds: float, *ends: Callable[[], object]) -> None:
+    """Call what ends sinks, all at once, and wait for so long at most. What is sent over a network may hang for ever:
+    then the last events are lost, and the process goes on to its end."""
+    threads = [threading.Thread(target=end, name="monitor-end", daemon=True) for end in ends]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        log.warning("monitoring: not everything was taken within %g s; the last events are lost there", seconds)
 
 
 class EventDispatcher:
@@ -37,11 +50,9 @@ class EventDispatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Hand on everything written so far, then end; each of the two waits has the deadline STOP_S."""
+        """Hand on everything written so far, then end, within STOP_S."""
         self.events.subscribers.remove(self._take)
-        with suppress(queue.Full):
-            self._waiting.put(None, timeout=STOP_S)
-        self._thread.join(STOP_S)
+        end_within(STOP_S, lambda: self._waiting.put(None), self._thread.join)
 
     def _take(self, record: Record) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig
 from geotrain.monitor.board import TensorBoard, Wandb
-from geotrain.monitor.dispatch import EventDispatcher, Sink
+from geotrain.monitor.dispatch import STOP_S, EventDispatcher, Sink, end_within
 from geotrain.monitor.events import EventLog
 from geotrain.monitor.history import Facts, History
 from geotrain.monitor.http import HttpServer, Route, read_token
@@ -48,7 +48,9 @@ class Monitor:
         token = read_token(config.token_file)
         with_past: list[Sink] = []
         live: list[Sink] = []
+        ends: list[Callable[[], object]] = []  # of sinks
         with ExitStack() as opened:  # if a later part cannot be opened, the earlier ones are closed
+            opened.callback(lambda: end_within(STOP_S, *ends))
 
             def serve(port: int, routes: Mapping[str, Route]) -> str:
                 self._servers.append(HttpServer(config.host, port, routes, token))
@@ -68,16 +70,16 @@ class Monitor:
             boards: list[TensorBoard | Wandb] = []
             if site == GLOBAL and config.tensorboard is not None:
                 boards.append(TensorBoard(Path(config.tensorboard)))
-                opened.callback(boards[-1].close)
+                ends.append(boards[-1].close)
             if site == GLOBAL and config.wandb is not None:
                 boards.append(Wandb(config.wandb, run))
-                opened.callback(boards[-1].close)
+                ends.append(boards[-1].close)
             live += [board.on for board in boards]
             if config.otlp is not None:
                 from geotrain.monitor.otlp import Otlp  # here, because its packages need not be there
 
                 sink = Otlp(config.otlp, run.name, site)
-                opened.callback(sink.close)
+                ends.append(sink.close)
                 live.append(sink.on)
             if site != LAUNCHER:  # which has a display
                 live.append(Narrator().on)

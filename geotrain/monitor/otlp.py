@@ -14,6 +14,7 @@ from typing import Any
 
 from geotrain.config import ConfigError
 from geotrain.monitor import events
+from geotrain.monitor.dispatch import STOP_S, end_within
 from geotrain.monitor.history import MARKS
 from geotrain.monitor.metrics import NAMESPACE, Metrics
 from geotrain.monitor.registry import METRICS
@@ -21,6 +22,7 @@ from geotrain.outer.messages import update_id
 from geotrain.outer.metrics import Metric
 
 try:
+    import requests
     from opentelemetry._logs import LogRecord, SeverityNumber
     from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -50,14 +52,16 @@ class Otlp:
         self._resource = Resource.create(
             {"service.name": NAMESPACE, "service.instance.id": source, "geotrain.run": run}
         )
-        self._spans = BatchSpanProcessor(OTLPSpanExporter(f"{base}/v1/traces", timeout=TIMEOUT_S))
-        self._logs = LoggerProvider(self._resource)
-        self._logs.add_log_record_processor(
-            BatchLogRecordProcessor(OTLPLogExporter(f"{base}/v1/logs", timeout=TIMEOUT_S))
-        )
+
+        def exporter(kind: Any, signal: str) -> Any:
+            return kind(f"{base}/v1/{signal}", timeout=TIMEOUT_S, session=_session())
+
+        self._spans = BatchSpanProcessor(exporter(OTLPSpanExporter, "traces"))
+        self._logs = LoggerProvider(self._resource, shutdown_on_exit=False)  # `close` has a deadline
+        self._logs.add_log_record_processor(BatchLogRecordProcessor(exporter(OTLPLogExporter, "logs")))
         self._logger = self._logs.get_logger(NAMESPACE)
-        reader = PeriodicExportingMetricReader(OTLPMetricExporter(f"{base}/v1/metrics", timeout=TIMEOUT_S))
-        self._meters = MeterProvider([reader], self._resource)
+        reader = PeriodicExportingMetricReader(exporter(OTLPMetricExporter, "metrics"))
+        self._meters = MeterProvider([reader], self._resource, shutdown_on_exit=False)
         self._metrics = _OtlpMetrics(run, source, meters=self._meters)
         self._begun: dict[tuple[str, str], float] = {}  # (what, of which update or job) → when
         self._merged: list[str] = []  # updates applied since the last that went up
@@ -101,10 +105,8 @@ class Otlp:
                 self._span("update", update, self._since("update", update, now), now, root=True)
 
     def close(self) -> None:
-        """Send what is left, for as long as the requests' deadlines allow."""
-        self._spans.shutdown()
-        self._logs.shutdown()
-        self._meters.shutdown()
+        """Send what is left, within STOP_S."""
+        end_within(STOP_S, self._spans.shutdown, self._logs.shutdown, self._meters.shutdown)
 
     # -- inside
 
@@ -166,6 +168,14 @@ class Otlp:
                 attributes=plain,
             )
         )
+
+
+def _session() -> requests.Session:
+    """Make what sends requests, and reads no more of an answer than its head: a body may be endless."""
+    session = requests.Session()
+    session.stream = True
+    session.hooks["response"].append(lambda answer, **_: answer.close())
+    return session
 
 
 class _OtlpMetrics(Metrics):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from geotrain.monitor import otlp
 from geotrain.monitor.events import Event, LossSpike, Merged, Record, SentUp, UpdateApplied, UpdateStage
 from geotrain.monitor.otlp import Otlp
 from tests.support.own_loops import AloneRun, own_runs
@@ -124,10 +127,34 @@ def test_a_regions_update_leads_to_those_in_it(collector: Collector) -> None:
     assert told.body.string_value == "loss 9.0000, where 3.0000 was usual"
 
 
-def test_without_a_collector_a_process_ends_in_time() -> None:
-    begin = time.monotonic()
-    sink = Otlp("http://127.0.0.1:9", "r", "eu")
-    for sequence in range(100):
-        sink.on(Record(1e9, "eu", applied("eu-0", sequence)))
-    sink.close()
-    assert time.monotonic() - begin < 60
+@pytest.mark.parametrize("how", ["dead", "hangs", "sends without end"])
+def test_a_process_ends_in_time_whatever_its_collector_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "STOP_S", 2.0)
+    sent = [0]
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(65536)
+            if how != "hangs":
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000000\r\n\r\n")
+                while sent[0] < 1 << 30:
+                    sent[0] += connection.send(bytes(1 << 20))
+            connection.recv(1 << 20)
+
+    def serve(listening: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        if how == "dead":
+            listening.close()
+        else:
+            threading.Thread(target=serve, args=(listening,), daemon=True).start()
+        port = 9 if how == "dead" else listening.getsockname()[1]
+        sink = Otlp(f"http://127.0.0.1:{port}", "r", "eu")
+        for sequence in range(100):
+            sink.on(Record(1e9, "eu", applied("eu-0", sequence)))
+        begin = time.monotonic()
+        sink.close()
+        assert time.monotonic() - begin < 20 and sent[0] < 64 << 20
