@@ -21,6 +21,7 @@ from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster,
 from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
 from geotrain.own_loop.enroll import enroll, is_address
+from geotrain.own_loop.errors import in_two_lines
 from geotrain.own_loop.masters import Masters
 from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import LoopCheckpoints, Stateful
@@ -111,6 +112,7 @@ class OuterLoop:
     TimeoutError or OSError: it cannot be reached.
     """
 
+    @in_two_lines
     def __init__(
         self,
         run: str | Path | RunConfig,
@@ -306,6 +308,7 @@ class OuterLoop:
                 self._given = trained + given // parts
                 yield batch
 
+    @in_two_lines
     def after_step(
         self,
         loss: float | Tensor = float("nan"),

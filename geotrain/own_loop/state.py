@@ -6,7 +6,9 @@ and only the same rank of as many reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,13 +67,32 @@ class LoopCheckpoints:
         return int(manifest["extra"]["job"])
 
     def _write(self, path: Path) -> None:
-        torch.save({name: part.state_dict() for name, part in self._state.items()}, path)
+        try:
+            torch.save({name: part.state_dict() for name, part in self._state.items()}, path)
+            if not self._readable:  # what torch does not read back would be reported at a restart, too late
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                self._readable = True
+        except Exception:
+            self._each(_read_back)  # says which part it is, if it is one
+            raise
         sync(path)
-        if not self._readable:  # what torch does not read back would be told at a restart, too late
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            self._readable = True
 
     def _read(self, place: Path) -> None:
         saved = torch.load(place / self.files.file, map_location="cpu", weights_only=True)
+        self._each(lambda name, part: part.load_state_dict(saved[name]))
+
+    def _each(self, call: Callable[[str, Stateful], object]) -> None:
+        """Call the function with each part of the state. Raises ValueError, with the part, whatever it raises."""
         for name, part in self._state.items():
-            part.load_state_dict(saved[name])
+            try:
+                call(name, part)
+            except Exception as error:  # a part of the user's may raise anything
+                unread = isinstance(error, pickle.UnpicklingError) and error.__context__  # torch's own words are many
+                why = next(iter(str(unread or error).splitlines()), type(error).__name__)
+                raise ValueError(f"state[{name!r}], a {type(part).__name__}: {why}; {_OTHERWISE}") from error
+
+
+def _read_back(name: str, part: Stateful) -> None:
+    buffer = io.BytesIO()
+    torch.save(part.state_dict(), buffer)
+    torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("F32", "BF16", "F16")
-# What wrappers (DDP, torch.compile, activation checkpointing) put into the names of a model's parameters.
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+# What wrappers (DDP, torch.compile, activation checkpointing, Fabric) put into the names of a model's parameters.
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_forward_module.")
 
 
 def plain_name(name: str) -> str:

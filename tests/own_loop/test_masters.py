@@ -142,3 +142,12 @@ def wrapped(folder: str) -> list[str]:
 
 def test_wrapped_models_use_what_is_written_to_their_masters(tmp_path: Path) -> None:
     assert run_world(2, wrapped, str(tmp_path)) == [[], []]
+
+
+def test_lightnings_fabric_changes_no_name(tmp_path: Path) -> None:
+    """It holds a module twice: as it was, and as it is wrapped, by DDP here."""
+    model, fabric = mixed(), nn.Module()
+    fabric._forward_module, fabric._original_module = nn.ModuleDict({"module": model}), model
+    (tmp_path / "fabric").mkdir()
+    wrapped, plain = known(fabric, tmp_path / "fabric"), known(model, tmp_path)
+    assert wrapped.digest == plain.digest and wrapped.fixed == plain.fixed

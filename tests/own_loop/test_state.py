@@ -98,6 +98,17 @@ class Odd:
 
 
 def test_a_state_that_could_not_be_read_back_is_told_at_the_first_save(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"(?s)rank 0: .*Weights only load failed"):
-        checkpoints(tmp_path, odd=Odd()).save(1)
+    adam = trained(network())
+    told = r"^[^\n]*rank 0: state\['odd'\], a Odd: Unsupported global: \S+ \S+Odd was not[^\n]*resume=False[^\n]*$"
+    with pytest.raises(CheckpointError, match=told):
+        checkpoints(tmp_path, adam=adam, odd=Odd()).save(1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_does_not_take_its_state_is_named(tmp_path: Path) -> None:
+    model = network()
+    checkpoints(tmp_path, first=trained(model), second=trained(model)).save(1)
+    other = torch.optim.AdamW([*model.parameters()][:2])
+    told = r"rank 0: state\['second'\], a AdamW: loaded state dict contains a parameter group that does.*resume=F"
+    with pytest.raises(CheckpointError, match=told):
+        checkpoints(tmp_path, first=trained(model), second=other).load()
