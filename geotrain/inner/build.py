@@ -121,8 +121,7 @@ def keep_matrices_whole(groups: list[dict[str, Any]], mesh: RankMesh, acco: bool
     others = [[p.numel() for p in group["params"]] for group in groups if not group["is_matrices"]]
     head = FlatBuffer(others, 1).numel if acco else 0
     if acco:
-        groups[len(others)]["params"] = [p for group in groups[len(others) :] for p in group["params"]]
-        del groups[len(others) + 1 :]
+        groups[len(others) :] = [{**groups[-1], "params": [p for g in groups[len(others) :] for p in g["params"]]}]
     for group in groups[len(others) :]:
         sizes = [parameter.numel() for parameter in group["params"]]
         ranks = mesh.dp_size // mesh.ep_size if "moe" in group else mesh.dp_size

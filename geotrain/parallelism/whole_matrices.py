@@ -162,9 +162,8 @@ def shard_size(
         packed = pack(sizes, dp, head, ALIGNED)
         shard = packed.shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
-        own = ((_part_of_head(others - padding, rank, shard), filled) for rank, filled in enumerate(packed.filled))
-        most = max(own, key=lambda part: 2 * part[0] + part[1])
-        return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0, most)
+        addressed = min(others - padding, shard), min(max(packed.filled), shard - adamw)
+        return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0, addressed)
     adamw = matrices = total = divided = vectors = filled = 0
     for kind in ((False, False), (False, True), (True, False)):
         sizes, others, padding = _matrices_and_others(a, parallel, stage, muon, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from geotrain.inner.model import model
+from geotrain.inner.model import replaced
 from geotrain.inner.model.expert_order import permuted
 from geotrain.inner.runtime import platform
 
@@ -35,4 +35,4 @@ def test_it_is_megatron_cores(dtype: torch.dtype, tokens: int, experts: int, cho
 
 
 def test_the_dispatchers_use_it() -> None:
-    assert model.token_dispatcher is token_dispatcher and token_dispatcher.permute is permuted
+    assert replaced.token_dispatcher is token_dispatcher and token_dispatcher.permute is permuted

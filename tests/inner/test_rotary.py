@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -54,9 +55,16 @@ def test_where_a_part_of_a_head_is_rotated_it_is_megatrons() -> None:
     assert torch.equal(rotary.rotated(t, freqs), rotary._of_megatron(t, freqs))
 
 
-def test_the_model_uses_it() -> None:
+def test_the_model_uses_it_where_megatrons_takes_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    import geotrain.inner.model.model  # noqa: F401
+    from geotrain.inner.model import replaced
 
-    assert rope_utils._apply_rotary_pos_emb_bshd is rotary.rotated
+    name = "_apply_rotary_pos_emb_bshd"
+    assert getattr(rope_utils, name) is rotary.rotated
+    monkeypatch.setattr(rope_utils, name, lambda t, freqs, rotary_interleaved, mla_rotary_interleaved: t)
+    says = (
+        f"Megatron-core .*rope_utils.{name} takes t, .*, mla_rotary_interleaved; GeoTrain knows 0.16, where it takes"
+    )
+    with pytest.raises(ImportError, match=says):
+        importlib.reload(replaced)

@@ -28,7 +28,7 @@ from geotrain.inner.acco.communication_thread import AccoError, CommunicationJob
 from geotrain.inner.acco.flat_buffer import FlatBuffer, RotatingBuffers
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import first_line
-from geotrain.inner.zero.buckets import joined_spans, owned_parts
+from geotrain.inner.zero.buckets import counted_spans, owned_parts
 from geotrain.inner.zero.codes import Codes
 from geotrain.optimizers.inner_optimizer import InnerOptimizer, moments, set_step_count, step_count
 from geotrain.optimizers.updates import Step
@@ -157,16 +157,14 @@ class AccoOptimizer(ZeROOptimizer):
         # [begin, end) of each parameter group in this rank's shard.
         self._owned = [flat.owned(mesh.dp_rank, *group) for group in flat.groups]
         self._masters = self._take_over(basic, device)
-        self._counted, self._trained = self._counted_spans(placed), len(placed)
+        self._begins = dict(zip(parameters, offsets, strict=True))
+        pushed, numel, self._trained = {p for p, place in placed if place.pushes}, flat.shard_numel, len(placed)
+        self._counted = counted_spans(self._begins.items(), pushed, numel * mesh.dp_rank, numel)
         self._codes = CodedExchange(bits, self._buffers, self.communication) if bits is not None and coded else None
         own = self.communication.own(self._buffers.gradients)
         # By the optimizer's tensor: what codes lost of this rank's part of the gradients, once it was moved here.
-        self.residuals: dict[int, Tensor] = {
-            id(master): own[begin:end]
-            for group, (begin, end) in zip(basic.param_groups, self._owned, strict=True)
-            for master in group["params"]
-            if coded
-        }
+        masters, parts = (id(group["params"][0]) for group in basic.param_groups), (own[b:e] for b, e in self._owned)
+        self.residuals: dict[int, Tensor] = dict(zip(masters, parts, strict=True)) if coded else {}
         self._steps_committed = 0  # the last step that the masters hold
         self._steps_begun = 0  # the last step whose commit was begun: equal, or one more
         self._commit: CommunicationJob[CommitResult] | None = None  # under way, as is the next
@@ -206,19 +204,6 @@ class AccoOptimizer(ZeROOptimizer):
             )
         set_step_count(basic, 0)
         return masters
-
-    def _counted_spans(self, placed: Sequence[tuple[nn.Parameter, LocalParameter]]) -> list[tuple[int, int]]:
-        """List [begin, end) of the parts of the shard whose squares this rank adds to the global gradient norm.
-
-        Over all ranks they are every element of the model once.
-        """
-        pushes = {parameter for parameter, place in placed if place.pushes}  # without the gaps between matrices
-        return joined_spans(
-            self._flat.owned(self._mesh.dp_rank, offset, offset + parameter.numel())
-            for group, offsets in zip(self.bit16_groups, self._flat.offsets, strict=True)
-            for parameter, offset in zip(group, offsets, strict=True)
-            if parameter in pushes
-        )
 
     # ----------------------------------------------------------------------------------------------- a window
 
@@ -371,15 +356,9 @@ class AccoOptimizer(ZeROOptimizer):
 
     def _parts(self, parameters: Collection[nn.Parameter]) -> list[tuple[int, Tensor]]:
         """List (owner, view) of what each shard holds of these parameters' weights."""
-        wanted, flat = set(parameters), self._buffers.weights
-        begins = {
-            parameter: offset
-            for group, offsets in zip(self.bit16_groups, self._flat.offsets, strict=True)
-            for parameter, offset in zip(group, offsets, strict=True)
-            if parameter in wanted
-        }
-        shard = self._flat.shard_numel
-        return [x for p, begin in begins.items() for x in owned_parts(flat, begin, begin + p.numel(), shard)]
+        wanted, flat, shard = set(parameters), self._buffers.weights, self._flat.shard_numel
+        begins = [(p, begin) for p, begin in self._begins.items() if p in wanted]
+        return [x for p, begin in begins for x in owned_parts(flat, begin, begin + p.numel(), shard)]
 
     @contextlib.contextmanager
     def committed(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ optimizer these ranks are data-parallel ones.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,10 @@ def use_own_positions(rotary: nn.Module, parts: Parts) -> None:
 class ContextAttention(nn.Module):
     """A core attention between two exchanges, in place of Megatron-core's, whose constructor it imitates."""
 
-    def __init__(self, around: type[nn.Module], config: Any, pg_collection: Any, **settings: Any) -> None:
+    def __init__(self, around: Callable[..., nn.Module], config: Any, pg_collection: Any, **settings: Any) -> None:
         """Build the attention of this rank's share of the heads.
 
-        around: the class of core attention that computes them. config: Megatron-core's. pg_collection: its process
+        around: builds the core attention that computes them. config: Megatron-core's. pg_collection: its process
         groups, of which `cp` is used. settings: what else it builds attention with.
         """
         super().__init__()

@@ -30,12 +30,6 @@ class CopiedLinear(nn.Linear):
         return nn.functional.linear(x, self.weight), None
 
 
-# Megatron-core takes whole projections to latents of Transformer Engine's class only. Its own layers it divides, and
-# gathers what they give: of the rotated part of the keys, which all heads share, backward then keeps the gradient of
-# one tensor rank's heads. Without Transformer Engine, 0.16 asks whether a layer is an instance of None.
-megatron.TELinear = CopiedLinear
-
-
 def spec(core_attention: type, norm: type) -> ModuleSpec:
     """Specify the attention. core_attention: from queries, keys and values to the output. norm: of the latents."""
     return ModuleSpec(

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
 from geotrain.families import family_of
 from geotrain.families.architecture import Multipliers
-from geotrain.inner.model import latent_attention
+from geotrain.inner.model import latent_attention, replaced  # noqa: F401 (it replaces functions)
 from geotrain.inner.model.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.inner.model.documents import PackedAttention, attend_in_a_row, inside_documents, suits_varlen
-from geotrain.inner.model.expert_order import permuted
 from geotrain.inner.model.gated_silu import GatedSilu
-from geotrain.inner.model.rotary import rotated
 from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import EXPERTS
@@ -29,7 +27,6 @@ from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -39,7 +36,6 @@ with platform.quiet_imports():
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -47,10 +43,6 @@ with platform.quiet_imports():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16 asks, but has it with TE only
-rope_utils._apply_rotary_pos_emb_bshd = rotated
-token_dispatcher.permute = permuted
 
 Recompute = Literal["none", "selective", "full"]
 PLAIN = PrecisionConfig()
@@ -342,7 +334,7 @@ def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     # Of one head: a Llama's must divide hidden_size, as other families' need not.
-    one_head = {"hidden_size": architecture.head_dim, "num_attention_heads": 1}
+    one_head: dict[str, Any] = {"hidden_size": architecture.head_dim, "num_attention_heads": 1}
     rope = {**dict(architecture.rope_scaling), "rope_theta": architecture.rope_theta}
     config = LlamaConfig(**one_head, max_position_embeddings=architecture.max_positions, rope_parameters=rope)
     return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))

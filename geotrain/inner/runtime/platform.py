@@ -172,7 +172,7 @@ def _cpu_stand_ins() -> list[tuple[Any, str, Any]]:
             options["device"] = device()
         return real_zeros(*size, **options)
 
-    def on_host(tensor: Any, record_stream: bool = False, as_numpy: bool = False) -> Any:
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         tensor = tensor.to("cpu", non_blocking=True) if torch.is_tensor(tensor) else tensor
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 

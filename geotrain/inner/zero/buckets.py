@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,11 +218,20 @@ def owned_parts(flat: Tensor, begin: int, end: int, shard: int) -> Iterator[tupl
         begin = stop
 
 
-def joined_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join spans [begin, end) that touch; leaves out empty ones."""
+def counted_spans(
+    begins: Iterable[tuple[nn.Parameter, int]], pushed: Container[nn.Parameter], first: int, numel: int
+) -> list[tuple[int, int]]:
+    """List [begin, end) of the parts of a shard whose squares this rank adds to the global gradient norm: over all
+    ranks, every element of the model once.
+
+    begins: where each parameter begins in the flat tensor, in order. pushed: those that this rank pushes; gaps of
+    Muon are none. first, numel: of the shard in the flat tensor; spans count from its beginning. Those that touch are
+    one.
+    """
     joined: list[tuple[int, int]] = []
-    for begin, end in spans:
-        if begin < end:
+    for parameter, place in begins:
+        begin, end = max(place - first, 0), min(place - first + parameter.numel(), numel)
+        if begin < end and parameter in pushed:
             if joined and joined[-1][1] == begin:
                 begin, _ = joined.pop()
             joined.append((begin, end))

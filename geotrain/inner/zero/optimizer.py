@@ -13,7 +13,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geotrain.inner.runtime import platform
-from geotrain.inner.zero.buckets import Bucket, BucketCodes, joined_spans, owned_parts
+from geotrain.inner.zero.buckets import Bucket, BucketCodes, counted_spans, owned_parts
 from geotrain.inner.zero.codes import Codes
 from geotrain.parallelism.checks import BUCKETS_IN_FLIGHT
 from geotrain.parallelism.local_parameters import LocalParameter
@@ -98,13 +98,8 @@ class OverlappedZero1(BF16_Optimizer):
         ]
         self._codes = [Codes(each) for each in bits or ()]
         # By the optimizer's tensor: what codes lost of this rank's part of the gradients, once it was moved here.
-        self.residuals: dict[int, Tensor] = {
-            id(master): own
-            for master, own, coded in zip(
-                self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, self._coded, strict=True
-            )
-            if coded
-        }
+        own = zip(self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, self._coded, strict=True)
+        self.residuals: dict[int, Tensor] = {id(master): part for master, part, coded in own if coded}
         buckets = self._make_buckets(placed, wire, bucket)
         # The same order on all ranks, that of forward. Gradients come in the opposite one.
         self._forward = sorted(buckets, key=lambda bucket: bucket.position)
@@ -113,7 +108,7 @@ class OverlappedZero1(BF16_Optimizer):
         self._travelling: deque[Bucket] = deque()  # gradients under way
         self._to_gather: deque[Bucket] = deque()  # weights that are not yet under way
         self._stale: set[Bucket] = set()  # whose weights have not arrived
-        self._counted = self._counted_gradients(placed)
+        self._counted = list(self._counted_gradients({p for p, place in placed if place.pushes}))
         self._grad_acc_hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._add, gradient))
             for parameter, gradient in self._gradients.items()
@@ -167,19 +162,12 @@ class OverlappedZero1(BF16_Optimizer):
                     self._gradients[p] = _Gradient(total, bucket)
         return buckets
 
-    def _counted_gradients(self, placed: Sequence[tuple[nn.Parameter, LocalParameter]]) -> list[Tensor]:
-        """Views of the owned gradients whose squares this rank adds to the global norm: over all ranks, every element
-        of the model once."""
-        pushes = {parameter for parameter, place in placed if place.pushes}
-        counted: list[Tensor] = []
-        for i, group in enumerate(self.bf16_groups):
-            own = self._reduced[i]
-            first = dist.get_rank(self.real_dp_process_group[i]) * own.numel()
-            bounds = pairwise(accumulate((p.numel() for p in group), initial=-first))
-            owned = ((max(begin, 0), min(end, own.numel())) for begin, end in bounds)
-            spans = joined_spans(span for p, span in zip(group, owned, strict=True) if p in pushes)
-            counted += [own[begin:end] for begin, end in spans]
-        return counted
+    def _counted_gradients(self, pushed: Collection[nn.Parameter]) -> Iterator[Tensor]:
+        """Yield views of the owned gradients whose squares this rank adds to the global norm."""
+        for own, group, ranks in zip(self._reduced, self.bf16_groups, self.real_dp_process_group, strict=True):
+            begins = zip(group, accumulate((p.numel() for p in group), initial=0), strict=False)
+            for begin, end in counted_spans(begins, pushed, dist.get_rank(ranks) * own.numel(), own.numel()):
+                yield own[begin:end]
 
     # ------------------------------------------------------------------------------------------------- a step
 
