@@ -25,7 +25,7 @@ from geotrain.kernels import triton_ops
 from geotrain.outer.codec import Codec, make_codec
 
 CONFIGS = {
-    **{name: codec_config(name) for name in ("fp32", "bf16", "int8", "int4", "e3m0", "e2m1")},
+    **{name: codec_config(name) for name in ("fp32", "bf16", "int8", "int4", "e3m0")},
     "topk2": codec_config("topk2", block=1024, density=0.1),
 }
 

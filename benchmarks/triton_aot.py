@@ -1,17 +1,28 @@
-"""Ahead-of-time compilation of the Triton kernels for machines that are not here, for tests and benchmarks.
+"""Compiles the Triton kernels ahead of time for machines that are not here, and looks at what comes out.
 
-What is compiled is what the launchers really launch: they are run with a recorder in place of the device.
+What is compiled is what the launchers really launch, with each codec's own settings: they are run with a recorder in
+place of the device. Triton's cache is not used. Counted over all compiled kernels:
+
+spilled          those of which a register was spilled
+shared           those that take more shared memory than the target's smallest kin has
+compile_s        processor seconds of a compilation, the median
+
+    python -m benchmarks.triton_aot [--quick]
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +34,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from benchmarks.common import command_line, report, units_by_ending
+from geotrain.kernels import AdamStep, triton_ops
+from geotrain.kernels.payload_format import FORMATS, PayloadFormat
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -31,6 +46,12 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+# Bytes of shared memory that one block of threads may take. For sm_80, what its smaller kin (sm_86, sm_89) has.
+SHARED = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10, "gfx942": 64 << 10}
+SHARED["gfx950"] = 160 << 10
+# Of the product: each codec as it is by default, the sparse one as run files have it, and blocks of both ends.
+PAYLOADS = [*map(PayloadFormat, FORMATS), PayloadFormat("topk2", 1024), PayloadFormat("topk2", 4096, 0.25)]
+PAYLOADS += [PayloadFormat("int4", 32), PayloadFormat("int8", 4096)]
 POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -102,6 +123,31 @@ def launches(call: Callable[[], object], target: str = "") -> list[Launch]:
 
     with _replaced(JITFunction, "run", record), _replaced(torch.version, "hip", "gfx" in target or None):
         call()
+    return found
+
+
+def product_launches(target: str) -> list[Launch]:
+    """List what the product launches: of every codec on whole blocks and on a shorter last one, of AdamW, and of the
+    rotary embedding."""
+    found: list[Launch] = []
+
+    def note(call: Callable[[], object]) -> None:
+        found.extend(launches(call, target))
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for fmt in PAYLOADS:
+        numel = 16 * fmt.block + 19
+        wide, payload = meta(numel), meta(fmt.encoded_bytes(numel), dtype=torch.uint8)
+        for values, other in ((meta(numel, dtype=torch.bfloat16), wide), (wide, None)):
+            note(lambda v=values, o=other: triton_ops.quantize(v, payload, fmt, o, o, 0))  # noqa: B023
+            note(lambda w=None if other is None else 0.5: triton_ops.dequantize(payload, wide, fmt, w))  # noqa: B023
+    for dtype in (torch.float32, torch.bfloat16):
+        x, out, step = meta(1 << 16), meta(1 << 16, dtype=dtype), AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, step=7)
+        note(lambda: triton_ops.adam(x, x, x, out, out, step, step, True))  # noqa: B023
+        states, angles = meta(64, 2, 8, 128, dtype=dtype), meta(64, 64)
+        note(lambda: triton_ops.rotate(states, states, angles, angles, False))  # noqa: B023
     return found
 
 
@@ -177,3 +223,35 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def look(place: int, target: str) -> tuple[str, Resources, float]:
+    """Compile one of `product_launches`: (the launch in words, what it takes, processor seconds)."""
+    launch, began = product_launches(target)[place], sum(os.times()[:4])
+    resources = compile_launch(launch, target).resources
+    constants = ", ".join(f"{name} {launch.arguments[name]}" for name in launch.constants)
+    return f"{resources.kernel} for {target}: {constants}", resources, sum(os.times()[:4]) - began
+
+
+def main() -> int:
+    parser = command_line(__doc__, quick={"targets": ["sm_90"]})
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    options = parser.parse_args()
+    work = [(place, target) for target in options.targets for place in range(len(product_launches(target)))]
+    counts, seconds = {"compiled": 0, "spilled": 0, "shared": 0}, []
+    with ProcessPoolExecutor(options.processes) as pool:
+        for (_, target), (words, taken, took) in zip(work, pool.map(look, *zip(*work, strict=True)), strict=True):
+            wrong = {"spilled": taken.spilled > 0, "shared": taken.shared > SHARED[target]}
+            seconds.append(took)
+            counts["compiled"] += 1
+            for what in (what for what, found in wrong.items() if found):
+                counts[what] += 1
+                print(f"{what}: {words}; {taken}", flush=True)
+    found = {**counts, "compile_s": median(seconds)}
+    report("triton_aot", found, options, units_by_ending({"_s": "s"}, "count"), timed=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

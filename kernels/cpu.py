@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geotrain.kernels.payload_format import FORMATS, GRIDS, SCALE_SHIFT, PayloadFormat
+from geotrain.kernels.payload_format import FORMATS, GRIDS, PayloadFormat
 from geotrain.kernels.steps import AdamStep, OuterStep
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -35,9 +35,9 @@ _CodecJob = _struct(
     (_pointer, "anchor values residual out squares payload"),
     (_long, "numel codes_offset residual_begin"),
     (ctypes.c_uint64, "seed"),
-    (_float, "decay inverse_level weight"),
-    (_int, "values_are_bf16 residual_is_bf16 moves_anchor stochastic accumulate"),
-    (_int, "format block scale_shift scale_bytes max_scale_bits threads"),
+    (_float, "inverse_level weight"),
+    (_int, "values_are_bf16 residual_is_bf16 moves_anchor accumulate"),
+    (_int, "format block max_scale_bits threads"),
     (_Record * 2, "record"),
 )
 _OuterJob = _struct(
@@ -115,18 +115,16 @@ def quantize(
     values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int,
     moves_anchor: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Encode v = (anchor −) values + decay · residual."""
+    """Encode v = (anchor −) values + residual."""
     finite = _run(
         "quantize",
         **_tensors(anchor=anchor, values=values, residual=residual, payload=payload),
         **_fields_of(fmt, values.numel()),
         seed=seed & (2**64 - 1),
-        decay=fmt.error_decay,
         inverse_level=1.0 / GRIDS[fmt.name].max_level if fmt.name in GRIDS else 0.0,
         values_are_bf16=values.dtype == torch.bfloat16,
         residual_is_bf16=residual is not None and residual.dtype == torch.bfloat16,
         moves_anchor=moves_anchor,
-        stochastic=fmt.stochastic,
     )
     return torch.tensor(finite == 1)
 
@@ -224,8 +222,6 @@ def _fields_of(fmt: PayloadFormat, numel: int) -> dict[str, Any]:
         "codes_offset": fmt.codes_offset(numel) if fmt.name in GRIDS else 0,
         "format": FORMATS.index(fmt.name),
         "block": fmt.block,
-        "scale_shift": SCALE_SHIFT[fmt.scale],
-        "scale_bytes": fmt.scale_bytes,
         "max_scale_bits": fmt.max_scale_bits,
         "record": (_Record * 2)(*records),
     }

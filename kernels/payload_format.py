@@ -17,8 +17,7 @@ from math import ceil
 
 MIN_BLOCK, MAX_BLOCK = 32, 4096
 SQUARES_BLOCK, SQUARES_LANES = 4096, 32  # of the sums of squares that decoding returns; CHUNK and LANES in csrc
-SCALE_BYTES = {"fp32": 4, "bf16": 2, "e8m0": 1}
-SCALE_SHIFT = {"fp32": 0, "bf16": 16, "e8m0": 23}  # a stored scale is the upper part of fp32's bits
+SCALE_BYTES, SCALE_SHIFT = 2, 16  # a stored scale is bf16, the upper half of fp32's bits
 MAX_FP32_BITS = 0x7F7FFFFF
 TINY_BITS = 27 << 23  # 2^-100: a block whose largest magnitude is below is coded as zero (no denormal scales)
 
@@ -40,7 +39,6 @@ GRIDS = {
     "int8": Grid(bits=8, mantissa=7, max_code=127, max_level=127),
     "int4": Grid(bits=4, mantissa=3, max_code=7, max_level=7),
     "e3m0": Grid(bits=4, mantissa=0, max_code=7, max_level=64),  # 0 1 2 4 8 16 32 64
-    "e2m1": Grid(bits=4, mantissa=1, max_code=7, max_level=12),  # 0 1 2 3 4 6 8 12
 }
 FORMATS = ("fp32", "bf16", *GRIDS, "topk2")
 
@@ -49,28 +47,18 @@ FORMATS = ("fp32", "bf16", *GRIDS, "topk2")
 class PayloadFormat:
     """A format of payload bytes. Raises ValueError for one that the kernels do not take.
 
-    name: of FORMATS. block: elements that share a scale; a power of two. scale: fp32, bf16 or e8m0 (powers of two).
-    error_decay: part of the old residual that is added to the values. density: topk2, share of elements sent.
+    name: of FORMATS. block: elements that share a scale; a power of two. density: topk2, share of elements sent.
     """
 
     name: str
     block: int = 128
-    scale: str = "bf16"
-    stochastic: bool = False
-    error_decay: float = 1.0
     density: float = 0.1
 
     def __post_init__(self) -> None:
         if self.name not in FORMATS:
             raise ValueError(f"codec: format {self.name!r} is unknown; known: {', '.join(FORMATS)}")
-        if self.scale not in SCALE_BYTES:
-            raise ValueError(f"codec: scale {self.scale!r} is unknown; known: {', '.join(SCALE_BYTES)}")
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
             raise ValueError(f"codec: block = {self.block} must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}")
-
-    @property
-    def scale_bytes(self) -> int:
-        return SCALE_BYTES[self.scale]
 
     @property
     def max_scale_bits(self) -> int:
@@ -84,7 +72,7 @@ class PayloadFormat:
         below = struct.unpack("<I", struct.pack("<f", largest / level))[0]
         if struct.unpack("<f", struct.pack("<I", below))[0] * level > largest:  # the quotient was rounded up
             below -= 1
-        return (below >> SCALE_SHIFT[self.scale]) << SCALE_SHIFT[self.scale]
+        return (below >> SCALE_SHIFT) << SCALE_SHIFT
 
     def blocks(self, numel: int) -> int:
         return -(-numel // self.block)
@@ -97,7 +85,7 @@ class PayloadFormat:
 
     def codes_offset(self, numel: int) -> int:
         """Offset of the codes, in bytes: scales stand before them, padded so that wide loads stay aligned."""
-        return -(-self.blocks(numel) * self.scale_bytes // 16) * 16
+        return -(-self.blocks(numel) * SCALE_BYTES // 16) * 16
 
     def encoded_bytes(self, numel: int) -> int:
         """Size of a payload, exactly."""
@@ -115,7 +103,7 @@ class PayloadFormat:
         """Lay out one block of topk2 with `length` ≥ 1 elements."""
         kept = min(length, max(1, ceil(self.density * length)))
         low_bits = (length // kept).bit_length() - 1
-        lows_at = 2 * self.scale_bytes * 8
+        lows_at = 2 * SCALE_BYTES * 8
         highs_at = lows_at + kept * low_bits
         values_at = highs_at + (kept + ((length - 1) >> low_bits) if kept < length else 0)
         words = -(-(values_at + 2 * kept) // 32)

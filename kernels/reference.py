@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from geotrain.kernels import reference_topk
-from geotrain.kernels.payload_format import GRIDS, SQUARES_BLOCK, SQUARES_LANES, TINY_BITS, PayloadFormat
+from geotrain.kernels.payload_format import GRIDS, SCALE_BYTES, SQUARES_BLOCK, SQUARES_LANES, TINY_BITS, PayloadFormat
 from geotrain.kernels.reference_math import (
     NAN_BITS,
     as_float,
@@ -34,7 +34,7 @@ def quantize(
     values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int,
     moves_anchor: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Encode v = (anchor −) values + decay · residual into `payload`; residual becomes v − decoded, in place.
+    """Encode v = (anchor −) values + residual into `payload`; residual becomes v − decoded, in place.
 
     All 1-D: values fp32 or bf16, anchor fp32, residual fp32 or bf16 (rounded by chance), payload uint8 of
     `fmt.encoded_bytes`. Returns whether all v are finite (0-d bool). A block that is not finite is coded as zeros
@@ -43,17 +43,17 @@ def quantize(
     """
     v = values.float() if anchor is None else anchor - values.float()
     if residual is not None:
-        v = v + torch.tensor(fmt.error_decay, dtype=torch.float32) * residual.float()
+        v = v + residual.float()
     if fmt.name in ("fp32", "bf16"):
         good = torch.isfinite(v)
-        decoded = _write_plain(v, payload, fmt, seed)
+        decoded = _write_plain(v, payload, fmt)
     else:
         rows = torch.zeros(fmt.blocks(v.numel()), fmt.block)
         rows.view(-1)[: v.numel()] = v
         finite = torch.isfinite(rows).all(1, keepdim=True)
         good = finite.expand_as(rows).reshape(-1)[: v.numel()]
         code = reference_topk.encode if fmt.name == "topk2" else _encode_dense
-        decoded = code(torch.where(finite, rows, 0.0), finite, v.numel(), payload, fmt, seed)
+        decoded = code(torch.where(finite, rows, 0.0), finite, v.numel(), payload, fmt)
     if residual is not None:
         _keep(residual, torch.where(good, v - decoded, residual.float()), seed ^ SECOND_STREAM)
     if moves_anchor and anchor is not None:
@@ -126,22 +126,16 @@ def payload_ok(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
         return torch.isfinite(_aligned(payload).view(torch.bfloat16)).all()
     if fmt.name == "topk2":
         return reference_topk.payload_ok(payload, numel, fmt)
-    stored = _aligned(payload[: fmt.blocks(numel) * fmt.scale_bytes])
-    bits = widen_scale(stored.view(fmt.blocks(numel), fmt.scale_bytes), fmt.scale)
+    bits = widen_scale(payload[: fmt.blocks(numel) * SCALE_BYTES].view(-1, SCALE_BYTES))
     return ((bits >= 0) & (bits <= fmt.max_scale_bits)).all()
 
 
-def _write_plain(v: Tensor, payload: Tensor, fmt: PayloadFormat, seed: int) -> Tensor:
+def _write_plain(v: Tensor, payload: Tensor, fmt: PayloadFormat) -> Tensor:
     """Encode fp32 or bf16. Rounding to bf16 stops at the largest finite value: the rest stays in the residual."""
     if fmt.name == "fp32":
         payload.copy_(v.view(torch.uint8))
         return v
-    bits = as_int(v)
-    if fmt.stochastic:
-        increment = random_words(-(-v.numel() // fmt.block), fmt.block, seed).view(-1)[: v.numel()] >> 16
-    else:
-        increment = 0x7FFF + ((bits >> 16) & 1)
-    code = _to_bf16(v, increment)
+    code = _to_bf16(v, 0x7FFF + ((as_int(v) >> 16) & 1))
     payload.copy_(code.to(torch.int16).view(torch.uint8))
     return as_float(code << 16)
 
@@ -154,21 +148,20 @@ def _to_bf16(v: Tensor, increment: Tensor) -> Tensor:
     return (magnitude | ((bits >> 16) & 0x8000)).to(torch.int32)
 
 
-def _encode_dense(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt: PayloadFormat, seed: int) -> Tensor:
+def _encode_dense(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt: PayloadFormat) -> Tensor:
     """Encode int8 or a 4-bit format. rows [blocks, block] fp32, zeros after the end. Returns the decoded values."""
     grid = GRIDS[fmt.name]
     places = _places(numel, fmt)
     rows = torch.zeros_like(rows).view(-1).scatter_(0, places, rows.view(-1)[:numel]).view_as(rows)
     amax = magnitude_bits(rows).amax(1, keepdim=True)
-    bits = round_scale_up(as_int(as_float(amax) * torch.tensor(1.0 / grid.max_level)), fmt.scale)
+    bits = round_scale_up(as_int(as_float(amax) * torch.tensor(1.0 / grid.max_level)))
     bits = torch.where(amax < TINY_BITS, 0, bits.clamp(max=fmt.max_scale_bits))
     scale = as_float(bits)
     inverse = torch.where(bits == 0, 0.0, 1.0 / scale)
-    random = random_words(len(rows), fmt.block, seed) if fmt.stochastic else None
-    code = to_code(rows.abs() * inverse, grid.mantissa, grid.max_code, random)
+    code = to_code(rows.abs() * inverse, grid.mantissa, grid.max_code)
     decoded = torch.copysign(to_level(code, grid.mantissa) * scale, rows)
     negative = as_int(rows) < 0
-    stored = narrow_scale(torch.where(finite, bits, NAN_BITS), fmt.scale).reshape(-1)
+    stored = narrow_scale(torch.where(finite, bits, NAN_BITS)).reshape(-1)
     payload.zero_()
     payload[: stored.numel()] = stored
     if grid.bits == 8:
@@ -183,7 +176,7 @@ def _encode_dense(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt
 
 def _decode_dense(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
     grid, blocks = GRIDS[fmt.name], fmt.blocks(numel)
-    scale = as_float(widen_scale(payload[: blocks * fmt.scale_bytes].view(blocks, fmt.scale_bytes), fmt.scale))
+    scale = as_float(widen_scale(payload[: blocks * SCALE_BYTES].view(blocks, SCALE_BYTES)))
     codes = payload[fmt.codes_offset(numel) :]
     padded = torch.zeros(blocks, fmt.block * grid.bits // 8, dtype=torch.uint8)
     padded.view(-1)[: codes.numel()] = codes
@@ -198,21 +191,12 @@ def _decode_dense(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
     return torch.where(negative, -value, value).view(-1)[_places(numel, fmt)]
 
 
-def to_code(x: Tensor, mantissa: int, max_code: int, random: Tensor | None) -> Tensor:
-    """Find the index (int32) of the grid's magnitude nearest to x ≥ 0, ties to the even index.
-
-    With `random` (32-bit words as int64): one of the two neighbours, so that the expected magnitude is x.
-    """
+def to_code(x: Tensor, mantissa: int, max_code: int) -> Tensor:
+    """Find the index (int32) of the grid's magnitude nearest to x ≥ 0, ties to the even index."""
     bits = as_int(x)
     shift, offset = 23 - mantissa, ((126 + mantissa) << mantissa)
-    if random is None:
-        small = as_int(x.clamp(max=TO_INTEGER) + TO_INTEGER) & 0x7FFFFF
-        increment = (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)
-    else:
-        whole = x.clamp(max=TO_INTEGER).to(torch.int32)
-        uniform = (random >> 8).to(torch.float32) * 2.0**-24
-        small = whole + (uniform < x - whole.to(torch.float32)).to(torch.int32)
-        increment = (random >> (9 + mantissa)).to(torch.int32)
+    small = as_int(x.clamp(max=TO_INTEGER) + TO_INTEGER) & 0x7FFFFF
+    increment = (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)
     large = ((bits + increment) >> shift) - offset
     return torch.where(x < float(1 << mantissa), small, large).clamp(max=max_code)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geotrain.kernels.payload_format import SCALE_BYTES, SCALE_SHIFT
+from geotrain.kernels.payload_format import SCALE_SHIFT
 
 NAN_BITS = 0x7FC00000
 
@@ -23,33 +23,27 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return as_int(x) & 0x7FFFFFFF
 
 
-def round_scale_up(bits: Tensor, scale: str) -> Tensor:
-    """Round fp32 bits up to a scale of that type."""
-    mask = (1 << SCALE_SHIFT[scale]) - 1
+def round_scale_up(bits: Tensor) -> Tensor:
+    """Round fp32 bits up to a scale."""
+    mask = (1 << SCALE_SHIFT) - 1
     return (bits + mask) & ~mask
 
 
-def round_scale_nearest(bits: Tensor, scale: str) -> Tensor:
-    """Round fp32 bits to the nearest scale of that type, ties to even."""
-    shift = SCALE_SHIFT[scale]
-    if shift == 0:
-        return bits
-    increment = (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)
-    return ((bits + increment) >> shift) << shift
+def round_scale_nearest(bits: Tensor) -> Tensor:
+    """Round fp32 bits to the nearest scale, ties to even."""
+    increment = (1 << (SCALE_SHIFT - 1)) - 1 + ((bits >> SCALE_SHIFT) & 1)
+    return ((bits + increment) >> SCALE_SHIFT) << SCALE_SHIFT
 
 
-def narrow_scale(bits: Tensor, scale: str) -> Tensor:
-    """Convert fp32 bits [..., 1] to stored bytes [..., scale_bytes]."""
-    shifts = [SCALE_SHIFT[scale] + 8 * i for i in range(SCALE_BYTES[scale])]
-    return torch.cat([(bits >> shift) & 0xFF for shift in shifts], -1).to(torch.uint8)
+def narrow_scale(bits: Tensor) -> Tensor:
+    """Convert fp32 bits [..., 1] to stored bytes [..., SCALE_BYTES]."""
+    return torch.cat([(bits >> shift) & 0xFF for shift in (SCALE_SHIFT, SCALE_SHIFT + 8)], -1).to(torch.uint8)
 
 
-def widen_scale(stored: Tensor, scale: str) -> Tensor:
-    """Convert stored bytes [..., scale_bytes] to fp32 bits [..., 1]; a set sign bit makes them negative."""
-    bits = torch.zeros_like(stored[..., :1], dtype=torch.int32)
-    for i in range(SCALE_BYTES[scale]):
-        bits |= stored[..., i : i + 1].to(torch.int32) << (SCALE_SHIFT[scale] + 8 * i)
-    return bits
+def widen_scale(stored: Tensor) -> Tensor:
+    """Convert stored bytes [..., SCALE_BYTES] to fp32 bits [..., 1]; a set sign bit makes them negative."""
+    low, high = stored.to(torch.int32).split(1, -1)
+    return (low << SCALE_SHIFT) | (high << SCALE_SHIFT + 8)
 
 
 def random_words(blocks: int, block: int, seed: int) -> Tensor:

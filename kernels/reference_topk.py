@@ -7,32 +7,29 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from geotrain.kernels.payload_format import TINY_BITS, PayloadFormat, TopkRecord
+from geotrain.kernels.payload_format import SCALE_BYTES, TINY_BITS, PayloadFormat, TopkRecord
 from geotrain.kernels.reference_math import (
     NAN_BITS,
     as_float,
     as_int,
     magnitude_bits,
     narrow_scale,
-    random_words,
     round_scale_nearest,
     widen_scale,
 )
 
 
-def encode(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt: PayloadFormat, seed: int) -> Tensor:
+def encode(rows: Tensor, finite: Tensor, numel: int, payload: Tensor, fmt: PayloadFormat) -> Tensor:
     """Encode rows [blocks, block] of fp32, zeros after the end, into `payload`; returns the decoded values [numel].
 
     Kept are the `kept` largest magnitudes; among equals, the earlier. The two magnitudes are the means of the kept
     elements above and not above their common mean, found in 16-bit fixed point: integer sums have no order.
     """
     decoded = torch.zeros_like(rows)
-    random = random_words(len(rows), fmt.block, seed) if fmt.stochastic else None
     size = fmt.record(fmt.block).bytes
     for first, count, length in fmt.groups(numel):
         record, group = fmt.record(length), slice(first, first + count)
-        words = None if random is None else random[group, :length]
-        records, decoded[group, :length] = _encode_rows(rows[group, :length], finite[group], record, fmt, words)
+        records, decoded[group, :length] = _encode_rows(rows[group, :length], finite[group], record, fmt)
         payload[first * size : first * size + records.numel()] = records.view(-1)
     return decoded.view(-1)[:numel]
 
@@ -41,7 +38,7 @@ def decode(payload: Tensor, numel: int, fmt: PayloadFormat, left_out: float) -> 
     """left_out: the value of elements that the payload does not keep."""
     out = torch.full((fmt.blocks(numel), fmt.block), left_out)
     for first, records, record in _records(payload, numel, fmt):
-        low, high = (as_float(bits) for bits in _scales(records, fmt))
+        low, high = (as_float(bits) for bits in _scales(records))
         position, which, negative = _positions(records, record)
         level = torch.where(which, high, low)
         out[first : first + len(records)].scatter_(1, position, torch.where(negative, -level, level))
@@ -51,7 +48,7 @@ def decode(payload: Tensor, numel: int, fmt: PayloadFormat, left_out: float) -> 
 def payload_ok(payload: Tensor, numel: int, fmt: PayloadFormat) -> Tensor:
     ok = torch.tensor(True)
     for _, records, record in _records(payload, numel, fmt):
-        for bits in _scales(records, fmt):
+        for bits in _scales(records):
             ok = ok & ((bits >= 0) & (bits <= fmt.max_scale_bits)).all()
         if record.kept == record.length:
             continue
@@ -69,19 +66,13 @@ def _records(payload: Tensor, numel: int, fmt: PayloadFormat) -> Iterator[tuple[
         yield first, payload[begin : begin + count * record.bytes].view(count, record.bytes), record
 
 
-def _encode_rows(
-    rows: Tensor, finite: Tensor, record: TopkRecord, fmt: PayloadFormat, random: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _encode_rows(rows: Tensor, finite: Tensor, record: TopkRecord, fmt: PayloadFormat) -> tuple[Tensor, Tensor]:
     order = torch.sort(magnitude_bits(rows), dim=1, descending=True, stable=True).indices
     position = torch.sort(order[:, : record.kept], dim=1).values
     kept = torch.gather(rows, 1, position)
     magnitude = kept.abs()
     low, high = _two_magnitudes(magnitude, record.kept, fmt)
-    if random is None:
-        which = magnitude > as_float(low) * 0.5 + as_float(high) * 0.5
-    else:
-        uniform = (torch.gather(random, 1, position) >> 8).to(torch.float32) * 2.0**-24
-        which = uniform * (as_float(high) - as_float(low)) < magnitude - as_float(low)
+    which = magnitude > as_float(low) * 0.5 + as_float(high) * 0.5
     value = torch.copysign(torch.where(which, as_float(high), as_float(low)), kept)
     decoded = torch.zeros_like(rows).scatter_(1, position, value)
 
@@ -90,7 +81,7 @@ def _encode_rows(
         high_bits.scatter_(1, (position >> record.low_bits) + torch.arange(record.kept), 1)
     low_bits = (position[:, :, None] >> torch.arange(record.low_bits)) & 1
     value_bits = torch.stack([which, as_int(kept) < 0], 2)
-    scales = [narrow_scale(torch.where(finite, bits, NAN_BITS), fmt.scale) for bits in (low, high)]
+    scales = [narrow_scale(torch.where(finite, bits, NAN_BITS)) for bits in (low, high)]
     strings = [_unpack(torch.cat(scales, 1)), *(b.reshape(len(rows), -1) for b in (low_bits, high_bits, value_bits))]
     bits = torch.zeros(len(rows), record.bytes * 8, dtype=torch.int32)  # zeros after the end
     string = torch.cat(strings, 1)
@@ -110,13 +101,13 @@ def _two_magnitudes(magnitude: Tensor, kept: int, fmt: PayloadFormat) -> tuple[T
     unit = as_float((exponent - 15) << 23)
     low = sum_low.float() / (kept - count_high).float() * unit
     high = torch.where(count_high > 0, sum_high.float() / count_high.clamp(min=1).float() * unit, low)
-    rounded = [round_scale_nearest(as_int(x), fmt.scale).clamp(max=fmt.max_scale_bits) for x in (low, high)]
+    rounded = [round_scale_nearest(as_int(x)).clamp(max=fmt.max_scale_bits) for x in (low, high)]
     return torch.where(amax < TINY_BITS, 0, rounded[0]), torch.where(amax < TINY_BITS, 0, rounded[1])
 
 
-def _scales(records: Tensor, fmt: PayloadFormat) -> tuple[Tensor, Tensor]:
-    size = fmt.scale_bytes
-    return widen_scale(records[:, :size], fmt.scale), widen_scale(records[:, size : 2 * size], fmt.scale)
+def _scales(records: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = records[:, : 2 * SCALE_BYTES].split(SCALE_BYTES, 1)
+    return widen_scale(low), widen_scale(high)
 
 
 def _high_bits(records: Tensor, record: TopkRecord) -> Tensor:

@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels import triton_topk
-from geotrain.kernels.payload_format import GRIDS, SCALE_SHIFT, PayloadFormat
-from geotrain.kernels.triton_math import aligned_parts, as_float, as_int, put, to_level
+from geotrain.kernels.payload_format import GRIDS, SCALE_BYTES, PayloadFormat
+from geotrain.kernels.triton_math import ALIGNED, aligned_parts, as_float, as_int, put, to_level
 
 ELEMENTS = 4096  # of one program
-STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @triton.jit
@@ -28,7 +27,7 @@ def signed_value(code, scale, MANTISSA: tl.constexpr):
 @triton.jit(do_not_specialize=["first", "rows"])
 def dequantize_dense(
     scales, codes, base, out, first, rows, numel, weight,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, SCALE_SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, BASE_BF16: tl.constexpr, OUT_BF16: tl.constexpr,
 ):  # fmt: skip
     """Decode blocks [first, first + rows)."""
@@ -37,7 +36,7 @@ def dequantize_dense(
     block = (first + row).to(tl.int64)
     j = tl.arange(0, WIDTH)[None, :]
     start = block * BLOCK
-    scale_bits = tl.load(scales + block, mask=row < rows, other=0).to(tl.int32) << SCALE_SHIFT
+    scale_bits = tl.load(scales + block, mask=row < rows, other=0).to(tl.int32) << 16
     scale = as_float(scale_bits)
     mask = (row < rows) & (j >= 0)
     if PACKED:
@@ -81,8 +80,9 @@ def dequantize(payload: Tensor, out: Tensor, fmt: PayloadFormat, weight: float |
         codes = payload.view(torch.int32 if wide else torch.int16)
         for part in aligned_parts(numel):
             count = part.stop - part.start
-            dequantize_plain[(triton.cdiv(count, ELEMENTS),)](
-                codes[part], out[part], count, ELEMENTS=ELEMENTS, WIDE=wide, **common
+            elements = ELEMENTS if count >= ALIGNED else ALIGNED  # masks of so many would spill on sm_120
+            dequantize_plain[(triton.cdiv(count, elements),)](
+                codes[part], out[part], count, ELEMENTS=elements, WIDE=wide, **common
             )
     else:
         _launch_dense(payload, out, out, fmt, common)
@@ -101,7 +101,7 @@ def _common(weight: float | None) -> dict[str, Any]:
 def _launch_dense(payload: Tensor, base: Tensor, out: Tensor, fmt: PayloadFormat, common: dict[str, Any]) -> None:
     """Launch the decoding of int8 or a 4-bit format."""
     grid, numel = GRIDS[fmt.name], out.numel()
-    scales = payload[: fmt.blocks(numel) * fmt.scale_bytes].view(STORED[fmt.scale_bytes])
+    scales = payload[: fmt.blocks(numel) * SCALE_BYTES].view(torch.int16)
     codes = payload[fmt.codes_offset(numel) :]
     base_bf16, out_bf16 = base.dtype == torch.bfloat16, out.dtype == torch.bfloat16
     base, out = base.view(torch.int16) if base_bf16 else base, out.view(torch.int16) if out_bf16 else out
@@ -109,6 +109,6 @@ def _launch_dense(payload: Tensor, base: Tensor, out: Tensor, fmt: PayloadFormat
         rows_of = max(ELEMENTS // fmt.block, 1) if length == fmt.block else 1
         dequantize_dense[(triton.cdiv(rows, rows_of),)](
             scales, codes, base, out, first, rows, numel, BLOCK=fmt.block, ROWS=rows_of, TAIL=length < fmt.block,
-            MANTISSA=grid.mantissa, SCALE_SHIFT=SCALE_SHIFT[fmt.scale], PACKED=grid.bits == 4,
+            MANTISSA=grid.mantissa, PACKED=grid.bits == 4,
             BASE_BF16=base_bf16, OUT_BF16=out_bf16, **common,
         )  # fmt: skip

@@ -61,14 +61,14 @@ def read_float(pointer, offset, mask, IS_BF16: tl.constexpr):
 
 @triton.jit
 def read_meant(
-    values, anchor, residual, at, mask, decay, VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr
+    values, anchor, residual, at, mask, VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr
 ):
-    """Load the values to encode: v = (anchor −) values + decay · residual."""
+    """Load the values to encode: v = (anchor −) values + residual."""
     v = read_float(values, at, mask, VALUES_BF16)
     if ANCHOR:
         v = tl.load(anchor + at, mask=mask, other=0.0) - v
     if RESIDUAL:
-        v = v + decay * tl.load(residual + at, mask=mask, other=0.0)
+        v = v + tl.load(residual + at, mask=mask, other=0.0)
     return v
 
 
@@ -102,33 +102,13 @@ def note_bad(finite, is_bad):
 
 
 @triton.jit
-def uniform(words):
-    """Convert 24 bits of each random 32-bit word to fp32 in [0, 1)."""
-    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-
-
-@triton.jit
-def random_words(seed, counter):
-    """Draw four words of Philox-4x32-10 for each int64 counter (`reference_math.random_words`)."""
-    zero = tl.zeros_like(counter).to(tl.uint32)
-    return tl.philox(seed, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
-
-
-@triton.jit
-def to_code(x, words, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Find the grid's nearest magnitude, ties to the even index, or stochastically a neighbour; returns its index."""
-    if STOCHASTIC:
-        whole = x.to(tl.int32)
-        code = whole + (uniform(words) < x - whole.to(tl.float32)).to(tl.int32)
-    else:
-        code = as_int(x + 8388608.0) & 0x7FFFFF
+def to_code(x, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr):
+    """Find the grid's nearest magnitude, ties to the even index; returns its index."""
+    code = as_int(x + 8388608.0) & 0x7FFFFF
     if MANTISSA < 3:  # the integer grids never leave their first stretch
         shift: tl.constexpr = 23 - MANTISSA
         bits = as_int(x)
-        if STOCHASTIC:
-            increment = (words >> (9 + MANTISSA)).to(tl.int32)
-        else:
-            increment = (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)
+        increment = (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)
         large = ((bits + increment) >> shift) - ((126 + MANTISSA) << MANTISSA)
         code = tl.where(x < (1 << MANTISSA), code, large)
     return tl.minimum(code, MAX_CODE)

@@ -1,7 +1,7 @@
 """Encoding of fp32, bf16, int8 and the 4-bit formats: one pass, each program takes ROWS blocks.
 
-A block is four streams of a quarter each: that is how the random words fall, and nibbles pair stream 0 with 2 and
-1 with 3. The shorter last block gets a launch of its own, so that the common one keeps aligned wide accesses.
+A block is four streams of a quarter each: nibbles pair stream 0 with 2 and 1 with 3. The shorter last block gets a
+launch of its own, so that the common one keeps aligned wide accesses.
 """
 
 # mypy: allow-untyped-defs
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geotrain.kernels import triton_topk
-from geotrain.kernels.payload_format import GRIDS, SCALE_SHIFT, PayloadFormat
+from geotrain.kernels.payload_format import GRIDS, SCALE_BYTES, PayloadFormat
 from geotrain.kernels.triton_math import (
     INFINITY_BITS,
     MAGNITUDE,
@@ -25,14 +25,12 @@ from geotrain.kernels.triton_math import (
     copy_sign,
     note_bad,
     num_warps,
-    random_words,
     read_meant,
     to_code,
     to_level,
 )
 
 ELEMENTS, THREADS = 2048, 128  # of one program: 16 a thread, four of each stream; with 32, sm_80 spills
-STORED = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @triton.jit
@@ -54,9 +52,9 @@ def stream_at(start, j, length, S: tl.constexpr, QUARTER: tl.constexpr, FOLD: tl
 
 
 @triton.jit
-def code_stream(v, inverse, scale, words, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr, STOCHASTIC: tl.constexpr):
+def code_stream(v, inverse, scale, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr):
     """Encode; returns (code without sign, what is left of v)."""
-    code = to_code(tl.abs(v) * inverse, words, MANTISSA, MAX_CODE, STOCHASTIC)
+    code = to_code(tl.abs(v) * inverse, MANTISSA, MAX_CODE)
     return code, v - copy_sign(to_level(code, MANTISSA) * scale, v)
 
 
@@ -65,12 +63,12 @@ def nibble(code, v):
     return code | ((as_int(v) >> 28) & 8)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "seed"])
+@triton.jit(do_not_specialize=["first", "rows"])
 def quantize_dense(
     values, anchor, residual, scales, codes, all_finite,
-    first, rows, numel, padding, decay, inverse_level, seed: tl.uint64,
+    first, rows, numel, padding, inverse_level,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, MANTISSA: tl.constexpr, MAX_CODE: tl.constexpr,
-    SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES_BF16: tl.constexpr,
+    MAX_SCALE_BITS: tl.constexpr, VALUES_BF16: tl.constexpr,
     ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Encode blocks [first, first + rows). all_finite: cleared where a block was not finite."""
@@ -85,10 +83,10 @@ def quantize_dense(
     at1, mask1 = stream_at(start, j, length, 1, QUARTER, PACKED, TAIL)
     at2, mask2 = stream_at(start, j, length, 2, QUARTER, PACKED, TAIL)
     at3, mask3 = stream_at(start, j, length, 3, QUARTER, PACKED, TAIL)
-    v0 = read_meant(values, anchor, residual, at0, mask0, decay, VALUES_BF16, ANCHOR, RESIDUAL)
-    v1 = read_meant(values, anchor, residual, at1, mask1, decay, VALUES_BF16, ANCHOR, RESIDUAL)
-    v2 = read_meant(values, anchor, residual, at2, mask2, decay, VALUES_BF16, ANCHOR, RESIDUAL)
-    v3 = read_meant(values, anchor, residual, at3, mask3, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+    v0 = read_meant(values, anchor, residual, at0, mask0, VALUES_BF16, ANCHOR, RESIDUAL)
+    v1 = read_meant(values, anchor, residual, at1, mask1, VALUES_BF16, ANCHOR, RESIDUAL)
+    v2 = read_meant(values, anchor, residual, at2, mask2, VALUES_BF16, ANCHOR, RESIDUAL)
+    v3 = read_meant(values, anchor, residual, at3, mask3, VALUES_BF16, ANCHOR, RESIDUAL)
 
     m01 = tl.maximum(as_int(v0) & MAGNITUDE, as_int(v1) & MAGNITUDE)
     m23 = tl.maximum(as_int(v2) & MAGNITUDE, as_int(v3) & MAGNITUDE)
@@ -96,24 +94,19 @@ def quantize_dense(
     finite = largest < INFINITY_BITS
     note_bad(all_finite, ~finite)
 
-    rounding: tl.constexpr = (1 << SCALE_SHIFT) - 1
-    bits = (as_int(as_float(largest) * inverse_level) + rounding) & ~rounding
+    bits = (as_int(as_float(largest) * inverse_level) + 0xFFFF) & ~0xFFFF  # rounded up to bf16
     bits = tl.where(finite & (largest >= TINY_BITS), tl.minimum(bits, MAX_SCALE_BITS), 0)
     scale = as_float(bits)
     one = tl.full(scale.shape, 1.0, tl.float32)
     inverse = tl.where(bits != 0, tl.div_rn(one, tl.where(bits != 0, scale, one)), 0.0)
-    tl.store(scales + block, tl.where(finite, bits, NAN_BITS) >> SCALE_SHIFT, mask=row < rows)
+    tl.store(scales + block, tl.where(finite, bits, NAN_BITS) >> 16, mask=row < rows)
 
     v0, v1 = tl.where(finite, v0, 0.0), tl.where(finite, v1, 0.0)
     v2, v3 = tl.where(finite, v2, 0.0), tl.where(finite, v3, 0.0)
-    if STOCHASTIC:
-        w0, w1, w2, w3 = random_words(seed, block * QUARTER + j)
-    else:
-        w0, w1, w2, w3 = 0, 0, 0, 0
-    c0, left0 = code_stream(v0, inverse, scale, w0, MANTISSA, MAX_CODE, STOCHASTIC)
-    c1, left1 = code_stream(v1, inverse, scale, w1, MANTISSA, MAX_CODE, STOCHASTIC)
-    c2, left2 = code_stream(v2, inverse, scale, w2, MANTISSA, MAX_CODE, STOCHASTIC)
-    c3, left3 = code_stream(v3, inverse, scale, w3, MANTISSA, MAX_CODE, STOCHASTIC)
+    c0, left0 = code_stream(v0, inverse, scale, MANTISSA, MAX_CODE)
+    c1, left1 = code_stream(v1, inverse, scale, MANTISSA, MAX_CODE)
+    c2, left2 = code_stream(v2, inverse, scale, MANTISSA, MAX_CODE)
+    c3, left3 = code_stream(v3, inverse, scale, MANTISSA, MAX_CODE)
 
     if PACKED:
         byte = block * (BLOCK // 2) + j
@@ -135,7 +128,7 @@ def quantize_dense(
 
 
 @triton.jit
-def code_plain(v, words, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr):
+def code_plain(v, WIDE: tl.constexpr):
     """Encode fp32 (WIDE) or bf16, whose largest finite value stands for infinity; returns (code, what is left of
     v)."""
     bits = as_int(v)
@@ -144,39 +137,30 @@ def code_plain(v, words, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr):
         left = v - v
     else:
         magnitude = bits & MAGNITUDE
-        if STOCHASTIC:
-            increment = (words >> 16).to(tl.int32)
-        else:
-            increment = 0x7FFF + ((bits >> 16) & 1)
-        rounded = tl.minimum((magnitude + increment) >> 16, 0x7F7F)
+        rounded = tl.minimum((magnitude + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F)
         code = tl.where(magnitude < INFINITY_BITS, rounded, NAN_BITS >> 16) | ((bits >> 16) & 0x8000)
         left = v - as_float(code << 16)
     return code, left
 
 
-@triton.jit(do_not_specialize=["first", "rows", "seed"])
+@triton.jit(do_not_specialize=["first", "rows"])
 def quantize_plain(
-    values, anchor, residual, codes, all_finite, first, rows, numel, decay, seed: tl.uint64,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr,
+    values, anchor, residual, codes, all_finite, first, rows, numel,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
     VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Encode blocks [first, first + rows) of fp32 or bf16. all_finite: cleared where an element was not finite."""
     QUARTER: tl.constexpr = BLOCK // 4
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (first + row).to(tl.int64)
-    counter = block * QUARTER + tl.arange(0, QUARTER)[None, :]
-    if STOCHASTIC:
-        words = random_words(seed, counter)
-    else:
-        words = 0, 0, 0, 0
     for S in tl.static_range(4):
         at = block * BLOCK + S * QUARTER + tl.arange(0, QUARTER)[None, :]
         mask = (row < rows) & (at >= 0)
         if TAIL:
             mask = mask & (at < numel)
-        v = read_meant(values, anchor, residual, at, mask, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+        v = read_meant(values, anchor, residual, at, mask, VALUES_BF16, ANCHOR, RESIDUAL)
         finite = (as_int(v) & MAGNITUDE) < INFINITY_BITS
-        code, left = code_plain(v, words[S], WIDE, STOCHASTIC)
+        code, left = code_plain(v, WIDE)
         tl.store(codes + at, code, mask=mask)
         if (
             RESIDUAL
@@ -192,15 +176,14 @@ def warps(block: int, length: int) -> int:
 
 
 def quantize(
-    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, seed: int
+    values: Tensor, payload: Tensor, fmt: PayloadFormat, anchor: Tensor | None, residual: Tensor | None, _seed: int
 ) -> Tensor:
     """Encode into `payload`, on the current stream, without waiting for the device."""
     numel, bf16, blocks = values.numel(), values.dtype == torch.bfloat16, fmt.blocks(values.numel())
     inputs = values.view(torch.int16) if bf16 else values, anchor, residual
     all_finite = torch.ones(1, dtype=torch.int32, device=values.device)
     common = {
-        "decay": fmt.error_decay, "seed": seed & (2**64 - 1), "BLOCK": fmt.block, "STOCHASTIC": fmt.stochastic,
-        "VALUES_BF16": bf16, "ANCHOR": anchor is not None, "RESIDUAL": residual is not None,
+        "BLOCK": fmt.block, "VALUES_BF16": bf16, "ANCHOR": anchor is not None, "RESIDUAL": residual is not None,
         "enable_fp_fusion": False,
     }  # fmt: skip
     rows_each = max(ELEMENTS // fmt.block, 1)
@@ -216,14 +199,14 @@ def quantize(
                 ROWS=rows_of, TAIL=length < fmt.block, WIDE=wide, num_warps=warps(fmt.block, length), **common,
             )  # fmt: skip
     else:
-        grid, offset, scale_bytes = GRIDS[fmt.name], fmt.codes_offset(numel), blocks * fmt.scale_bytes
-        scales, codes = payload[:scale_bytes].view(STORED[fmt.scale_bytes]), payload[offset:]
+        grid, offset, scale_bytes = GRIDS[fmt.name], fmt.codes_offset(numel), blocks * SCALE_BYTES
+        scales, codes = payload[:scale_bytes].view(torch.int16), payload[offset:]
         for first, rows, length in fmt.groups(numel):
             rows_of = rows_each if length == fmt.block else 1
             quantize_dense[(triton.cdiv(rows, rows_of),)](
                 *inputs, scales, codes, all_finite, first, rows, numel, offset - scale_bytes,
                 inverse_level=1.0 / grid.max_level, ROWS=rows_of, TAIL=length < fmt.block,
-                MANTISSA=grid.mantissa, MAX_CODE=grid.max_code, SCALE_SHIFT=SCALE_SHIFT[fmt.scale],
+                MANTISSA=grid.mantissa, MAX_CODE=grid.max_code,
                 MAX_SCALE_BITS=fmt.max_scale_bits, PACKED=grid.bits == 4,
                 num_warps=warps(fmt.block, length), **common,
             )  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geotrain.kernels.payload_format import SCALE_SHIFT, PayloadFormat, TopkRecord
+from geotrain.kernels.payload_format import PayloadFormat, TopkRecord
 from geotrain.kernels.triton_math import (
     INFINITY_BITS,
     MAGNITUDE,
@@ -22,9 +22,7 @@ from geotrain.kernels.triton_math import (
     copy_sign,
     num_warps,
     put,
-    random_words,
     read_meant,
-    uniform,
 )
 
 
@@ -48,12 +46,10 @@ def get_bits(words, first, mask, COUNT: tl.constexpr):
 
 
 @triton.jit
-def round_scale(x, SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr):
-    """Round x ≥ 0 to the scale's type, half to even; returns fp32 bits."""
+def round_scale(x, MAX_SCALE_BITS: tl.constexpr):
+    """Round x ≥ 0 to a scale, half to even; returns fp32 bits."""
     bits = as_int(x)
-    if SCALE_SHIFT > 0:
-        bits = ((bits + ((1 << (SCALE_SHIFT - 1)) - 1) + ((bits >> SCALE_SHIFT) & 1)) >> SCALE_SHIFT) << SCALE_SHIFT
-    return tl.minimum(bits, MAX_SCALE_BITS)
+    return tl.minimum(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16, MAX_SCALE_BITS)
 
 
 @triton.jit
@@ -69,13 +65,12 @@ def counted_so_far(flags, BLOCK: tl.constexpr):
     return tl.reshape(tl.cumsum(rows, axis=1) + before[:, None], (BLOCK,))
 
 
-@triton.jit(do_not_specialize=["first", "seed"])
+@triton.jit(do_not_specialize=["first"])
 def quantize_topk(
-    values, anchor, residual, words, all_finite, first, decay, seed: tl.uint64,
+    values, anchor, residual, words, all_finite, first,
     BLOCK: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr, LOW_BITS: tl.constexpr, LOWS_AT: tl.constexpr,
     HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
-    SCALE_SHIFT: tl.constexpr, MAX_SCALE_BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
+    MAX_SCALE_BITS: tl.constexpr, VALUES_BF16: tl.constexpr, ANCHOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Encode block first + program. `words`: the payload as int32, zeros. all_finite: cleared where a block was
     not."""
@@ -89,7 +84,7 @@ def quantize_topk(
     if RESIDUAL:
         residual += block * BLOCK
 
-    v = read_meant(values, anchor, residual, inside, mask, decay, VALUES_BF16, ANCHOR, RESIDUAL)
+    v = read_meant(values, anchor, residual, inside, mask, VALUES_BF16, ANCHOR, RESIDUAL)
     largest = tl.max(as_int(v) & MAGNITUDE, axis=0)
     finite = largest < INFINITY_BITS
     tl.atomic_and(all_finite, 0, mask=largest >= INFINITY_BITS, sem="relaxed")
@@ -123,31 +118,18 @@ def quantize_topk(
     low_mean = tl.div_rn((total - sum_high).to(tl.float32), (KEPT - count_high).to(tl.float32)) * unit
     high_mean = tl.div_rn(sum_high.to(tl.float32), tl.maximum(count_high, 1).to(tl.float32)) * unit
     high_mean = tl.where(count_high > 0, high_mean, low_mean)
-    low_bits = tl.where(largest < TINY_BITS, 0, round_scale(low_mean, SCALE_SHIFT, MAX_SCALE_BITS))
-    high_bits = tl.where(largest < TINY_BITS, 0, round_scale(high_mean, SCALE_SHIFT, MAX_SCALE_BITS))
+    low_bits = tl.where(largest < TINY_BITS, 0, round_scale(low_mean, MAX_SCALE_BITS))
+    high_bits = tl.where(largest < TINY_BITS, 0, round_scale(high_mean, MAX_SCALE_BITS))
     low_level, high_level = as_float(low_bits), as_float(high_bits)
 
     magnitude = tl.abs(v)
-    if STOCHASTIC:
-        QUARTER: tl.constexpr = BLOCK // 4
-        w0, w1, w2, w3 = random_words(seed, block * QUARTER + inside % QUARTER)
-        stream = inside // QUARTER
-        word = tl.where(stream < 2, tl.where(stream == 0, w0, w1), tl.where(stream == 2, w2, w3))
-        which = uniform(word) * (high_level - low_level) < magnitude - low_level
-    else:
-        which = magnitude > low_level * 0.5 + high_level * 0.5
+    which = magnitude > low_level * 0.5 + high_level * 0.5
     left = v - copy_sign(tl.where(which, high_level, low_level), v)
     if RESIDUAL:
         tl.store(residual + inside, tl.where(kept, left, v), mask=inside < tl.where(finite, LENGTH, 0))
 
-    SCALE_BITS: tl.constexpr = 32 - SCALE_SHIFT if SCALE_SHIFT < 23 else 8
-    stored_low = (tl.where(finite, low_bits, NAN_BITS) >> SCALE_SHIFT).to(tl.int64) & 0xFFFFFFFF
-    stored_high = (tl.where(finite, high_bits, NAN_BITS) >> SCALE_SHIFT).to(tl.int64) & 0xFFFFFFFF
-    if SCALE_BITS == 32:
-        tl.store(words, stored_low.to(tl.int32))
-        tl.store(words + 1, stored_high.to(tl.int32))
-    else:
-        tl.atomic_or(words, (stored_low | (stored_high << SCALE_BITS)).to(tl.int32), sem="relaxed")
+    scales = (tl.where(finite, low_bits, NAN_BITS) >> 16) | tl.where(finite, high_bits, NAN_BITS)
+    tl.atomic_or(words, scales, sem="relaxed")  # high bits end in as many zeros as low ones have bits
     if LOW_BITS > 0:
         put_bits(words, LOWS_AT + rank * LOW_BITS, inside & ((1 << LOW_BITS) - 1), kept)
     if KEPT < LENGTH:
@@ -161,7 +143,7 @@ def dequantize_topk(
     words, out, first, weight,
     BLOCK: tl.constexpr, LENGTH: tl.constexpr, KEPT: tl.constexpr, LOW_BITS: tl.constexpr, LOWS_AT: tl.constexpr,
     HIGHS_AT: tl.constexpr, VALUES_AT: tl.constexpr, FULL_WORDS: tl.constexpr,
-    SCALE_SHIFT: tl.constexpr, HIGH_BITS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    HIGH_BITS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """Add (or write) the kept elements of block first + program.
 
@@ -169,14 +151,8 @@ def dequantize_topk(
     """
     block = (first + tl.program_id(0)).to(tl.int64)
     words += block * FULL_WORDS
-    SCALE_BITS: tl.constexpr = 32 - SCALE_SHIFT if SCALE_SHIFT < 23 else 8
     head = tl.load(words)
-    if SCALE_BITS == 32:
-        low_level, high_level = as_float(head), as_float(tl.load(words + 1))
-    else:
-        scale_mask: tl.constexpr = (1 << SCALE_BITS) - 1
-        low_level = as_float((head & scale_mask) << SCALE_SHIFT)
-        high_level = as_float(((head >> SCALE_BITS) & scale_mask) << SCALE_SHIFT)
+    low_level, high_level = as_float(head << 16), as_float((head >> 16) << 16)
 
     j = tl.arange(0, HIGH_BITS)
     if KEPT == LENGTH:
@@ -239,5 +215,5 @@ def _constants(record: TopkRecord, fmt: PayloadFormat) -> dict[str, int]:
     return {
         "LENGTH": record.length, "KEPT": record.kept, "LOW_BITS": record.low_bits, "LOWS_AT": record.lows_at,
         "HIGHS_AT": record.highs_at, "VALUES_AT": record.values_at,
-        "FULL_WORDS": fmt.record(fmt.block).bytes // 4, "SCALE_SHIFT": SCALE_SHIFT[fmt.scale],
+        "FULL_WORDS": fmt.record(fmt.block).bytes // 4,
     }  # fmt: skip

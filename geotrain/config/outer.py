@@ -88,28 +88,22 @@ class Fp32Config(Block):
     name: Literal["fp32"]
 
 
-class _LossyConfig(Block):
-    """A codec that leaves out a part of a delta, which is always kept, and added to the next one."""
-
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    error_decay: Fraction = Field(1.0, description="Share of the old residual that is kept. Not for `outer.down`.")
-
-
-class Bf16Config(_LossyConfig):
+class Bf16Config(Block):
     """16-bit floats."""
 
     name: Literal["bf16"]
 
 
-class _BlockwiseConfig(_LossyConfig):
+class _BlockwiseConfig(Block):
+    """A codec that leaves out a part of a delta, which is always kept, and added to the next one."""
+
     block: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(128, description="Elements that share a scale.")
-    scale: Literal["fp32", "bf16", "e8m0"] = Field("bf16", description="Type of a block's scale; e8m0: 2^n.")
 
 
 class QuantizedConfig(_BlockwiseConfig):
     """Integers or small floats of 8 or 4 bits."""
 
-    name: Literal["int8", "int4", "e3m0", "e2m1"]
+    name: Literal["int8", "int4", "e3m0"]
 
 
 class TopkConfig(_BlockwiseConfig):
@@ -276,10 +270,6 @@ class OuterConfig(Block):
             raise ValueError(f"{', '.join(idle)}: without effect with {why}; leave out what does nothing")
         if self.differing("mirrors") and {self.down.name, self.local.name} <= {"fp32", "bf16"}:
             raise ValueError("mirrors: without effect where weights travel whole (fp32, bf16); leave it out")
-        if not isinstance(self.down, Fp32Config) and self.down.differing("error_decay"):
-            raise ValueError(
-                f"down.error_decay = {self.down.error_decay}: weights that come down leave no residual; leave it out"
-            )
         return self
 
     def with_rule(self, **changes: Any) -> OuterConfig:

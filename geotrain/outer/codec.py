@@ -1,6 +1,6 @@
 """Turns a delta into bytes and back: one small interface over every wire format, with error feedback.
 
-Formats: fp32, bf16; int8, int4, e3m0 and e2m1 with a scale for each block; topk2, the largest elements of each
+Formats: fp32, bf16; int8, int4 and e3m0 with a scale for each block; topk2, the largest elements of each
 block as 2 bits each. The arithmetic is in `geotrain.kernels`, which gives the same bits from torch, Triton and C.
 """
 
@@ -90,14 +90,14 @@ class Codec:
         what: str = "",
         moves_anchor: bool = False,
     ) -> EncodedDelta:
-        """Encode v = values + decay · residual or, with an anchor, v = anchor − values + decay · residual.
+        """Encode v = values + residual or, with an anchor, v = anchor − values + residual.
 
         One pass over memory. The residual (same size) becomes v − decoded(v), in place: what this payload could not
         express goes with the next one (error feedback). On hosts it may be bf16, which is rounded by chance.
 
-        seed: chooses the random bits of stochastic rounding. what: names the tensor in errors. moves_anchor: the
-        anchor becomes the values (fp32, on a CPU), in the same pass. Raises CodecError, and NonFiniteError on a CPU;
-        residual and anchor are then unusable, since those of the finite blocks were updated already.
+        seed: of the random bits by which a bf16 residual is rounded. what: names the tensor in errors. moves_anchor:
+        the anchor becomes the values (fp32, on a CPU), in the same pass. Raises CodecError, and NonFiniteError on a
+        CPU; residual and anchor are then unusable, since those of the finite blocks were updated already.
         """
         try:
             payload, finite = kernels.quantize(
@@ -188,9 +188,7 @@ def make_codec(config: CodecConfig) -> Codec:
     if isinstance(config, PluggedCodec):
         return cast(Codec, config.codec())
     # Each codec's block has only the settings that mean something to it; they are named as the format's fields.
-    settings = config.model_dump(exclude={"name", "rounding"})
-    stochastic = getattr(config, "rounding", "nearest") == "stochastic"
-    return Codec(PayloadFormat(config.name, stochastic=stochastic, **settings))
+    return Codec(PayloadFormat(**config.model_dump()))
 
 
 def rounding_seed(*stream: str | int) -> int:

@@ -26,7 +26,8 @@
  * WORTH_THREADS waking the other threads takes longer than the work. */
 enum { MAX_BLOCK = 4096, CHUNK = 4096, WORTH_THREADS = 1 << 15, STATE_BLOCK = 256 };
 #define SECOND_STREAM(seed) ((seed) ^ 1ull << 63) /* SECOND_STREAM in kernels/reference.py */
-enum format { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, E3M0 = 4, E2M1 = 5, TOPK2 = 6 };
+enum format { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, E3M0 = 4, TOPK2 = 5 };
+enum { SCALE_SHIFT = 16, SCALE_BYTES = 2 }; /* a stored scale is bf16, the upper half of fp32's bits */
 enum { TINY_BITS = 27 << 23, NAN_BITS = 0x7FC00000, INFINITY_BITS = 0x7F800000 };
 
 INLINE int32_t bits_of(float x) {
@@ -62,7 +63,7 @@ INLINE uint16_t to_bf16(float x) {
 }
 
 /* The jobs are filled in by kernels/cpu.py, which lists the same fields in the same order.
- * What is coded: v = (anchor −) values + decay · residual, of `numel` elements; decoded: `out`, of as many. */
+ * What is coded: v = (anchor −) values + residual, of `numel` elements; decoded: `out`, of as many. */
 typedef struct {
     float *anchor;       /* or NULL; becomes the values, which are fp32 then, if moves_anchor */
     const void *values;  /* fp32, or bf16 if values_are_bf16 */
@@ -72,10 +73,10 @@ typedef struct {
     uint8_t *payload;    /* written by encoders, read by decoders */
     int64_t numel, codes_offset;
     int64_t residual_begin; /* the element that `residual` begins with */
-    uint64_t seed;
-    float decay, inverse_level, weight; /* inverse_level: 1 / the grid's largest magnitude */
-    int32_t values_are_bf16, residual_is_bf16, moves_anchor, stochastic, accumulate;
-    int32_t format, block, scale_shift, scale_bytes, max_scale_bits, threads;
+    uint64_t seed; /* of a residual in bf16 */
+    float inverse_level, weight; /* inverse_level: 1 / the grid's largest magnitude */
+    int32_t values_are_bf16, residual_is_bf16, moves_anchor, accumulate;
+    int32_t format, block, max_scale_bits, threads;
     /* topk2 only: the record of a full block (0) and of the last, shorter one (1) */
     struct record {
         int32_t length, kept, low_bits, lows_at, highs_at, values_at, bytes;
@@ -87,14 +88,14 @@ INLINE float *residual_at(const codec_job *job, int64_t at) {
     return job->residual ? (float *)job->residual + (at - job->residual_begin) : NULL;
 }
 
-INLINE void store_scale(uint8_t *at, int32_t bits, int32_t shift, int32_t bytes) {
-    uint32_t stored = (uint32_t)bits >> shift;
-    memcpy(at, &stored, (size_t)bytes);
+INLINE void store_scale(uint8_t *at, int32_t bits) {
+    const uint16_t stored = (uint16_t)((uint32_t)bits >> SCALE_SHIFT);
+    memcpy(at, &stored, SCALE_BYTES);
 }
-INLINE int32_t load_scale(const uint8_t *at, int32_t shift, int32_t bytes) {
-    uint32_t stored = 0;
-    memcpy(&stored, at, (size_t)bytes);
-    return (int32_t)(stored << shift);
+INLINE int32_t load_scale(const uint8_t *at) {
+    uint16_t stored;
+    memcpy(&stored, at, SCALE_BYTES);
+    return (int32_t)((uint32_t)stored << SCALE_SHIFT);
 }
 
 /* Philox-4x32-10 (Salmon et al., SC 2011): word w of counter first + j to words[w · quarter + j]. Rounds are outside

@@ -1,72 +1,55 @@
 /* fp32, bf16, int8 and the 4-bit formats: blocks of the payload, encoded and decoded. */
 #include "common.h"
 
-INLINE int mantissa_of(int format) { return format == INT8 ? 7 : format == INT4 ? 3 : format == E2M1 ? 1 : 0; }
-
-/* Index of the nearest magnitude, ties to the even index; with `stochastic` one of the two neighbours. */
-INLINE int32_t to_code(float x, uint32_t random, const int format, const int stochastic) {
-    const int mantissa = mantissa_of(format), shift = 23 - mantissa, offset = (126 + mantissa) << mantissa;
+/* Index of the nearest magnitude, ties to the even index. */
+INLINE int32_t to_code(float x, const int format) {
     const int32_t max_code = format == INT8 ? 127 : 7;
-    int32_t small, code;
-    if (stochastic) {
-        int32_t whole = (int32_t)x;
-        small = whole + ((float)(int32_t)(random >> 8) * 0x1p-24f < x - (float)whole);
-    } else {
-        small = bits_of(x + 0x1p23f) & 0x7FFFFF;
-    }
-    code = small;
-    if (format == E3M0 || format == E2M1) {
-        int32_t b = bits_of(x);
-        int32_t increment =
-            stochastic ? (int32_t)(random >> (9 + mantissa)) : (1 << (shift - 1)) - 1 + ((b >> shift) & 1);
-        int32_t large = ((b + increment) >> shift) - offset;
-        int32_t is_small = -(x < (float)(1 << mantissa)); /* a mask: a conditional would keep gcc from vectorizing */
+    const int32_t small = bits_of(x + 0x1p23f) & 0x7FFFFF;
+    int32_t code = small;
+    if (format == E3M0) {
+        const int32_t b = bits_of(x), large = ((b + (1 << 22) - 1 + ((b >> 23) & 1)) >> 23) - 126;
+        const int32_t is_small = -(x < 1.0f); /* a mask: a conditional would keep gcc from vectorizing */
         code = (small & is_small) | (large & ~is_small);
     }
     return code < max_code ? code : max_code;
 }
 
 INLINE float to_level(int32_t code, const int format) {
-    const int mantissa = mantissa_of(format);
-    if (format == INT8 || format == INT4) return (float)code;
-    float large = float_of((code << (23 - mantissa)) + ((126 + mantissa) << 23));
-    return code < (1 << mantissa) ? (float)code : large;
+    if (format != E3M0) return (float)code;
+    const float large = float_of((code << 23) + (126 << 23));
+    return code < 1 ? (float)code : large;
 }
 
 /* Code of v, and v − decoded to *rest. */
-INLINE int32_t code_of(float v, float inverse, float scale, uint32_t random, const int format, const int stochastic,
-                       float *rest) {
+INLINE int32_t code_of(float v, float inverse, float scale, const int format, float *rest) {
     int32_t sign = bits_of(v) & INT32_MIN;
-    int32_t code = to_code(float_of(magnitude_bits(v)) * inverse, random, format, stochastic);
+    int32_t code = to_code(float_of(magnitude_bits(v)) * inverse, format);
     *rest = v - float_of(bits_of(to_level(code, format) * scale) | sign);
     return format == INT8 ? (sign ? -code : code) : code | ((sign >> 28) & 8);
 }
 
 /* One padded block: v[block] → codes, v becomes what is left. */
-INLINE void code_block(float *restrict v, uint8_t *restrict codes, const uint32_t *restrict random, int block,
-                       float inverse, float scale, const int format, const int stochastic) {
+INLINE void code_block(float *restrict v, uint8_t *restrict codes, int block, float inverse, float scale,
+                       const int format) {
     if (format == INT8) {
-        for (int i = 0; i < block; i++)
-            codes[i] = (uint8_t)code_of(v[i], inverse, scale, stochastic ? random[i] : 0, format, stochastic, &v[i]);
+        for (int i = 0; i < block; i++) codes[i] = (uint8_t)code_of(v[i], inverse, scale, format, &v[i]);
         return;
     }
     const int half = block / 2;
     float *restrict high = v + half;
     for (int j = 0; j < half; j++) {
-        int32_t first = code_of(v[j], inverse, scale, stochastic ? random[j] : 0, format, stochastic, &v[j]);
-        int32_t second =
-            code_of(high[j], inverse, scale, stochastic ? random[half + j] : 0, format, stochastic, &high[j]);
+        int32_t first = code_of(v[j], inverse, scale, format, &v[j]);
+        int32_t second = code_of(high[j], inverse, scale, format, &high[j]);
         codes[j] = (uint8_t)(first | second << 4);
     }
 }
 
 /* Blocks [first, last). Returns whether all were finite. */
-INLINE int encode_blocks(const codec_job *job, int64_t first, int64_t last, const int format, const int stochastic) {
+INLINE int encode_blocks(const codec_job *job, int64_t first, int64_t last, const int format) {
     const int block = job->block, per_byte = format == INT8 ? 1 : 2;
     float v[MAX_BLOCK] __attribute__((aligned(64)));
-    uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
     uint8_t codes[MAX_BLOCK] __attribute__((aligned(64)));
-    const int32_t mask = (int32_t)((1u << job->scale_shift) - 1);
+    const int32_t mask = (1 << SCALE_SHIFT) - 1;
     int all_finite = 1;
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * block;
@@ -88,13 +71,11 @@ INLINE int encode_blocks(const codec_job *job, int64_t first, int64_t last, cons
         }
         if (!finite || largest < TINY_BITS) bits = 0;
         const float scale = float_of(bits), inverse = bits ? 1.0f / scale : 0.0f;
-        if (stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
         uint8_t *target = job->payload + job->codes_offset + at / per_byte;
         uint8_t *into = length < block ? codes : target;
-        code_block(v, into, random, block, inverse, scale, format, stochastic);
+        code_block(v, into, block, inverse, scale, format);
         if (length < block) memcpy(target, codes, (size_t)low);
-        store_scale(job->payload + b * job->scale_bytes, finite ? bits : NAN_BITS, job->scale_shift,
-                    job->scale_bytes);
+        store_scale(job->payload + b * SCALE_BYTES, finite ? bits : NAN_BITS);
         float *residual = residual_at(job, at);
         if (residual && finite) {
             const int high = length < block && per_byte == 2 ? block / 2 : low;
@@ -113,8 +94,7 @@ INLINE void decode_blocks(const codec_job *job, int64_t first, int64_t last, con
         const int64_t at = b * block;
         const int length = job->numel - at < block ? (int)(job->numel - at) : block;
         const int low = per_byte == 2 ? (length + 1) / 2 : length;
-        const float scale =
-            float_of(load_scale(job->payload + b * job->scale_bytes, job->scale_shift, job->scale_bytes));
+        const float scale = float_of(load_scale(job->payload + b * SCALE_BYTES));
         const uint8_t *restrict codes = job->payload + job->codes_offset + at / per_byte;
         float *restrict out = job->out + at, *restrict high = out + low;
 #define PUT(target, code)                                                                                            \
@@ -141,10 +121,9 @@ INLINE void decode_blocks(const codec_job *job, int64_t first, int64_t last, con
 }
 
 /* fp32 and bf16, elements of blocks [first, last). */
-INLINE int encode_plain(const codec_job *job, int64_t first, int64_t last, const int format, const int stochastic) {
+INLINE int encode_plain(const codec_job *job, int64_t first, int64_t last, const int format) {
     const int block = job->block;
     float v[MAX_BLOCK] __attribute__((aligned(64)));
-    uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
     int all_finite = 1;
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * block;
@@ -159,8 +138,7 @@ INLINE int encode_plain(const codec_job *job, int64_t first, int64_t last, const
             continue;
         }
         uint16_t codes[MAX_BLOCK] __attribute__((aligned(64)));
-        if (stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
-        round_bf16(codes, v, random, length, stochastic);
+        round_bf16(codes, v, NULL, length, 0);
         memcpy(job->payload + at * 2, codes, sizeof(uint16_t) * (size_t)length);
         for (int i = 0; residual && i < length; i++)
             residual[i] = magnitude_bits(v[i]) < INFINITY_BITS ? v[i] - from_bf16(codes[i]) : residual[i];
@@ -183,12 +161,11 @@ INLINE void decode_plain(const codec_job *job, int64_t first, int64_t last, cons
 
 CLONES int encode_dense(const codec_job *job, int64_t first, int64_t last) {
     switch (job->format) {
-        case FP32: return EITHER(job->stochastic, encode_plain, job, first, last, FP32);
-        case BF16: return EITHER(job->stochastic, encode_plain, job, first, last, BF16);
-        case INT8: return EITHER(job->stochastic, encode_blocks, job, first, last, INT8);
-        case INT4: return EITHER(job->stochastic, encode_blocks, job, first, last, INT4);
-        case E3M0: return EITHER(job->stochastic, encode_blocks, job, first, last, E3M0);
-        case E2M1: return EITHER(job->stochastic, encode_blocks, job, first, last, E2M1);
+        case FP32: return encode_plain(job, first, last, FP32);
+        case BF16: return encode_plain(job, first, last, BF16);
+        case INT8: return encode_blocks(job, first, last, INT8);
+        case INT4: return encode_blocks(job, first, last, INT4);
+        case E3M0: return encode_blocks(job, first, last, E3M0);
     }
     return 0;
 }
@@ -200,7 +177,6 @@ CLONES void decode_dense(const codec_job *job, int64_t first, int64_t last) {
         case INT8: EITHER(job->accumulate, decode_blocks, job, first, last, INT8); break;
         case INT4: EITHER(job->accumulate, decode_blocks, job, first, last, INT4); break;
         case E3M0: EITHER(job->accumulate, decode_blocks, job, first, last, E3M0); break;
-        case E2M1: EITHER(job->accumulate, decode_blocks, job, first, last, E2M1); break;
     }
 }
 
@@ -214,15 +190,9 @@ CLONES int dense_ok(const codec_job *job, int64_t first, int64_t last) {
         const uint16_t *restrict bits = (const uint16_t *)(const void *)job->payload;
         for (int64_t i = begin; i < end; i++) bad |= (bits[i] & 0x7FFF) >= (INFINITY_BITS >> 16);
     } else {
-        const uint32_t most = (uint32_t)job->max_scale_bits >> job->scale_shift; /* a set sign bit is more */
-        const uint8_t *restrict at = job->payload + first * job->scale_bytes;
-        const int64_t n = last - first;
-        if (job->scale_bytes == 1)
-            for (int64_t i = 0; i < n; i++) bad |= at[i] > most;
-        if (job->scale_bytes == 2)
-            for (int64_t i = 0; i < n; i++) bad |= ((const uint16_t *)(const void *)at)[i] > most;
-        if (job->scale_bytes == 4)
-            for (int64_t i = 0; i < n; i++) bad |= ((const uint32_t *)(const void *)at)[i] > most;
+        const uint16_t most = (uint16_t)((uint32_t)job->max_scale_bits >> SCALE_SHIFT); /* a set sign bit is more */
+        const uint16_t *restrict scales = (const uint16_t *)(const void *)job->payload;
+        for (int64_t i = first; i < last; i++) bad |= scales[i] > most;
     }
     return !bad;
 }

@@ -17,7 +17,7 @@ API int32_t geotrain_quantize(const codec_job *job) {
     const int64_t numel = job->numel, block = job->block;
     int finite = 1;
     if (job->codes_offset) { /* the padding between scales and codes */
-        const int64_t scales = (numel + block - 1) / block * job->scale_bytes;
+        const int64_t scales = (numel + block - 1) / block * SCALE_BYTES;
         memset(job->payload + scales, 0, (size_t)(job->codes_offset - scales));
     }
 #pragma omp parallel for schedule(static) reduction(&& : finite) num_threads(job->threads) if (numel > WORTH_THREADS)

@@ -7,7 +7,6 @@ CLONES int32_t load_block(float *restrict v, const codec_job *job, int64_t at, i
     const float *f = (const float *)job->values + at;
     const float *a = job->anchor ? job->anchor + at : NULL, *r = residual_at(job, at);
     const uint16_t *h = (const uint16_t *)job->values + at;
-    const float decay = job->decay;
     int32_t largest = 0;
 #define CASE(has_anchor, has_residual, is_bf16, EXPRESSION)         \
     case (has_anchor) * 4 + (has_residual) * 2 + (is_bf16):         \
@@ -21,12 +20,12 @@ CLONES int32_t load_block(float *restrict v, const codec_job *job, int64_t at, i
     switch ((a != NULL) * 4 + (r != NULL) * 2 + (job->values_are_bf16 != 0)) {
         CASE(0, 0, 0, f[i])
         CASE(0, 0, 1, from_bf16(h[i]))
-        CASE(0, 1, 0, f[i] + decay * r[i])
-        CASE(0, 1, 1, from_bf16(h[i]) + decay * r[i])
+        CASE(0, 1, 0, f[i] + r[i])
+        CASE(0, 1, 1, from_bf16(h[i]) + r[i])
         CASE(1, 0, 0, a[i] - f[i])
         CASE(1, 0, 1, a[i] - from_bf16(h[i]))
-        CASE(1, 1, 0, (a[i] - f[i]) + decay * r[i])
-        CASE(1, 1, 1, (a[i] - from_bf16(h[i])) + decay * r[i])
+        CASE(1, 1, 0, (a[i] - f[i]) + r[i])
+        CASE(1, 1, 1, (a[i] - from_bf16(h[i])) + r[i])
     }
     return largest;
 }

@@ -61,8 +61,7 @@ INLINE void two_magnitudes(const float *restrict magnitude, int kept, int32_t la
     const float values[2] = {low, count_high ? (float)sum_high / (float)count_high * unit : low};
     for (int i = 0; i < 2; i++) {
         int32_t bits = bits_of(values[i]);
-        const int32_t shift = job->scale_shift;
-        if (shift) bits = (bits + (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift << shift;
+        bits = (bits + (1 << (SCALE_SHIFT - 1)) - 1 + ((bits >> SCALE_SHIFT) & 1)) >> SCALE_SHIFT << SCALE_SHIFT;
         levels[i] = bits < job->max_scale_bits ? bits : job->max_scale_bits;
     }
 }
@@ -107,16 +106,13 @@ INLINE uint32_t get_bits(const uint8_t *string, const struct record *r, int firs
 
 /* The codes of the kept elements with their positions; v becomes what is left. */
 INLINE void write_kept(float *restrict v, const float *restrict magnitude, const int32_t *restrict position,
-                       const uint32_t *restrict random, const int32_t levels[2], const struct record *r,
-                       uint8_t *restrict out, const int stochastic) {
+                       const int32_t levels[2], const struct record *r, uint8_t *restrict out) {
     const float low = float_of(levels[0]), high = float_of(levels[1]), middle = low * 0.5f + high * 0.5f;
     writer lows = write_at(out, r->lows_at), codes = write_at(out, r->values_at);
     for (int i = 0; i < r->kept; i++) {
         const int p = position[i];
         const int32_t sign = bits_of(v[p]) & INT32_MIN;
-        const int which = stochastic
-                              ? (float)(int32_t)(random[p] >> 8) * 0x1p-24f * (high - low) < magnitude[i] - low
-                              : magnitude[i] > middle;
+        const int which = magnitude[i] > middle;
         const int high_at = r->highs_at + (p >> r->low_bits) + i;
         append(&lows, (uint32_t)p & ((1u << r->low_bits) - 1), r->low_bits);
         or_word(out + high_at / 32 * 4, 1u << (high_at % 32));
@@ -128,16 +124,14 @@ INLINE void write_kept(float *restrict v, const float *restrict magnitude, const
 }
 
 /* The same where all are kept: no positions, no branches. */
-INLINE void write_all(float *restrict v, const float *restrict magnitude, const uint32_t *restrict random,
-                      const int32_t levels[2], const struct record *r, uint8_t *restrict out, const int stochastic) {
+INLINE void write_all(float *restrict v, const float *restrict magnitude, const int32_t levels[2],
+                      const struct record *r, uint8_t *restrict out) {
     const float low = float_of(levels[0]), high = float_of(levels[1]), middle = low * 0.5f + high * 0.5f;
     const int32_t low_bits = levels[0], differ = levels[0] ^ levels[1];
     uint8_t code[MAX_BLOCK + 8] __attribute__((aligned(64)));
     for (int i = 0; i < r->length; i++) {
         const int32_t sign = bits_of(v[i]) & INT32_MIN;
-        const int32_t which = stochastic
-                                  ? (float)(int32_t)(random[i] >> 8) * 0x1p-24f * (high - low) < magnitude[i] - low
-                                  : magnitude[i] > middle;
+        const int32_t which = magnitude[i] > middle;
         code[i] = (uint8_t)((uint32_t)sign >> 30 | (uint32_t)which);
         v[i] = v[i] - float_of((low_bits ^ (differ & -which)) | sign);
     }
@@ -153,11 +147,10 @@ INLINE void write_all(float *restrict v, const float *restrict magnitude, const 
     finish(&codes);
 }
 
-INLINE int encode_records(const codec_job *job, int64_t first, int64_t last, const int stochastic) {
+CLONES int encode_topk(const codec_job *job, int64_t first, int64_t last) {
     const int block = job->block;
     float v[MAX_BLOCK] __attribute__((aligned(64))), magnitude[MAX_BLOCK] __attribute__((aligned(64)));
     int32_t bits[MAX_BLOCK] __attribute__((aligned(64))), position[MAX_BLOCK + 1];
-    uint32_t random[MAX_BLOCK] __attribute__((aligned(64)));
     int all_finite = 1;
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * block;
@@ -180,22 +173,15 @@ INLINE int encode_records(const codec_job *job, int64_t first, int64_t last, con
         }
         int32_t levels[2] = {0, 0};
         if (largest >= TINY_BITS) two_magnitudes(magnitude, r->kept, largest, job, levels);
-        if (stochastic) random_block(random, b * (block / 4), block / 4, job->seed);
         memset(out, 0, (size_t)r->bytes);
-        for (int i = 0; i < 2; i++)
-            store_scale(out + i * job->scale_bytes, finite ? levels[i] : NAN_BITS, job->scale_shift,
-                        job->scale_bytes);
+        for (int i = 0; i < 2; i++) store_scale(out + i * SCALE_BYTES, finite ? levels[i] : NAN_BITS);
         if (r->kept == length)
-            write_all(v, magnitude, random, levels, r, out, stochastic);
+            write_all(v, magnitude, levels, r, out);
         else
-            write_kept(v, magnitude, position, random, levels, r, out, stochastic);
+            write_kept(v, magnitude, position, levels, r, out);
         if (job->residual && finite) memcpy(residual_at(job, at), v, sizeof(float) * (size_t)length);
     }
     return all_finite;
-}
-
-CLONES int encode_topk(const codec_job *job, int64_t first, int64_t last) {
-    return EITHER(job->stochastic, encode_records, job, first, last);
 }
 
 /* Calls BODY for the kept elements of a record with their `rank` and position `p`; counts them in `rank`. */
@@ -216,7 +202,7 @@ INLINE int decode_kept(const codec_job *job, const uint8_t *in, const struct rec
     float value[4];
     int rank = 0;
     for (int i = 0; i < 4; i++) {
-        const int32_t bits = load_scale(in + (i & 1) * job->scale_bytes, job->scale_shift, job->scale_bytes);
+        const int32_t bits = load_scale(in + (i & 1) * SCALE_BYTES);
         value[i] = float_of(bits ^ (i & 2 ? INT32_MIN : 0));
     }
     FOR_KEPT(in, r, rank, p, {
@@ -229,8 +215,7 @@ INLINE int decode_kept(const codec_job *job, const uint8_t *in, const struct rec
 /* A record without positions. */
 INLINE void decode_all(const codec_job *job, const uint8_t *in, const struct record *r, float *restrict out,
                        const int accumulate) {
-    const int32_t low = load_scale(in, job->scale_shift, job->scale_bytes);
-    const int32_t differ = low ^ load_scale(in + job->scale_bytes, job->scale_shift, job->scale_bytes);
+    const int32_t low = load_scale(in), differ = low ^ load_scale(in + SCALE_BYTES);
     const float weight = job->weight;
     uint8_t code[MAX_BLOCK + 8] __attribute__((aligned(64)));
     for (int i = 0; i < r->length; i += 8) { /* 16 bits → 8 bytes of 2 bits each */
@@ -266,7 +251,7 @@ CLONES void decode_topk(const codec_job *job, int64_t first, int64_t last) {
 INLINE int record_ok(const codec_job *job, const uint8_t *in, const struct record *r) {
     int rank = 0;
     for (int i = 0; i < 2; i++) {
-        const int32_t bits = load_scale(in + i * job->scale_bytes, job->scale_shift, job->scale_bytes);
+        const int32_t bits = load_scale(in + i * SCALE_BYTES);
         if (bits < 0 || bits > job->max_scale_bits) return 0;
     }
     if (r->kept == r->length) return 1;

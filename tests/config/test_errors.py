@@ -69,7 +69,6 @@ def test_a_rule_by_its_name_alone_says_what_to_write() -> None:
         ({"rule": {"name": "region_momentum", "answers": "merged", "updates_per_send": 2}},
          "rule.updates_per_send: without effect with rule.answers = 'merged'"),
         ({"overlap": {"mix": 0.25}}, "mix = 0.25 does nothing with adopt = 'replace'; leave it out, or adopt 'mix'"),
-        ({"down": {"name": "int4", "error_decay": 0.5}}, "down.error_decay = 0.5: weights that come down"),
     ],
 )  # fmt: skip
 def test_a_setting_without_effect_is_an_error(outer: dict[str, Any], line: str) -> None:

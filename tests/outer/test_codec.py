@@ -18,7 +18,6 @@ LEVELS = {
     "int8": list(range(128)),
     "int4": list(range(8)),
     "e3m0": [0, 1, 2, 4, 8, 16, 32, 64],
-    "e2m1": [0, 1, 2, 3, 4, 6, 8, 12],
 }
 BLOCKS = [32, 64, 128]
 SLACK = 2.0**-100  # below this a block is coded as zero
@@ -26,8 +25,7 @@ SLACK = 2.0**-100  # below this a block is coded as zero
 
 def any_codec(name: str, **settings: Any) -> CodecConfig:
     """The codec with those of the settings that it has."""
-    kinds = {"fp32": (), "bf16": ("rounding",), "topk2": ("block", "scale", "rounding", "density")}
-    known = kinds.get(name, ("block", "scale", "rounding"))
+    known = {"fp32": (), "bf16": (), "topk2": ("block", "density")}.get(name, ("block",))
     return codec_config(name, **{key: value for key, value in settings.items() if key in known})
 
 
@@ -42,8 +40,6 @@ configs = st.builds(
     any_codec,
     name=st.sampled_from(FORMATS),
     block=st.sampled_from(BLOCKS),
-    scale=st.sampled_from(["fp32", "bf16", "e8m0"]),
-    rounding=st.sampled_from(["nearest", "stochastic"]),
     density=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
 )
 
@@ -54,11 +50,9 @@ def tensor(values: list[float]) -> torch.Tensor:
 
 def scales(payload: torch.Tensor, numel: int, config: CodecConfig) -> torch.Tensor:
     """The scale of each element, read from the payload by hand."""
-    size = {"fp32": 4, "bf16": 2, "e8m0": 1}[config.scale]
     found = []
     for block in range(math.ceil(numel / config.block)):
-        raw = int.from_bytes(bytes(payload[block * size : (block + 1) * size].tolist()), "little")
-        bits = raw << {"fp32": 0, "bf16": 16, "e8m0": 23}[config.scale]
+        bits = int.from_bytes(bytes(payload[2 * block : 2 * block + 2].tolist()), "little") << 16
         found.append(struct.unpack("<f", struct.pack("<I", bits))[0])
     return torch.tensor(found, dtype=torch.float64).repeat_interleave(config.block)[:numel]
 
@@ -88,7 +82,7 @@ def test_size_determinism_and_nothing_lost(config, values, seed):
 
 
 @given(configs.filter(lambda c: c.name in LEVELS), arrays, st.integers(0, 100))
-def test_block_formats_round_to_the_nearest_level_or_a_neighbour(config, values, seed):
+def test_block_formats_round_to_the_nearest_level(config, values, seed):
     codec, x = make_codec(config), tensor(values)
     payload = codec.encode(x, seed=seed).payload
     decoded, scale = codec.decode(payload, len(x)).double(), scales(payload, len(x), config)
@@ -97,12 +91,7 @@ def test_block_formats_round_to_the_nearest_level_or_a_neighbour(config, values,
     assert ((decoded.abs()[:, None] - levels).abs().min(1).values <= 1e-6 * decoded.abs()).all()
     assert (decoded * x >= 0).all()
     error = (x.double() - decoded).abs()
-    if config.rounding == "nearest":
-        bound = distance.min(1).values
-    else:  # the neighbour above or below, whichever is farther
-        is_below = levels <= x.double().abs()[:, None]
-        below, above = (torch.where(side, distance, math.inf).amin(1) for side in (is_below, ~is_below))
-        bound = torch.maximum(below, above)
+    bound = distance.min(1).values
     top = x.double().abs() > levels[:, -1]  # the largest magnitude may exceed its rounded scale by a rounding error
     assert (error <= torch.where(top, distance[:, -1], bound) * (1 + 1e-5) + 1e-5 * scale + SLACK).all()
 
@@ -114,26 +103,24 @@ def test_what_a_format_can_say_comes_back_exactly(name, block, exponent, data):
     values = data.draw(st.lists(signed, min_size=1, max_size=200))
     values[::block] = [largest] * len(values[::block])  # sets each block's scale
     x = tensor(values) * 2.0**exponent
-    for scale in ("fp32", "bf16", "e8m0"):
-        codec = make_codec(codec_config(name, block=block, scale=scale))
-        assert torch.equal(codec.decode(codec.encode(x).payload, len(x)), x)
+    codec = make_codec(codec_config(name, block=block))
+    assert torch.equal(codec.decode(codec.encode(x).payload, len(x)), x)
 
 
-@given(arrays, st.sampled_from(["nearest", "stochastic"]))
-def test_bf16_is_torchs_bf16_except_that_it_never_overflows(values, rounding):
-    codec, x = make_codec(codec_config("bf16", rounding=rounding)), tensor(values)
+@given(arrays)
+def test_bf16_is_torchs_bf16_except_that_it_never_overflows(values):
+    codec, x = make_codec(codec_config("bf16")), tensor(values)
     decoded = codec.decode(codec.encode(x).payload, len(x))
-    if rounding == "nearest":
-        wanted = x.bfloat16().float()
-        fits = torch.isfinite(wanted)
-        assert torch.equal(decoded[fits], wanted[fits])
+    wanted = x.bfloat16().float()
+    fits = torch.isfinite(wanted)
+    assert torch.equal(decoded[fits], wanted[fits])
     assert ((decoded - x).abs() <= x.abs() * 2.0**-7 + 1e-40).all()
 
 
 @given(arrays.filter(len), st.sampled_from([0.01, 0.1, 0.5, 1.0]), st.sampled_from(BLOCKS))
 @example([0.0, 0.0, 0.0, 1857350017220608.0, 5572050588532736.0], 1.0, 32)  # one just at the middle of both
 def test_topk_sends_the_largest_of_each_block(values, density, block):
-    codec, x = make_codec(codec_config("topk2", block=block, density=density, scale="fp32")), tensor(values)
+    codec, x = make_codec(codec_config("topk2", block=block, density=density)), tensor(values)
     decoded = codec.decode(codec.encode(x).payload, len(x))
     for part, sent in zip(x.split(block), decoded.split(block), strict=True):
         kept = max(1, math.ceil(density * len(part)))
@@ -145,7 +132,7 @@ def test_topk_sends_the_largest_of_each_block(values, density, block):
         assert (sent[order[kept:]] == 0).all()
         assert sent.abs().unique().numel() <= 3  # zero and two magnitudes
         assert (sent * part >= 0).all()
-        tolerance = part.abs().max() * 1e-4
+        tolerance = part.abs().max() * (1e-4 + 2.0**-8)  # both magnitudes are rounded to bf16
         assert sent[largest].abs().min() >= part[largest].abs().min() - tolerance
         assert sent.abs().max() <= part.abs().max() + tolerance
         # the magnitudes are means, of what lies above the mean and of the rest; each element has the nearer one
@@ -159,9 +146,8 @@ def test_topk_sends_the_largest_of_each_block(values, density, block):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_error_feedback_sends_in_sum_what_was_meant(name, rounding):
-    codec = make_codec(any_codec(name, rounding=rounding, density=0.1))
+def test_error_feedback_sends_in_sum_what_was_meant(name):
+    codec = make_codec(any_codec(name, density=0.1))
     torch.manual_seed(1)
     drift = torch.randn(1000) * 0.01  # steady, and small against the noise: what plain rounding loses
     residual, sent, meant = torch.zeros(1000), torch.zeros(1000, dtype=torch.float64), torch.zeros(1000).double()
@@ -179,28 +165,6 @@ def test_error_feedback_sends_in_sum_what_was_meant(name, rounding):
     assert codec.error_feedback
     assert error < {"bf16": 1e-3, "int8": 2e-3, "topk2": 0.45}.get(name, 0.05)
     assert error < 0.7 * error_without
-
-
-def test_error_decay_forgets_geometrically():
-    codec = make_codec(codec_config("topk2", density=0.01, error_decay=0.5))
-    residual = torch.linspace(0.1, 0.2, 100)
-    before = residual.clone()
-    codec.encode(torch.zeros(100), residual=residual)
-    untouched = residual[:-2]
-    assert torch.equal(untouched, before[:-2] * 0.5)
-
-
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "e3m0", "e2m1"])
-def test_stochastic_rounding_is_unbiased_and_follows_the_seed(name):
-    codec = make_codec(any_codec(name, rounding="stochastic", block=32))
-    x = torch.rand(512, generator=torch.Generator().manual_seed(0)) - 0.5
-    draws = torch.stack([codec.decode(codec.encode(x, seed=seed).payload, 512) for seed in range(2000)])
-    assert not torch.equal(draws[0], draws[1])
-    deviation = (draws.double().mean(0) - x.double()).abs()
-    noise = draws.double().std(0) / 2000**0.5
-    gap = {"bf16": 2**-9, "int8": 0.5 / 127, "int4": 0.5 / 7, "e3m0": 0.25, "e2m1": 0.5 / 3}[name]
-    assert (deviation <= 5 * noise + gap * 8 / 2000).all()  # the last: draws too rare to be seen
-    assert (draws.std(0) > 0).float().mean() > 0.9
 
 
 def test_the_one_pass_delta_is_anchor_minus_weights():
@@ -273,7 +237,7 @@ def test_payloads_may_lie_at_any_address():
 
 
 def test_sizes_stated_in_the_documentation():
-    sizes = {"fp32": 32, "bf16": 16, "int8": 8.125, "int4": 4.125, "e3m0": 4.125, "e2m1": 4.125}
+    sizes = {"fp32": 32, "bf16": 16, "int8": 8.125, "int4": 4.125, "e3m0": 4.125}
     for name, bits in sizes.items():
         assert make_codec(codec_config(name)).encoded_bytes(1 << 20) * 8 == bits * (1 << 20)
     topk = make_codec(codec_config("topk2", block=1024, density=0.1))

@@ -166,11 +166,10 @@ def test_a_lease_for_a_job_that_is_done_is_given_back_unless_it_is_a_copy():
 # ----------------------------------------------------------------------- no ledger; codes; lives
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "e2m1"])
-@pytest.mark.parametrize("scale", ["fp32", "bf16", "e8m0"])
-def test_whatever_is_taken_decodes_to_finite_numbers(name, scale):
+@pytest.mark.parametrize("name", ["int8", "int4", "e3m0"])
+def test_whatever_is_taken_decodes_to_finite_numbers(name):
     """Every code at the largest scale that passes, also those that no encoder writes."""
-    codec = make_codec(codec_config(name, scale=scale))
+    codec = make_codec(codec_config(name))
     numel = 256
     biggest = codec.encode(torch.full((numel,), torch.finfo(torch.float32).max)).payload
     codes = biggest.clone()

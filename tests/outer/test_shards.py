@@ -94,8 +94,7 @@ def restart(world: World, region: str, shards: int) -> None:
 )
 def test_the_number_of_shards_changes_no_bit(rule: str, up: str, down: str) -> None:
     every = {} if rule == "sync" else {"updates_per_send": 2}
-    settings = config(rule, up=codec_config(up, rounding="stochastic") if up == "int4" else codec_config(up),
-                      down=codec_config(down), **every)  # fmt: skip
+    settings = config(rule, up=codec_config(up), down=codec_config(down), **every)
     one, *others = [make(settings, cut_a=halves, shards=n, **CHUNKS) for n in (1, 2, 4)]
     wanted = play(one)
     assert [len(shard.chunks) for shard in others[1].top.shards.all] == [3, 3, 3, 3]

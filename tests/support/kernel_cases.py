@@ -13,26 +13,16 @@ from geotrain.kernels.payload_format import FORMATS, GRIDS, SQUARES_BLOCK, Paylo
 from geotrain.kernels.steps import AdamStep, OuterStep
 
 PAYLOAD_FORMATS = [
-    PayloadFormat(name, block=block, scale=scale, stochastic=stochastic, error_decay=decay, density=density)
+    PayloadFormat(name, block, density)
     for name in FORMATS
-    for block, scale, stochastic, decay, density in (
-        (32, "bf16", False, 1.0, 0.1),
-        (64, "fp32", True, 0.9, 0.3),
-        (128, "e8m0", False, 0.5, 1.0),
-        (128, "e8m0", True, 1.0, 0.01),
-        (256, "bf16", True, 1.0, 0.07),
-    )
+    for block, density in ((32, 0.1), (64, 0.3), (128, 0.01), (256, 0.07))
 ]
-PAYLOAD_FORMATS += [
-    PayloadFormat("topk2", 64, "fp32", stochastic=True, density=1.0),
-    PayloadFormat("topk2", 4096, "bf16", stochastic=True, density=0.25),
-    PayloadFormat("topk2", 512, "bf16", density=1.0),
-]
+PAYLOAD_FORMATS += [PayloadFormat("topk2", block, density) for block, density in ((4096, 0.25), (512, 1.0))]
 SIZES = (0, 1, 2, 31, 33, 127, 256, 645)
 
 
 def format_id(fmt: PayloadFormat) -> str:
-    return f"{fmt.name}-{fmt.block}-{fmt.scale}-{'stochastic' if fmt.stochastic else 'nearest'}"
+    return f"{fmt.name}-{fmt.block}-{fmt.density}"
 
 
 def awkward(numel: int, seed: int = 0) -> Tensor:

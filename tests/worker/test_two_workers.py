@@ -48,7 +48,7 @@ def write_files(folder: Path, local: dict[str, Any]) -> None:
         "name": "two", "folder": str(folder / "out"), "model": {"weights": "model.safetensors"},
         "data": {"train_samples": JOBS * H * BATCH, "samples_per_step": BATCH}, "checkpoint": {"every_jobs": 4},
         "outer": {
-            "local_steps": H, "local": local, "up": {"name": "int4", "rounding": "stochastic"},
+            "local_steps": H, "local": local, "up": {"name": "int4"},
             "rule": {"name": "region_momentum", "updates_per_send": 2, "momentum_share": SHARE, "gain": GAIN},
         },
     }  # fmt: skip
