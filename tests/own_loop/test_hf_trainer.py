@@ -1,8 +1,9 @@
-"""A Hugging Face `Trainer` against real state machines, without sockets: resumes, and what it may not be told."""
+"""A Hugging Face `Trainer`: by an address; and against state machines without sockets, resumed and refused."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ import geotrain
 from geotrain.common.names import ENDLESS_SAMPLES
 from geotrain.config import ConfigError, load_run
 from tests.support.forks import preload
+from tests.support.inner_worlds import run_world
 from tests.support.local_servers import LocalClient, LocalServers
+from tests.support.own_loops import AloneRun, own_runs
 
 preload("geotrain.own_loop.hf_trainer", "transformers.trainer")
 
@@ -52,6 +55,36 @@ class Samples:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         self.seen.append(index)
         return {"x": torch.full((3,), index / 50), "labels": torch.tensor(1.0)}
+
+
+def _trains(port: int, token: str, folder: Path, steps: int) -> tuple[list[int], list[float]]:
+    """A rank of a Trainer that joins by an address; the samples that it read, and its weights at the end."""
+    from transformers import Trainer, TrainingArguments
+
+    outer = geotrain.OuterLoopCallback(f"127.0.0.1:{port}", "eu", every=2, token=token, folder=folder / "eu")
+    with pytest.raises(ConfigError, match="set max_steps to the --steps of its `geotrain serve`"):
+        outer.total_steps  # noqa: B018
+    settings = TrainingArguments(
+        output_dir=str(folder / "hf"), max_steps=steps, lr_scheduler_type="constant", learning_rate=0.1,
+        per_device_train_batch_size=BATCH // int(os.environ["WORLD_SIZE"]), save_strategy="no", report_to="none",
+        disable_tqdm=True, use_cpu=True, ddp_backend="gloo",
+    )  # fmt: skip
+    data, model = Samples(), Regression()
+    Trainer(model, settings, train_dataset=outer.stream(data), callbacks=[outer]).train()
+    return data.seen, model.layer.weight[0].tolist()
+
+
+@pytest.mark.parametrize(("ranks", "served"), [(1, STEPS), (2, STEPS), (2, None)])
+def test_a_trainer_joins_by_an_address(tmp_path: Path, ranks: int, served: int | None) -> None:
+    """served: steps of the run; None: it ends when the Trainer leaves it."""
+    with own_runs(tmp_path, AloneRun) as made:
+        run = made("served")
+        server = run.serve(steps=served)
+        ends = run_world(ranks, _trains, run.port, run.token, tmp_path, STEPS)
+        run.ended(server)
+    assert sorted(ends[0][0][: BATCH * STEPS]) == list(range(BATCH * STEPS)) and not any(seen for seen, _ in ends[1:])
+    assert sum(event["samples"] for event in run.events("UpdateApplied")) == BATCH * STEPS
+    assert all(weights == ends[0][1] != Regression().layer.weight[0].tolist() for _, weights in ends)
 
 
 Train = Callable[..., Samples]
