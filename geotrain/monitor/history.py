@@ -32,6 +32,12 @@ MARKS: dict[type[events.Event], tuple[str, str, Callable[[Any], str]]] = {
     events.Quarantined: ("quarantined", "member", lambda e: f"quarantined: {e.reason[:200]}"),
     events.Unbanned: ("unbanned", "member", lambda e: "may come back"),
     events.SetAside: ("trouble", "", lambda e: f"samples {e.first} to {e.last} are set aside"),
+    events.StartedOver: (
+        "trouble",
+        "",
+        lambda e: f"starts over, without {e.dropped} acknowledged updates: {e.reason[:150]}",
+    ),
+    events.TrainedTwice: ("trouble", "", lambda e: f"others, too, have trained leases {e.leases}: they count once"),
     events.LossSpike: ("trouble", "", lambda e: f"loss {e.loss:.4f}, where {e.usual:.4f} was usual"),
     events.Steered: ("steered", "region", lambda e: f"a person said: {e.what}"),
     events.SnapshotWritten: ("snapshot", "", lambda e: f"snapshot {e.number} in {e.seconds:.1f} s"),

@@ -78,6 +78,14 @@ class StartedOver(Event):
     than what it sent. Its leases went back, its workers train on."""
 
     reason: Annotated[str, "why"]
+    dropped: Annotated[int, "acknowledged updates, counted by fragment, that never go up"] = 0
+
+
+class TrainedTwice(Event):
+    """Data that a region's workers have trained went to others while it counted as dead. What they made of it goes up
+    with what is pending; its samples count once."""
+
+    leases: Annotated[list[int], "the leases"]
 
 
 class Merged(Event):

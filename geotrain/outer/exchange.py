@@ -181,8 +181,7 @@ class Exchange:
         yield from self._adopt_answers()
         if self.step - self._job_step == self.lease.steps:
             # Without the waits: the speed goes with the next lease request, and is to be the machine's own.
-            spent = self.clock() - self._job_begin - self.waited_s
-            self.step_s = spent / self.lease.steps
+            self.step_s = (self.clock() - self._job_begin - self.waited_s) / self.lease.steps
             self.unsent[self.lease.lease] = set(self.all)
         if due:
             yield from self._push(due, metrics, self.lease.job)
@@ -195,10 +194,8 @@ class Exchange:
         that leaves after a job's last step, whether or not there is progress in them.
         """
         yield from self._adopt_answers(wait=True)
-        left = tuple(sorted({f for fragments in self.unsent.values() for f in fragments}))
-        if self.in_rounds:
-            left = self.all[:-1]
-        if left:
+        unsent = {f for fragments in self.unsent.values() for f in fragments}
+        if left := self.all[:-1] if self.in_rounds else tuple(sorted(unsent)):
             yield from self._push(left, {}, self.next_job)
             yield from self._adopt_answers(wait=True)
 

@@ -8,9 +8,9 @@ with the codec of the link that they cross.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from geotrain.parameters.parameter_map import StridedSlice
 
@@ -208,12 +208,11 @@ class MadeWeights:
     def of(weights: Iterable[ChunkWeights]) -> MadeWeights:
         found = tuple(weights)
         heads = (f"{w.chunk} {w.version} {w.increment} ".encode() for w in found)
-        digests = (hashlib.sha256(w.payload, usedforsecurity=False) for w in found)
-        return MadeWeights(found, tuple(head + each.digest() for head, each in zip(heads, digests, strict=True)))
+        return MadeWeights(found, tuple(h + sha256(w.payload).digest() for h, w in zip(heads, found, strict=True)))
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(b"".join(sorted(self.digests))).hexdigest()
+        return sha256(b"".join(sorted(self.digests))).hexdigest()
 
     def only(self, chunks: Collection[int]) -> MadeWeights:
         kept = [(w, d) for w, d in zip(self.weights, self.digests, strict=True) if w.chunk in chunks]

@@ -55,9 +55,7 @@ class JobTrained(Event):
     grad_norm: Annotated[float, Metric("gradient_norm", "Gradient norm of the last step, before clipping", MEMBER)]
     tokens: Annotated[float, "trained in this job", ADDED_UP]
     tokens_per_s: Annotated[
-        float,
-        Metric("tokens_per_second", "Training speed, exchanges included", MEMBER),
-        ADDED_UP,
+        float, Metric("tokens_per_second", "Training speed, exchanges included", MEMBER), ADDED_UP
     ]
     steps: Annotated[float, "inner steps", ADDED_UP]
     waited_s: Annotated[float, "with training at rest, for an answer"]

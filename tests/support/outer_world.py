@@ -106,13 +106,9 @@ class InProcess:
         region = self.regions[name]
         welcome = self.top.handle(region.join_message()).reply
         region.handle(welcome)
-        if welcome.gone and not region.fragments:  # it has started over
-            region.incarnation += "'"
-            return self.connect(name)
         if not region.fragments:
             self.answer(name, 0, tuple(range(len(region.parameter_map.fragments))))
         self.up[name] = deque(send.message for send in region.resend())
-        return None
 
     def server(self, name: str) -> Any:
         return self.top if name == GLOBAL else self.regions[name]

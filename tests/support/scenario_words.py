@@ -118,7 +118,9 @@ def event_text(kind: str, event: dict[str, Any]) -> str | None:
         case "Joined":
             return f"{member} joined, rank {event['part']}, {'a new' if event['new'] else 'the same'} incarnation"
         case "StartedOver":
-            return f"started over from the global weights: {event['reason']}"
+            return f"started over from the global weights, without {event['dropped']} updates: {event['reason']}"
+        case "TrainedTwice":
+            return f"others, too, have trained leases {event['leases']}, which count once"
         case "UpdateRefused":
             return f"refused {member} an update, strike {event['strikes']}: {event['reason']}"
         case "SetAside":

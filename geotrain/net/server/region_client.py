@@ -140,10 +140,6 @@ class RegionClient:
         if lost:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
-        if welcome.gone and not self.server.fragments:
-            log.error("others got the data of this region while it counted as dead, so it starts over")
-            await self._live_anew()
-            return
         if not self.server.fragments:  # a new region: it begins with the global weights
             fragments = tuple(range(len(self.server.parameter_map.fragments)))
             try:
@@ -207,10 +203,7 @@ class RegionClient:
         incarnation: the global server must not count on what it sent to the old one."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
         await self.server_thread.persist(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
-        await self._live_anew()
-        raise _SessionOver
 
-    async def _live_anew(self) -> None:
         def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
             if isinstance(self.server.shards, RemoteShards):  # what they answer names it, too
@@ -218,6 +211,7 @@ class RegionClient:
             return self.server.incarnation
 
         self.link.live_as(await self.server_thread.read(new_incarnation))
+        raise _SessionOver
 
     async def _run_leases(self, lane: _Lane[Join | LeaseRequest | Release | TakeBack | Validated]) -> None:
         link, first = self.link, self._said[""]

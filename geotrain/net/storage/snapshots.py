@@ -45,7 +45,7 @@ from geotrain.outer.shards.shard import DISPENSABLE, MIRRORS
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
-FORMAT = 4  # number of the format; a snapshot with another one is refused
+FORMAT = 5  # number of the format; a snapshot with another one is refused
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.

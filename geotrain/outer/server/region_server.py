@@ -16,7 +16,7 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered
+from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered, TrainedTwice
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
@@ -54,7 +54,7 @@ from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 # Attributes that a snapshot keeps as they are.
-SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent", "every", "last"
+SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent", "every", "last", "dropped"
 
 
 class RegionServer(RegionData):
@@ -91,6 +91,7 @@ class RegionServer(RegionData):
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self.every = 0  # K, where an operator has set it
+        self.dropped = 0  # updates, counted by fragment, that it had and did not send up when it started over
         # The global weights with which workers end that ask for the server's once more: 0: nobody has asked; 1: they
         # are wanted; 2: they have taken the place of the region's.
         self.last = 0
@@ -224,15 +225,19 @@ class RegionServer(RegionData):
         return lost
 
     def _drop_gone(self, gone: Collection[int]) -> None:
-        """Drop leases that went to others while this region counted as dead. What was trained with them is part of
-        all that is pending here, and would count twice: if there is such, the region begins again from the global
-        weights."""
+        """Drop leases that went to others while this region counted as dead: a worker that trains such begins anew.
+        What was trained with them is one sum with what nobody else has trained, and goes up; the samples count once.
+        """
         for name in self.members:
             begun = [lease.job <= self.leases.asked.get(name, 0) for lease in self.leases.drop(name, gone)]
             if any(begun):
                 self._shut_out(name)
-        if set(self.uncommitted()) & set(gone) and self.fragments:
-            self._start_over("what its workers trained went to others while it counted as dead")
+        if repeated := sorted(set(self.uncommitted()) & set(gone)):
+            for lease in repeated:
+                self.trained.pop(lease, None)
+            for s, u in self.in_flight.items():
+                self.in_flight[s] = replace(u, leases=tuple(n for n in u.leases if n not in gone))
+            self._events.append(TrainedTwice(repeated))
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
         """Give up an update of ours that the global server refuses for good.
@@ -271,6 +276,8 @@ class RegionServer(RegionData):
         number of the last update that was answered: those in flight count as never sent.
         """
         held = () if self.rule.in_rounds else self._answered_for()
+        dropped = self.pending + sum(update.weight for update in self.in_flight.values())
+        self.dropped = self.lost_updates + dropped  # beside what was lost without the ledger
         self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
         self.first_versions = [state.version for state in self.fragments]
         self.fragments = []
@@ -286,7 +293,7 @@ class RegionServer(RegionData):
             self.leases.forget(name)
         if held:
             self._sends.append(Send(GLOBAL, Release(held)))
-        self._events.append(StartedOver(reason))
+        self._events.append(StartedOver(reason, dropped))
 
     def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
         lacks = super().lacks_answer(name, incarnation, part, sequence, wanted)
@@ -380,7 +387,12 @@ class RegionServer(RegionData):
 
     @property
     def lost_updates(self) -> int:
-        return sum(state.counts.get("lost", 0) for state in self.fragments)
+        return self.dropped + sum(state.counts.get("lost", 0) for state in self.fragments)
+
+    @property
+    def pending(self) -> int:
+        """How many updates, counted by fragment, are applied here and not sent up yet."""
+        return sum(state.counts.get("pending", 0) for state in self.fragments)
 
     def status(self) -> dict[str, Any]:
         return {
@@ -391,7 +403,7 @@ class RegionServer(RegionData):
             "gone": self.gone,
             "sent": self.sequence,
             "in_flight": len(self.in_flight) + self._due,
-            "pending": sum(state.counts.get("pending", 0) for state in self.fragments),
+            "pending": self.pending,
             "global_versions": list(self.global_versions),
             "lost_updates": self.lost_updates,
         }

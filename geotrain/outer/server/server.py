@@ -163,7 +163,7 @@ class Server(Membership):
 
     @property
     def lost_updates(self) -> int:
-        """How many updates were applied here but never reach the global weights (only without the ledger)."""
+        """How many updates, counted by fragment, were applied here and never reach the global weights."""
         return 0
 
     def most_weight(self, member: str) -> int:
