@@ -17,7 +17,7 @@ import torch
 from geotrain.common.names import GLOBAL
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.frozen_state import FrozenState
-from geotrain.net.storage.owner import ORIGIN, OtherOwnerError, Owner
+from geotrain.net.storage.owner import ORIGIN, OtherOwnerError, Owner, check_origin, note_origin
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import META, DamagedSnapshot, SnapshotStore, StoreError
 from geotrain.net.storage.timeline import Timeline, go_back, read_timeline, write_timeline
@@ -178,6 +178,52 @@ def test_a_store_that_may_only_be_read_passes_over_a_damaged_copy(
         assert [fault for fault in faults if "cannot be written: PermissionError" in fault]
         assert tree(tmp_path / "far") == before
         monkeypatch.undo()
+
+
+def with_owner(meta: Path, owner: Owner) -> None:
+    saved = json.loads(meta.read_bytes().partition(b"\n")[2])
+    saved["meta"]["owner"] = owner.plain()
+    body = json.dumps(saved).encode()
+    meta.write_bytes(b"%08x\n" % crc32(body) + body)
+
+
+def test_a_newer_state_of_another_run_is_not_passed_over_for_an_older_one(tmp_path: Path) -> None:
+    """On the disk, and in a store for a disk that was lost: it is damaged, but says whose it is."""
+    here, theirs = store(tmp_path / "here", 2), replace(OWN, origin="b")
+    copies = copied(tmp_path / "far", here)
+    for folder in (here.path(2), tmp_path / "far/00000002-a"):
+        with_owner(folder / META, theirs)
+        (folder / "x.safetensors").write_bytes(b"damaged")
+    before = tree(tmp_path)
+    with pytest.raises(OtherOwnerError, match=r"here: holds the state of another run of the name 'tiny'"):
+        newest_snapshot(here, None)
+    with_owner(tmp_path / "far/00000002-a" / META, replace(OWN, run="large"))
+    before = tree(tmp_path)
+    with pytest.raises(OtherOwnerError, match=r"far/00000002-a: holds the state of 'eu' of run 'large'"):
+        newest_snapshot(SnapshotStore(tmp_path / "lost"), copies.own, replace(OWN, origin=""))
+    assert tree(tmp_path) == before
+
+
+def test_a_copy_that_cannot_be_asked_for_is_not_taken_for_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = store(tmp_path / "here", 1)
+    copies, before = copied(tmp_path / "far", here), tree(tmp_path)
+    monkeypatch.setattr(copies.own._files, "exists", lambda path: False)  # as fsspec answers for any error
+    monkeypatch.setattr(copies.own._files, "put_file", no_writing)
+    assert copies.whole() == ["00000001-a"]
+    copies.upload(here.path(1), "00000001-a")
+    assert tree(tmp_path) == before
+
+
+def test_a_damaged_note_of_the_origin_says_nothing(tmp_path: Path) -> None:
+    note_origin(tmp_path, "a")
+    check_origin(tmp_path / "eu", "a")
+    with pytest.raises(OtherOwnerError, match="holds the state of another run than"):
+        check_origin(tmp_path / "eu", "b")
+    for damage in (b"", (tmp_path / ORIGIN).read_bytes().replace(b"a", b"b")):
+        (tmp_path / ORIGIN).write_bytes(damage)
+        check_origin(tmp_path / "eu", "a")
 
 
 @pytest.mark.parametrize("change", [{"origin": "b"}, {"process": "us"}, {"run": "large"}], ids=str)

@@ -223,6 +223,7 @@ def _recovered(
         mirror_store,
         setup.launch,
         kinds,
+        owner=setup.owner,
     )
     for fault in recovered.faults:
         events.report(fault)

@@ -11,16 +11,21 @@ no global server answers.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zlib_ng.zlib_ng import crc32
+
 from geotrain.common.files import OutputError, write_whole
 from geotrain.net.storage.snapshots import StoreError
+
+log = logging.getLogger(__name__)
 
 ORIGIN = "origin"  # beside the folders of a run's servers
 
@@ -45,10 +50,11 @@ class Owner:
     def plain(self) -> dict[str, str]:
         return asdict(self)
 
-    def check(self, found: Owner | None, place: Path | str) -> None:
-        """Raise OtherOwnerError if what was found at that place is somebody else's."""
-        if found is None:
-            return
+    def check(self, found: Owner | None, place: Path | str) -> Owner:
+        """Raise OtherOwnerError if what was found at that place is somebody else's. Returns whose it is, with the
+        origin that either knows."""
+        if found is None or not self.run:
+            return found or self
         if (found.run, found.process) != (self.run, self.process):
             raise OtherOwnerError(
                 f"{place}: holds the state of {found.process!r} of run {found.run!r}, and this is {self.process!r} "
@@ -59,19 +65,25 @@ class Owner:
                 f"{place}: holds the state of another run of the name {self.run!r}. Nothing was changed: give each "
                 "run a folder, and a name or checkpoint.snapshots, of its own"
             )
+        return replace(self, origin=self.origin or found.origin)
 
 
 def note_origin(folder: Path, origin: str) -> None:
-    """Note to which run the servers in that folder belong, where there is room."""
+    """Note to which run the servers in that folder belong, where there is room, behind a checksum."""
     with suppress(OutputError):
-        write_whole(folder / ORIGIN, origin)
+        write_whole(folder / ORIGIN, f"{crc32(origin.encode()):08x} {origin}\n")
 
 
 def check_origin(folder: Path, origin: str) -> None:
     """Raise OtherOwnerError if the state in a server's folder is of another run than its neighbours'. origin: that of
-    the run to which the state belongs; "": it is of none yet. Raises OSError."""
+    the run to which the state belongs; "": it is of none yet. A note that is damaged says nothing, and is written
+    anew. Raises OSError."""
     noted = folder.parent / ORIGIN
-    if origin and noted.exists() and noted.read_text() != origin:
+    checksum, _, named = noted.read_bytes().strip().partition(b" ") if noted.exists() else (b"", b"", b"")
+    whole = checksum == b"%08x" % crc32(named)
+    if noted.exists() and not whole:
+        log.warning("%s: damaged, passed over", noted)
+    if origin and whole and named != origin.encode():
         raise OtherOwnerError(
             f"{folder}: holds the state of another run than {noted} names. Nothing was changed: bring this run's "
             "state back, or move the folder away, to begin from the run's weights"

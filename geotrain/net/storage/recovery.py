@@ -90,6 +90,7 @@ def recover(
     launch: str = "",
     kinds: tuple[type, ...] = KINDS,
     read_only: bool = False,
+    owner: Owner | None = None,
 ) -> Recovered[Machine]:
     """Bring a server or a shard back from its folder, or begin a new one in an empty folder.
 
@@ -100,7 +101,8 @@ def recover(
     snapshots stay. mirror: where copies of the snapshots are, for a folder that has lost its own; None: there are
     none, or several processes must go back together (see `geotrain.net.storage.timeline`). mirror_store: where the
     machine's mirrors lie. launch: names that which this process is started by; "": one of its own. kinds: the types
-    of messages in its journal. read_only: nothing is written, and the machine must not go on.
+    of messages in its journal. read_only: nothing is written, and the machine must not go on. owner: whose state it
+    is to be.
     Raises StoreError, OtherOwnerError among them, JournalDamaged, ParameterMapError, OSError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
@@ -111,7 +113,7 @@ def recover(
             machine.shards.set_mirror_store(store.mirror_store)
         return machine
 
-    snapshot, faults = newest_snapshot(store, mirror)
+    snapshot, faults = newest_snapshot(store, mirror, owner)
     server, meta, ended = built(), snapshot.meta if snapshot else None, False
     if snapshot is not None:
         server.load(snapshot.tensors, snapshot.meta["state"])

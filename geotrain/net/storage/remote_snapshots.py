@@ -176,7 +176,10 @@ class RemoteSnapshots:
                     break
 
     def _sizes(self, checkpoint_id: str) -> dict[str, int]:
-        """Sizes of the files that are there of a copy, by name."""
+        """Sizes of the files that are there of a copy, by name.
+
+        By a listing: fsspec's `exists` is False for any error, and what is not there may be removed or written anew.
+        """
         try:
             files = self._files.ls(self._path(checkpoint_id), detail=True)
         except FileNotFoundError:
@@ -184,14 +187,13 @@ class RemoteSnapshots:
         return {each["name"].rpartition("/")[2]: each["size"] for each in files}
 
     def _is_whole(self, checkpoint_id: str) -> bool:
-        exists = self._files.exists
-        there = bool(exists(self._path(checkpoint_id, META)) and not exists(self._path(checkpoint_id, DAMAGED)))
-        return there and checkpoint_id not in self._condemned
+        there = self._sizes(checkpoint_id)
+        return META in there and DAMAGED not in there and checkpoint_id not in self._condemned
 
     def _remove(self, checkpoint_id: str, *names: str) -> None:
-        for name in names:
-            if self._files.exists(self._path(checkpoint_id, name)):
-                self._files.rm_file(self._path(checkpoint_id, name))
+        there = self._sizes(checkpoint_id)
+        for name in [name for name in names if name in there]:
+            self._files.rm_file(self._path(checkpoint_id, name))
 
     def _path(self, checkpoint_id: str, name: str = "") -> str:
         return f"{self._root}/{checkpoint_id}/{name}".rstrip("/")
@@ -277,20 +279,27 @@ def superfluous(
     return sorted({name for store in there for name in store} - stay)
 
 
-def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tuple[Snapshot | None, list[str]]:
+def newest_snapshot(
+    store: SnapshotStore, mirror: RemoteSnapshots | None, own: Owner | None = None
+) -> tuple[Snapshot | None, list[str]]:
     """Load the newest whole snapshot of a server that is one process; returns also what is wrong with newer ones.
 
     It comes from this machine's disk or, if that has none or its newest is damaged, from the copies. Where they go
     further than all that the disk ever had, the folder is a copy of another that went on, or an old backup, and what
-    comes next is for a person to say: raises OtherOwnerError. Raises StoreError if the disk has none and the copies
-    cannot be read.
+    comes next is for a person to say: raises OtherOwnerError. So it does where a newer one than the one that is whole
+    says that it is another's. Raises StoreError if the disk has none and the copies cannot be read.
+
+    own: whose state it is to be, for a disk that has none.
     """
     newest, faults = store.load_newest()
+    own = (Owner.of(newest.meta) if newest else None) or own or Owner("", "")
+    if newest is not None:
+        own.check(Owner.of(store.newest_meta()), store.folder)
     if mirror is None:
         return newest, faults
     try:
         checkpoint_ids = mirror.checkpoint_ids()
-        if newest is not None and (own := Owner.of(newest.meta)):
+        if newest is not None:
             mirror.check_owner(own)
     except StoreError as error:
         if newest is None or isinstance(error, OtherOwnerError):
@@ -303,8 +312,9 @@ def newest_snapshot(store: SnapshotStore, mirror: RemoteSnapshots | None) -> tup
             check_is_known(store, mirror, checkpoint_id)
         temporary = store.folder / ".fetched"
         try:
+            own = own.check(mirror.owner(checkpoint_id), f"{mirror.url}/{checkpoint_id}")
             mirror.fetch(checkpoint_id, temporary)
-        except OtherFormatError:
+        except (OtherFormatError, OtherOwnerError):
             raise
         except (DamagedSnapshot, StoreError) as error:
             faults.append(f"{mirror.url}/{checkpoint_id}: passed over: {error}")
