@@ -233,19 +233,17 @@ class Fragment:
 class RegionServer:
     """Applies each worker's delta at once and answers with its own weights; sends its progress up after K deltas.
 
-    momentum m = k·m + (1−k)·Δ ;  x −= (Δ + c·m) / workers.  It stands here, where no slow link is in its loop.
+    momentum m = k·m + (1−k)·Δ ;  x −= (Δ + c·m) / workers, but for dead ones.  It stands where no link is slow.
     """
 
     def __init__(self, workers: tuple[str, ...], fragments: int, every: int = 2, decay: float = 0.9,
                  gain: float = 0.5, alpha: float = 0.5) -> None:  # fmt: skip
-        self.number, self.every, self.sequence = fragments, every, 0
+        self.number, self.every, self.gain, self.sequence = fragments, every, gain, 0
         f32 = torch.tensor  # a Python number would be applied in double precision
-        self.keep, self.add, self.share = f32(decay), f32(1 - decay), f32(1 / len(workers))
-        self.from_momentum = f32(gain / len(workers))
-        self.alpha, self.rest = f32(alpha), f32(1 - alpha)
+        self.keep, self.add, self.alpha, self.rest = f32(decay), f32(1 - decay), f32(alpha), f32(1 - alpha)
         self.fragments: dict[int, Fragment] = {}
         self.waiting: list[str] = []  # workers that joined before the weights were here
-        self.here = set(workers)
+        self.here, self.sharing = set(workers), set(workers)
         self.held: dict[str, dict[int, Lease]] = {worker: {} for worker in workers}  # not trained yet
         self.trained: dict[int, set[int]] = {}  # lease → fragments whose part of its training has not gone up
         self.spent: set[str] = set()  # workers for which there was no data when they asked last
@@ -276,6 +274,7 @@ class RegionServer:
                 sends.append((worker, message))
             case ("leave",):
                 self.here.discard(sender)
+                self.sharing &= self.here | self.spent
                 sends.append((GLOBAL, ("release", tuple(self.held.pop(sender)))))
         if len(self.fragments) == self.number:
             first = [Answer(0, i, f.x.clone()) for i, f in sorted(self.fragments.items())]
@@ -285,7 +284,8 @@ class RegionServer:
 
     def apply(self, f: Fragment, delta: Tensor) -> None:
         f.momentum.copy_(self.keep * f.momentum + self.add * delta)
-        f.x -= self.from_momentum * f.momentum + self.share * delta
+        c, w = torch.tensor([self.gain, 1.0]) / len(self.sharing)
+        f.x -= c * f.momentum + w * delta
         f.pending += 1
 
     def progress(self) -> Sends:

@@ -55,7 +55,7 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
         return Answer(version, (above.encode(0, version, x),))
 
     shard.receive(heard(0, torch.randn(numel)))
-    shard.execute(Merge(0, first=True))
+    shard.execute(Merge(0, first=True, inputs={}))
     rule.start(counts)
     noise = to_bytes(make_codec(local).encode(1e-4 * torch.randn(numel)).payload)
     journal = Journal(folder / "stages", (UpdatePart,), 8 * numel)
@@ -83,7 +83,7 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
         with stage("decode_and_norm"):
             shard.decode("w", number, (0,))
         with stage("rule"):
-            told, _ = rule.on_delta(counts, "w", 1)
+            told, _ = rule.on_delta(counts, "w", 1, 1)
             shard.execute(Apply("w", number, 0, counts.version, told))
         with stage("answer"):
             shard.execute(Freeze("w", number, 0, counts.version))
@@ -96,8 +96,7 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
         change = heard(number, shard.vectors[0].x + 1e-5)
         with stage("merge"):
             shard.receive(change)
-            shard.execute(Merge(0, first=False))
-        rule.on_global_weights(counts)
+            shard.execute(Merge(0, first=False, inputs=rule.on_global_weights(counts)[0]))
         mirror_store.settle()
         with stage("mirror"):  # read from the disk, changed, and written there again
             mirror_store.page_in(mirror).neg_()

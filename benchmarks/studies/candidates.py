@@ -61,9 +61,9 @@ class RadialRegion(MomentumRegion):
     run's workers: RDA (arXiv 2604.21428) for deltas that come one by one."""
 
     def __init__(
-        self, matrices: Matrices, workers: int, power: float, config: RegionMomentumConfig, mine: int, decay: float
+        self, matrices: Matrices, workers: int, power: float, config: RegionMomentumConfig, decay: float
     ) -> None:
-        super().__init__(config, mine, decay)
+        super().__init__(config, decay)
         self.matrices, self.most, self.power = matrices, sqrt(workers), power
         self.squares = dict.fromkeys(matrices.names, 0.0)
 
@@ -81,9 +81,8 @@ class RadialRegion(MomentumRegion):
 class RadialGlobal(AveragingGlobal):
     """Scales each matrix of a region's delta by mean norm over norm of the mean of all regions' last deltas (RDA)."""
 
-    def __init__(self, regions: int, matrices: Matrices, power: float) -> None:
-        super().__init__(regions)
-        self.regions, self.matrices, self.power = regions, matrices, power
+    def __init__(self, matrices: Matrices, power: float) -> None:
+        self.matrices, self.power = matrices, power
 
     def apply(self, state: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         state.vector(f"last.{member}").copy_(delta)
@@ -105,8 +104,7 @@ def isotropic(matrix: Tensor) -> Tensor:
 class IsotropicGlobal(AveragingGlobal):
     """Moves matrices along the mean of all regions' last deltas, made isotropic (IsoLoCo, arXiv 2607.03011)."""
 
-    def __init__(self, regions: int, matrices: Matrices) -> None:
-        super().__init__(regions)
+    def __init__(self, matrices: Matrices) -> None:
         self.matrices = matrices
 
     def apply(self, state: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
@@ -122,8 +120,8 @@ class IsotropicGlobal(AveragingGlobal):
 class IsotropicRegion(MomentumRegion):
     """Makes each matrix of Δ + c·m isotropic before it is applied."""
 
-    def __init__(self, matrices: Matrices, config: RegionMomentumConfig, workers: int, decay: float) -> None:
-        super().__init__(config, workers, decay)
+    def __init__(self, matrices: Matrices, config: RegionMomentumConfig, decay: float) -> None:
+        super().__init__(config, decay)
         self.matrices = matrices
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
@@ -172,7 +170,7 @@ def isotropic_region(parameter_map: ParameterMap) -> MakeRegion:
 
 
 def isotropic_global(parameter_map: ParameterMap) -> AveragingGlobal:
-    return IsotropicGlobal(REGIONS, Matrices(parameter_map))
+    return IsotropicGlobal(Matrices(parameter_map))
 
 
 TO_ZERO = {"final_share": 0.0}
@@ -201,7 +199,7 @@ TRIALS = {
     "one, RDA 0.5": one(region_of=radial(0.5, REGIONS)),
     "one, RDA 1": one(region_of=radial(1.0, REGIONS)),
     "one, RDA at the global server": one(
-        top=lambda parameter_map: RadialGlobal(REGIONS, Matrices(parameter_map), 1.0)
+        top=lambda parameter_map: RadialGlobal(Matrices(parameter_map), 1.0)
     ),
     "one, IsoLoCo at the global server": one(top=isotropic_global),
     "one, IsoLoCo in the region": one(region_of=isotropic_region),

@@ -151,7 +151,7 @@ def _with_region_rule(make: MakeRegion) -> type[RegionServer]:
         ) -> None:  # fmt: skip
             assert isinstance(config.rule, RegionMomentumConfig)
             super().__init__(
-                name, identity, parameter_map, config, make(config.rule, len(workers), rule.decay), workers
+                name, identity, parameter_map, config, make(config.rule, rule.decay), workers
             )
 
     return Server

@@ -105,7 +105,7 @@ class DampedConfig(PluggedRule):
         return DampedRegion(self)
 
     def global_rule(self, members):
-        return AveragingGlobal(len(members))
+        return AveragingGlobal()
 
 
 class DampedRegion(AsyncRegion):

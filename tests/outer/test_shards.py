@@ -14,7 +14,7 @@ from geotrain.config import OuterConfig, codec_config, rule_config
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import Answer, AnswerWanted, ChunkDelta, Join, Refused, UpdatePart
-from geotrain.outer.rules import Vectors
+from geotrain.outer.rules import Counts, Vectors
 from geotrain.outer.rules.region_momentum import MomentumRegion
 from geotrain.outer.rules.rule import Inputs
 from geotrain.outer.server.global_server import GlobalServer
@@ -176,7 +176,7 @@ def test_a_shard_applies_what_its_coordinator_has_judged(monkeypatch: pytest.Mon
         ).sends  # what came first stays
         with pytest.raises(Refused, match=f"a: update a/1 of part {part.part} came with other chunks before"):
             machine.handle(replace(part, deltas=part.deltas[: len(region.parameter_map.chunks_of[0])]))
-    far.execute(Apply("a", 1, 1, 1, region.rule.on_delta(region.fragments[1], "a", 1)[0]))
+    far.execute(Apply("a", 1, 1, 1, region.rule.on_delta(region.fragments[1], "a", 1, 2)[0]))
     payloads, before = machine.shard.members["a"].updates[1], [x.clone() for x in weights_of(region)]
     chunk = world.parameter_map.chunks_of[1][0].index
     right = payloads[1, chunk]
@@ -300,7 +300,7 @@ class Written(MomentumRegion):
     """Keeps, and so keeps alive, all vectors that it computes with and that are no state."""
 
     def __init__(self, decay: float) -> None:
-        super().__init__(rule_config("region_momentum"), 1, decay)  # type: ignore[arg-type]
+        super().__init__(rule_config("region_momentum"), decay)  # type: ignore[arg-type]
         self.temporary: list[torch.Tensor] = []
 
     def apply(self, v: Vectors, member: str, delta: torch.Tensor, inputs: Inputs) -> None:
@@ -323,7 +323,7 @@ def one_shard(size: int = 64, decay: float = 0.9) -> tuple[ServerShard, Written,
 
     def update(number: int) -> None:
         of.receive(UpdatePart("w", "1", number, 0, (ChunkDelta(0, 0, payload),)))
-        of.execute(Apply("w", number, 0, number, {}))
+        of.execute(Apply("w", number, 0, number, rule.on_delta(Counts(counts={"pending": 0}), "w", 1, 1)[0]))
         of.execute(Forget("w", updates=(number,)))
 
     return of, rule, update

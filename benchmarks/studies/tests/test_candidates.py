@@ -46,22 +46,22 @@ def vector(*hidden: float) -> torch.Tensor:
 
 def test_deltas_that_disagree_move_hidden_matrices_by_their_mean_norm():
     """Two at right angles: their mean is shorter by √2, and the embedding moves by the plain mean."""
-    rule, state = RadialGlobal(2, Matrices(LAYOUT), 1.0), Vectors(torch.zeros(8))
-    rule.apply(state, "a", vector(3.0, 0.0, 0.0, 0.0), {})
+    rule, state = RadialGlobal(Matrices(LAYOUT), 1.0), Vectors(torch.zeros(8))
+    rule.apply(state, "a", vector(3.0, 0.0, 0.0, 0.0), {"weight": 0.5})
     assert state.x.tolist() == [-0.5, 0, 0, 0, -1.5, 0, 0, 0]
-    rule.apply(state, "b", vector(0.0, 3.0, 0.0, 0.0), {})
+    rule.apply(state, "b", vector(0.0, 3.0, 0.0, 0.0), {"weight": 0.5})
     assert state.x[HIDDEN].tolist() == pytest.approx([-1.5, -1.5 * 2**0.5, 0, 0]) and state.x[0] == -1
 
 
 @pytest.mark.parametrize(("power", "scale"), [(0.5, 2**0.25), (1.0, 2**0.5)])
 def test_deltas_one_by_one_are_scaled_by_their_root_mean_square_over_their_mean(power, scale):
     config, matrices = rule_config("region_momentum"), Matrices(LAYOUT)
-    rule, plain = RadialRegion(matrices, 2, power, config, 1, 0.5), MomentumRegion(config, 1, 0.5)
+    rule, plain = RadialRegion(matrices, 2, power, config, 0.5), MomentumRegion(config, 0.5)
     state, other = Vectors(torch.zeros(8)), Vectors(torch.zeros(8))
     for sign in (1.0, -1.0, 1.0, -1.0):  # the mean is much shorter than each: capped at √n, n = 2
         x, y = state.x.clone(), other.x.clone()
         for each, v in ((rule, state), (plain, other)):
-            each.apply(v, "w", vector(sign, 0.0, 0.0, 0.0), {})
+            each.apply(v, "w", vector(sign, 0.0, 0.0, 0.0), {"decay": 0.5, "gain": plain.gain, "weight": 1.0})
         moved, by = (state.x - x), (other.x - y)
         assert moved[0] == pytest.approx(float(by[0]))
     assert moved[HIDDEN].tolist() == pytest.approx((scale * by[HIDDEN]).tolist(), rel=1e-5)
@@ -78,11 +78,11 @@ def test_an_isotropic_matrix_has_its_mean_singular_value_in_every_direction():
 
 def test_isotropic_rules_leave_all_but_hidden_matrices_as_they_are():
     delta = vector(4.0, 0.0, 0.0, 1.0)
-    top, of_top = IsotropicGlobal(1, Matrices(LAYOUT)), Vectors(torch.zeros(8))
-    top.apply(of_top, "r", delta, {})
+    top, of_top = IsotropicGlobal(Matrices(LAYOUT)), Vectors(torch.zeros(8))
+    top.apply(of_top, "r", delta, {"weight": 1.0})
     config = rule_config("region_momentum", gain=0.0)
-    region, of_region = IsotropicRegion(Matrices(LAYOUT), config, 1, 0.9), Vectors(torch.zeros(8))
-    region.apply(of_region, "w", delta, {})
+    region, of_region = IsotropicRegion(Matrices(LAYOUT), config, 0.9), Vectors(torch.zeros(8))
+    region.apply(of_region, "w", delta, {"decay": 0.9, "gain": 0.0, "weight": 1.0})
     for state in (of_top, of_region):
         first, *rest = (-state.x[HIDDEN]).tolist()
         assert state.x[0] == -1 and first < 3.2 and rest[2] > 1.8 and rest[:2] == pytest.approx([0, 0], abs=1e-3)

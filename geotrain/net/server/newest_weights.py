@@ -96,7 +96,7 @@ def _replayed(run: RunConfig, cluster: ClusterConfig, folder: Path, parameter_ma
             machine.handle(command)
         return machine.shard
 
-    build = partial(process.global_server, run, cluster, process.remote_shards(run, cluster, GLOBAL))
+    build = partial(process.any_server, run, cluster, GLOBAL, process.remote_shards(run, cluster, GLOBAL))
     top = read(build, process.begin_server, folder, recovery.KINDS)
     shards, number = top.shards, len(cluster.global_shards)
     held = shards.all if isinstance(shards, LocalShards) else [of_process(i, shards) for i in range(number)]

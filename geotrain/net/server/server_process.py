@@ -7,6 +7,7 @@ disk is full the process waits for room.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -29,6 +30,7 @@ from geotrain.config import (
     RunConfig,
     Topology,
     UnsupportedModelError,
+    parse,
     shards_of,
 )
 from geotrain.monitor.events import (
@@ -75,6 +77,8 @@ log = logging.getLogger(__name__)
 
 ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk full tries again
 ROOM_LOOK_S = 2.0
+# Of a run file, what decides how a server handles a message. The model cannot change.
+DECIDES = "seed", "data", "outer", "monitor", "deepspeed"
 STORE_RETRY_S = 5.0  # where the object storage does not give a shard what it is to take
 # Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
 FOR_GOOD = (
@@ -115,7 +119,20 @@ def region_server(run: RunConfig, cluster: ClusterConfig, region: str, shards: i
 
 def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | RemoteShards) -> Server:
     """Make the global server or a region's, without state."""
-    return global_server(run, cluster, shards) if name == GLOBAL else region_server(run, cluster, name, shards)
+    server = global_server(run, cluster, shards) if name == GLOBAL else region_server(run, cluster, name, shards)
+    server.validation_steps = validation_steps(run)
+    plain = run.model_dump(by_alias=True, mode="json", include=set(DECIDES))
+    server.settings = json.dumps([plain, {r.name: [w.name for w in r.workers] for r in cluster.serving}])
+
+    def remade(settings: str) -> Server:
+        then, regions = json.loads(settings)
+        of = {"name": run.name, "global_server": cluster.global_server.model_dump(mode="json")}
+        of["regions"] = [{"name": n, "workers": [{"name": w} for w in names]} for n, names in regions.items()]
+        then = parse(RunConfig, {**run.model_dump(by_alias=True, mode="json"), **then}, "a server's settings")
+        return any_server(then, parse(ClusterConfig, of, "a server's members"), name, shards)
+
+    server.remade = remade
+    return server
 
 
 def serve(setup: ServerSetup, resume: bool) -> int:
@@ -185,7 +202,6 @@ def _run_incarnation(setup: ServerSetup, copies: Copies | None) -> Timeline | No
 
             def build() -> Server:
                 server = any_server(run, cluster, name, remote_shards(run, cluster, name))
-                server.validation_steps = validation_steps(run)
                 server.incarnation = incarnation
                 return server
 

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +35,13 @@ JOURNAL = "journal"  # within a server's folder
 @dataclass(frozen=True)
 class Restarted:
     """Marks, in a server's journal, where its process was restarted and lost what `Server.state` leaves out, such as
-    who had joined. A replay has to lose it at the same point, to get to the same state."""
+    who had joined. A replay has to lose it at the same point, to get to the same state.
+
+    settings: from here on (`Server.settings`); empty: those before. All that is handled again is so as it was then,
+    whatever the run and cluster files say by now.
+    """
+
+    settings: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -107,14 +114,18 @@ def recover(
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
 
-    def built() -> Machine:
+    def built(settings: str = "") -> Machine:
         machine = build()
+        if isinstance(machine, Server) and settings not in ("", machine.settings):
+            machine, incarnation = machine.remade(settings), machine.incarnation
+            machine.incarnation = incarnation
         if isinstance(machine.shards, LocalShards):
             machine.shards.set_mirror_store(store.mirror_store)
         return machine
 
     snapshot, faults = newest_snapshot(store, mirror, owner)
-    server, meta, ended = built(), snapshot.meta if snapshot else None, False
+    meta, ended = snapshot.meta if snapshot else None, False
+    server = built(meta["settings"] if meta else "")
     if snapshot is not None:
         server.load(snapshot.tensors, snapshot.meta["state"])
         ended = snapshot.meta["ended"] and launch != "" and snapshot.meta["launch"] == launch
@@ -131,8 +142,8 @@ def recover(
         replayed += 1
         with suppress(Refused):  # what is refused now was refused then
             match message:
-                case Restarted() if isinstance(server, Server):
-                    server = restarted(built, server)
+                case Restarted(settings) if isinstance(server, Server):
+                    server = restarted(partial(built, bytes(settings).decode() or server.settings), server)
                 case Stopped() if isinstance(server, Server):
                     end_incarnations(server)
                 case StillJoined(join) if isinstance(server, Server):
@@ -148,8 +159,9 @@ def recover(
     elif isinstance(server, ShardServer):
         server.end_incarnation()  # nothing else is lost with its process, and its journal says when the next begins
     else:
-        server = restarted(built, server) if replayed else server
-        journal.append(Restarted())
+        before, now = server.settings, build().settings
+        server = restarted(built, server) if replayed or before != now else server
+        journal.append(Restarted(b"" if before == now else now.encode()))
         journal.flush()
     if journal.cut is not None:
         faults.append(journal.cut)
@@ -212,6 +224,7 @@ def begin_snapshot(
     checkpoint_id = store.new_checkpoint_id() if checkpoint_id is None else checkpoint_id
     return frozen, {
         "state": state,
+        "settings": "" if isinstance(server, ShardServer) else server.settings,
         "segment": segment,
         "ended": ended,
         "checkpoint_id": checkpoint_id,

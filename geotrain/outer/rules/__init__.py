@@ -48,7 +48,7 @@ def region_rule(
             return cast(RegionRule, config.region_rule(members, updates))
         case _:
             k = momentum_decay(updates, config.momentum_share) if decay is None else decay
-            return MomentumRegion(config, len(members), k, outer.answers_merged(updates / len(members)))
+            return MomentumRegion(config, k, outer.answers_merged(updates / len(members)))
 
 
 def global_rule(config: RuleConfig, members: tuple[str, ...]) -> Rule:
@@ -61,4 +61,4 @@ def global_rule(config: RuleConfig, members: tuple[str, ...]) -> Rule:
         case PluggedRule():
             return cast(Rule, config.global_rule(members))
         case _:
-            return AveragingGlobal(len(members))
+            return AveragingGlobal()

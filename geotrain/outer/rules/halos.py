@@ -39,8 +39,8 @@ class HalosRegion(_Halos, AsyncRegion):
         super().__init__(config.updates_per_send, config.merge_alpha, config.ledger)
         self.settings = config.region
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
-        _, answered = super().on_delta(c, member, weight)
+    def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
+        _, answered = super().on_delta(c, member, weight, members)
         return _arrival(c), answered
 
 
@@ -55,7 +55,7 @@ class HalosGlobal(_Halos):
     def __init__(self, config: HalosConfig) -> None:
         self.settings = config.global_
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         return _arrival(c), (member,)
 

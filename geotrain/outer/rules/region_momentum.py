@@ -10,7 +10,7 @@ from torch import Tensor
 
 from geotrain.config import RegionMomentumConfig
 from geotrain.kernels import OuterStep
-from geotrain.outer.rules.rule import NOTHING, AsyncRegion, Counts, Inputs, Vectors, average
+from geotrain.outer.rules.rule import AsyncRegion, Counts, Inputs, Vectors, average
 
 # A momentum over fewer updates is no mean of many: it would only lengthen each step, over one by 63 % at a gain of 1,
 # and short runs ended several percent higher (docs/log.md).
@@ -49,30 +49,31 @@ def momentum_average(decay: float, gain: float, weight: float) -> OuterStep:
 
 
 class MomentumRegion(AsyncRegion):
-    """The region's half of the rule, always with the ledger. workers: of the region; each delta weighs one over their
-    number. decay: k of one update, from `momentum_decay`. merged: as in `AsyncRegion`, with α = 1."""
+    """The region's half of the rule, always with the ledger. Each delta weighs one over the number of workers that take
+    part. decay: k of one update, from `momentum_decay`. merged: as in `AsyncRegion`, with α = 1."""
 
     bf16_vectors = ("momentum",)
 
-    def __init__(self, config: RegionMomentumConfig, workers: int, decay: float, merged: bool = False) -> None:
+    def __init__(self, config: RegionMomentumConfig, decay: float, merged: bool = False) -> None:
         super().__init__(config.updates_per_send, 1.0 if merged else config.merge_alpha, True, merged)
-        self.decay, self.gain, self.weight = decay, momentum_gain(config.gain, decay), 1 / workers
+        self.decay, self.gain = decay, momentum_gain(config.gain, decay)
+
+    def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
+        _, answered = super().on_delta(c, member, weight, members)
+        return {"decay": self.decay, "gain": self.gain, "weight": 1 / members}, answered
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        v.move(delta, momentum_average(self.decay, self.gain, self.weight), "momentum")
+        v.move(delta, momentum_average(**inputs), "momentum")
 
 
 class AveragingGlobal:
-    """The global server's half of the rule: x −= Δ / regions."""
+    """The global server's half of the rule: x −= Δ / members, of those that take part."""
 
     in_rounds = False
 
-    def __init__(self, regions: int) -> None:
-        self.weight = 1 / regions
-
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
-        return NOTHING, (member,)
+        return {"weight": 1 / members}, (member,)
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
-        average(v.x, delta, self.weight)
+        average(v.x, delta, inputs["weight"])

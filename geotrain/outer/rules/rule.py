@@ -98,9 +98,9 @@ class Rule(Protocol):
     @property
     def in_rounds(self) -> bool: ...
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
-        """Count a member's delta, which stands for `weight` workers'. Returns the inputs of `apply`, and the members
-        to answer now."""
+    def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
+        """Count a member's delta, which stands for `weight` workers'. members: how many take part now, it among them.
+        Returns the inputs of `apply`, with all that may change in a run, and the members to answer now."""
 
     def apply(self, v: Vectors, member: str, delta: Tensor, inputs: Inputs) -> None:
         """Apply the delta that was counted. Its memory is used again for the next one: a rule that keeps it must
@@ -130,10 +130,11 @@ class RegionRule(Rule, Protocol):
     def progress(self, v: Vectors, inputs: Inputs, encode: Encode) -> None:
         """Send the delta up, by one call of `encode`."""
 
-    def on_global_weights(self, c: Counts) -> tuple[str, ...]:
-        """Count the answer to what was in flight, which is merged now. Returns the members to answer then."""
+    def on_global_weights(self, c: Counts) -> tuple[Inputs, tuple[str, ...]]:
+        """Count the answer to what was in flight, which is merged now. Returns the inputs of `merge`, and the members
+        to answer then."""
 
-    def merge(self, v: Vectors, x_global: Tensor) -> None:
+    def merge(self, v: Vectors, x_global: Tensor, inputs: Inputs) -> None:
         """Merge the global weights, which must not be written, into the chunk."""
 
 
@@ -171,7 +172,7 @@ class AsyncRegion(ABC):
     def begin(self, v: Vectors) -> None:
         v.vector("base").copy_(v.x)
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         c.counts["pending"] += 1
         if self.merged:
@@ -201,7 +202,7 @@ class AsyncRegion(ABC):
     def progress(self, v: Vectors, inputs: Inputs, encode: Encode) -> None:
         encode(v.x, anchor=v.vector("base"), moves_anchor=self.ledger)
 
-    def on_global_weights(self, c: Counts) -> tuple[str, ...]:
+    def on_global_weights(self, c: Counts) -> tuple[Inputs, tuple[str, ...]]:
         if not self.ledger:
             # Now base = x: the pending updates are in x and can never be in a difference from base.
             c.counts["lost"] += c.counts["pending"]
@@ -211,7 +212,7 @@ class AsyncRegion(ABC):
         answered = tuple(sorted(member for member, sent in c.waiting.items() if sent))
         for member in answered:
             del c.waiting[member]
-        return answered
+        return {"alpha": self.alpha}, answered
 
-    def merge(self, v: Vectors, x_global: Tensor) -> None:
-        kernels.merge(v.x, v.vector("base"), x_global, self.alpha, self.ledger)
+    def merge(self, v: Vectors, x_global: Tensor, inputs: Inputs) -> None:
+        kernels.merge(v.x, v.vector("base"), x_global, inputs["alpha"], self.ledger)

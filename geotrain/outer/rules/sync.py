@@ -58,7 +58,7 @@ class SyncRegion(_Sync):
     def begin(self, v: Vectors) -> None:
         """Do nothing: the rule keeps no other vector."""
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1
         c.waiting[member] = weight
         return NOTHING, ()
@@ -78,11 +78,11 @@ class SyncRegion(_Sync):
     def progress(self, v: Vectors, inputs: Inputs, encode: Encode) -> None:
         encode(self.take_mean(v, inputs))
 
-    def on_global_weights(self, c: Counts) -> tuple[str, ...]:
+    def on_global_weights(self, c: Counts) -> tuple[Inputs, tuple[str, ...]]:
         c.counts["in_flight"] = 0
-        return self.members
+        return NOTHING, self.members
 
-    def merge(self, v: Vectors, x_global: Tensor) -> None:
+    def merge(self, v: Vectors, x_global: Tensor, inputs: Inputs) -> None:
         v.x.copy_(x_global)
 
 
@@ -95,7 +95,7 @@ class SyncGlobal(_Sync):
         super().__init__(members)
         self.step = nesterov(config.lr, config.momentum)
 
-    def on_delta(self, c: Counts, member: str, weight: int) -> tuple[Inputs, tuple[str, ...]]:
+    def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
         c.waiting[member] = weight
         if not self.complete(c):
             return NOTHING, ()

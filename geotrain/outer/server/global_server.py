@@ -223,6 +223,9 @@ class GlobalServer(Server):
     def holds(self, name: str) -> dict[int, Lease]:
         return self.lease_table.held_by(self._workers_of[name])
 
+    def _ends_with_the_run(self, name: str) -> bool:
+        return (self.stopping or not self.lease_table.left) and name not in self.draining
+
     def _release_leases(self, name: str) -> None:
         self.lease_table.release(self.holds(name))
 
@@ -290,7 +293,6 @@ class GlobalServer(Server):
         super().begin_again()
         # The resumed run may have more data for those for whom there was none; earlier commands have ended.
         self.lease_table.dismissed.clear()
-        self.lease_table.shorten()
         self.paused = self.stopping = self.closed = False
         self.draining.clear()
 
@@ -348,6 +350,8 @@ class GlobalServer(Server):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         super().load(tensors, meta)
         self.lease_table.load(meta["leases"])
+        # Who is no member any more trains nothing.
+        self.lease_table.release([n for n, lease in self.lease_table.open.items() if lease.worker not in self._member_of])
         self.validations.load(meta["validations"])
         steered = meta["steered"]
         set_attributes(self, STEERED, steered)

@@ -240,9 +240,10 @@ class LeaseTable:
         self.next_lease, self.returned = newer.next_lease, {}  # late words of older leases name no new ones
         return self.set_aside_samples - before
 
-    def shorten(self) -> None:
+    def _shorten(self) -> None:
         """Drop samples that came back, where a resumed run has fewer than were handed out before."""
-        surplus = self.next_start - self.train_samples
+        held = self.committed_samples + sum(lease.samples for lease in self.open.values())
+        surplus = held + sum(samples for _, samples in (*self.pool, *self.aside)) - self.train_samples
         while surplus > 0 and self.pool:
             start, samples = self.pool.pop()
             if samples > surplus:
@@ -280,6 +281,7 @@ class LeaseTable:
         self._held = {}
         for lease in self.open.values():
             self._held.setdefault(lease.worker, {})[lease.job] = lease
+        self._shorten()
 
     def _steps(self, worker: str) -> int:
         """Return the inner steps of this worker's jobs.

@@ -86,12 +86,19 @@ class Member:
     @property
     def left(self) -> bool:
         """Whether it said goodbye."""
-        return self.phase is MemberPhase.LEFT
+        return self.phase in (MemberPhase.LEFT, MemberPhase.DONE)
 
     @property
     def silent(self) -> bool:
         """Whether it was not heard from for too long."""
         return self.phase in (MemberPhase.SILENT, MemberPhase.LOST)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has a share in what the server averages. Who was only cut off has one until it counts as dead,
+        as what it trains meanwhile comes later; who ends with the run keeps it, for the last deltas of the others."""
+        here = self.phase in (MemberPhase.PRESENT, MemberPhase.STOPPED, MemberPhase.DONE)
+        return here and not self.quarantined
 
     @property
     def complete(self) -> bool:

@@ -11,7 +11,8 @@ class MemberPhase(Enum):
     NEW = "new"  # has never joined: nobody waits for it
     PRESENT = "present"
     SILENT = "silent"  # not heard from for too long: counts as dead
-    LEFT = "left"  # said goodbye
+    LEFT = "left"  # said goodbye, while the others train on
+    DONE = "done"  # said goodbye, as no data was left for it
     STOPPED = "stopped"  # ended with the whole run, which has begun again since: is waited for
     LOST = "lost"  # was silent when the whole run was stopped, or has not come back after that
 
@@ -23,19 +24,21 @@ class MemberEvent(Enum):
     HEARD = auto()  # an update came, or its present incarnation joined again
     SILENCE = auto()
     LEAVES = auto()
+    ENDS = auto()  # leaves with the run, which has no more data for it
     STOPS = auto()  # all processes of the run ended in good order, this member's among them
     RESUMES = auto()  # the run had ended and begins again, perhaps with more data
 
 
-_NEW, _PRESENT, _SILENT, _LEFT, _STOPPED, _LOST = MemberPhase
+_NEW, _PRESENT, _SILENT, _LEFT, _DONE, _STOPPED, _LOST = MemberPhase
 # MemberPhase → the next one, for the events in the order of `MemberEvent`. None: cannot happen.
 _NEXT: dict[MemberPhase, tuple[MemberPhase | None, ...]] = {
-    _NEW: (_PRESENT, None, _NEW, _LEFT, _NEW, _NEW),
-    _PRESENT: (_PRESENT, _PRESENT, _SILENT, _LEFT, _STOPPED, _PRESENT),
-    _SILENT: (_PRESENT, _PRESENT, _SILENT, _LEFT, _LOST, _SILENT),
-    _LEFT: (_PRESENT, _LEFT, _LEFT, _LEFT, _LEFT, _STOPPED),
-    _STOPPED: (_PRESENT, _PRESENT, _LOST, _LEFT, _STOPPED, _STOPPED),
-    _LOST: (_PRESENT, _PRESENT, _LOST, _LEFT, _LOST, _LOST),
+    _NEW: (_PRESENT, None, _NEW, _LEFT, _LEFT, _NEW, _NEW),
+    _PRESENT: (_PRESENT, _PRESENT, _SILENT, _LEFT, _DONE, _STOPPED, _PRESENT),
+    _SILENT: (_PRESENT, _PRESENT, _SILENT, _LEFT, _LEFT, _LOST, _SILENT),
+    _LEFT: (_PRESENT, _LEFT, _LEFT, _LEFT, _LEFT, _LEFT, _STOPPED),
+    _DONE: (_PRESENT, _DONE, _DONE, _DONE, _DONE, _DONE, _STOPPED),
+    _STOPPED: (_PRESENT, _PRESENT, _LOST, _LEFT, _DONE, _STOPPED, _STOPPED),
+    _LOST: (_PRESENT, _PRESENT, _LOST, _LEFT, _LEFT, _LOST, _LOST),
 }
 TRANSITIONS = {
     (phase, event): after

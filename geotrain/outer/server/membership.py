@@ -62,6 +62,8 @@ class Membership(ABC):
         # Of the run: its global server's process draws it where the run begins, regions are told it when they join.
         self.origin = ""
         self.members = {name: Member() for name in members}
+        # Names of those that take part (`Member.takes_part`), by whose number a rule that averages divides each delta.
+        self.sharing: set[str] = set()
         self.fragments: list[Counts] = []  # empty until the first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
         self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
@@ -159,6 +161,7 @@ class Membership(ABC):
             self._begin_incarnation(join)
         else:
             member.meet(MemberEvent.HEARD)
+        self._note_share(join.member)
         self.note_joined(join)
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
@@ -190,7 +193,8 @@ class Membership(ABC):
     def _on_leave(self, leave: Leave) -> None:
         """Let the member leave, and release leases that were reserved for it and that it did not come to."""
         member = self._member(leave.member)
-        member.meet(MemberEvent.LEAVES)
+        member.meet(MemberEvent.ENDS if self._ends_with_the_run(leave.member) else MemberEvent.LEAVES)
+        self._note_share(leave.member)
         self._release_leases(leave.member)
         self._events.append(Left(leave.member))
 
@@ -200,6 +204,7 @@ class Membership(ABC):
         # A newer incarnation may have joined after the silence of the old one was noticed.
         if member.incarnation == silence.incarnation:
             member.meet(MemberEvent.SILENCE)
+            self._note_share(silence.member)
             self._release_leases(silence.member)
 
     def _on_update_rejected(self, strike: UpdateRejected) -> bool:
@@ -230,6 +235,7 @@ class Membership(ABC):
     def _quarantine(self, name: str, incarnation: str, reason: str) -> None:
         member = self.members[name]
         member.quarantined, member.banned = True, incarnation
+        self._note_share(name)
         self._forget(name)
         self._release_leases(name)
         self._events.append(Quarantined(name, reason))
@@ -239,6 +245,7 @@ class Membership(ABC):
         member = self._member(unban.member)
         member.quarantined = member.expelled = False
         member.strikes.clear()
+        self._note_share(unban.member)
         self._events.append(Unbanned(unban.member))
 
     def _check_request(self, request: LeaseRequest, waiting: Collection[int] = ()) -> int:
@@ -288,11 +295,16 @@ class Membership(ABC):
 
     def begin_again(self) -> None:
         """Resume a saved run that had ended, perhaps with more data: members that left may come back."""
-        for member in self.members.values():
+        for name, member in self.members.items():
             member.meet(MemberEvent.RESUMES)
+            self._note_share(name)
             # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
             whole = min((member.came.get(f, 0) for f in range(len(self.parameter_map.fragments))), default=0)
             member.came = dict.fromkeys(member.came, whole)
+
+    @abstractmethod
+    def _ends_with_the_run(self, name: str) -> bool:
+        """Whether this member, which says goodbye, does so as no data is left for it."""
 
     @abstractmethod
     def _release_leases(self, name: str) -> None:
@@ -311,6 +323,10 @@ class Membership(ABC):
     @abstractmethod
     def _begin_incarnation(self, join: Join) -> None:
         """Clear what a member's former incarnation had begun, as a new one joins, after a death or at first."""
+
+    def _note_share(self, name: str) -> None:
+        """Note whether the member takes part now; by name, since an update must not look at all members."""
+        (self.sharing.add if self.members[name].takes_part else self.sharing.discard)(name)
 
     def _member(self, name: str) -> Member:
         if name not in self.members:

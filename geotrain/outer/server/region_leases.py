@@ -120,8 +120,12 @@ class RegionLeases:
         """Load what `state` returned."""
         for table in (*self.held.values(), *self.given_back.values()):
             table.clear()
-        for lease in (Lease(*saved) for saved in state["leases"]):
+        leases, given_back = (
+            [lease for saved in state[kind] if (lease := Lease(*saved)).worker in self.held]  # else no member any more
+            for kind in ("leases", "given_back")
+        )
+        for lease in leases:
             self.held[lease.worker][lease.job] = lease
-        for lease in (Lease(*saved) for saved in state["given_back"]):
+        for lease in given_back:
             self.given_back[lease.worker][lease.lease] = lease
         self.asked = dict(state["asked"])

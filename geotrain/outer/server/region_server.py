@@ -328,11 +328,13 @@ class RegionServer(RegionData):
             del self.in_flight[answer.sequence]
         for fragment, version in versions.items():
             self.global_versions[fragment] = version
-            self.shards.execute(Merge(fragment, first))
             if first:
+                self.shards.execute(Merge(fragment, first, {}))
                 self.rule.start(self.fragments[fragment])
             else:
-                self.answer_members(self.rule.on_global_weights(self.fragments[fragment]), fragment)
+                inputs, answered = self.rule.on_global_weights(self.fragments[fragment])
+                self.shards.execute(Merge(fragment, first, inputs))
+                self.answer_members(answered, fragment)
         size = sum(len(weights.payload) for weights in answer.weights)
         self._events.append(Merged(answer.sequence, list(self.global_versions), size))
         self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
@@ -369,6 +371,9 @@ class RegionServer(RegionData):
             self.asking_back.add(name)
             self._sends.append(Send(GLOBAL, TakeBack(name, back)))
         return welcome
+
+    def _ends_with_the_run(self, name: str) -> bool:
+        return name in self.spent
 
     def begin_again(self) -> None:
         super().begin_again()

@@ -13,6 +13,7 @@ Every update is applied whole (all its parts) and once (by its sequence number) 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, Literal
@@ -86,6 +87,9 @@ class Server(Membership):
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
+    # All that this server takes from configuration, as text, and a call that makes it from such a text, without state.
+    settings = ""
+    remade: Callable[[str], Server]
 
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
@@ -353,6 +357,7 @@ class Server(Membership):
         for name, saved in meta["members"].items():
             if name in self.members:
                 self.members[name].load(saved)
+                self._note_share(name)
         fragment_of = [chunk.fragment for chunk in self.parameter_map.chunks]
         for name, saved in self.shards.load(tensors, meta, self.members).items():
             member = self.members[name]
@@ -429,6 +434,7 @@ class Server(Membership):
                 member.refusals[first.sequence] = refused
             raise
         member.meet(MemberEvent.HEARD)  # not before: what is refused is no sign of life
+        self._note_share(name)
         member.sequence, member.job = first.sequence, first.job
         member.updates += 1
         dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
@@ -444,7 +450,7 @@ class Server(Membership):
             else:
                 member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
                 member.came[fragment] = first.job
-                inputs, answered[fragment] = self.rule.on_delta(state, name, first.weight)
+                inputs, answered[fragment] = self.rule.on_delta(state, name, first.weight, len(self.sharing))
                 self.shards.execute(Apply(name, first.sequence, fragment, state.version, inputs))
         self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))  # before answers take memory
         for fragment, names in answered.items():

@@ -77,10 +77,12 @@ class SendUp:
 
 @dataclass(frozen=True)
 class Merge:
-    """Merge the received global weights of this fragment. first: they take the place of the region's own."""
+    """Merge the received global weights of this fragment. first: they take the place of the region's own. inputs: of
+    the rule, see `RegionRule.merge`."""
 
     fragment: int
     first: bool
+    inputs: Inputs
 
 
 @dataclass(frozen=True)

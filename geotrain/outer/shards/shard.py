@@ -156,7 +156,7 @@ class ServerShard:
                     self._send_up(chunk, command)
             case Merge():
                 for chunk in self._of[command.fragment]:
-                    self._merge(chunk, command.first)
+                    self._merge(chunk, command)
             case StartOver():
                 for table in (self.vectors, self.in_flight, self.residuals, self._came):
                     table.clear()
@@ -277,7 +277,7 @@ class ServerShard:
 
         rule.progress(v, command.inputs, encode)
 
-    def _merge(self, chunk: Chunk, first: bool) -> None:
+    def _merge(self, chunk: Chunk, command: Merge) -> None:
         rule: RegionRule = self.rule  # type: ignore[assignment]
         i = chunk.index
         if (mirror := self.downlink.mirror.get(i)) is not None:
@@ -285,7 +285,7 @@ class ServerShard:
         vector = self.downlink.decode(self._came.pop(i), chunk.numel)
         if self.newest is not None:
             self.newest[i] = vector.bfloat16()
-        if first:
+        if command.first:
             if i in self.vectors:
                 self.will_change(*self.vectors[i].all())
                 self.vectors[i].x.copy_(vector)
@@ -295,7 +295,7 @@ class ServerShard:
         else:
             self.in_flight.pop(i)
             self.will_change(*self.vectors[i].all())
-            rule.merge(self.vectors[i], vector)
+            rule.merge(self.vectors[i], vector, command.inputs)
         self.downlink.page_out(i)
 
     # -- what others get
