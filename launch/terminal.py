@@ -120,7 +120,9 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
     alive = [m for m in members if not Liveness(m.get("state", Liveness.UP)).missing]
     losses = [m["loss"] for m in members if "loss" in m]
     speeds = [m["tokens_per_s"] for m in alive if "tokens_per_s" in m]
-    stale = [m["staleness"] for m in (members if above is None else [above]) if "staleness" in m]
+    own = members if above is None else [above]
+    stale = [m["staleness"] for m in own if "staleness" in m]
+    shares = [m["share"] for m in own if m.get("share") is not None]
     return {
         "region": region.name,
         "state": region_state(region, statuses),
@@ -131,6 +133,7 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
         "version": str(max(source.get("versions", []), default=0)),
         "global": str(max(source.get("global_versions", top.get("versions", [])), default=0)),
         "stale": str(int(max(stale))) if stale else UNKNOWN,
+        "share": f"{sum(shares):.0%}" if shares else UNKNOWN,
         "workers": f"{sum(1 for m in alive if m['joined'] and not m['left'])}/{len(names)}",
         "restarts": str(sum(m["restarts"] for m in (*members, above or {"restarts": 0}))),
     }
@@ -205,8 +208,8 @@ def lines(cluster: ClusterConfig, statuses: Mapping[str, Status], left_s: float 
     return [
         f"{c['region']}: {unusual(c['state'])}loss {c['loss']}, {c['tokens/s']} tokens/s, "
         f"up {c['up']}, down {c['down']}, "
-        f"version {c['version']} (global {c['global']}), staleness {c['stale']}, workers {c['workers']}, "
-        f"restarts {c['restarts']}, committed {committed(top, '.0%')}, {end}"
+        f"version {c['version']} (global {c['global']}), staleness {c['stale']}, share {c['share']}, "
+        f"workers {c['workers']}, restarts {c['restarts']}, committed {committed(top, '.0%')}, {end}"
         for c in rows
         if c["loss"] != UNKNOWN or not c["workers"].startswith("0/")
     ]

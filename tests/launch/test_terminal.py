@@ -39,7 +39,7 @@ def member(**more: Any) -> dict[str, Any]:
 
 TOP = {
     "versions": [7, 8],
-    "members": {"eu": member(staleness=2.0, restarts=1), "us": member()},
+    "members": {"eu": member(staleness=2.0, restarts=1, share=0.5), "us": member()},
     "train_samples": 100,
     "committed_samples": 25,
 }
@@ -58,7 +58,7 @@ def test_a_row_for_each_region() -> None:
     statuses = {"global": TOP, "eu": EU}
     assert lines(cluster(), statuses, 83.0) == [  # nothing is known of the other
         "eu: loss 3.500, 1,500 tokens/s, up 1.5 MB, down 2.0 kB, version 31 (global 7), staleness 2, "
-        "workers 1/2, restarts 3, committed 25%, 1:23 left"
+        "share 50%, workers 1/2, restarts 3, committed 25%, 1:23 left"
     ]
     dead = {
         **EU,

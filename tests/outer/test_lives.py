@@ -26,9 +26,9 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.server.leases import RETURNED_KEPT
-from geotrain.outer.server.member import MOST_INCARNATIONS
+from geotrain.outer.server.member import MOST_INCARNATIONS, Member
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
-from tests.support.outer_world import config, halves, make, random_deltas, saved_and_loaded
+from tests.support.outer_world import FakeWorker, config, flat, halves, make, random_deltas, saved_and_loaded, whole
 
 
 def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
@@ -104,6 +104,45 @@ def test_random_lives_never_leave_the_table(happenings):
         member = region.members["a"]
         assert (member.left, member.quarantined, member.restarts) == (left, quarantined, restarts)
         assert member.silent == (silent and not left) and member.away == (left or silent or quarantined)
+        assert region.sharing == {name for name, each in region.members.items() if each.takes_part}
+
+
+def test_a_share_belongs_to_who_takes_part():
+    """Whoever left, is lost, was expelled or has never come divides nobody's delta; back again, it has its share. One
+    that ends as no data is left keeps it: the others' last deltas weigh what those before weighed."""
+    names = ("a", "b", "c", "d", "never")
+    top = flat("region_momentum", samples=8, workers=names, local_steps=4)
+    top.members["never"] = Member()
+    top.sharing.discard("never")
+    fakes = {name: FakeWorker(name, top.parameter_map, whole(top.parameter_map)) for name in names}
+
+    def share(life: str = "life-1", name: str = "a") -> float:
+        """By how much the weights follow its delta of ones."""
+        before = top.weights(0).clone()
+        top.handle(fakes[name].parts({0: torch.ones_like(before)}, incarnation=life)[0])
+        moved = (before - top.weights(0)).tolist()
+        assert moved == pytest.approx([top.status()["members"][name]["share"]] * len(moved))
+        return round(1 / moved[0])
+
+    assert share() == 4
+    for message, others in (
+        (Leave("b"), 3),
+        (MemberSilent("c", "life-1"), 2),
+        (OperatorCommand("expel", "d"), 1),
+        (LiftQuarantine("d"), 2),
+        (fakes["b"].joins(top.identity, "life-2")[0], 3),
+    ):
+        top.handle(message)
+        assert share() == others
+        assert {name for name in names if not top.status()["members"][name]["share"]} == set(names) - top.sharing
+    assert share(name="c") == 4, "it lives, and counts in its own update already"
+    top.handle(LeaseRequest("a", 1))
+    top.handle(Leave("d"))
+    assert share() == 3
+    top.handle(LeaseRequest("a", 2))
+    top.handle(Leave("b"))
+    assert not top.lease_table.left and share() == 3
+    assert top.status()["members"]["b"]["left"]
 
 
 def test_what_no_phase_allows_is_refused():

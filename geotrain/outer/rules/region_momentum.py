@@ -49,9 +49,10 @@ def momentum_average(decay: float, gain: float, weight: float) -> OuterStep:
 
 
 class MomentumRegion(AsyncRegion):
-    """The region's half of the rule, always with the ledger. Each delta weighs one over the number of workers that take
+    """The region's half of the rule, always with the ledger. A delta weighs one over the number of workers that take
     part. decay: k of one update, from `momentum_decay`. merged: as in `AsyncRegion`, with α = 1."""
 
+    averages = True
     bf16_vectors = ("momentum",)
 
     def __init__(self, config: RegionMomentumConfig, decay: float, merged: bool = False) -> None:
@@ -69,7 +70,7 @@ class MomentumRegion(AsyncRegion):
 class AveragingGlobal:
     """The global server's half of the rule: x −= Δ / members, of those that take part."""
 
-    in_rounds = False
+    averages, in_rounds = True, False
 
     def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1

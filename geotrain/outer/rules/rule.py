@@ -93,6 +93,7 @@ class Rule(Protocol):
     alone changes them: a momentum moves by a thousandth of itself at each update, less than bf16 resolves, so it must
     be rounded by chance; a replay and any number of shards give the same bits.
     unmoved, if there are any: auxiliary vectors that `apply` leaves as they are, so no snapshot copies them.
+    averages, if there is such: whether a delta weighs one over the number of members that take part.
     """
 
     @property

@@ -351,7 +351,9 @@ class GlobalServer(Server):
         super().load(tensors, meta)
         self.lease_table.load(meta["leases"])
         # Who is no member any more trains nothing.
-        self.lease_table.release([n for n, lease in self.lease_table.open.items() if lease.worker not in self._member_of])
+        self.lease_table.release(
+            [n for n, lease in self.lease_table.open.items() if lease.worker not in self._member_of]
+        )
         self.validations.load(meta["validations"])
         steered = meta["steered"]
         set_attributes(self, STEERED, steered)

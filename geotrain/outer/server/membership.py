@@ -62,7 +62,7 @@ class Membership(ABC):
         # Of the run: its global server's process draws it where the run begins, regions are told it when they join.
         self.origin = ""
         self.members = {name: Member() for name in members}
-        # Names of those that take part (`Member.takes_part`), by whose number a rule that averages divides each delta.
+        # Names of those that take part (`Member.takes_part`), by whose number a rule that averages divides deltas.
         self.sharing: set[str] = set()
         self.fragments: list[Counts] = []  # empty until the first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it

@@ -121,7 +121,9 @@ class RegionLeases:
         for table in (*self.held.values(), *self.given_back.values()):
             table.clear()
         leases, given_back = (
-            [lease for saved in state[kind] if (lease := Lease(*saved)).worker in self.held]  # else no member any more
+            [
+                lease for saved in state[kind] if (lease := Lease(*saved)).worker in self.held
+            ]  # else no member any more
             for kind in ("leases", "given_back")
         )
         for lease in leases:

@@ -87,7 +87,7 @@ class Server(Membership):
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
-    # All that this server takes from configuration, as text, and a call that makes it from such a text, without state.
+    # All that it takes from configuration, as text, and a call that makes it from such a text, without state.
     settings = ""
     remade: Callable[[str], Server]
 
@@ -373,10 +373,14 @@ class Server(Membership):
         return self.shards.weights(fragment)
 
     def status(self) -> dict[str, Any]:
-        """Return plain data for people and tests."""
+        """Return plain data for people and tests. share: of a member in each step, where the rule averages."""
+        share = 1 / len(self.sharing) if self.sharing and getattr(self.rule, "averages", False) else None
         return {
             "versions": self.versions,
-            "members": {name: {**m.status(), "leases": len(self.holds(name))} for name, m in self.members.items()},
+            "members": {
+                name: {**m.status(), "leases": len(self.holds(name)), "share": share and share * m.takes_part}
+                for name, m in self.members.items()
+            },
             "over": self.over,
             "finished": self.finished,
             "refused": {name: member.refused for name, member in self.members.items() if member.refused},

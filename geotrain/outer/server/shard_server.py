@@ -83,7 +83,7 @@ class ShardServer:
             case Answer():
                 return self._say(self._checked(message))
             case Join():
-                member = self.members[message.member]
+                member = self.members.setdefault(message.member, Member())  # it may be a member no more
                 if member.incarnation != message.incarnation:
                     self.shard.execute(Forget(message.member, joins=True))  # the coordinator's may have been missed
                     member.joined.clear()
@@ -148,7 +148,7 @@ class ShardServer:
 
     def _forget(self, command: Forget) -> None:
         """Drop the payloads of updates that the coordinator has judged: those up to the one that it names."""
-        member = self.members[command.member]
+        member = self.members.setdefault(command.member, Member())
         if command.joins:
             member.joined.clear()
         if command.updates:
