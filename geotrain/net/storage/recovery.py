@@ -125,7 +125,7 @@ def recover(
 
     snapshot, faults = newest_snapshot(store, mirror, owner)
     meta, ended = snapshot.meta if snapshot else None, False
-    server = built(meta["settings"] if meta else "")
+    server = built(meta.get("settings", "") if meta else "")
     if snapshot is not None:
         server.load(snapshot.tensors, snapshot.meta["state"])
         ended = snapshot.meta["ended"] and launch != "" and snapshot.meta["launch"] == launch
