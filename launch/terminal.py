@@ -122,7 +122,7 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
     speeds = [m["tokens_per_s"] for m in alive if "tokens_per_s" in m]
     own = members if above is None else [above]
     stale = [m["staleness"] for m in own if "staleness" in m]
-    shares = [m["share"] for m in own if m.get("share") is not None]
+    sharing = top.get("sharing", 0)  # members of the global server, by whose number it divides
     return {
         "region": region.name,
         "state": region_state(region, statuses),
@@ -133,7 +133,7 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
         "version": str(max(source.get("versions", []), default=0)),
         "global": str(max(source.get("global_versions", top.get("versions", [])), default=0)),
         "stale": str(int(max(stale))) if stale else UNKNOWN,
-        "share": f"{sum(shares):.0%}" if shares else UNKNOWN,
+        "share": f"{sum(m['takes_part'] for m in own) / sharing:.0%}" if sharing else UNKNOWN,
         "workers": f"{sum(1 for m in alive if m['joined'] and not m['left'])}/{len(names)}",
         "restarts": str(sum(m["restarts"] for m in (*members, above or {"restarts": 0}))),
     }

@@ -198,9 +198,7 @@ TRIALS = {
     "one, EMA-Nesterov": one(muon=AHEAD),
     "one, RDA 0.5": one(region_of=radial(0.5, REGIONS)),
     "one, RDA 1": one(region_of=radial(1.0, REGIONS)),
-    "one, RDA at the global server": one(
-        top=lambda parameter_map: RadialGlobal(Matrices(parameter_map), 1.0)
-    ),
+    "one, RDA at the global server": one(top=lambda parameter_map: RadialGlobal(Matrices(parameter_map), 1.0)),
     "one, IsoLoCo at the global server": one(top=isotropic_global),
     "one, IsoLoCo in the region": one(region_of=isotropic_region),
     "one, rows normalized": one(muon=ROWS),

@@ -150,9 +150,7 @@ def _with_region_rule(make: MakeRegion) -> type[RegionServer]:
             workers: tuple[str, ...],
         ) -> None:  # fmt: skip
             assert isinstance(config.rule, RegionMomentumConfig)
-            super().__init__(
-                name, identity, parameter_map, config, make(config.rule, rule.decay), workers
-            )
+            super().__init__(name, identity, parameter_map, config, make(config.rule, rule.decay), workers)
 
     return Server
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig, codec_config
 from geotrain.outer.messages import Identity
-from geotrain.outer.rules import region_rule, updates_in_run
+from geotrain.outer.rules import region_rule
+from geotrain.outer.rules.region_momentum import updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.parameters.parameter_map import ParameterMap

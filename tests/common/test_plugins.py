@@ -57,7 +57,8 @@ from geotrain.config import PluggedCodec, PluggedRule
 from geotrain.families.qwen2 import Qwen2
 from geotrain.kernels.payload_format import PayloadFormat
 from geotrain.outer.codec import Codec, CodecError, EncodedDelta
-from geotrain.outer.rules import AsyncRegion, AveragingGlobal, average
+from geotrain.outer.rules import AsyncRegion, AveragingGlobal
+from geotrain.outer.rules.rule import average
 from geotrain.parallelism.optimizer_settings import PluggedOptimizer
 
 

@@ -39,9 +39,10 @@ def member(**more: Any) -> dict[str, Any]:
 
 TOP = {
     "versions": [7, 8],
-    "members": {"eu": member(staleness=2.0, restarts=1, share=0.5), "us": member()},
+    "members": {"eu": member(staleness=2.0, restarts=1, takes_part=True), "us": member()},
     "train_samples": 100,
     "committed_samples": 25,
+    "sharing": 2,
 }
 EU = {
     "versions": [30, 31],

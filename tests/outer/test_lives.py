@@ -121,7 +121,7 @@ def test_a_share_belongs_to_who_takes_part():
         before = top.weights(0).clone()
         top.handle(fakes[name].parts({0: torch.ones_like(before)}, incarnation=life)[0])
         moved = (before - top.weights(0)).tolist()
-        assert moved == pytest.approx([top.status()["members"][name]["share"]] * len(moved))
+        assert moved == pytest.approx([1 / top.status()["sharing"]] * len(moved))
         return round(1 / moved[0])
 
     assert share() == 4
@@ -134,7 +134,7 @@ def test_a_share_belongs_to_who_takes_part():
     ):
         top.handle(message)
         assert share() == others
-        assert {name for name in names if not top.status()["members"][name]["share"]} == set(names) - top.sharing
+        assert {name for name in names if top.status()["members"][name]["takes_part"]} == top.sharing
     assert share(name="c") == 4, "it lives, and counts in its own update already"
     top.handle(LeaseRequest("a", 1))
     top.handle(Leave("d"))

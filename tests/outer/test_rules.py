@@ -8,8 +8,7 @@ import torch
 
 from geotrain.config import MomentumConfig
 from geotrain.outer.messages import Leave
-from geotrain.outer.rules import momentum_decay, updates_in_run
-from geotrain.outer.rules.region_momentum import momentum_gain
+from geotrain.outer.rules.region_momentum import momentum_decay, momentum_gain, updates_in_run
 from tests.support.outer_world import FakeWorker, World, config, parameter_map, start_vector, whole
 
 

@@ -20,7 +20,8 @@ from geotrain.outer.messages import (
     Validated,
     Welcome,
 )
-from geotrain.outer.rules import region_rule, updates_in_run
+from geotrain.outer.rules import region_rule
+from geotrain.outer.rules.region_momentum import updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import identity_of

@@ -16,7 +16,7 @@ from benchmarks.studies.claims.exchange import world_for
 from benchmarks.studies.environments import Environment
 from benchmarks.studies.learner.optimizers import InnerSettings
 from geotrain.config import OuterConfig, RegionMomentumConfig, load_run, parse
-from geotrain.outer.rules import momentum_decay
+from geotrain.outer.rules.region_momentum import momentum_decay
 from geotrain.simulate.spec import WorkerSpec
 
 Settings = dict[str, Any]  # lr, and changes of the run file's outer block or of its rule, side by side

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from geotrain.common.files import OutputError, out_of_room
 from geotrain.common.names import GLOBAL
@@ -63,7 +64,8 @@ from geotrain.net.transport.rpc import ListenError
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Refused
-from geotrain.outer.rules import region_rule, updates_in_run
+from geotrain.outer.rules import region_rule
+from geotrain.outer.rules.region_momentum import updates_in_run
 from geotrain.outer.rules.rule import Vectors
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
@@ -126,7 +128,7 @@ def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | 
 
     def remade(settings: str) -> Server:
         then, regions = json.loads(settings)
-        of = {"name": run.name, "global_server": cluster.global_server.model_dump(mode="json")}
+        of: dict[str, Any] = {"name": run.name, "global_server": cluster.global_server.model_dump(mode="json")}
         of["regions"] = [{"name": n, "workers": [{"name": w} for w in names]} for n, names in regions.items()]
         then = parse(RunConfig, {**run.model_dump(by_alias=True, mode="json"), **then}, "a server's settings")
         return any_server(then, parse(ClusterConfig, of, "a server's members"), name, shards)

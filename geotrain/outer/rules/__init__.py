@@ -12,23 +12,11 @@ from typing import cast
 
 from geotrain.config import HalosConfig, OuterConfig, PluggedRule, RuleConfig, SyncConfig
 from geotrain.outer.rules.halos import HalosGlobal, HalosRegion
-from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion, momentum_decay, updates_in_run
-from geotrain.outer.rules.rule import AsyncRegion, Counts, RegionRule, Rule, Vectors, average
+from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion, momentum_decay
+from geotrain.outer.rules.rule import AsyncRegion, Counts, RegionRule, Rule, Vectors
 from geotrain.outer.rules.sync import SyncGlobal, SyncRegion
 
-__all__ = [
-    "AsyncRegion",
-    "AveragingGlobal",
-    "Counts",
-    "RegionRule",
-    "Rule",
-    "Vectors",
-    "average",
-    "global_rule",
-    "momentum_decay",
-    "region_rule",
-    "updates_in_run",
-]
+__all__ = ["AsyncRegion", "AveragingGlobal", "Counts", "RegionRule", "Rule", "Vectors", "global_rule", "region_rule"]
 
 
 def region_rule(

@@ -52,8 +52,7 @@ class MomentumRegion(AsyncRegion):
     """The region's half of the rule, always with the ledger. A delta weighs one over the number of workers that take
     part. decay: k of one update, from `momentum_decay`. merged: as in `AsyncRegion`, with α = 1."""
 
-    averages = True
-    bf16_vectors = ("momentum",)
+    averages, bf16_vectors = True, ("momentum",)
 
     def __init__(self, config: RegionMomentumConfig, decay: float, merged: bool = False) -> None:
         super().__init__(config.updates_per_send, 1.0 if merged else config.merge_alpha, True, merged)

@@ -19,6 +19,7 @@ from geotrain.outer.messages import (
     Join,
     Lease,
     LeaseRequest,
+    Leave,
     Message,
     NotJoined,
     OperatorCommand,
@@ -39,6 +40,7 @@ from geotrain.outer.server.leases import LeaseTable, Range, check_numbers
 from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.loss_watch import LossWatch
 from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
+from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.validations import Validations
@@ -223,8 +225,10 @@ class GlobalServer(Server):
     def holds(self, name: str) -> dict[int, Lease]:
         return self.lease_table.held_by(self._workers_of[name])
 
-    def _ends_with_the_run(self, name: str) -> bool:
-        return (self.stopping or not self.lease_table.left) and name not in self.draining
+    def _on_leave(self, leave: Leave) -> None:
+        if (self.stopping or not self.lease_table.left) and leave.member not in self.draining:
+            self._member(leave.member).meet(MemberEvent.ENDS)
+        super()._on_leave(leave)
 
     def _release_leases(self, name: str) -> None:
         self.lease_table.release(self.holds(name))

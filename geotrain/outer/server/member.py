@@ -97,8 +97,7 @@ class Member:
     def takes_part(self) -> bool:
         """Whether it has a share in what the server averages. Who was only cut off has one until it counts as dead,
         as what it trains meanwhile comes later; who ends with the run keeps it, for the last deltas of the others."""
-        here = self.phase in (MemberPhase.PRESENT, MemberPhase.STOPPED, MemberPhase.DONE)
-        return here and not self.quarantined
+        return not self.quarantined and self.phase in (MemberPhase.PRESENT, MemberPhase.STOPPED, MemberPhase.DONE)
 
     @property
     def complete(self) -> bool:
@@ -163,7 +162,7 @@ class Member:
 
     def status(self) -> dict[str, Any]:
         """Return plain data for people and tests."""
-        shown = ("left", "restarts", "updates", "sequence", "job", "refused", "quarantined", "fault")
+        shown = ("left", "restarts", "updates", "sequence", "job", "refused", "quarantined", "fault", "takes_part")
         known = {"joined": self.complete, "phase": self.phase.value, "owed": sorted(self.owed)}
         # What the member says of itself stands first: it cannot overwrite what this server knows of it.
         return {**self.metrics, **known, **{name: getattr(self, name) for name in shown}}
@@ -236,10 +235,7 @@ def check_incarnation(name: str, member: Member, incarnation: str) -> None:
     if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
     if incarnation != member.incarnation and len(member.former) >= MOST_INCARNATIONS:
-        raise Refused(
-            f"{name}: it has had more than {MOST_INCARNATIONS:,} incarnations; find out why, and "
-            "resume in a new folder"
-        )
+        raise Refused(f"{name}: more than {MOST_INCARNATIONS:,} incarnations; find out why, resume in a new folder")
 
 
 def check_parts(join: Join, parts: int, role: str, slices: Mapping[int, int]) -> None:
@@ -249,10 +245,8 @@ def check_parts(join: Join, parts: int, role: str, slices: Mapping[int, int]) ->
     """
     most = MOST_PARTS if role == "worker" else 1
     if join.parts != parts or not 0 <= join.part < parts <= most:
-        raise Refused(
-            f"{join.member}: part {join.part} of {join.parts} does not fit its {parts} parts; "
-            f"a {role} has at most {most}"
-        )
+        wrong = f"part {join.part} of {join.parts} does not fit its {parts} parts"
+        raise Refused(f"{join.member}: {wrong}; a {role} has at most {most}")
     if (named := sum(slices.values())) > MOST_SLICES:
         raise Refused(f"{join.member}: its ranks name {named:,} slices; at most {MOST_SLICES:,}")
 
@@ -308,10 +302,8 @@ def check_part(
     if len(part.leases) > MOST_LEASES:
         raise Refused(f"{part.member}: an update that completes {len(part.leases)} leases; at most {MOST_LEASES}")
     if len(part.metrics) > MOST_METRICS or any(len(name) > MOST_NAME for name in part.metrics):
-        raise Refused(
-            f"{part.member}: an update with {len(part.metrics)} metrics; at most {MOST_METRICS}, with names of "
-            f"{MOST_NAME} characters"
-        )
+        most = f"{MOST_METRICS}, with names of {MOST_NAME} characters"
+        raise Refused(f"{part.member}: an update with {len(part.metrics)} metrics; at most {most}")
     for delta in part.deltas:
         where = f"{part.member}, part {part.part}: {parameter_map.called(delta.chunk)}"
         wanted = up.encoded_bytes(numel(member.joined[part.part].pushes[delta.chunk]))
@@ -319,10 +311,8 @@ def check_part(
             raise Refused(f"{where} has {len(delta.payload)} bytes, its slices need {wanted} with codec {up.name!r}")
         version = versions[parameter_map.chunks[delta.chunk].fragment]
         if not 0 <= delta.anchor_version <= version:
-            raise Refused(
-                f"{where} starts from version {delta.anchor_version}, which this server never gave; "
-                f"it is at version {version}"
-            )
+            wrong = f"starts from version {delta.anchor_version}, which this server never gave"
+            raise Refused(f"{where} {wrong}; it is at version {version}")
     if len(part.deltas) > len(fragments):
         anchors = {(parameter_map.chunks[delta.chunk].fragment, delta.anchor_version) for delta in part.deltas}
         if len(anchors) > len(fragments):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from math import inf
 from statistics import median_low
-from typing import Literal
+from typing import Any, Literal
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
@@ -53,12 +53,13 @@ class Membership(ABC):
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
-        down: CodecConfig,
-        limits: LimitsConfig,
+        down: CodecConfig, limits: LimitsConfig,
     ) -> None:  # fmt: skip
         self.identity, self.parameter_map, self.rule, self.down = identity, parameter_map, rule, down
-        self.limits = limits
-        self.incarnation = ""  # names the server's present one; its process sets it, since drawing it is not pure
+        # incarnation: names the server's present one; its process sets it, since drawing it is not pure.
+        # settings: all that it takes from configuration, as text. remade: makes it, without state, from another text.
+        self.limits, self.incarnation, self.settings = limits, "", ""
+        self.remade: Any = None
         # Of the run: its global server's process draws it where the run begins, regions are told it when they join.
         self.origin = ""
         self.members = {name: Member() for name in members}
@@ -140,9 +141,7 @@ class Membership(ABC):
         check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
         if new and self.ending:
-            raise Refused(
-                f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on with it"
-            )
+            raise Refused(f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on")
         parts = join.parts if new or not member.joined else member.parts
         slices = {**({} if new else member.slices), join.part: sum(map(len, (*join.pushes, *join.holds)))}
         check_parts(join, parts, self.member_role, slices)
@@ -193,7 +192,7 @@ class Membership(ABC):
     def _on_leave(self, leave: Leave) -> None:
         """Let the member leave, and release leases that were reserved for it and that it did not come to."""
         member = self._member(leave.member)
-        member.meet(MemberEvent.ENDS if self._ends_with_the_run(leave.member) else MemberEvent.LEAVES)
+        member.meet(MemberEvent.LEAVES)
         self._note_share(leave.member)
         self._release_leases(leave.member)
         self._events.append(Left(leave.member))
@@ -301,10 +300,6 @@ class Membership(ABC):
             # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
             whole = min((member.came.get(f, 0) for f in range(len(self.parameter_map.fragments))), default=0)
             member.came = dict.fromkeys(member.came, whole)
-
-    @abstractmethod
-    def _ends_with_the_run(self, name: str) -> bool:
-        """Whether this member, which says goodbye, does so as no data is left for it."""
 
     @abstractmethod
     def _release_leases(self, name: str) -> None:

@@ -47,6 +47,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
 from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
+from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.region_data import RegionData
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Handled
@@ -372,8 +373,10 @@ class RegionServer(RegionData):
             self._sends.append(Send(GLOBAL, TakeBack(name, back)))
         return welcome
 
-    def _ends_with_the_run(self, name: str) -> bool:
-        return name in self.spent
+    def _on_leave(self, leave: Leave) -> None:
+        if leave.member in self.spent:  # it ends as no data is left
+            self._member(leave.member).meet(MemberEvent.ENDS)
+        super()._on_leave(leave)
 
     def begin_again(self) -> None:
         super().begin_again()

@@ -13,7 +13,6 @@ Every update is applied whole (all its parts) and once (by its sequence number) 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, Literal
@@ -87,9 +86,6 @@ class Server(Membership):
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
-    # All that it takes from configuration, as text, and a call that makes it from such a text, without state.
-    settings = ""
-    remade: Callable[[str], Server]
 
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
@@ -175,8 +171,7 @@ class Server(Membership):
         return 1
 
     def max_credible_weight(self, member: str) -> int:
-        """Upper bound on the workers' deltas this member can stand for, from its leases; a larger claim does not
-        widen the norm limit."""
+        """Upper bound on the workers' deltas that its leases make credible: more does not widen the norm limit."""
         return 1
 
     @abstractmethod
@@ -191,10 +186,8 @@ class Server(Membership):
     # -- updates
 
     def _on_part(self, part: UpdatePart) -> bool:
-        """Take one part of an update; apply the update when all parts are here. Returns whether it was applied now.
-
-        A part of an update that was applied before changes nothing: its sender missed the acknowledgement.
-        """
+        """Take one part of an update; apply the update when all parts are here. Returns whether it was applied now. A
+        part of one that was applied before changes nothing: its sender missed the acknowledgement."""
         member = self._expecting(part)
         if member is None:
             return False
@@ -373,14 +366,11 @@ class Server(Membership):
         return self.shards.weights(fragment)
 
     def status(self) -> dict[str, Any]:
-        """Return plain data for people and tests. share: of a member in each step, where the rule averages."""
-        share = 1 / len(self.sharing) if self.sharing and getattr(self.rule, "averages", False) else None
+        """Return plain data for people and tests. sharing: how many have a share, where the rule averages."""
         return {
             "versions": self.versions,
-            "members": {
-                name: {**m.status(), "leases": len(self.holds(name)), "share": share and share * m.takes_part}
-                for name, m in self.members.items()
-            },
+            "members": {name: {**m.status(), "leases": len(self.holds(name))} for name, m in self.members.items()},
+            "sharing": len(self.sharing) if getattr(self.rule, "averages", False) else 0,
             "over": self.over,
             "finished": self.finished,
             "refused": {name: member.refused for name, member in self.members.items() if member.refused},
@@ -390,10 +380,8 @@ class Server(Membership):
 
     @abstractmethod
     def _count_trained(self, part: UpdatePart) -> tuple[int, int | None]:
-        """Note that the leases of an applied update are trained. part: its part 0.
-
-        Returns (samples of those leases, tokens committed in the run so far or None where that is not known).
-        """
+        """Note that the leases of an update, whose part 0 this is, are trained. Returns (their samples, tokens that are
+        committed in the run so far or None where that is not known)."""
 
     def set_weights(self, vectors: list[Tensor]) -> None:
         """Begin with these weights, one fp32 vector a fragment, in shards in this process."""
