@@ -133,7 +133,7 @@ def region_cells(region: RegionConfig, statuses: Mapping[str, Status]) -> dict[s
         "version": str(max(source.get("versions", []), default=0)),
         "global": str(max(source.get("global_versions", top.get("versions", [])), default=0)),
         "stale": str(int(max(stale))) if stale else UNKNOWN,
-        "share": f"{sum(m['takes_part'] for m in own) / sharing:.0%}" if sharing else UNKNOWN,
+        "share": f"{sum(m.get('takes_part', False) for m in own) / sharing:.0%}" if sharing else UNKNOWN,
         "workers": f"{sum(1 for m in alive if m['joined'] and not m['left'])}/{len(names)}",
         "restarts": str(sum(m["restarts"] for m in (*members, above or {"restarts": 0}))),
     }

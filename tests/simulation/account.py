@@ -36,6 +36,7 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
+from geotrain.outer.server.member_phase import MemberPhase
 from geotrain.outer.server.server import Handled, Server
 from geotrain.outer.shards.protocol import HeldAnswer, HeldPart
 from geotrain.outer.shards.remote import RemoteShards
@@ -181,7 +182,18 @@ class Account:
                 self.begins(server.name)
             self._leases_of_region(server, message, handled, before)
 
+    def _share(self, server: Any) -> None:
+        """Who has come, and is not away, takes part; and who ended as there was no data for it."""
+        here = {
+            name
+            for name, m in server.members.items()
+            if m.incarnation and (not m.away or (m.phase is MemberPhase.DONE and not m.quarantined))
+        }
+        assert server.sharing == here, f"{server.sharing} take part, not {here}"
+        self.spec.sharing[server.name] = len(here)
+
     def _top_took(self, top: Any, message: Any, reply: Any, before: str) -> None:
+        self._share(top)
         ledger = self.spec.ledger
         match message:
             case UpdatePart() if reply:
@@ -242,6 +254,7 @@ class Account:
                     ledger.given_back(number)
 
     def _region_took(self, region: Any, message: Any, reply: Any, before: str) -> None:
+        self._share(region)
         if isinstance(message, Welcome):
             assert reply == 0, "acknowledged updates are lost"
         if isinstance(message, UpdateRejected) and message.member != region.name:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import CodecConfig, HalosConfig, MomentumConfig, OuterConfig, RegionMomentumConfig, SyncConfig
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import ChunkWeights, Elsewhere, Lease, UpdatePart
@@ -71,6 +72,7 @@ class Specification:
         self.sent: dict[tuple[str, int], Tensor] = {}  # region, chunk → what it sent last, decoded
         self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a chunk
         self.ledger = Ledger(samples)
+        self.sharing: dict[str, int] = {}  # server → how many of its members take part
 
     # -- weights
 
@@ -96,7 +98,7 @@ class Specification:
                 case RegionMomentumConfig():
                     v.momentum = self.decay * v.momentum + (1 - self.decay) * delta
                     gain = self.rule.gain / max(1.0, 20 * (1 - self.decay))
-                    v.x = v.x - (delta + gain * v.momentum) / len(self.regions[region])
+                    v.x = v.x - (delta + gain * v.momentum) / self.sharing[region]
                 case SyncConfig():
                     assert worker not in v.waiting, "two deltas of one worker in a round"
                     v.waiting[worker] = (delta, 1)
@@ -130,7 +132,7 @@ class Specification:
                     delayed_nesterov(v, delta, self.rule.global_)
                 case RegionMomentumConfig():
                     v.version += 1
-                    v.x = v.x - delta / len(self.regions)
+                    v.x = v.x - delta / self.sharing[GLOBAL]
                 case SyncConfig():
                     assert region not in v.waiting, "two deltas of one region in a round"
                     v.waiting[region] = (delta, update.weight)

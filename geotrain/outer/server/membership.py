@@ -141,7 +141,9 @@ class Membership(ABC):
         check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
         if new and self.ending:
-            raise Refused(f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on")
+            raise Refused(
+                f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on with it"
+            )
         parts = join.parts if new or not member.joined else member.parts
         slices = {**({} if new else member.slices), join.part: sum(map(len, (*join.pushes, *join.holds)))}
         check_parts(join, parts, self.member_role, slices)

@@ -380,8 +380,10 @@ class Server(Membership):
 
     @abstractmethod
     def _count_trained(self, part: UpdatePart) -> tuple[int, int | None]:
-        """Note that the leases of an update, whose part 0 this is, are trained. Returns (their samples, tokens that are
-        committed in the run so far or None where that is not known)."""
+        """Note that the leases of an update, whose part 0 this is, are trained.
+
+        Returns (their samples, tokens committed in the run so far or None where that is not known).
+        """
 
     def set_weights(self, vectors: list[Tensor]) -> None:
         """Begin with these weights, one fp32 vector a fragment, in shards in this process."""
