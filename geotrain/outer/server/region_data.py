@@ -12,6 +12,7 @@ from geotrain.outer.messages import (
     Join,
     Lease,
     LeaseRequest,
+    Leave,
     NotJoined,
     Refused,
     Release,
@@ -19,6 +20,7 @@ from geotrain.outer.messages import (
     TakenBack,
     UpdatePart,
 )
+from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Server
@@ -101,6 +103,11 @@ class RegionData(Server):
         if self.leases.given_back[told.worker].keys() & set(told.gone):
             self._shut_out(told.worker)
         self._release(self.leases.have_again(told.worker, told.leases))
+
+    def _on_leave(self, leave: Leave) -> None:
+        if leave.member in self.spent:  # it ends as no data is left
+            self._member(leave.member).meet(MemberEvent.ENDS)
+        super()._on_leave(leave)
 
     def _shut_out(self, name: str) -> None:
         """Let this incarnation of the worker say no more; the next one begins from the region's weights."""

@@ -47,7 +47,6 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
 from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
-from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.region_data import RegionData
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Handled
@@ -329,13 +328,11 @@ class RegionServer(RegionData):
             del self.in_flight[answer.sequence]
         for fragment, version in versions.items():
             self.global_versions[fragment] = version
+            inputs, answered = ({}, ()) if first else self.rule.on_global_weights(self.fragments[fragment])
+            self.shards.execute(Merge(fragment, first, inputs))
             if first:
-                self.shards.execute(Merge(fragment, first, {}))
                 self.rule.start(self.fragments[fragment])
-            else:
-                inputs, answered = self.rule.on_global_weights(self.fragments[fragment])
-                self.shards.execute(Merge(fragment, first, inputs))
-                self.answer_members(answered, fragment)
+            self.answer_members(answered, fragment)
         size = sum(len(weights.payload) for weights in answer.weights)
         self._events.append(Merged(answer.sequence, list(self.global_versions), size))
         self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
@@ -372,11 +369,6 @@ class RegionServer(RegionData):
             self.asking_back.add(name)
             self._sends.append(Send(GLOBAL, TakeBack(name, back)))
         return welcome
-
-    def _on_leave(self, leave: Leave) -> None:
-        if leave.member in self.spent:  # it ends as no data is left
-            self._member(leave.member).meet(MemberEvent.ENDS)
-        super()._on_leave(leave)
 
     def begin_again(self) -> None:
         super().begin_again()
