@@ -58,7 +58,7 @@ class Run:
         self.payloads = [
             to_bytes(codec.encode(1e-3 * torch.randn(f.numel)).payload) for f in self.parameter_map.fragments
         ]
-        self.sequence = 0
+        self.made = 0  # updates
 
     def _build(self) -> GlobalServer:
         return GlobalServer(self.identity, self.parameter_map, self.config, {REGION: ("w",)}, 1 << 30, 1)
@@ -67,11 +67,11 @@ class Run:
         server.set_weights([torch.ones(f.numel) for f in self.parameter_map.fragments])
 
     def next_update(self) -> UpdatePart:
-        fragment = self.sequence % len(self.payloads)
-        self.sequence += 1
+        sequence, fragment = divmod(self.made, len(self.payloads))
+        self.made += 1
         version = self.recovered.server.versions[fragment]
         return UpdatePart(
-            REGION, INCARNATION, self.sequence, 0, (ChunkDelta(fragment, version, self.payloads[fragment]),)
+            REGION, INCARNATION, fragment, sequence + 1, 0, (ChunkDelta(fragment, version, self.payloads[fragment]),)
         )
 
     def join(self) -> Join:
@@ -85,7 +85,8 @@ async def measured(run: Run, snapshots: int) -> dict[str, float]:
     thread = ServerThread(server, journal)
     disk = ThreadPoolExecutor(1)
     await thread.say(run.join())
-    await thread.say(AnswerWanted(REGION, INCARNATION, 0, tuple(range(len(run.payloads)))))
+    for fragment in range(len(run.payloads)):
+        await thread.say(AnswerWanted(REGION, INCARNATION, fragment, 0))
 
     async def update() -> float:
         began_s = time.perf_counter()

@@ -43,8 +43,7 @@ class Text:
         self.data, self.context = torch.tensor([min(byte, 127) for byte in path.read_bytes()]), context
 
     def batch(self, numbers: range) -> tuple[Tensor, Tensor]:
-        # a prime: what are neighbours in the run lie far apart in the text
-        begins = torch.tensor(numbers) * 7919 % (len(self.data) - self.context)
+        begins = torch.tensor(numbers) * 7919 % (len(self.data) - self.context)  # prime: neighbours lie apart
         windows = self.data[begins[:, None] + torch.arange(self.context + 1)]
         return windows[:, :-1], windows[:, -1]
 
@@ -116,13 +115,13 @@ def decode(payload: bytes, numel: int) -> Tensor:
 class Update:
     """The delta, anchor − weights now, of one fragment. From a worker: a tensor; from a region: a 4-bit payload.
 
-    leases: whose training is now whole in the deltas that were sent.
+    contains: leases all of whose training the sender's deltas of this fragment contain with this one.
     """
 
-    sequence: int
     fragment: int
+    sequence: int
     delta: Any
-    leases: tuple[int, ...] = ()
+    contains: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ class Answer:
     weights: a tensor; from the global server to a region that has them already: their change, a 4-bit payload.
     """
 
-    sequence: int
     fragment: int
+    sequence: int
     weights: Any
 
 
@@ -153,11 +152,12 @@ Sends = list[tuple[str, Any]]  # (receiver, message)
 
 
 class Ledger:
-    """Who trains which samples. A sample counts when the update that contains its training is in the global weights;
-    until then its lease may come back, and somebody else trains it. So each counts once, whoever dies."""
+    """Who trains which samples. A sample counts once all fragments of the global weights contain its training; till
+    then its lease may come back, and others train it. So each counts once, whoever dies."""
 
-    def __init__(self, samples: int, lease_samples: int) -> None:
-        self.samples, self.size, self.next = samples, lease_samples, 0
+    def __init__(self, samples: int, lease_samples: int, fragments: int) -> None:
+        self.samples, self.size, self.next, self.fragments = samples, lease_samples, 0, fragments
+        self.contained: dict[int, set[int]] = defaultdict(set)  # open lease → fragments that contain its training
         self.pool: list[tuple[int, int]] = []  # (start, samples) that came back
         self.open: dict[int, Lease] = {}
         self.numbers = self.committed = 0
@@ -174,12 +174,14 @@ class Ledger:
         self.open[self.numbers] = Lease(self.numbers, worker, start, samples)
         return self.open[self.numbers]
 
-    def commit(self, leases: tuple[int, ...]) -> None:
-        self.committed += sum(self.open.pop(number).samples for number in leases)
+    def contain(self, leases: tuple[int, ...], fragment: int) -> None:
+        for number in self.open.keys() & leases:  # others train those of who died
+            self.contained[number].add(fragment)
+            if len(self.contained[number]) == self.fragments:
+                self.committed += self.open.pop(number).samples
 
     def release(self, leases: tuple[int, ...]) -> None:
-        back = [self.open.pop(number) for number in leases]
-        self.pool = sorted([*self.pool, *((lease.start, lease.samples) for lease in back)])
+        self.pool = sorted([*self.pool, *((back.start, back.samples) for back in map(self.open.pop, leases))])
 
 
 class GlobalServer:
@@ -192,26 +194,26 @@ class GlobalServer:
     def handle(self, sender: str, message: Any) -> Sends:
         match message:
             case ("join",):
-                return [(sender, self.answer(sender, 0, fragment)) for fragment in range(len(self.x))]
-            case Update(sequence, fragment, payload, leases):
+                return [(sender, self.answer(sender, fragment, 0)) for fragment in range(len(self.x))]
+            case Update(fragment, sequence, payload, leases):
                 self.x[fragment] -= self.share * decode(payload, self.x[fragment].numel())
-                self.ledger.commit(leases)
-                return [(sender, self.answer(sender, sequence, fragment))]
+                self.ledger.contain(leases, fragment)
+                return [(sender, self.answer(sender, fragment, sequence))]
             case ("lease", worker):
                 return [(sender, self.ledger.grant(worker))]
             case ("release", leases):
                 self.ledger.release(leases)
         return []
 
-    def answer(self, region: str, sequence: int, fragment: int) -> Answer:
+    def answer(self, region: str, fragment: int, sequence: int) -> Answer:
         """Code x against a mirror of what the region has: what coding loses stays in the next change."""
         x, key = self.x[fragment], (region, fragment)
         if key not in self.mirrors:
             self.mirrors[key] = x.clone()
-            return Answer(sequence, fragment, x.clone())
+            return Answer(fragment, sequence, x.clone())
         payload = encode(x - self.mirrors[key])
         self.mirrors[key] += decode(payload, x.numel())
-        return Answer(sequence, fragment, payload)
+        return Answer(fragment, sequence, payload)
 
 
 # ------------------------------------------------------------------------------------------------- 5. region server
@@ -227,7 +229,9 @@ class Fragment:
     momentum: Tensor
     residual: Tensor  # what the codec could not express on the way up so far
     pending: int = 0  # workers' updates that are in x and in no update of the region
+    sequence: int = 0  # of the last update
     in_flight: bool = False
+    contains: tuple[int, ...] = ()  # leases whose training is in x, and which the next update says it contains
 
 
 class RegionServer:
@@ -238,14 +242,13 @@ class RegionServer:
 
     def __init__(self, workers: tuple[str, ...], fragments: int, every: int = 2, decay: float = 0.9,
                  gain: float = 0.5, alpha: float = 0.5) -> None:  # fmt: skip
-        self.number, self.every, self.gain, self.sequence = fragments, every, gain, 0
+        self.number, self.every, self.gain, self.sharing = fragments, every, gain, set(workers)
         f32 = torch.tensor  # a Python number would be applied in double precision
         self.keep, self.add, self.alpha, self.rest = f32(decay), f32(1 - decay), f32(alpha), f32(1 - alpha)
         self.fragments: dict[int, Fragment] = {}
         self.waiting: list[str] = []  # workers that joined before the weights were here
-        self.here, self.sharing = set(workers), set(workers)
         self.held: dict[str, dict[int, Lease]] = {worker: {} for worker in workers}  # not trained yet
-        self.trained: dict[int, set[int]] = {}  # lease → fragments whose part of its training has not gone up
+        self.contained: dict[int, set[int]] = defaultdict(set)  # held lease → fragments that contain its training
         self.spent: set[str] = set()  # workers for which there was no data when they asked last
 
     def handle(self, sender: str, message: Any) -> Sends:
@@ -253,17 +256,19 @@ class RegionServer:
         match message:
             case ("join",):
                 self.waiting.append(sender)
-            case Update(sequence, fragment, delta, leases):
+            case Update(fragment, sequence, delta, leases):
                 self.apply(self.fragments[fragment], delta)
+                self.fragments[fragment].contains += leases
                 for number in leases:
-                    del self.held[sender][number]
-                    self.trained[number] = {i for i, f in self.fragments.items() if f.pending}
-                sends.append((sender, Answer(sequence, fragment, self.fragments[fragment].x.clone())))
+                    self.contained[number].add(fragment)
+                    if len(self.contained[number]) == self.number:  # it is trained
+                        del self.held[sender][number]
+                sends.append((sender, Answer(fragment, sequence, self.fragments[fragment].x.clone())))
             case Answer():
                 self.merge(message)
             case ("lease", _):
                 sends.append((GLOBAL, message))
-            case Lease(number, worker) if worker in self.here:
+            case Lease(number, worker) if worker in self.held:
                 self.spent.discard(worker)
                 self.held[worker][number] = message
                 sends.append((worker, message))
@@ -273,11 +278,10 @@ class RegionServer:
                 self.spent.add(worker)
                 sends.append((worker, message))
             case ("leave",):
-                self.here.discard(sender)
-                self.sharing &= self.here | self.spent
                 sends.append((GLOBAL, ("release", tuple(self.held.pop(sender)))))
+                self.sharing &= self.held.keys() | self.spent
         if len(self.fragments) == self.number:
-            first = [Answer(0, i, f.x.clone()) for i, f in sorted(self.fragments.items())]
+            first = [Answer(i, 0, f.x.clone()) for i, f in sorted(self.fragments.items())]
             sends += [(worker, answer) for worker in self.waiting for answer in first]
             self.waiting.clear()
         return sends + self.progress()
@@ -289,10 +293,9 @@ class RegionServer:
         f.pending += 1
 
     def progress(self) -> Sends:
-        """An update for each fragment that has K deltas, or any where nobody has data left to add to them. One is in
-        flight at most: its answer decides the base from which the next one counts."""
+        """One update per fragment with K deltas, or with any where no data is left: its answer sets the next base."""
         sends: Sends = []
-        at_rest = not self.here or (self.spent and not any(self.held.values()))
+        at_rest = not self.held or (self.spent and not any(self.held.values()))
         for number, f in sorted(self.fragments.items()):
             if f.in_flight or f.pending < (1 if at_rest else self.every):
                 continue
@@ -300,12 +303,8 @@ class RegionServer:
             f.base.copy_(f.x)
             payload = encode(v)
             f.residual = v - decode(payload, v.numel())
-            f.pending, f.in_flight, self.sequence = 0, True, self.sequence + 1
-            for fragments in self.trained.values():
-                fragments.discard(number)
-            leases = tuple(lease for lease, fragments in self.trained.items() if not fragments)
-            self.trained = {lease: fragments for lease, fragments in self.trained.items() if fragments}
-            sends.append((GLOBAL, Update(self.sequence, number, payload, leases)))
+            f.pending, f.in_flight, f.sequence, contains, f.contains = 0, True, f.sequence + 1, f.contains, ()
+            sends.append((GLOBAL, Update(number, f.sequence, payload, contains)))
         return sends
 
     def merge(self, answer: Answer) -> None:
@@ -336,16 +335,16 @@ class Worker:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         self.fragments = list(model.matrices)
         self.anchors: dict[int, Tensor] = {}  # the weights last adopted
-        self.flights: dict[int, tuple[int, Tensor, int]] = {}  # sequence → fragment, weights then, step of adoption
+        self.flights: dict[int, tuple[Tensor, int]] = {}  # fragment → weights when it left, step of adoption
         self.unsent: dict[int, set[int]] = {}  # trained lease → fragments that no delta has left of since
-        self.step = self.sequence = 0
+        self.step, self.sequences = 0, [0] * len(self.fragments)
         self.came: dict[Any, Any] = {}  # what was received and not taken yet
 
     def run(self, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
         self.receive, self.send = receive, send
         send(("join",))
         for i, matrix in enumerate(self.fragments):
-            self.anchors[i] = self.wait((0, i)).weights
+            self.anchors[i] = self.wait((i, 0)).weights
             write(matrix, self.anchors[i])
         send(("lease", self.name))
         while isinstance(lease := self.wait("lease"), Lease):
@@ -360,7 +359,7 @@ class Worker:
     def wait(self, key: Any) -> Any:
         while key not in self.came:
             message = self.receive()
-            self.came[(message.sequence, message.fragment) if isinstance(message, Answer) else "lease"] = message
+            self.came[(message.fragment, message.sequence) if isinstance(message, Answer) else "lease"] = message
         return self.came.pop(key)
 
     def train(self, lease: Lease) -> None:
@@ -384,21 +383,20 @@ class Worker:
 
     def push(self, fragment: int) -> None:
         now = values(self.fragments[fragment])
+        contains = tuple(lease for lease, fragments in self.unsent.items() if fragment in fragments)
         for fragments in self.unsent.values():
             fragments.discard(fragment)
-        leases = tuple(lease for lease, fragments in self.unsent.items() if not fragments)
-        self.unsent = {lease: fragments for lease, fragments in self.unsent.items() if fragments}
-        self.sequence += 1
-        self.send(Update(self.sequence, fragment, self.anchors[fragment] - now, leases))
-        self.flights[self.sequence] = fragment, now, self.step + self.overlap
+        self.sequences[fragment] += 1
+        self.send(Update(fragment, self.sequences[fragment], self.anchors[fragment] - now, contains))
+        self.flights[fragment] = now, self.step + self.overlap
 
     def adopt(self, everything: bool = False) -> None:
-        for sequence, (fragment, sent, due_step) in list(self.flights.items()):
+        for fragment, (sent, due_step) in list(self.flights.items()):
             if everything or due_step <= self.step:
-                theirs, matrix = self.wait((sequence, fragment)).weights, self.fragments[fragment]
+                theirs, matrix = self.wait((fragment, self.sequences[fragment])).weights, self.fragments[fragment]
                 write(matrix, theirs + (values(matrix) - sent))
                 self.anchors[fragment] = theirs
-                del self.flights[sequence]
+                del self.flights[fragment]
 
 
 # ------------------------------------------------------------------------------------------------- 7. threads, links
@@ -415,7 +413,9 @@ class Run:
         self.text, self.samples = Text(Path(__file__)), samples
         self.start = [values(matrix) for matrix in Model().matrices]
         self.servers: dict[str, GlobalServer | RegionServer] = {
-            GLOBAL: GlobalServer(self.start, len(regions), Ledger(samples, self.batch * self.local_steps)),
+            GLOBAL: GlobalServer(
+                self.start, len(regions), Ledger(samples, self.batch * self.local_steps, len(self.start))
+            ),
             **{name: RegionServer(workers, len(self.start)) for name, workers in regions.items()},
         }
         homes = [(name, region) for region, names in regions.items() for name in names]

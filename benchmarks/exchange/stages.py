@@ -57,7 +57,7 @@ def of_a_worker(numel: int, codec: str, rounds: int) -> dict[str, float]:
             with stage("copy"):
                 shard.anchor.copy_(now)
                 data = payload.cpu().numpy().tobytes()
-            part = UpdatePart("w", "1", number, 0, (ChunkDelta(chunk, 0, data),))
+            part = UpdatePart("w", "1", 0, number, 0, (ChunkDelta(chunk, 0, data),))
             with stage("frame"):
                 for _ in wire.frames(part):
                     pass

@@ -89,8 +89,7 @@ def a_merge(
     }
     size = MODEL_BYTES // FRAGMENTS
     return UpdateApplied(
-        name, 1, 1, [fragment], list(versions), staleness, 512, size, loss, metrics, [staleness],
-        [rng.uniform(1.5, 2.0)], tokens,
+        name, fragment, 1, 1, list(versions), staleness, 512, size, loss, metrics, rng.uniform(1.5, 2.0), tokens,
     )  # fmt: skip
 
 

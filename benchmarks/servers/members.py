@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import uuid
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -37,14 +38,15 @@ async def _idle(pipe: Connection, run_path: Path, names: list[str], address: str
         identity_of(run, parameter_map),
         tuple(parameter_map.whole(c.index) for c in parameter_map.chunks),
     )
-    every = tuple(range(len(parameter_map.fragments)))
 
     async def joined(name: str) -> GrpcClient:
         i, client = identity, GrpcClient(address, name, uuid.uuid4().hex)
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, name, client.incarnation
         async with turn:
             await client.persist(lambda: client.join(Join(*names, 0, 1, whole, whole)), QUIET_S)
-            await client.persist(lambda: client.pull(AnswerPull(0, 0, every, 8 * parameter_map.numel)), QUIET_S)
+            for fragment in range(len(parameter_map.fragments)):
+                wanted = AnswerPull(0, fragment, 0, 8 * parameter_map.numel)
+                await client.persist(partial(client.pull, wanted), QUIET_S)
         return client
 
     clients = await asyncio.gather(*map(joined, names))

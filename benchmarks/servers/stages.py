@@ -52,7 +52,7 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
     above = WeightsSender(outer.down)
 
     def heard(version: int, x: Tensor) -> Answer:
-        return Answer(version, (above.encode(0, version, x),))
+        return Answer(0, version, (above.encode(0, version, x),))
 
     shard.receive(heard(0, torch.randn(numel)))
     shard.execute(Merge(0, first=True, inputs={}))
@@ -71,7 +71,7 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
         times.setdefault(name, []).append(time.perf_counter() - begin)
 
     for number in range(1, ROUNDS + 1):
-        part = UpdatePart("w", "1", number, 0, (ChunkDelta(0, 0, noise),))
+        part = UpdatePart("w", "1", 0, number, 0, (ChunkDelta(0, 0, noise),))
         frames = list(wire.frames(part))
         with stage("frames_in"):
             _read(frames, 8 * numel)
@@ -81,16 +81,16 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
             journal.flush()
         shard.receive(part)
         with stage("decode_and_norm"):
-            shard.decode("w", number, (0,))
+            shard.decode("w", 0, number)
         with stage("rule"):
             told, _ = rule.on_delta(counts, "w", 1, 1)
-            shard.execute(Apply("w", number, 0, counts.version, told))
+            shard.execute(Apply("w", 0, number, counts.version, told))
         with stage("answer"):
-            shard.execute(Freeze("w", number, 0, counts.version))
-        answer = shard.members["w"].answers[number][0, 0]
+            shard.execute(Freeze("w", 0, number, counts.version))
+        answer = shard.members["w"].answers[0].weights[0, 0]
         with stage("frames_out"):
-            list(wire.frames(Answer(number, (answer,))))
-        shard.execute(Forget("w", answers=(number,), updates=(number,)))
+            list(wire.frames(Answer(0, number, (answer,))))
+        shard.execute(Forget("w", answers=(0,), updates=((0, number),)))
         with stage("up_encode"):
             shard.execute(SendUp(0, number, rule.on_send(counts)[0]))
         change = heard(number, shard.vectors[0].x + 1e-5)

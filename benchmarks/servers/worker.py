@@ -48,11 +48,10 @@ class Worker:
             names = i.run, i.config_digest, i.parameter_map_digest, i.model, name, self.incarnation
             welcome = client.join(Join(*names, rank, ranks, slices, slices))
         assert welcome is not None
-        self.sequence, self.every = welcome.sequence, tuple(range(len(parameter_map.fragments)))
-        answers = [client.pull(0, self.every) for client in self.clients]
-        self.versions = {w.chunk: w.version for w in answers[0].result().weights}
-        for answer in answers[1:]:
-            answer.result()
+        self.sequences = list(welcome.sequences)
+        every = range(len(parameter_map.fragments))
+        answers = [client.pull(fragment, 0).result() for fragment in every for client in self.clients]
+        self.versions = {w.chunk: w.version for answer in answers for w in answer.weights}
         codec = make_codec(run.outer.worker_codecs[0])
         sizes = [[end - begin for begin, end in pairwise(cut)] for cut in cuts]
         seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same in every process
@@ -65,22 +64,21 @@ class Worker:
         the answer."""
         parts = [
             UpdatePart(
-                self.name, self.incarnation, self.sequence, rank,
+                self.name, self.incarnation, fragment, self.sequences[fragment], rank,
                 tuple(self._delta(chunk, rank) for chunk in self.chunks_of[fragment]),
-                adopted=self.sequence - 1,
             )
             for rank in range(len(self.clients))
         ]  # fmt: skip
         begin = time.perf_counter()
         pushed = [client.push(part) for client, part in zip(self.clients, parts, strict=True)]
-        answers = [client.pull(self.sequence, (fragment,)) for client in self.clients]
+        answers = [client.pull(fragment, self.sequences[fragment]) for client in self.clients]
         for done in pushed:
             done.result(600)
         pushed_s = time.perf_counter() - begin
         weights = [answer.result(600).weights for answer in answers]
         took_s = time.perf_counter() - begin
         self.versions |= {w.chunk: w.version for w in weights[0]}
-        self.sequence += 1
+        self.sequences[fragment] += 1
         return pushed_s, took_s
 
     def _delta(self, chunk: int, rank: int) -> ChunkDelta:

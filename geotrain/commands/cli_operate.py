@@ -62,7 +62,7 @@ def status(
     raise typer.Exit(int(seen.state))
 
 
-@command(epilog="Examples: geotrain logs runs/mine eu-0 --follow; geotrain logs runs/mine --update eu-0/17")
+@command(epilog="Examples: geotrain logs runs/mine eu-0 --follow; geotrain logs runs/mine --update eu-0/2.17")
 def logs(
     folder: RunFolder,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]…", help="Processes; none: all.")] = None,

@@ -54,7 +54,7 @@ def stream(folder: Path, names: Sequence[str], lines: int, goes_on: Callable[[],
 
 
 def trace_update(folder: Path, update: str) -> UpdateTrace:
-    """The way of an update ("eu-0/17", or "eu/5" for one of a region) through the run in this folder, from the events
+    """The way of an update ("eu-0/2.17"; "eu/2.5" is one of a region) through the run in this folder, from the events
     of all processes that lie here. Raises ConfigError: no run, no such member, or no such id."""
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
     rule, topology = run.outer.rule, Topology(run, cluster)

@@ -31,8 +31,8 @@ def curves(event: Event) -> tuple[int, dict[str, float]] | None:
     found |= {f"{name}/{member}": event.metrics[name] for name in WORKER_METRICS if name in event.metrics}
     found |= {f"time_{part}/{member}": share for part, share in time_shares(event.metrics).items()}
     found[f"staleness/{member}"] = float(event.staleness)
-    if event.delta_norms:
-        found[f"delta_norm/{member}"] = sum(norm**2 for norm in event.delta_norms) ** 0.5
+    if event.delta_norm is not None:
+        found[f"delta_norm/{member}"] = event.delta_norm
     return event.tokens, found
 
 

@@ -208,9 +208,10 @@ class History:
     def _apply_update(self, event: events.UpdateApplied, now_s: float) -> None:
         member = self._members[event.member]
         member.updates += 1
-        member.updated_s, member.metrics = now_s, event.metrics
-        member.staleness.update(zip(event.fragments, event.fragment_staleness, strict=False))
-        member.norms.update(zip(event.fragments, event.delta_norms, strict=False))
+        member.updated_s, member.metrics = now_s, event.metrics or member.metrics
+        member.staleness[event.fragment] = event.staleness
+        if event.delta_norm is not None:
+            member.norms[event.fragment] = event.delta_norm
         member.ticks.append([self._number, now_s, event.staleness])
         self._versions = event.versions
         if event.tokens is not None:

@@ -46,7 +46,8 @@ class Narrator:
             case events.UpdateApplied():
                 self._updates += 1
                 self._losses += [] if event.loss is None else [event.loss]
-                self._speeds[event.member] = event.metrics.get("tokens_per_s", 0.0)
+                if event.metrics:
+                    self._speeds[event.member] = event.metrics.get("tokens_per_s", 0.0)
             case events.SentUp():
                 self._sent += 1
             case events.ServerSampled() if record.time_s - self._since_s >= EVERY_S:

@@ -81,12 +81,12 @@ class Otlp:
             case events.UpdateStage(update=update, stage="sent"):
                 self._begin("send", update, now)
             case events.Acknowledged():
-                update = update_id(event.member, event.sequence)
+                update = update_id(event.member, event.fragment, event.sequence)
                 self._span("send", update, self._since("send", update, now), now)
             case events.UpdateStage(update=update, stage="arrived"):
                 self._begin("apply", update, now)
             case events.UpdateApplied():
-                update = update_id(event.member, event.sequence)
+                update = update_id(event.member, event.fragment, event.sequence)
                 said = {"staleness": event.staleness, "samples": event.samples, "loss": event.loss}
                 numbers = {name: value for name, value in said.items() if value is not None}
                 self._span("apply", update, self._since("apply", update, now), now, numbers)
@@ -96,12 +96,12 @@ class Otlp:
             case events.UpdateStage(update=update, stage="adopted"):
                 self._span("update", update, self._since("update", update, now), now, root=True)
             case events.SentUp():
-                update = update_id(self.source, event.sequence)
+                update = update_id(self.source, event.fragment, event.sequence)
                 self._begin("update", update, now)
                 self._span("sent up", update, now, now, links=self._merged)
                 self._merged = []
             case events.Merged():
-                update = update_id(self.source, event.sequence)
+                update = update_id(self.source, event.fragment, event.sequence)
                 self._span("update", update, self._since("update", update, now), now, root=True)
 
     def close(self) -> None:
@@ -154,7 +154,9 @@ class Otlp:
             k: v if isinstance(v, (str, int, float)) else json.dumps(v, default=str) for k, v in fields.items()
         }
         update = fields.get("update") or (
-            update_id(fields["member"], fields["sequence"]) if {"member", "sequence"} <= fields.keys() else ""
+            update_id(fields["member"], fields["fragment"], fields["sequence"])
+            if {"member", "fragment", "sequence"} <= fields.keys()
+            else ""
         )
         mark = MARKS.get(type(record.event))
         worrying = mark is not None and mark[0] in WORRYING

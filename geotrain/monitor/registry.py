@@ -87,10 +87,10 @@ DERIVED: dict[Metric, dict[type[Event], Reader]] = {
         events.ValidationDone: lambda event, _: event.loss
     },
     Metric("delta_norm", "2-norm of the last delta", FRAGMENT): {
-        UpdateApplied: lambda event, _: dict(zip(event.fragments, event.delta_norms, strict=False))
+        UpdateApplied: lambda event, _: None if event.delta_norm is None else {event.fragment: event.delta_norm}
     },
     Metric("staleness", "Staleness of the last update", FRAGMENT, unit="versions"): {
-        UpdateApplied: lambda event, _: dict(zip(event.fragments, event.fragment_staleness, strict=False))
+        UpdateApplied: lambda event, _: {event.fragment: event.staleness}
     },
     Metric("fragment_version", "Version of the server's weights", ("fragment",)): {
         UpdateApplied: _versions,

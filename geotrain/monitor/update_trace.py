@@ -62,23 +62,27 @@ class RunFacts:
 
 
 def trace(update: str, logs: Logs, facts: RunFacts) -> UpdateTrace:
-    """Follow the update `member/sequence`. Raises ValueError if it is no such id."""
-    member, _, number = update.rpartition("/")
-    if not member or not number.isdecimal():
-        raise ValueError(f"{update!r} is no update; write MEMBER/NUMBER, as in eu-0/17")
-    found = _Tracer(logs, facts)
-    held = found.follow(member, int(number))
+    """Follow the update `member/fragment.sequence`. Raises ValueError if it is no such id."""
+    member, _, numbers = update.rpartition("/")
+    fragment, _, sequence = numbers.partition(".")
+    if not member or not fragment.isdecimal() or not sequence.isdecimal():
+        raise ValueError(f"{update!r} is no update; write MEMBER/FRAGMENT.NUMBER, as in eu-0/2.17")
+    found = _Tracer(logs, facts, int(fragment))
+    held = found.follow(member, int(sequence))
     found.steps.sort(key=lambda each: (each[0].time_s, each[1]))
     return UpdateTrace(update, [step for step, _ in found.steps], list(dict.fromkeys(held)))
 
 
 class _Tracer:
-    """Collects the steps of an update, and of the region's updates in which it goes on."""
+    """Collects the steps of an update of a fragment, and of the region's updates in which it goes on."""
 
-    def __init__(self, logs: Logs, facts: RunFacts) -> None:
-        self.logs, self.facts = logs, facts
+    def __init__(self, logs: Logs, facts: RunFacts, fragment: int) -> None:
+        self.logs, self.facts, self.fragment = logs, facts, fragment
         self.steps: list[tuple[TraceStep, tuple[int, int]]] = []  # with hop and stage
         self.hop = 0
+
+    def _id(self, member: str, sequence: int) -> str:
+        return update_id(member, self.fragment, sequence)
 
     def follow(self, member: str, sequence: int) -> list[str]:
         """Add the steps of the update, from its sender to the server above and onwards. Returns where it is held."""
@@ -94,7 +98,8 @@ class _Tracer:
 
     def _below(self, member: str, sequence: int) -> dict[str, int]:
         """Add what the sender has written. Returns stage → index of its record in the sender's log."""
-        update, found, begun = update_id(member, sequence), dict[str, int](), dict[int, Record]()
+        update, found, begun = self._id(member, sequence), dict[str, int](), dict[int, Record]()
+        wanted = self.fragment, sequence
         for at, record in enumerate(self.logs.get(member, ())):
             match record.event:
                 case LeaseBegun(job=job):
@@ -105,19 +110,17 @@ class _Tracer:
                         lease: Any = begun[job].event
                         samples = f"samples {lease.start:,} to {lease.start + lease.samples - 1:,}"
                         self._add(begun[job], member, f"begins lease {lease.lease} (job {job}, {samples})")
-                    stage, parts = "encoded", ", ".join(map(str, made.fragments))
-                    words = f"encoded: fragments {parts}, {made.payload_bytes:,} bytes of rank 0"
-                case SentUp(sequence=number) as sent if number == sequence:
-                    stage, parts = "sent", ", ".join(map(str, sent.fragments))
-                    words = f"sent up as {update}: fragments {parts}, "
-                    words += f"{sent.weight} updates, {sent.payload_bytes:,} bytes"
+                    stage, words = "encoded", f"encoded: {made.payload_bytes:,} bytes of rank 0"
+                case SentUp(fragment=f, sequence=number) as sent if (f, number) == wanted:
+                    stage = "sent"
+                    words = f"sent up as {update}: {sent.weight} updates, {sent.payload_bytes:,} bytes"
                 case UpdateStage(update=name, stage="sent" | "adopted" as stage) if name == update:
                     words = {"sent": "sending begins", "adopted": "answer adopted"}[stage]
-                case Acknowledged(member=name, sequence=number) if (name, number) == (member, sequence):
+                case Acknowledged(member=name, fragment=f, sequence=number) if (name, f, number) == (member, *wanted):
                     stage = words = "acknowledged"
-                case Merged(sequence=number, global_versions=versions) if number == sequence:
-                    stage, newest = "adopted", ", ".join(map(str, versions))
-                    words = f"merged the answer to {update}: global versions {newest}"
+                case Merged(fragment=f, sequence=number, global_versions=versions) if (f, number) == wanted:
+                    stage = "adopted"
+                    words = f"merged the answer to {update}: global version {versions[f]}"
                 case _:
                     continue
             self._add(record, member, words)
@@ -126,19 +129,22 @@ class _Tracer:
 
     def _above(self, member: str, server: str, sequence: int) -> dict[str, int]:
         """Add what the receiver has written. Returns stage → index of its record in the receiver's log."""
-        update, found = update_id(member, sequence), dict[str, int]()
+        update, found = self._id(member, sequence), dict[str, int]()
+        mine = member, self.fragment
         for at, record in enumerate(self.logs.get(server, ())):
             match record.event:
                 case UpdateStage(update=name, stage="arrived" | "answered" as stage) if name == update:
                     words = {"arrived": "first part arrived", "answered": "answer frozen"}[stage]
                     self._add(record, server, f"{words} ({update})")
                     found[stage] = at
-                case UpdateApplied(member=name, sequence=number) as applied if (name, number) == (member, sequence):
-                    words = f"journaled and applied {update}: version {max(applied.versions, default=0)}"
-                    self._add(record, server, f"{words}, staleness {applied.staleness}")
-                    found["applied"] = at
-                case UpdateApplied(member=name, sequence=number) if name == member and number < sequence:
-                    found.pop("refused", None)  # it was of an earlier update
+                case UpdateApplied(member=name, fragment=f, sequence=number) as applied if (name, f) == mine:
+                    if number == sequence:
+                        version = applied.versions[f] if applied.versions else 0
+                        words = f"journaled and applied {update}: version {version}"
+                        self._add(record, server, f"{words}, staleness {applied.staleness}")
+                        found["applied"] = at
+                    elif number < sequence:
+                        found.pop("refused", None)  # it was of an earlier update
                 case UpdateRefused(member=name) if name == member and "applied" not in found:
                     found["refused"] = at
         return found
@@ -153,7 +159,7 @@ class _Tracer:
 
     def _held_below(self, member: str, server: str, sequence: int, known: Mapping[str, int]) -> str:
         """Where an update that the server has not applied is held."""
-        update, log = update_id(member, sequence), self.logs.get(server, ())
+        update, log = self._id(member, sequence), self.logs.get(server, ())
         if "refused" in known and ("sent" in known or member not in self.logs):
             refused: Any = log[known["refused"]].event
             return f"refused by {server}: {refused.reason}"
@@ -162,9 +168,8 @@ class _Tracer:
         if member not in self.logs:
             return f"not applied by {server}, and no events of {member} are here: they lie on its machine"
         if not known.keys() & {"encoded", "sent"}:
-            made = [int(name.rpartition("/")[2]) for name in self._encoded(member)]
-            newest = f"its newest is {update_id(member, max(made))}" if made else "it has made none"
-            return f"{member} has not made {update}; {newest}"
+            newest = next((made for made in reversed(list(self._encoded(member)))), None)
+            return f"{member} has not made {update}; {f'its newest is {newest}' if newest else 'it has made none'}"
         if "sent" not in known:
             return f"in {member}: waits until earlier updates are acknowledged by {server}"
         if "acknowledged" in known or not log:
@@ -175,60 +180,52 @@ class _Tracer:
         return f"between {member} and {server}: sent and not acknowledged; {last}"
 
     def _encoded(self, member: str) -> Iterator[str]:
+        """Yield the member's updates of the fragment that it has made."""
         for record in self.logs[member]:
-            if isinstance(record.event, UpdateEncoded):
-                yield record.event.update
-            elif isinstance(record.event, SentUp):
-                yield update_id(member, record.event.sequence)
+            match record.event:
+                case UpdateEncoded(update=name) if name.startswith(f"{member}/{self.fragment}."):
+                    yield name
+                case SentUp(fragment=f, sequence=number) if f == self.fragment:
+                    yield self._id(member, number)
 
     def _onwards(self, region: str, at: int) -> list[str]:
-        """Follow an update that the region has applied (record `at` of its log) to the global server, fragment by
-        fragment."""
-        log, held, followed = self.logs[region], list[str](), set[int]()
-        applied: Any = log[at].event
-        travelling = self._travelling(log[:at])
-        for fragment in applied.fragments:
-            sent = self._sent_with(region, fragment, at, travelling.get(fragment))
-            if isinstance(sent, str):
-                held.append(sent)
-            elif sent not in followed:
-                followed.add(sent)
-                held += self.follow(region, sent)
-        return held
+        """Follow an update that the region has applied (record `at` of its log) to the global server."""
+        sent = self._sent_with(region, at, self._travelling(self.logs[region][:at]))
+        return [sent] if isinstance(sent, str) else self.follow(region, sent)
 
-    def _travelling(self, log: Sequence[Record]) -> dict[int, int]:
-        """The region's own updates that were sent up and not answered by the end of this log: fragment → sequence."""
-        found: dict[int, int] = {}
+    def _travelling(self, log: Sequence[Record]) -> int | None:
+        """Return the region's own update of the fragment that was sent up and not answered by the end of this log."""
+        found: int | None = None
         for record in log:
             match record.event:
-                case SentUp(sequence=sequence, fragments=fragments):
-                    found |= dict.fromkeys(fragments, sequence)
-                case Merged(sequence=sequence):
-                    found = {fragment: number for fragment, number in found.items() if number != sequence}
+                case SentUp(fragment=f, sequence=sequence) if f == self.fragment:
+                    found = sequence
+                case Merged(fragment=f, sequence=sequence) if (f, sequence) == (self.fragment, found):
+                    found = None
                 case StartedOver():
-                    found.clear()
+                    found = None
         return found
 
-    def _sent_with(self, region: str, fragment: int, at: int, travelling: int | None) -> int | str:
-        """Return the sequence of the region's update that includes the fragment of what record `at` has applied, or
-        why there is none."""
+    def _sent_with(self, region: str, at: int, travelling: int | None) -> int | str:
+        """Return the sequence of the region's update that includes what record `at` has applied, or why there is
+        none."""
         pending = 1
         for record in self.logs[region][at + 1 :]:
             match record.event:
-                case SentUp(sequence=sequence, fragments=fragments) if fragment in fragments:
+                case SentUp(fragment=f, sequence=sequence) if f == self.fragment:
                     return sequence
-                case UpdateApplied(fragments=fragments) if fragment in fragments:
+                case UpdateApplied(fragment=f) if f == self.fragment:
                     pending += 1
-                case Merged(sequence=sequence) if sequence == travelling:
+                case Merged(fragment=f, sequence=sequence) if (f, sequence) == (self.fragment, travelling):
                     if not self.facts.ledger:
-                        mine = update_id(region, sequence)
+                        mine = self._id(region, sequence)
                         return f"in no update: {region} merged the answer to {mine} without the ledger"
                     travelling = None
                 case StartedOver(reason=reason):
                     return f"dropped: {region} started over: {reason}"
-        where = f"in {region}, fragment {fragment}: "
+        where = f"in {region}, fragment {self.fragment}: "
         if travelling is not None:
-            mine = update_id(region, travelling)
+            mine = self._id(region, travelling)
             server = self.facts.server_of(region)
             known = self._quietly(region, server, travelling)
             why = "its answer" if "applied" in known else self._held_below(region, server, travelling, known)
@@ -248,7 +245,7 @@ class _Tracer:
         """Where the answer is held that an applied update has not brought back yet."""
         if "adopted" in known or member not in self.logs:
             return []
-        what = f"the answer to {update_id(member, sequence)}"
+        what = f"the answer to {self._id(member, sequence)}"
         if "answered" not in known:
             return [f"{what} is not made: {server} waits for the other members of the round"]
         return [f"{what} is made by {server}, and not adopted by {member}"]

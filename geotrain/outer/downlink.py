@@ -75,6 +75,12 @@ def fingerprint(weights: ChunkWeights, before: int) -> int:
 class WeightsSender(_Mirror):
     """The server's end of a way down, for one part of one member."""
 
+    def forget(self, chunks: Iterable[int]) -> None:
+        """Forget what was sent of these chunks: their next weights go whole."""
+        for chunk in chunks:
+            for table in (self.mirror, self.fingerprints, self.before):
+                table.pop(chunk, None)
+
     def encode(self, chunk: int, version: int, held: Tensor) -> ChunkWeights:
         """Encode the weights for this receiver; with changes, its mirror then holds what the receiver will have.
 

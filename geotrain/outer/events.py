@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, dataclass_transform
 
 MemberName = Annotated[str, "a worker or a region"]
-Fragments = Annotated[list[int], "the fragments it is about"]
+Fragment = Annotated[int, "number of the fragment that it is about"]
+Sequence = Annotated[int, "number of the update, among the member's of this fragment"]
+UpdateId = Annotated[str, "its id, member/fragment.sequence"]
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -50,25 +52,24 @@ class UpdateApplied(Event):
     """A server has applied a member's update. At the global server, this is a merge of a region's progress."""
 
     member: MemberName
-    sequence: Annotated[int, "number of the update"]
+    fragment: Fragment
+    sequence: Sequence
     job: Annotated[int, "the worker's job that it belongs to"]
-    fragments: Fragments
     versions: Annotated[list[int], "of every fragment of the model, after it"]
-    staleness: Annotated[int, "versions that passed since its anchor; the most of its fragments"]
+    staleness: Annotated[int, "versions that passed since its anchor"]
     samples: Annotated[int, "committed (global server) or trained (region server) with it"]
     payload_bytes: Annotated[int, "its coded deltas"]
     loss: Annotated[float | None, "training loss, mean over the member's workers"]
     metrics: Annotated[dict[str, float], "what else the member says of itself, as in JobTrained"]
-    fragment_staleness: Annotated[list[int], "by fragment, in the order of `fragments`"] = field(default_factory=list)
-    delta_norms: Annotated[list[float], "2-norm of each fragment's delta"] = field(default_factory=list)
+    delta_norm: Annotated[float | None, "2-norm of its delta"] = None
     tokens: Annotated[int | None, "committed in the run so far (global server only)"] = None
 
 
 class SentUp(Event):
     """A region's progress has left for the global server."""
 
-    sequence: Annotated[int, "number of the update"]
-    fragments: Fragments
+    fragment: Fragment
+    sequence: Sequence
     weight: Annotated[int, "workers' deltas that it stands for"]
     payload_bytes: Annotated[int, "its coded deltas"]
 
@@ -91,7 +92,8 @@ class TrainedTwice(Event):
 class Merged(Event):
     """A region took in the global weights that came in answer to its update."""
 
-    sequence: Annotated[int, "number of the update"]
+    fragment: Fragment
+    sequence: Sequence
     global_versions: Annotated[list[int], "of every fragment, as the region now has them"]
     payload_bytes: Annotated[int, "the coded weights"]
 
@@ -163,10 +165,9 @@ class LeaseBegun(Event):
 class UpdateEncoded(Event):
     """Rank 0 of a worker has encoded its part of an update and given it to its link."""
 
-    update: Annotated[str, "its id, member/sequence"]
+    update: UpdateId
     job: Annotated[int, "the job in which it was made"]
-    leases: Annotated[list[int], "the leases whose training is complete with it"]
-    fragments: Fragments
+    contains: Annotated[list[int], "the leases all of whose training the fragment's updates contain with it"]
     payload_bytes: Annotated[int, "coded deltas of this rank"]
 
 
@@ -175,7 +176,8 @@ class Acknowledged(Event):
 
     member: MemberName
     incarnation: Annotated[str, "names this incarnation of the member"]
-    sequence: Annotated[int, "number of the update"]
+    fragment: Fragment
+    sequence: Sequence
 
 
 class UpdateStage(Event):
@@ -186,7 +188,7 @@ class UpdateStage(Event):
     adopted the answer.
     """
 
-    update: Annotated[str, "its id, member/sequence"]
+    update: UpdateId
     stage: Annotated[str, "sent, arrived, answered or adopted"]
 
 

@@ -40,7 +40,7 @@ class Client(Protocol):
 
     def join(self, join: Join) -> Welcome: ...
     def push(self, part: UpdatePart) -> Pending[None]: ...
-    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Pending[Answer]: ...
+    def pull(self, fragment: int, sequence: int) -> Pending[Answer]: ...
 
 
 class Weights(Protocol):
@@ -91,14 +91,14 @@ def _tell_nobody(event: Event) -> None:
 
 @dataclass
 class _InFlight:
-    """An update that was sent and whose answer is not adopted yet.
+    """Updates that left together, and whose answers are not adopted yet.
 
-    push: done when the update is acknowledged. It also fails where a delta could not be made; then nothing was sent,
-    and no answer will ever come. due_step: the inner step at which the answer is to be adopted.
+    pushes: each done when its update is acknowledged. They also fail where a delta could not be made; then nothing
+    was sent, and no answer will ever come. due_step: the inner step at which the answers are to be adopted.
     """
 
-    push: Pending[None]
-    answer: Pending[Answer]
+    pushes: list[Pending[None]]
+    answers: list[Pending[Answer]]
     fragments: tuple[int, ...]
     due_step: int
 
@@ -121,7 +121,7 @@ class Exchange:
         self.tell: Callable[[Event], None] = _tell_nobody  # takes what happens to leases and updates
         self.incarnation = ""
         self.server_incarnation = ""  # incarnation of the server that gave the last weights
-        self.sequence = 0  # of the next update
+        self.sequences = [1] * len(chunks)  # of the next update of each fragment
         self.step = 0  # inner steps in this incarnation of the worker
         self.step_s = 0.0  # seconds of one inner step, exchanges not counted
         self.waited_s = 0.0  # seconds of this job in which training stood still for an answer
@@ -143,13 +143,14 @@ class Exchange:
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, incarnation
         slices = self.weights.pushes, self.weights.holds
         welcome = self.client.join(Join(*names, rank.rank, rank.world_size, *slices, data=i.data))
-        self.sequence, self.server_incarnation, self.next_job = welcome.sequence, welcome.incarnation, welcome.job
+        self.sequences, self.next_job = list(welcome.sequences), welcome.job
+        self.server_incarnation = welcome.incarnation
         yield from self.adopt_newest()
         return welcome.job
 
     def adopt_newest(self) -> Waiting[None]:
         """Adopt the server's weights as they are now, in place of this worker's."""
-        yield from self._adopt((yield self.client.pull(0, self.all)), self.all, start=True)
+        yield from self._adopt([self.client.pull(fragment, 0) for fragment in self.all], start=True)
 
     def begin(self, lease: Lease) -> None:
         """Begin a job: the inner steps that follow train this lease."""
@@ -175,8 +176,9 @@ class Exchange:
         assert self.lease is not None
         # A push that failed ends the run here, and not after the deadline of an answer that will never come.
         for sent in self.in_flight:
-            if sent.push.done():
-                sent.push.result()
+            for push in sent.pushes:
+                if push.done():
+                    push.result()
         self.step += steps
         yield from self._adopt_answers()
         if self.step - self._job_step == self.lease.steps:
@@ -209,32 +211,35 @@ class Exchange:
             # A fragment has one update in flight: the next delta is counted from the answer to the last.
             yield from self._adopt_answers(wait=True)
         self.rank.settle()  # the delta must contain every step
-        stream = self.name, self.rank.rank, self.sequence
-        chunks = [chunk for fragment in due for chunk in self.chunks[fragment]]
+        sent = _InFlight([], [], due, self.step + self.overlap.steps)
+        self.in_flight.append(sent)
+        for fragment in due:
+            # For people: the last one brings the metrics of all.
+            pushed = self._push_fragment(fragment, metrics if fragment == due[-1] else {}, job)
+            sent.pushes.append(pushed)
+            sent.answers.append(self.client.pull(fragment, self.sequences[fragment]))
+            self.sequences[fragment] += 1
+
+    def _push_fragment(self, fragment: int, metrics: dict[str, float], job: int) -> Pending[None]:
+        sequence = self.sequences[fragment]
+        stream = self.name, self.rank.rank, sequence
         with span("encode"):
-            deltas = tuple(self.weights.make_delta(chunk, rounding_seed(*stream, chunk)) for chunk in chunks)
-        for fragments in self.unsent.values():
-            fragments.difference_update(due)
-        # A lease counts as trained only when the deltas of all fragments contain all its steps.
-        leases = tuple(lease for lease, fragments in self.unsent.items() if not fragments)
-        for lease in leases:
-            del self.unsent[lease]
-        header = (self.name, self.incarnation, self.sequence, self.rank.rank)
-        adopted = self.sequence - len(self.in_flight) - 1  # answers are adopted in order
+            deltas = [self.weights.make_delta(c, rounding_seed(*stream, c)) for c in self.chunks[fragment]]
+        contains = tuple(lease for lease, fragments in self.unsent.items() if fragment in fragments)
+        self.unsent = {lease: left for lease, fragments in self.unsent.items() if (left := fragments - {fragment})}
+
+        header = self.name, self.incarnation, fragment, sequence, self.rank.rank
 
         def push() -> Pending[None]:
             made = tuple(delta.result() for delta in deltas)
-            part = UpdatePart(*header, made, job=job, leases=leases, metrics=metrics, adopted=adopted)
-            size = sum(len(delta.payload) for delta in made)
-            self.tell(UpdateEncoded(update_id(self.name, part.sequence), job, list(leases), list(due), size))
+            part = UpdatePart(*header, made, job=job, contains=contains, metrics=metrics)
+            size, update = sum(len(delta.payload) for delta in made), update_id(self.name, fragment, sequence)
+            self.tell(UpdateEncoded(update, job, list(contains), size))
             with span("send"):
                 return self.client.push(part)
 
         # On a GPU the deltas are still being copied to the host: `push` runs when they are there, training goes on.
-        pushed = self.weights.when_made(push)
-        answer = self.client.pull(self.sequence, due)
-        self.in_flight.append(_InFlight(pushed, answer, due, self.step + self.overlap.steps))
-        self.sequence += 1
+        return self.weights.when_made(push)
 
     def _adopt_answers(self, wait: bool = False) -> Waiting[None]:
         """Adopt the answers that are due, oldest first. wait: adopt all of them, waiting for each.
@@ -245,18 +250,19 @@ class Exchange:
             first = self.in_flight[0]
             # An answer may have reached some ranks only. It is adopted by all or by none, or copies of one parameter
             # would differ.
-            if not wait and self.overlap.late == "continue" and not self.rank.agree(first.answer.done()):
+            here = all(answer.done() for answer in first.answers)
+            if not wait and self.overlap.late == "continue" and not self.rank.agree(here):
                 return
             begin = self.clock()
             self.in_flight.pop(0)
-            yield first.push  # before the answer: if the push failed there will be none, and this raises why
-            answer = yield first.answer
-            yield from self._adopt(answer, first.fragments)
-            self.tell(UpdateStage(update_id(self.name, answer.sequence), "adopted"))
+            # Before the answers: if one failed there will be none, and this raises why.
+            for push in first.pushes:  # noqa: UP028 (a list takes no results)
+                yield push
+            yield from self._adopt(first.answers)
             self.waited_s += self.clock() - begin
 
-    def _adopt(self, answer: Answer, fragments: tuple[int, ...], start: bool = False) -> Waiting[None]:
-        """Adopt the answer once all ranks have it from the same incarnation of the server; until then pull it again.
+    def _adopt(self, pulled: Sequence[Pending[Answer]], start: bool = False) -> Waiting[None]:
+        """Adopt answers once all ranks have each from the same incarnation of the server; until then pull it again.
 
         If the server restarts between the pulls of two ranks, it freezes the answer anew, perhaps with newer weights,
         and ranks that hold copies of one parameter would differ.
@@ -265,11 +271,19 @@ class Exchange:
         `agree` waits for all of them. If every rank saw the same incarnation in two successive rounds, all saw the
         same one: the incarnation that was there when the first round ended and the second began.
         """
-        while not self.rank.agree(answer.incarnation == self.server_incarnation):
-            self.server_incarnation = answer.incarnation
-            answer = yield self.client.pull(answer.sequence, fragments)
+        answers = []
+        for pending in pulled:
+            answer = yield pending
+            while not self.rank.agree(answer.incarnation == self.server_incarnation):
+                self.server_incarnation = answer.incarnation
+                answer = yield self.client.pull(answer.fragment, answer.sequence)
+            answers.append(answer)
         self.rank.settle()
         with span("adopt"):
-            for weights in answer.weights:
-                self.weights.on_weights(weights, start)
-            self.rank.refresh(self.weights.parameters(fragments))
+            for answer in answers:
+                for weights in answer.weights:
+                    self.weights.on_weights(weights, start)
+            self.rank.refresh(self.weights.parameters(tuple(answer.fragment for answer in answers)))
+        for answer in answers:
+            if answer.sequence:  # 0 is no update, but a join
+                self.tell(UpdateStage(update_id(self.name, answer.fragment, answer.sequence), "adopted"))

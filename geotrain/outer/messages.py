@@ -1,9 +1,9 @@
 """Messages between workers, region servers and the global server: the same objects on the wire, in the journal and in
 the simulator. Their fields and type hints are the only schema of wire and journal.
 
-Members of a server are workers (each of several ranks, its *parts*) or region servers (one part). A member numbers
-its updates, and a server applies each number once, so that a sender in doubt may send again. Payloads are encoded
-with the codec of the link that they cross.
+Members of a server are workers (each of several ranks, its *parts*) or region servers (one part). An update is of one
+fragment. A member numbers its updates of each fragment, and a server applies each number once, so that a sender in
+doubt may send again. Payloads are encoded with the codec of the link that they cross.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hashlib import sha256
 from geotrain.parameters.parameter_map import StridedSlice
 
 
-def update_id(member: str, sequence: int) -> str:
-    """The id of a member's update in logs, errors and events, such as "eu-0/17"."""
-    return f"{member}/{sequence}"
+def update_id(member: str, fragment: int, sequence: int) -> str:
+    """The id of a member's update in logs, errors and events: of "eu-0/2.17", 2 is the fragment."""
+    return f"{member}/{fragment}.{sequence}"
 
 
 class Refused(Exception):
@@ -93,24 +93,25 @@ class Join:
 
 @dataclass(frozen=True)
 class AnswerWanted:
-    """A member asks for the answer to its update `sequence` (0: to its join), of these fragments, and none is frozen.
+    """A member asks for the answer to its update `sequence` of this fragment (0: to its join), and none is frozen.
     It is a message, because what is sent to a member must follow from the journal."""
 
     member: str
     incarnation: str
+    fragment: int
     sequence: int
-    fragments: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """Reply to a Join. The member goes on with update `sequence` and job `job`, both one after the last applied.
+    """Reply to a Join. The member goes on with these updates, by fragment, and with job `job`: each is one after the
+    last applied.
 
     incarnation: names the server's present incarnation. versions: of its fragments, now; empty before it has weights.
     origin: of the run. gone: of the leases that a region named, those that went to others while it counted as dead.
     """
 
-    sequence: int
+    sequences: tuple[int, ...]
     job: int
     incarnation: str = ""
     versions: tuple[int, ...] = ()
@@ -145,26 +146,27 @@ class ChunkDelta:
 
 @dataclass(frozen=True)
 class UpdatePart:
-    """One rank's part of its member's update `sequence`. The server applies an update when all parts have arrived.
+    """One rank's part of its member's update `sequence` of a fragment. The server applies an update when all parts
+    have arrived. A member sends it when it has adopted the answer to its update of the fragment before.
 
-    deltas: of all chunks of one or several fragments, fragment by fragment.
+    deltas: of all the fragment's chunks, in their order.
     job: the worker's job in which the update was made. weight: how many workers' deltas it stands for.
-    leases: the data leases whose training is complete with this update.
-    metrics: plain numbers for people: loss, tokens, seconds. No decision is based on them.
-    adopted: the answers to all updates up to this one (0: to the join) are adopted here and need not be kept; -1:
-    none.
+    contains: the leases all of whose training the member's updates of this fragment contain with this one. A lease is
+    trained when those of every fragment contain it.
+    metrics: plain numbers for people: loss, tokens, seconds. No decision is based on them. Of the fragments that
+    leave together, one brings them.
     """
 
     member: str
     incarnation: str
+    fragment: int
     sequence: int
     part: int
     deltas: tuple[ChunkDelta, ...]
     job: int = 0
     weight: int = 1
-    leases: tuple[int, ...] = ()
+    contains: tuple[int, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
-    adopted: int = -1
 
 
 @dataclass(frozen=True)
@@ -183,14 +185,15 @@ class ChunkWeights:
 
 @dataclass(frozen=True)
 class Answer:
-    """Weights for one part of a member, in answer to its update `sequence` (0: to its join).
+    """A fragment's weights for one part of a member, in answer to its update `sequence` (0: to its join).
 
-    An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it.
-    incarnation: of the server that gives it. One incarnation gives all parts the same versions. A restarted server
-    has lost the answers with whole weights and makes new ones of newer weights, so the ranks of a worker must not mix
-    those of two incarnations.
+    An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it,
+    which the member's next update of the fragment says. incarnation: of the server that gives it. One incarnation
+    gives all parts the same version. A restarted server has lost the answers with whole weights and makes new ones of
+    newer weights, so the ranks of a worker must not mix those of two incarnations.
     """
 
+    fragment: int
     sequence: int
     weights: tuple[ChunkWeights, ...]
     incarnation: str = ""
@@ -299,10 +302,11 @@ class SkipSamples:
 
 @dataclass(frozen=True)
 class Trained:
-    """These leases of the member are trained, though no update of it will bring them: without the ledger, what its
-    workers trained while an update travelled is in none."""
+    """These leases of the member are trained as far as this fragment goes, though no update of it will bring them:
+    without the ledger, what its workers trained while an update travelled is in none."""
 
     member: str
+    fragment: int
     leases: tuple[int, ...]
 
 
@@ -353,14 +357,15 @@ class UpdateRejected:
     """An update of this incarnation of the member was refused for good. Refusals may precede the journal, so they are
     recorded by this message: a replay then quarantines the same members.
 
-    sequence: of the update; 0: it was something else. An incarnation of a worker says no more after it, on any rank;
-    a region begins a new one when it gets this message about itself. job: in which a worker made it, where its
-    numbers were of no use: the leases that it held then may be to blame; else 0.
+    fragment, sequence: of the update; sequence 0: it was something else. An incarnation of a worker says no more
+    after it, on any rank; a region begins a new one when it gets this message about itself. job: in which a worker
+    made it, where its numbers were of no use: the leases that it held then may be to blame; else 0.
     """
 
     member: str
     incarnation: str
     reason: str
+    fragment: int = 0
     sequence: int = 0
     job: int = 0
 

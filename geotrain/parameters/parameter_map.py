@@ -227,18 +227,6 @@ class ParameterMap:
         """Return the slice that is the whole chunk."""
         return (StridedSlice(0, self.chunks[chunk].numel),)
 
-    def fragments_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
-        """Return the fragments that these chunks are. Raises ParameterMapError unless they are all chunks of each,
-        in order."""
-        alone = len(self.chunks) == len(self.fragments)  # each chunk is a fragment
-        if alone and len(set(chunks)) == len(chunks) and all(0 <= i < len(self.chunks) for i in chunks):
-            return tuple(chunks)
-        known = [self.chunks[i] for i in chunks if 0 <= i < len(self.chunks)]
-        fragments = tuple(dict.fromkeys(chunk.fragment for chunk in known))
-        if list(chunks) != [chunk.index for f in fragments for chunk in self.chunks_of[f]]:
-            raise ParameterMapError(f"chunks {list(chunks)[:20]} are no whole fragments")
-        return fragments
-
     def called(self, chunk: int) -> str:
         """Name the chunk for people: "fragment 2", or "fragment 2, chunk 1 of 3"."""
         p = self.chunks[chunk]

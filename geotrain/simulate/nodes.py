@@ -46,10 +46,10 @@ class VirtualClient:
         self.clock, self.network, self.node, self.name = clock, network, node, name
         self.incarnation = ""
         self.alive = True
-        self.pulls: dict[int, tuple[tuple[int, ...], Promise[Answer]]] = {}
+        self.pulls: dict[tuple[int, int], Promise[Answer]] = {}  # by fragment and sequence
         self.leases: dict[int, Promise[Lease | Finished]] = {}  # by job
         self.on_lease: Callable[[Lease | Finished], None] = self._keep_lease
-        self.on_delivered: Callable[[tuple[int, ...]], None] = nothing  # leases that the server has whole
+        self.on_delivered: Callable[[tuple[int, ...]], None] = nothing  # leases that an update contains
 
     def join(self, join: Join) -> Welcome:
         self.incarnation = join.incarnation
@@ -57,19 +57,18 @@ class VirtualClient:
 
     def push(self, part: UpdatePart) -> Promise[None]:
         applied: Promise[None] = Promise()
-        fragments = self.node.server.parameter_map.fragments_of([d.chunk for d in part.deltas])
-        size_bytes = sum(self.node.sizes.up[f] for f in fragments)
+        size_bytes = self.node.sizes.up[part.fragment]
         arrival = self.network.arrival("up", self.clock.now, self.name, size_bytes)
         self.clock.at(arrival, self._arrived, part, applied)
         return applied
 
-    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Promise[Answer]:
+    def pull(self, fragment: int, sequence: int) -> Promise[Answer]:
         """Return a promise of the answer, which was asked for together with the push; the server answers once it
         can."""
         answer: Promise[Answer] = Promise()
-        self.pulls[sequence] = (fragments, answer)
+        self.pulls[fragment, sequence] = answer
         if sequence == 0:  # there is no push that would let the server look for an answer
-            self._control("up", self.node.answer, self, 0)
+            self._control("up", self.node.answer, self, fragment, 0)
         return answer
 
     def lease(self, request: LeaseRequest) -> Promise[Lease | Finished]:
@@ -90,7 +89,7 @@ class VirtualClient:
 
     def answered(self, answer: Answer, size_bytes: int) -> None:
         """Send the server's answer to the member."""
-        _, promise = self.pulls.pop(answer.sequence)
+        promise = self.pulls.pop((answer.fragment, answer.sequence))
         arrival = self.network.arrival("down", self.clock.now, self.name, size_bytes)
         self.clock.at(arrival, self._if_alive, promise.keep, answer)
 
@@ -107,7 +106,7 @@ class VirtualClient:
             self.node.on_message(self, part, partial(self._taken, part, applied))
 
     def _taken(self, part: UpdatePart, applied: Promise[None]) -> None:
-        self.on_delivered(part.leases)
+        self.on_delivered(part.contains)
         applied.keep(None)
 
     def _keep_lease(self, lease: Lease | Finished) -> None:
@@ -121,7 +120,7 @@ class Node:
     def __init__(self, server: Server, sizes: LinkSizes, work: ServerWork) -> None:
         self.server, self.sizes, self.work = server, sizes, work
         self.uplinks: dict[str, VirtualClient] = {}
-        self._parked: dict[tuple[str, int], VirtualClient] = {}  # answers that are not due yet
+        self._parked: dict[tuple[str, int, int], VirtualClient] = {}  # answers that are not due yet
         self._of_joins: list[Send] = []
 
     def on_join(self, join: Join) -> Welcome:
@@ -143,10 +142,8 @@ class Node:
 
     def _fragments(self, message: Message) -> tuple[int, ...]:
         match message:
-            case UpdatePart():
-                return self.server.parameter_map.fragments_of([delta.chunk for delta in message.deltas])
-            case Answer():
-                return self.server.parameter_map.fragments_of([weights.chunk for weights in message.weights])
+            case UpdatePart() | Answer():
+                return (message.fragment,)
         return ()
 
     def _handle(self, uplink: VirtualClient | None, message: Message) -> Any:
@@ -156,10 +153,10 @@ class Node:
         sends, self._of_joins = [*self._of_joins, *handled.sends], []
         for send in sends:
             self.send(send)
-        for (_, sequence), waiting in list(self._parked.items()):
-            self.answer(waiting, sequence)
+        for (_, fragment, sequence), waiting in list(self._parked.items()):
+            self.answer(waiting, fragment, sequence)
         if uplink is not None and isinstance(message, UpdatePart):
-            self.answer(uplink, message.sequence)
+            self.answer(uplink, message.fragment, message.sequence)
         return handled.reply
 
     def send(self, send: Send) -> None:
@@ -167,18 +164,17 @@ class Node:
         assert isinstance(send.message, Lease | Finished)
         self.uplinks[send.to].granted(send.message)
 
-    def answer(self, uplink: VirtualClient, sequence: int) -> None:
+    def answer(self, uplink: VirtualClient, fragment: int, sequence: int) -> None:
         """Send the member its answer, or keep in mind that it waits for one."""
         if not uplink.alive:
             return
-        fragments, _ = uplink.pulls[sequence]
-        answer = self.server.answer(uplink.name, uplink.incarnation, 0, sequence, fragments)
+        answer = self.server.answer(uplink.name, uplink.incarnation, 0, fragment, sequence)
         if answer is None:
-            self._parked[uplink.name, sequence] = uplink
+            self._parked[uplink.name, fragment, sequence] = uplink
             return
-        self._parked.pop((uplink.name, sequence), None)
+        self._parked.pop((uplink.name, fragment, sequence), None)
         table = self.sizes.first if sequence == 0 else self.sizes.down
-        uplink.answered(answer, sum(table[f] for f in fragments))
+        uplink.answered(answer, table[fragment])
 
     def forget(self, uplink: VirtualClient) -> None:
         """Forget a member that died."""
@@ -227,7 +223,8 @@ class RegionNode(Node):
     def start(self) -> None:
         """Join the global server and ask for the weights."""
         self.server.handle(self.uplink.join(self.server.join_message()))
-        self._ask_for_weights(0, tuple(range(len(self.server.parameter_map.fragments))))
+        for fragment in self.server.numbers:
+            self._ask_for_weights(fragment, 0)
 
     def send(self, send: Send) -> None:
         message = send.message
@@ -240,7 +237,7 @@ class RegionNode(Node):
 
     def _send_up(self, update: UpdatePart) -> None:
         self.uplink.push(update)
-        self._ask_for_weights(update.sequence, self._fragments(update))
+        self._ask_for_weights(update.fragment, update.sequence)
 
-    def _ask_for_weights(self, sequence: int, fragments: tuple[int, ...]) -> None:
-        self.uplink.pull(sequence, fragments).then(partial(self.on_message, None))
+    def _ask_for_weights(self, fragment: int, sequence: int) -> None:
+        self.uplink.pull(fragment, sequence).then(partial(self.on_message, None))

@@ -3,7 +3,6 @@ behind it holds nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from geotrain.outer.codec import Codec
@@ -22,7 +21,7 @@ class _EmptyShards(LocalShards):
     def execute(self, command: Command) -> None:
         pass
 
-    def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
+    def decode(self, member: str, fragment: int, sequence: int) -> list[Decoded]:
         return []
 
     def receive(self, message: Join | Answer) -> list[Decoded]:
@@ -34,9 +33,8 @@ class _EmptyShards(LocalShards):
     def going_up(self, update: UpdatePart) -> UpdatePart:
         return update
 
-    def answer(self, member: str, part: int, sequence: int, versions: Mapping[int, int]) -> tuple[ChunkWeights, ...]:
-        chunks_of = self.parameter_map.chunks_of
-        return tuple(ChunkWeights(chunk.index, v, b"") for f, v in versions.items() for chunk in chunks_of[f])
+    def answer(self, member: str, part: int, fragment: int, version: int) -> tuple[ChunkWeights, ...]:
+        return tuple(ChunkWeights(chunk, version, b"") for chunk in self.parameter_map.chunk_numbers[fragment])
 
 
 class _NoBytes(Codec):

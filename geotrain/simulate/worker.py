@@ -123,6 +123,7 @@ class SimWorker:
         self._burst_steps = 0
         self._job_s = 0.0  # trained before this job
         self._at_risk_s: dict[int, float] = {}  # lease → seconds of a job whose deltas are on their way
+        self._undelivered: dict[int, int] = {}  # lease → fragments whose deltas with it are
 
     @property
     def trained_s(self) -> float:
@@ -137,6 +138,7 @@ class SimWorker:
     def die(self) -> None:
         self.lost_s += self.trained_s - self._job_s + sum(self._at_risk_s.values())
         self._at_risk_s.clear()
+        self._undelivered.clear()
         self._job_s = self.trained_s
         self._past_s, self._burst_s = self.trained_s, None
 
@@ -155,7 +157,9 @@ class SimWorker:
 
     def _delivered(self, leases: tuple[int, ...]) -> None:
         for lease in leases:
-            self._at_risk_s.pop(lease, None)
+            self._undelivered[lease] -= 1
+            if not self._undelivered[lease]:
+                del self._undelivered[lease], self._at_risk_s[lease]
 
     def _life(self) -> Script:
         name = self.spec.name
@@ -202,6 +206,7 @@ class SimWorker:
                 if self._done == lease.steps:
                     metrics = self.learner.job_done(lease)
                     self._at_risk_s[lease.lease] = self.trained_s - self._job_s
+                    self._undelivered[lease.lease] = len(self.chunks)
                     self._job_s = self.trained_s
                 yield from self.exchange.after_step(now_due, metrics, steps)
                 if stopped_s := self.rank.stopped_s():

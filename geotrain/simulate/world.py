@@ -183,7 +183,7 @@ class VirtualWorld:
             "lost_s": sum(w.lost_s for w in self.workers.values()),
             "utilization": trained_s / (end * len(self.workers)),
             "goodput": committed_steps / speed / end,
-            "global_versions": [f.version for f in self.top.server.fragments],
+            "global_versions": self.top.server.versions,
             "lost_updates": sum(node.server.lost_updates for node in self.regions.values()),
             "links": {name: asdict(u) for name, u in usage.items() if u.messages},
             "servers": {name: node.work.busy_s for name, node in {GLOBAL: self.top, **self.regions}.items()},

@@ -39,8 +39,9 @@ class LoopClient(exchange.Client, Protocol):
     deadlines."""
 
     mirrors: Callable[[], tuple[int, ...]]  # gives the fingerprints of what the rank was last sent, for a join
-    on_sent: Callable[[int], None]  # called with the sequence of an update that begins to be sent
-    on_acknowledged: Callable[[int], None]  # called with the sequence of each update that the server has applied
+    # Called with fragment and sequence of an update that begins to be sent, and of each that the server has applied.
+    on_sent: Callable[[int, int], None]
+    on_acknowledged: Callable[[int, int], None]
     on_profile: Callable[[int], None]  # called with inner steps that are to be recorded
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
@@ -160,9 +161,9 @@ class WorkerLoop:
         self.watch.start()
         write = self.member.write_event
         # By every rank: only the one whose part came last is told that the update is applied.
-        self.client.on_acknowledged = lambda sequence: write(Acknowledged(self.name, incarnation, sequence))
+        self.client.on_acknowledged = lambda *update: write(Acknowledged(self.name, incarnation, *update))
         if self.rank.is_metrics_rank:
-            self.client.on_sent = lambda sequence: write(UpdateStage(update_id(self.name, sequence), "sent"))
+            self.client.on_sent = lambda *update: write(UpdateStage(update_id(self.name, *update), "sent"))
             self.exchange.tell = write
         job = wait_for(self.exchange.start(self.member.identity, incarnation))
         self.laps.restart()

@@ -52,16 +52,18 @@ class Product:
 
     def handle(self, name: str, sender: str, message: Any) -> None:
         match message:
-            case mini.Update(sequence, fragment, delta, leases) if name != GLOBAL:
-                deltas = (ChunkDelta(fragment, 0, to_bytes(delta.view(torch.uint8))),)
-                self.world.tell(name, UpdatePart(sender, "life-1", sequence, 0, deltas, self.jobs[sender], 1, leases))
-            case mini.Update(sequence, fragment, payload, leases):
+            case mini.Update(fragment, sequence, delta, contains) if name != GLOBAL:
+                deltas, job = (ChunkDelta(fragment, 0, to_bytes(delta.view(torch.uint8))),), self.jobs[sender]
+                update = sender, "life-1", fragment, sequence, 0, deltas, job, 1, contains
+                self.world.tell(name, UpdatePart(*update))
+            case mini.Update(fragment, sequence, payload, contains):
                 sent = self.world.up[sender][0]
-                assert isinstance(sent, UpdatePart) and (sent.sequence, sent.leases) == (sequence, leases)
+                assert isinstance(sent, UpdatePart)
+                assert (sent.fragment, sent.sequence, sent.contains) == (fragment, sequence, contains)
                 assert [(d.chunk, bytes(d.payload)) for d in sent.deltas] == [(fragment, payload)]
                 self.world.deliver(sender)
-            case mini.Answer(sequence, fragment, weights):
-                answer = self.world.top.answer(name, "life-1", 0, sequence, (fragment,))
+            case mini.Answer(fragment, sequence, weights):
+                answer = self.world.top.answer(name, "life-1", 0, fragment, sequence)
                 assert answer is not None and [bytes(w.payload) for w in answer.weights] == [weights]
                 self.world.tell(name, answer)
             case ("lease", worker) if name != GLOBAL:

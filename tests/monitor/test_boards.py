@@ -24,9 +24,7 @@ METRICS = {"lr": 0.1, "grad_norm": 0.5, "tokens_per_s": 10.0, "compute_s": 3.0, 
 
 
 def merge(tokens: int | None) -> Record:
-    return Record(
-        5.0, "global", UpdateApplied("eu", 1, 1, [0, 1], [3, 4], 2, 8, 9, 2.5, METRICS, [2, 1], [3, 4], tokens)
-    )
+    return Record(5.0, "global", UpdateApplied("eu", 1, 1, 1, [3, 4], 2, 8, 9, 2.5, METRICS, 5.0, tokens))
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:

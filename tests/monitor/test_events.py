@@ -21,7 +21,7 @@ def words(records: list[Record]) -> list[str]:
 
 
 def test_an_event_comes_back_as_it_was(tmp_path: Path) -> None:
-    update = UpdateApplied("eu", 3, 2, [1], [4, 5], 6, 7, 8, 2.5, {"lr": 0.1}, [6], [0.25], 1000)
+    update = UpdateApplied("eu", 1, 3, 2, [4, 5], 6, 7, 8, 2.5, {"lr": 0.1}, 0.25, 1000)
     with EventLog(tmp_path / "e.jsonl", source="global") as log:
         log.write(update)
     (record,) = Follower(tmp_path / "e.jsonl").read()

@@ -28,7 +28,7 @@ FACTS = Facts(
 
 
 def merge(member: str, loss: float, tokens: int, staleness: int = 0) -> UpdateApplied:
-    return UpdateApplied(member, 1, 1, [0], [1], staleness, 1, 1, loss, {}, [staleness], [1.0], tokens)
+    return UpdateApplied(member, 0, 1, 1, [1], staleness, 1, 1, loss, {}, 1.0, tokens)
 
 
 def told(*events: Event, begin_s: float = 0.0) -> History:

@@ -35,10 +35,10 @@ from geotrain.outer.metrics import WORKER_METRICS
 SHIPPED = Path(__file__).parents[2] / "configs" / "monitoring"
 PREFIX = f"{NAMESPACE}_"
 UPDATE = UpdateApplied(
-    "eu", 1, 1, [0, 2], [3, 1, 4], 5, 8, 100, 2.5,
+    "eu", 2, 1, 1, [3, 1, 4], 5, 8, 100, 2.5,
     {"lr": 0.1, "grad_norm": 0.5, "tokens_per_s": 10.0, "mfu": 0.4, "compute_s": 6.0, "communication_s": 3.0,
      "waiting_s": 1.0},
-    [5, 2], [0.5, 0.25], 4096,
+    0.25, 4096,
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_events_become_metrics() -> None:
     wanted: dict[tuple[str, ...], float] = {
         ("member_up", "eu"): 1, ("member_up", "us"): 0, ("member_losses_total", "us"): 1,
         ("member_heard_timestamp_seconds", "eu"): 998, ("loss", "eu"): 2.5, ("learning_rate", "eu"): 0.1,
-        ("staleness_versions", "eu", "2"): 2, ("delta_norm", "eu", "0"): 0.5, ("committed_tokens",): 4096,
+        ("staleness_versions", "eu", "2"): 5, ("delta_norm", "eu", "2"): 0.25, ("committed_tokens",): 4096,
         ("target_tokens",): 8192, ("mfu_ratio", "eu"): 0.4, ("time_share_ratio", "eu", "communication"): 0.3,
         ("link_bytes_total", "eu", "from"): 80, ("link_bytes_per_second", "eu", "to"): 7,
         ("link_capacity_bytes_per_second", "eu"): 1e8, ("refusals_total", "eu"): 2,

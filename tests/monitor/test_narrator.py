@@ -17,7 +17,7 @@ from geotrain.monitor.events import (
 from geotrain.monitor.narrator import Narrator
 from geotrain.outer.events import Event, Joined, SentUp, Steered, UpdateApplied
 
-UPDATE = UpdateApplied("a", 1, 1, [0], [7], 1, 8, 1, 2.5, {"tokens_per_s": 1200.0})
+UPDATE = UpdateApplied("a", 0, 1, 1, [7], 1, 8, 1, 2.5, {"tokens_per_s": 1200.0})
 SAMPLE = ServerSampled(1, 2, 3, 4, 5, 6, 7, 0.5, [7])
 LEASE = {"what": "lease", "whom": "a", "text": "the 2 leases that it holds", "since_s": 0.0}
 DISK = {"what": "room", "whom": "", "text": "room on its disk", "since_s": 0.0}
@@ -35,7 +35,7 @@ DISK = {"what": "room", "whom": "", "text": "room on its disk", "since_s": 0.0}
          ["waits for a: the 2 leases that it holds", "waits for room on its disk"]),
         ((Steered("pause", ""), Steered("drain", "eu")), ["a person said: pause", "eu: a person said: drain"]),
         ((Trouble("its writer has logged it"), MemberSampled("a", 0.0, 0, 0, 0.0, 0.0, 0, {}), SAMPLE, SAMPLE), []),
-        ((LivenessChanged("a", "up", 0.0), UPDATE, UPDATE, SentUp(1, [0], 2, 8), SAMPLE, UPDATE, SAMPLE),
+        ((LivenessChanged("a", "up", 0.0), UPDATE, UPDATE, SentUp(0, 1, 2, 8), SAMPLE, UPDATE, SAMPLE),
          ["2 updates, 1 sent up, loss 2.5000, 1200 tokens/s, version 7; 1 training"]),
     ],
 )  # fmt: skip

@@ -100,7 +100,7 @@ def test_a_job_is_one_trace_over_worker_and_server(collector: Collector, tmp_pat
 
 
 def applied(member: str, sequence: int) -> UpdateApplied:
-    return UpdateApplied(member, sequence, sequence, [0], [sequence], 1, 8, 100, 2.5, {})
+    return UpdateApplied(member, 0, sequence, sequence, [sequence], 1, 8, 100, 2.5, {})
 
 
 def test_a_regions_update_leads_to_those_in_it(collector: Collector) -> None:
@@ -110,9 +110,9 @@ def test_a_regions_update_leads_to_those_in_it(collector: Collector) -> None:
             sink.on(Record(1e9 + number, source, event))
         sink.close()
 
-    say("eu", applied("eu-0", 1), applied("eu-1", 1), SentUp(1, [0], 2, 9), applied("eu-0", 2), Merged(1, [1], 9))
-    say("eu", SentUp(2, [0], 1, 9))
-    say("global", applied("eu", 1), UpdateStage("eu/1", "answered"), LossSpike(9.0, 3.0, 64))
+    say("eu", applied("eu-0", 1), applied("eu-1", 1), SentUp(0, 1, 2, 9), applied("eu-0", 2), Merged(0, 1, [1], 9))
+    say("eu", SentUp(0, 2, 1, 9))
+    say("global", applied("eu", 1), UpdateStage("eu/0.1", "answered"), LossSpike(9.0, 3.0, 64))
     by_name = {(source, span.name, index): span for index, (source, span) in enumerate(collector.spans)}
     [up, up_again] = [span for (_, name, _), span in by_name.items() if name == "sent up"]
     [first, second, third] = [s for (source, name, _), s in by_name.items() if (source, name) == ("eu", "apply")]

@@ -215,8 +215,9 @@ def test_a_state_holds_changes_that_were_still_on_their_way_to_the_disk(tmp_path
             for vectors in shard.vectors.values():
                 vectors.x += 0.37
             for fragment in range(len(LAYOUT.fragments)):
-                shard.execute(Freeze(name, turn, fragment, turn))
-            payloads += [bytes(weights.payload) for weights in shard.members[name].answers[turn].values()]
+                shard.execute(Freeze(name, fragment, turn, turn))
+            answers = shard.members[name].answers.values()
+            payloads += [bytes(w.payload) for answer in answers for w in answer.weights.values()]
         found.append(({name: tensor.clone() for name, tensor in shard.state().items()}, payloads))
         may_write.set()
     (memory, answers), (disk, same) = found

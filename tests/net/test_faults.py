@@ -80,7 +80,7 @@ def test_what_a_former_life_of_the_server_acknowledged_is_sent_again(make):
     cluster = make(outer(), {"eu": {"a": halves}})
     worker = cluster.joined("a")
     lease = worker.lease()
-    part, other = worker.parts(lease, (0,))
+    part, other = worker.parts(lease, 0)
     client = worker.clients[0]
     link, real, sent = client._link, client._link.push, threading.Event()
 
@@ -100,7 +100,7 @@ def test_what_a_former_life_of_the_server_acknowledged_is_sent_again(make):
     pushed.append(worker.clients[1].push(other))
     for push in pushed:
         push.result(BUSY_S)
-    wait_for(lambda: cluster.regions["eu"].server.members["a"].sequence == other.sequence)
+    wait_for(lambda: cluster.regions["eu"].server.members["a"].fragments[0].sequence == other.sequence)
 
 
 def test_the_next_update_does_not_keep_the_one_before_from_being_sent_again(make):
@@ -108,7 +108,7 @@ def test_the_next_update_does_not_keep_the_one_before_from_being_sent_again(make
     come. Then the server dies: the part is wanted once more, before the update that is on the way."""
     cluster = make(outer(), {"eu": {"a": halves}})
     worker = cluster.joined("a")
-    part, other = worker.parts(worker.lease(), (0,))
+    part, other = worker.parts(worker.lease(), 0)
     client = worker.clients[0]
     client.push(part).result(BUSY_S)
     link, real, refused = client._link, client._link.push, threading.Event()
@@ -121,11 +121,11 @@ def test_the_next_update_does_not_keep_the_one_before_from_being_sent_again(make
             raise
 
     link.push = watched
-    client.push(dataclasses.replace(part, sequence=part.sequence + 1, leases=()))
+    client.push(dataclasses.replace(part, sequence=part.sequence + 1, contains=()))
     assert refused.wait(BUSY_S)
     cluster.restart("eu")
     worker.clients[1].push(other).result(BUSY_S)
-    wait_for(lambda: cluster.regions["eu"].server.members["a"].sequence == other.sequence)
+    wait_for(lambda: cluster.regions["eu"].server.members["a"].fragments[0].sequence == other.sequence)
 
 
 def test_ranks_do_not_join_over_and_over_while_a_peer_is_missing(make):
@@ -151,7 +151,7 @@ def test_ranks_do_not_join_over_and_over_while_a_peer_is_missing(make):
 
     running.server.take, running.server.current = joining, asking
     first = worker.clients[0]
-    calls = [first.push(worker.parts(lease, (0,))[0]), first.pull(worker.sequence, (0,))]
+    calls = [first.push(worker.parts(lease, 0)[0]), first.pull(0, worker.sequences[0])]
     wait_for(lambda: len(refused) >= 6)
     assert 1 <= len(joins) <= 3, len(joins)
     for call in calls:
@@ -171,13 +171,13 @@ def test_an_update_made_while_a_session_begins_is_sent(make):
         if what == running.server.resend and not asked:
             asked.append(len(found))
             await asyncio.to_thread(worker.train, lease)
-            while running.server.sequence == 0:
+            while not any(running.server.sequences):
                 await asyncio.sleep(0.01)
         return found
 
     running.server_thread.read = slow_read
     cluster.restart_top()
-    wait_for(lambda: asked and cluster.top.server.members["eu"].sequence >= 1)
+    wait_for(lambda: asked and cluster.top.server.members["eu"].updates >= 1)
     assert asked == [0]
     while (lease := worker.lease()) is not None:
         worker.train(lease)

@@ -40,7 +40,8 @@ def says_all() -> None:
 def other_seed() -> None:
     """Let this process draw other weights."""
     says_all()
-    first_weights.initial_tensor = lambda parameter, seed: initial_tensor(parameter, seed + 1)  # type: ignore[attr-defined]
+    # Those too that are the same with every seed.
+    first_weights.initial_tensor = lambda parameter, seed: initial_tensor(parameter, seed + 1) + 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("shards", [0, 2])
@@ -139,7 +140,7 @@ def test_a_member_asks_again_while_its_answer_is_digested(monkeypatch: pytest.Mo
         assert held.wait(BUSY_S)
         return real(weights)
 
-    one, other = (Answer(0, (ChunkWeights(0, version, b"same"),), "life") for version in (0, 1))
+    one, other = (Answer(0, 0, (ChunkWeights(0, version, b"same"),), "life") for version in (0, 1))
     digest = real(one.weights).digest
     monkeypatch.setattr(MadeWeights, "of", staticmethod(slow))
 

@@ -22,7 +22,7 @@ def received(frames: list[bytes], kind: type) -> FragmentBytes:
 
 
 def test_deltas_count_upwards_on_both_ends():
-    update = UpdatePart("eu", "incarnation", 1, 0, tuple(ChunkDelta(f, 0, bytes(n)) for f, n in SIZES.items()))
+    update = UpdatePart("eu", "incarnation", 0, 1, 0, tuple(ChunkDelta(f, 0, bytes(n)) for f, n in SIZES.items()))
     sender = FragmentBytes()
     frames = list(sender.sending(update))
     assert frames == list(wire.frames(update))
@@ -31,7 +31,7 @@ def test_deltas_count_upwards_on_both_ends():
 
 
 def test_weights_count_downwards_and_an_attempt_that_breaks_off_as_far_as_it_came():
-    answer = Answer(1, tuple(ChunkWeights(f, 0, bytes(n)) for f, n in SIZES.items()))
+    answer = Answer(0, 1, tuple(ChunkWeights(f, 0, bytes(n)) for f, n in SIZES.items()))
     sender = FragmentBytes()
     frames = sender.sending(answer)
     for _ in range(2):

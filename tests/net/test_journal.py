@@ -29,7 +29,7 @@ BIG = 1 << 24
 
 
 def update(sequence: int, size: int = 100) -> UpdatePart:
-    return UpdatePart("a", "1", sequence, 0, (ChunkDelta(0, 0, random.Random(sequence).randbytes(size)),))
+    return UpdatePart("a", "1", 0, sequence, 0, (ChunkDelta(0, 0, random.Random(sequence).randbytes(size)),))
 
 
 def written(folder: Path, messages: list[Any], segments: int = 1) -> Journal:

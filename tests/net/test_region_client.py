@@ -44,7 +44,7 @@ def test_a_request_waits_for_what_was_said_before_and_an_update_wakes_no_worker_
                 await asyncio.sleep(0.001)
         for lane in client._said.values():
             lane.stirred.clear()
-        client.deliver(Send("global", UpdatePart("eu", "life-1", 1, 0, ())))
+        client.deliver(Send("global", UpdatePart("eu", "life-1", 0, 1, 0, ())))
         assert client._updates.stirred.is_set()
         assert not any(lane.stirred.is_set() for lane in client._said.values())
         for task in lanes:

@@ -87,7 +87,7 @@ def test_few_get_first_weights_at_a_time(make, monkeypatch, wait_s):
 def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
     """Its sender comes back with another update of the same number: it is taken from the start."""
     worker = large.joined("a")
-    part = worker.parts(worker.lease(), (0,))[0]
+    part = worker.parts(worker.lease(), 0)[0]
     changed = dataclasses.replace(part, metrics={"loss": 2.0})
     service = large.regions["eu"].service
     uploads, came = service.uploads, service.fragment_bytes["a"].up
@@ -119,7 +119,7 @@ def test_an_update_whose_stream_another_replaces_is_told_so(large, first):
     """A stream that the rank has given up may be read after the one that followed, and end that: its sender is told,
     and does not wait until its deadline for an acknowledgement. first: what becomes of the other stream."""
     worker = large.joined("a")
-    part = worker.parts(worker.lease(), (0,))[0]
+    part = worker.parts(worker.lease(), 0)[0]
     header, *some = islice(wire.frames(part), 4)
     came = large.regions["eu"].service.fragment_bytes["a"].up
 
@@ -144,7 +144,7 @@ def test_an_update_whose_stream_another_replaces_is_told_so(large, first):
 def half(size: int, sequence: int = 1) -> tuple[bytes, wire.FrameReader]:
     """A header, and a reader that has taken it and one data frame of `size` bytes."""
     payload = bytes([sequence]) * size + bytes(MB)
-    frames = wire.frames(UpdatePart("a", "1", sequence, 0, (net_worlds.ChunkDelta(0, 0, payload),)))
+    frames = wire.frames(UpdatePart("a", "1", 0, sequence, 0, (net_worlds.ChunkDelta(0, 0, payload),)))
     header = next(frames)
     reader = wire.FrameReader(UpdatePart, limit_bytes=8 * MB)
     reader.feed(header)

@@ -110,8 +110,7 @@ def test_payloads_are_decoded_while_the_disk_writes_and_taken_after(make, monkey
     monkeypatch.setattr(region.server, "take", taken)
     monkeypatch.setattr(region.server.up, "decode_measured", measured)
     monkeypatch.setattr(journal, "append", written)
-    fragments = tuple(range(len(cluster.parameter_map.fragments)))
-    worker.exchange(worker.parts(lease, fragments[:1]), fragments[:1])
+    worker.exchange(worker.parts(lease, 0))
     at = order.index("taken")
     assert order[:at].count("decoded") == 1 == order.count("decoded") and "on disk" in order[:at]
 

@@ -24,20 +24,20 @@ def test_the_book_is_asked_again_where_a_shard_has_forgotten_the_answer(monkeypa
     async def pull(self: GrpcClient, *_: Any) -> Answer | None:
         if isinstance(self, ShardedLink):
             asked.append("coordinator")
-            return Answer(3, (ChunkWeights(0, 5, b""),), f"incarnation {len(asked)}")
+            return Answer(0, 3, (ChunkWeights(0, 5, b""),), f"incarnation {len(asked)}")
         await asyncio.sleep(0.05)  # a transfer may take longer than a shard without an answer is waited for
-        return Answer(3, (ChunkWeights(0, 5, b"x"),), "incarnation 2") if len(asked) == 2 else None
+        return Answer(0, 3, (ChunkWeights(0, 5, b"x"),), "incarnation 2") if len(asked) == 2 else None
 
     monkeypatch.setattr(GrpcClient, "pull", pull)
 
     async def main() -> Answer:
         link = ShardedLink("127.0.0.1:1", "a", "1", None, ShardsAbove(("127.0.0.1:2",), (0,), None))
         try:
-            return await link.persist(lambda: link.pull(AnswerPull(0, 3, (0,), 100)), BUSY_S)
+            return await link.persist(lambda: link.pull(AnswerPull(0, 0, 3, 100)), BUSY_S)
         finally:
             await link.close()
 
-    assert asyncio.run(main()) == Answer(3, (ChunkWeights(0, 5, b"x"),), "incarnation 2")
+    assert asyncio.run(main()) == Answer(0, 3, (ChunkWeights(0, 5, b"x"),), "incarnation 2")
     assert asked == ["coordinator", "coordinator"]
 
 

@@ -62,11 +62,11 @@ def test_a_worker_speaks_for_itself_only(make, folder):
 
     async def attempts() -> None:
         link = GrpcClient(cluster.region_of("b").address, "a", "life-1", cluster.trust("worker", "b", "region", "eu"))
-        part = good.parts(lease, (0,))[0]
+        part = good.parts(lease, 0)[0]
         for call in (
             lambda: link.push(dataclasses.replace(part, member="a")),
-            lambda: link.pull(AnswerPull(0, 0, (0,), 1 << 20)),
-            lambda: link.leave(0, 0),
+            lambda: link.pull(AnswerPull(0, 0, 0, 1 << 20)),
+            lambda: link.leave(0, (0,)),
             lambda: link.beat(0),
             lambda: link.lease(LeaseRequest("a", 1)),
             lambda: link.release(Release((1,))),

@@ -79,7 +79,7 @@ def test_frames_travel_together_as_far_as_there_is_room(frames, cut):
 )
 def test_payloads_are_cut_into_chunks(size):
     payload = random.Random(size).randbytes(size)
-    part = UpdatePart("a", "1", 1, 0, (ChunkDelta(0, 0, payload), ChunkDelta(1, 0, b""), ChunkDelta(2, 5, b"x")))
+    part = UpdatePart("a", "1", 0, 1, 0, (ChunkDelta(0, 0, payload), ChunkDelta(1, 0, b""), ChunkDelta(2, 5, b"x")))
     frames = list(wire.frames(part))
     assert max(len(f) for f in frames) <= wire.DATA_FRAME_BYTES + wire.CRC_BYTES
     assert len(frames) == 1 + -(-size // wire.DATA_FRAME_BYTES) + 1
@@ -87,7 +87,7 @@ def test_payloads_are_cut_into_chunks(size):
 
 
 def test_sizes_are_known_from_the_header():
-    answer = Answer(3, (ChunkWeights(0, 1, bytes(2_000_000)),))
+    answer = Answer(0, 3, (ChunkWeights(0, 1, bytes(2_000_000)),))
     reader = wire.FrameReader(Answer, limit_bytes=2_000_000)
     reader.feed(next(iter(wire.frames(answer))))
     assert [len(w.payload) for w in reader.header.weights] == [2_000_000]
@@ -123,7 +123,7 @@ def test_a_damaged_frame_is_told_from_a_wrong_one():
 
 
 def test_frames_too_many_too_few_and_of_the_wrong_size_are_refused():
-    part = UpdatePart("a", "1", 1, 0, (ChunkDelta(0, 0, b"12345678"),))
+    part = UpdatePart("a", "1", 0, 1, 0, (ChunkDelta(0, 0, b"12345678"),))
     header, data_frame = wire.frames(part)
     reader = wire.FrameReader(UpdatePart, limit_bytes=8)
     reader.feed(header)

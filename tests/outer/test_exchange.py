@@ -26,7 +26,7 @@ class Everything:
 
     def __init__(self) -> None:
         self.sent: list[UpdatePart] = []
-        self.answers: dict[int, Future[Answer]] = {}
+        self.answers: dict[tuple[int, int], Future[Answer]] = {}  # by fragment and sequence
         self.adopted: list[int] = []
         self.seeds: list[int] = []
         self.settled = 0
@@ -57,21 +57,21 @@ class Everything:
             self.adopted.append(weights.chunk)
 
     def join(self, join: Join) -> Welcome:
-        return Welcome(1, 1, "incarnation")
+        return Welcome((1,) * 12, 1, "incarnation")
 
     def push(self, part: UpdatePart) -> Any:
         self.sent.append(part)
         return Ready(None)
 
-    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
-        self.answers[sequence] = Future()
+    def pull(self, fragment: int, sequence: int) -> Future[Answer]:
+        self.answers[fragment, sequence] = Future()
         if sequence == 0 or self.instant:
-            self.answer(sequence, *fragments)
-        return self.answers[sequence]
+            self.answer(fragment, sequence)
+        return self.answers[fragment, sequence]
 
-    def answer(self, sequence: int, *fragments: int) -> None:
-        weights = tuple(ChunkWeights(f, 1, b"") for f in fragments)
-        self.answers[sequence].set_result(Answer(sequence, weights, "incarnation"))
+    def answer(self, fragment: int, sequence: int) -> None:
+        answer = Answer(fragment, sequence, (ChunkWeights(fragment, 1, b""),), "incarnation")
+        self.answers[fragment, sequence].set_result(answer)
 
 
 def begun(late: str, name: str = "w", rule: str = "halos", overlap_steps: int = 2) -> tuple[Exchange, Everything]:
@@ -105,23 +105,23 @@ def test_a_late_answer_does_not_hold_training_up():
     assert not world.adopted
     assert not waits(exchange.after_step((0, 1), {}))  # fragment 0 is still under way: only 1 leaves
     assert [[d.chunk for d in part.deltas] for part in world.sent] == [[0], [1]]
-    world.answer(1, 0)
+    world.answer(0, 1)
     assert not waits(exchange.after_step((), {}))
     assert world.adopted == [0]
-    world.answer(2, 1)  # there at once, but due only two steps after it left
+    world.answer(1, 1)  # there at once, but due only two steps after it left
     assert not waits(exchange.after_step((), {}))
     assert world.adopted == [0, 1]
 
 
-def test_a_worker_says_what_it_has_adopted_and_not_what_has_come() -> None:
+def test_fragments_that_leave_together_are_numbered_apart_and_one_brings_the_metrics() -> None:
     exchange, world = begun("continue")
-    waits(exchange.after_step((0,), {}))
     waits(exchange.after_step((1,), {}))
-    world.answer(1, 0)  # due only after the next step
-    assert [part.adopted for part in world.sent] == [0, 0]
-    waits(exchange.after_step((), {}))
-    waits(exchange.after_step((0,), {}))  # answer 1 is adopted, 2 has not come
-    assert [part.adopted for part in world.sent] == [0, 0, 1]
+    world.answer(1, 1)
+    for _ in range(2):
+        waits(exchange.after_step((), {}))
+    waits(exchange.after_step((0, 1), {"loss": 2.0}))
+    numbered = [(part.fragment, part.sequence, part.metrics) for part in world.sent]
+    assert numbered == [(1, 1, {}), (0, 1, {}), (1, 2, {"loss": 2.0})]
 
 
 def test_the_stages_of_an_update_are_told_in_their_order() -> None:
@@ -129,23 +129,24 @@ def test_the_stages_of_an_update_are_told_in_their_order() -> None:
     told: list[Event] = []
     exchange.tell = told.append
     waits(exchange.after_step((0,), {}))
-    assert told == [UpdateEncoded("w/1", 1, [], [0], 0)]
-    world.answer(1, 0)
+    assert told == [UpdateEncoded("w/0.1", 1, [], 0)]
+    world.answer(0, 1)
     for _ in range(2):
         waits(exchange.after_step((), {}))
     exchange.begin(Lease("w", 2, 8, 8, 4, 8))
-    assert told[1:] == [UpdateStage("w/1", "adopted"), LeaseBegun("w", 2, 8, 8, 4)]
+    assert told[1:] == [UpdateStage("w/0.1", "adopted"), LeaseBegun("w", 2, 8, 8, 4)]
 
 
 def test_a_lease_is_complete_only_with_the_delta_that_was_held_back():
     exchange, world = begun("continue")
     for step in range(1, 9):
         assert not waits(exchange.after_step((0,) if step == 1 else (0, 1) if step == 8 else (), {}))
-    assert [part.leases for part in world.sent] == [(), ()]  # fragment 0's last steps have not left
+    # Fragment 0's last steps have not left.
+    assert [(part.fragment, part.contains) for part in world.sent] == [(0, ()), (1, (7,))]
     exchange.begin(Lease("w", 2, 8, 8, 8, 8))
-    world.answer(1, 0)
+    world.answer(0, 1)
     assert not waits(exchange.after_step((0,), {}))
-    assert [d.chunk for d in world.sent[-1].deltas] == [0] and world.sent[-1].leases == (7,)
+    assert (world.sent[-1].fragment, world.sent[-1].contains) == (0, (7,)) and not exchange.unsent
 
 
 def test_where_it_is_told_to_wait_training_stands_still_after_τ_steps():
@@ -155,8 +156,8 @@ def test_where_it_is_told_to_wait_training_stands_still_after_τ_steps():
     script = exchange.after_step((), {})
     assert next(script).done()  # the delta has been sent
     pending = script.send(None)
-    assert pending is world.answers[1]
-    world.answer(1, 0)
+    assert pending is world.answers[0, 1]
+    world.answer(0, 1)
     with pytest.raises(StopIteration):
         script.send(pending.result())
     assert world.adopted == [0]
@@ -221,7 +222,7 @@ def test_a_delta_that_cannot_be_made_ends_the_run_though_no_answer_ever_comes(la
     else:
         script = exchange.after_step((0,), {})
         assert next(script) is made
-    assert not world.sent and not world.answers[1].done()
+    assert not world.sent and not world.answers[0, 1].done()
 
 
 def test_the_end_of_a_run_waits_until_its_last_delta_has_been_sent():
@@ -229,10 +230,10 @@ def test_the_end_of_a_run_waits_until_its_last_delta_has_been_sent():
     for step in range(1, 9):
         assert not waits(exchange.after_step((0, 1) if step == 8 else (), {}))
     pushed: Future[None] = Future()
-    exchange.in_flight[0].push = pushed
-    world.answer(1, 0, 1)
+    exchange.in_flight[0].pushes[1] = pushed
+    world.answer(0, 1), world.answer(1, 1)
     script = exchange.finish()
-    assert next(script) is pushed
+    assert next(script).done() and script.send(None) is pushed
 
 
 # ------------------------------------------------- two ranks, whose server restarts between their pulls
@@ -251,7 +252,7 @@ class RestartingServer:
             self.pulls += 1
             if self.pulls in self.restarts:
                 self.incarnation += 1
-            return Answer(sequence, (), f"incarnation {self.incarnation}")
+            return Answer(0, sequence, (), f"incarnation {self.incarnation}")
 
 
 class TwoRanks:
@@ -284,12 +285,12 @@ class OneRank(Everything):
         return self.group.agree(self.rank, flag)
 
     def join(self, join: Join) -> Welcome:
-        return Welcome(1, 1, f"incarnation {self.server.incarnation}")
+        return Welcome((1,), 1, f"incarnation {self.server.incarnation}")
 
     def refresh(self, changed: tuple[int, ...]) -> None:
         self.taken.append(self.answered)
 
-    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Any:
+    def pull(self, fragment: int, sequence: int) -> Any:
         answer = self.server.answer(sequence)
         self.answered = answer.incarnation
         return Ready(answer)

@@ -55,9 +55,9 @@ def test_a_region_that_hears_of_it_twice_starts_over_once():
     world.push("a", random_deltas(world, 1))
     region = world.regions["eu"]
     for started in (1, 0):
-        events = region.handle(UpdateRejected("eu", "life-1", "wild")).events
+        events = region.handle(UpdateRejected("eu", "life-1", "wild", 0, 1)).events
         assert len([e for e in events if isinstance(e, StartedOver)]) == started
-        assert world.answer("eu", 0, tuple(range(len(region.parameter_map.fragments)))) or not started
+        assert all(world.answer("eu", fragment, 0) for fragment in region.numbers) or not started
 
 
 # -------------------------------------------------------------------------- synchronous rounds of several fragments
@@ -129,8 +129,9 @@ def test_a_synchronous_run_ends_with_all_samples_trained_whenever_a_worker_dies(
     assert world.report()["finished"], world.top.server.status()
     lease_table = world.top.server.lease_table
     assert not lease_table.open and lease_table.committed_samples == sum(rounds)
-    versions = [state.version for state in world.top.server.fragments]
-    assert versions == [len(rounds) + 1] * (fragments - 1) + [len(rounds)]  # the last is sent with a job's last step
+    assert world.top.server.versions == [len(rounds) + 1] * (fragments - 1) + [
+        len(rounds)
+    ]  # the last is sent with a job's last step
 
 
 # ---------------------------------------------------------------------------- leases of the silent and of who left
@@ -141,12 +142,12 @@ def test_what_others_were_given_meanwhile_is_taken_from_nobody_who_counted_as_de
     top, [made] = flat(samples=32), FakeWorker("a", toy(), whole(toy())).parts({0: torch.ones(64)})
     first, second = (top.handle(LeaseRequest("a", job)).reply for job in (1, 2))
     top.handle(MemberSilent("a", "life-1"))
-    top.handle(dataclasses.replace(made, leases=(first.lease,)))
+    top.handle(dataclasses.replace(made, contains=(first.lease,)))
     assert top.lease_table.committed_samples == first.samples
     assert top.handle(LeaseRequest("b", 1)).reply.start == second.start
     for leases in ((second.lease,), ()):
         with pytest.raises(DataGone, match=r"leases \[2\] went to others"):
-            top.admit(dataclasses.replace(made, sequence=2, leases=leases))
+            top.admit(dataclasses.replace(made, sequence=2, contains=leases))
     [join] = FakeWorker("a", toy(), whole(toy())).joins(top.identity, "life-2")
     top.handle(join)
     assert top.admit(dataclasses.replace(made, sequence=2, incarnation="life-2"))

@@ -39,8 +39,8 @@ def test_every_sample_is_trained_once(events, ramped):
         assert starts[first + lease.steps] == lease.start + lease.samples and 1 <= lease.steps <= 3
         if what == "commit":
             trained.extend(range(lease.start, lease.start + lease.samples))
-            assert coordinator.commit((lease.lease,)) == lease.samples
-            assert coordinator.commit((lease.lease,)) == 0
+            assert coordinator.contain((lease.lease,), 0) == lease.samples
+            assert coordinator.contain((lease.lease,), 0) == 0
             jobs[worker] += 1
         elif what == "die":
             coordinator.release((lease.lease, 999))
@@ -75,7 +75,7 @@ def test_after_a_rollback_nothing_is_trained_that_came_since(events, at):
             lease = open_leases.pop(0)
             samples = {*range(lease.start, lease.start + lease.samples)}
             if what == "commit":
-                table.commit((lease.lease,))
+                table.contain((lease.lease,), 0)
                 committed |= samples
             else:
                 table.release((lease.lease,))
@@ -90,7 +90,7 @@ def test_after_a_rollback_nothing_is_trained_that_came_since(events, at):
     while isinstance(lease := older.grant(LeaseRequest("b", job)), Lease):
         assert lease.lease >= table.next_lease
         left |= {*range(lease.start, lease.start + lease.samples)}
-        older.commit((lease.lease,))
+        older.contain((lease.lease,), 0)
         job += 1
     assert left == {*range(192)} - done - aside and older.finished
 
@@ -111,8 +111,8 @@ def test_a_lease_that_came_back_is_committed_once_and_the_run_waits_for_those_th
         assert isinstance(table.grant(LeaseRequest(worker, 1)), Lease)
     assert not table.finished
     table.release((1,))
-    assert [table.gone((1,)), table.commit((1,)), table.commit((1,))] == [(), 4, 0]
-    assert not table.finished and table.commit((2,)) == 4 and table.finished
+    assert [table.gone((1,)), table.contain((1,), 0), table.contain((1,), 0)] == [(), 4, 0]
+    assert not table.finished and table.contain((2,), 0) == 4 and table.finished
 
 
 def test_a_lease_is_had_again_while_it_is_whole_in_the_pool() -> None:
@@ -122,7 +122,7 @@ def test_a_lease_is_had_again_while_it_is_whole_in_the_pool() -> None:
     table.release((1, 2))
     table.local_steps = 2
     assert table.grant(LeaseRequest("b", 1)) == Lease("b", 1, 3, 0, 2, 2)
-    assert table.gone((1, 2, 3, 9)) == (1,) and table.commit((1,)) == 0
+    assert table.gone((1, 2, 3, 9)) == (1,) and table.contain((1,), 0) == 0
     table.take_back((1, 2))
     assert list(table.open) == [3, 2] and table.pool == [(2, 2)] and table.gone((1, 2)) == (1,)
     table.release((2, 3))
@@ -247,7 +247,7 @@ def test_what_fails_twice_is_set_aside_by_the_samples_that_both_had_and_no_more_
     table.local_steps = 4
     table.fail(list(table.open))
     assert table.set_aside_samples == 20 and sum(size for _, size in table.pool) == 44 - 20
-    assert table.gone((1,)) == (1,) and table.commit((1,)) == 0 and table.set_aside_samples == 20
+    assert table.gone((1,)) == (1,) and table.contain((1,), 0) == 0 and table.set_aside_samples == 20
     state = json.loads(json.dumps(table.state()))
     back = LeaseTable(400, 1, local_steps=4)
     back.load(state)
@@ -260,13 +260,13 @@ def test_what_spoils_the_last_round_is_set_aside_for_what_its_worker_had_before_
     def lease(worker: str, job: int) -> Lease:
         return table.grant(LeaseRequest(worker, job))  # type: ignore[return-value]
 
-    assert table.commit([lease("a", 1).lease, lease("b", 1).lease]) == 8
+    assert table.contain([lease("a", 1).lease, lease("b", 1).lease], 0) == 8
     bad = lease("a", 2).lease
     assert table.fail([bad]) == [] and table.fail([bad]) == [(8, 4)]
     again, other = lease("a", 2), lease("b", 2)
     assert [(each.start, each.samples) for each in (again, other)] == [(0, 4), (12, 4)]
     assert table.fail([again.lease]) == table.fail([again.lease]) == []  # its worker is to blame, not the data
-    assert table.commit([again.lease, other.lease]) == 4
+    assert table.contain([again.lease, other.lease], 0) == 4
     assert table.finished and table.committed_samples + table.set_aside_samples == 16
 
 
@@ -279,7 +279,7 @@ def test_skipped_samples_are_left_out_in_whole_steps_and_come_back_when_they_are
     assert table.pool == [(4, 4)] and table.skip == [(16, 2)]
     rest = [table.grant(LeaseRequest("a", job)) for job in (3, 4, 5)]
     assert [(lease.start, lease.samples) for lease in rest[:2]] == [(4, 4), (18, 6)] and isinstance(rest[2], Finished)
-    assert table.commit(tuple(table.open)) == 22 and table.finished and table.set_aside_samples == 2
+    assert table.contain(tuple(table.open), 0) == 22 and table.finished and table.set_aside_samples == 2
 
 
 def test_a_reserve_asked_for_beyond_a_job_without_data_does_not_dismiss_its_worker():
@@ -288,11 +288,11 @@ def test_a_reserve_asked_for_beyond_a_job_without_data_does_not_dismiss_its_work
     assert isinstance(table.grant(LeaseRequest("a", 2)), Finished)
     assert [table.grant(LeaseRequest("a", job)) for job in (3, 4, 5)] == [None] * 3  # its region's reserve
     assert isinstance(table.grant(LeaseRequest("a", 2)), Finished)
-    assert table.commit((mine.lease,)) and table.grant(LeaseRequest("a", 3)) is None
+    assert table.contain((mine.lease,), 0) and table.grant(LeaseRequest("a", 3)) is None
     table.release((other.lease,))
     again = table.grant(LeaseRequest("a", 3))
     assert isinstance(again, Lease)
     assert isinstance(table.grant(LeaseRequest("a", 4)), Finished)  # so that it sends what it has of job 3
     assert table.grant(LeaseRequest("a", 5)) is None
-    table.commit((again.lease,))
+    table.contain((again.lease,), 0)
     assert isinstance(table.grant(LeaseRequest("a", 5)), Finished)

@@ -41,7 +41,9 @@ def test_a_weight_without_data_excuses_no_norm_and_changes_no_usual():
             world.push(name, random_deltas(world, 10 * turn + ord(name)))
             world.settle(region)
     [part] = world.workers["a"][1].parts({f: 1000 * d for f, d in random_deltas(world, 5).items()})
-    lie = dataclasses.replace(part, member="eu", sequence=world.top.members["eu"].sequence + 1, weight=10**6)
+    lie = dataclasses.replace(
+        part, member="eu", sequence=world.top.members["eu"].fragments[0].sequence + 1, weight=10**6
+    )
     norms = json.dumps(world.top.norms.state())
     with pytest.raises(Refused, match="far out of the ordinary"):
         world.top.handle(lie)
@@ -152,7 +154,7 @@ def test_what_a_region_merges_can_always_be_written_down():
         [part] = fake.parts(random_deltas(world, 1))
         metrics = {f"{fake.name}-{n:03}".ljust(MOST_NAME, "x"): 1.0 for n in range(MOST_METRICS)}
         region.handle(dataclasses.replace(part, metrics=metrics))
-    region.trained = {number: {0} for number in range(1, 3 * MOST_LEASES)}
+    region.contains[0] = list(range(1, 3 * MOST_LEASES))
     told = 0
     for fake in workers:
         handled = region.handle(MemberSilent(fake.name, "life-1"))
@@ -160,11 +162,11 @@ def test_what_a_region_merges_can_always_be_written_down():
         [update] = [send.message for send in handled.sends if isinstance(send.message, UpdatePart)] or [None]
         for send in handled.sends:
             assert len(next(wire.frames(send.message))) < wire.MAX_HEADER_BYTES
-            told += len(send.message.leases)
+            told += len(getattr(send.message, "contains", ()) or send.message.leases)
         if update is None:
             break
         assert len(update.metrics) <= MOST_METRICS and world.top.handle(update).reply
-        answer = world.top.answer("eu", "life-1", 0, update.sequence, (0,))
+        answer = world.top.answer("eu", "life-1", 0, 0, update.sequence)
         handled = region.handle(answer)
     assert told == 3 * MOST_LEASES - 1
 

@@ -138,7 +138,7 @@ def test_a_region_that_was_cut_off_may_bring_much():
     region = world.regions["eu"]
     deltas = {f: 60 * d for f, d in random_deltas(world, 5).items()}
     [(_, worker)] = [world.workers["b"]]
-    parts = [dataclasses.replace(p, member="eu", sequence=world.top.members["eu"].sequence + 1)
+    parts = [dataclasses.replace(p, member="eu", sequence=world.top.members["eu"].fragments[0].sequence + 1)
              for p in worker.parts(deltas)]  # fmt: skip
     with pytest.raises(Refused, match="far out of the ordinary"):
         world.top.handle(dataclasses.replace(parts[0], incarnation=region.incarnation))

@@ -77,7 +77,7 @@ def test_random_lives_never_leave_the_table(happenings):
                     left = left and what == "again"
                     silent, ended = False, left
                 case "update":
-                    worker.sequence = member.sequence
+                    worker.sequences = [member.fragments[0].sequence]
                     region.handle(worker.parts(random_deltas(world, 1), incarnation=incarnation)[0])
                     silent = False
                 case "leave":
@@ -178,7 +178,7 @@ def test_an_answer_that_comes_twice_is_adopted_once():
     region = world.regions["eu"]
     world.push("a", random_deltas(world, 1))
     update = world.deliver_up("eu")
-    answer = world.top.answer("eu", "life-1", 0, update.sequence, (0,))
+    answer = world.top.answer("eu", "life-1", 0, 0, update.sequence)
     region.handle(answer)
     x, mirror = region.weights(0).clone(), region.state()[0]["mirror.0"].clone()
     region.handle(answer)

@@ -110,10 +110,10 @@ def test_all_parts_see_the_weights_of_one_moment() -> None:
         region.handle(join)
     assert region.weights_to_validate("a", "life-1", 0, 1).weights == ()  # nothing is here yet
     top.handle(region.join_message())
-    everything = tuple(range(len(lay.fragments)))
-    answer = top.answer("eu", "life-1", 0, 0, everything)
-    assert answer is not None
-    region.handle(answer)
+    for fragment in range(len(lay.fragments)):
+        answer = top.answer("eu", "life-1", 0, fragment, 0)
+        assert answer is not None
+        region.handle(answer)
     for x in weights_of(region):
         x.add_(1.0)  # a worker's delta came
     seen = [torch.full((f.numel,), torch.nan) for f in lay.fragments]

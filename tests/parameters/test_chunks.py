@@ -12,7 +12,7 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import ChunkWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.chunks import cut, deal
-from geotrain.parameters.parameter_map import Chunk, ParameterMapError, StridedSlice, gather, numel, scatter
+from geotrain.parameters.parameter_map import Chunk, StridedSlice, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
 from tests.support.outer_world import parameter_map
 
@@ -53,11 +53,7 @@ def test_chunks_are_counted_through_all_fragments() -> None:
     lay = parameter_map(1, 10)
     assert [[p.index for p in of] for of in lay.chunks_of] == lay.chunk_numbers == [[0, 1], [2, 3], [4, 5, 6], [7]]
     assert [p.numel for p in lay.chunks] == [10, 6, 10, 6, 10, 10, 4, 8]
-    assert lay.fragments_of([4, 5, 6, 0, 1]) == (2, 0) and lay.fragments_of([]) == ()
     assert lay.called(5) == "fragment 2, chunk 2 of 3" and lay.called(7) == "fragment 3"
-    for wrong in ([0], [1, 0], [0, 1, 0, 1], [0, 1, 8], [-1]):
-        with pytest.raises(ParameterMapError, match="no whole fragments"):
-            lay.fragments_of(wrong)
 
 
 @given(st.lists(st.integers(1, 1 << 27), max_size=40), st.integers(1, 8))

@@ -47,8 +47,8 @@ ONLY_IN = {  # who may import these
 DOORS = {
     "worker.loop": 6_052,
     "net.transport.worker_client": 4_083,
-    "outer.server.server": 6_864,
-    "worker.trainer": 9_563,
+    "outer.server.server": 6_872,
+    "worker.trainer": 9_574,
     "net.server.server_process": 15_532,
 }
 SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}

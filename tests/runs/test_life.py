@@ -139,10 +139,8 @@ def test_servers_measure_what_their_events_promise(life: Life) -> None:
         events = life.run.events(which)
         updates = [e for e in events if e["event"] == "UpdateApplied" and e["member"] == member]
         for event in updates:
-            assert len(event["fragment_staleness"]) == len(event["delta_norms"]) == len(event["fragments"])
-            assert max(event["fragment_staleness"]) == event["staleness"]
             assert (event["tokens"] is not None) == (which == "global")
-        assert max(norm for event in updates for norm in event["delta_norms"]) > 0
+        assert max(event["delta_norm"] for event in updates) > 0
         heard = [e for e in events if e["event"] == "MemberSampled" and e["member"] == member]
         assert max(e["received_bytes"] for e in heard) > 0 and max(e["received_bytes_per_s"] for e in heard) > 0
         servers = [e for e in events if e["event"] == "ServerSampled"]

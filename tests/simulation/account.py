@@ -4,7 +4,7 @@ where each sample is. Nothing that was acknowledged may be missing after a death
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import exp
 from typing import Any
 
@@ -70,7 +70,7 @@ class Account:
         self.config, self.parameter_map, self.regions = config, parameter_map, regions
         self.spec = Specification(config, regions, start, samples, decay=0.0)
         self.codec = make_codec(config.local)
-        self.deltas: dict[tuple[str, str, int], dict[int, Tensor]] = {}  # worker, incarnation, sequence → by chunk
+        self.deltas: dict[tuple[str, str, int, int], Tensor] = {}  # worker, incarnation, fragment, sequence → delta
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
         # region, fragment → all weights that it has had
         self.was: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
@@ -81,6 +81,9 @@ class Account:
         self.asked: dict[str, int] = {}  # worker → last job that its incarnation has asked for
         self.held: set[int] = set()  # leases that regions have for their workers
         self.trained: set[int] = set()  # those that updates have brought to their regions
+        self.contained: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # lease → fragments of its region that contain it
         self.refusing: dict[str, bool] = {}  # region → whether its next update is refused; False: one was
         self.paused, self.local_steps = False, config.local_steps
         self.updates = 0.0  # of a region in the whole run, for its momentum's decay; 0: as its samples have it
@@ -125,13 +128,13 @@ class Account:
             server.admit = refusing  # type: ignore[method-assign]
 
     def trains(self, parts: Sequence[UpdatePart], slicing: Sequence[Sequence[tuple[StridedSlice, ...]]]) -> None:
-        """A worker makes an update, which its ranks are about to send."""
-        deltas = {d.chunk: torch.zeros(self.parameter_map.fragments[d.chunk].numel) for d in parts[0].deltas}
-        for part, cuts in zip(parts, slicing, strict=True):
-            for delta in part.deltas:
-                cut = cuts[delta.chunk]
-                scatter(self.codec.decode(from_bytes(delta.payload), numel(cut)), cut, deltas[delta.chunk])
-        self.deltas[parts[0].member, parts[0].incarnation, parts[0].sequence] = deltas
+        """A worker makes an update of each of some fragments, which its ranks are about to send."""
+        for part in parts:
+            update, fragment = _update(part), part.fragment
+            if update not in self.deltas:
+                self.deltas[update] = torch.zeros(self.parameter_map.fragments[fragment].numel)
+            cut, (delta,) = slicing[part.part][fragment], part.deltas
+            scatter(self.codec.decode(from_bytes(delta.payload), numel(cut)), cut, self.deltas[update])
 
     def begins(self, region: str) -> None:
         """A region has nothing of its own any more."""
@@ -167,9 +170,8 @@ class Account:
             if isinstance(event, UpdateApplied) and isinstance(message, UpdatePart):
                 self._check_norms(server.name, message, event)
         if isinstance(message, MemberSilent):
-            begins = (
-                server.name == GLOBAL and message.member not in self.spec.region
-            )  # no beats with the first weights
+            here = self.spec.region.get(message.member, {})
+            begins = server.name == GLOBAL and len(here) < len(self.parameter_map.fragments)  # no beats before that
             assert begins or message.member in self.absent, f"{message.member}, who was there, counts as dead"
         if server.name == GLOBAL:
             self._top_took(server, message, handled.reply, before)
@@ -237,9 +239,8 @@ class Account:
                     assert not self.paused, f"lease {reply.lease} is granted though the run is paused"
                     assert reply.samples <= self.local_steps * STEP, f"{reply} has more steps than were set"
                 ledger.granted(reply)
-        if isinstance(message, UpdatePart | Trained):
-            for number in message.leases:
-                ledger.trained(number)
+        for number in getattr(message, "contains", message.leases if isinstance(message, Trained) else ()):
+            ledger.trained(number, message.fragment)
         table = top.lease_table
         assert table.committed_samples == ledger.committed, f"{table.committed_samples} are committed"
         assert set(table.open) == ledger.open, f"{set(table.open)} are out, {ledger.open} should be"
@@ -265,21 +266,19 @@ class Account:
         if isinstance(message, LiftQuarantine):
             self.strikes[message.member] = 0
         if isinstance(message, UpdatePart) and reply:
-            deltas = self.deltas[message.member, message.incarnation, message.sequence]
-            trained = {(message.member, fragment, message.job) for fragment in deltas}
-            again = self.taken & trained if region.rule.in_rounds else set()  # by a former incarnation
-            self.taken |= trained
+            fragment, trained = message.fragment, (message.member, message.fragment, message.job)
+            again = region.rule.in_rounds and trained in self.taken  # by a former incarnation
+            self.taken.add(trained)
             if isinstance(self.config.rule, RegionMomentumConfig):
                 home, workers = len(self.regions[region.name]), sum(map(len, self.regions.values()))
                 updates = (
                     self.updates or self.batches.step_at(self.samples) / self.config.local_steps * home / workers
                 )
                 self.spec.decay = exp(-1 / max(1.0, self.config.rule.momentum_share * updates))
-            new = {f: delta for f, delta in deltas.items() if (message.member, f, message.job) not in again}
-            self.spec.worker_update(region.name, message.member, new)
-            for fragment in new:
+            if not again:
+                self.spec.worker_update(region.name, message.member, {fragment: self.deltas[_update(message)]})
                 self.ahead[region.name, fragment].add((message.member, message.job))
-            self._check(region, deltas, self.spec.region[region.name])
+            self._check(region, [fragment], self.spec.region[region.name])
 
     def _merged(self, region: Any, answer: Answer) -> None:
         if answer.sequence:
@@ -287,8 +286,9 @@ class Account:
                 self.flying.discard((region.name, weights.chunk))
                 self.spec.region_merges(region.name, weights)
         else:  # its workers may have asked for leases since it started over
-            self._nothing_ahead(region.name)
-            self.spec.region_begins(region.name, list(answer.weights))
+            self.flying.discard((region.name, answer.fragment))
+            self.ahead[region.name, answer.fragment].clear()
+            self.spec.region_begins(region.name, answer.weights)
         self._check(region, [w.chunk for w in answer.weights], self.spec.region[region.name])
 
     def _leases_of_region(self, region: Any, message: Any, handled: Handled, before: str) -> None:
@@ -299,8 +299,11 @@ class Account:
             case Lease():
                 self.held.add(message.lease)
             case UpdatePart() if handled.reply:
-                self.held -= set(message.leases)
-                self.trained |= set(message.leases)
+                for number in message.contains:
+                    self.contained[number].add(message.fragment)
+                    if len(self.contained[number]) == len(self.parameter_map.fragments):
+                        self.held.discard(number)
+                        self.trained.add(number)
             case Leave() | MemberSilent() | Join() if getattr(message, "incarnation", "") != before:
                 self.asked.pop(message.member, None)
             case Recall() if not region.rule.in_rounds:
@@ -320,29 +323,24 @@ class Account:
                 self._sent_up(server.name, send.message)
 
     def _sent_up(self, region: str, update: UpdatePart) -> None:
-        """One update of a fragment travels at a time, and a lease goes up when all of its training does."""
+        """One update of a fragment travels at a time, and the leases that it contains were trained with it."""
         for sent in update.deltas:
             assert (region, sent.chunk) not in self.flying, f"fragment {sent.chunk} is sent before it was answered"
             self.flying.add((region, sent.chunk))
             self.ahead[region, sent.chunk].clear()
-        for lease in [self.spec.ledger.leases[number] for number in update.leases]:
-            left = [
-                f for (name, f), jobs in self.ahead.items() if name == region and (lease.worker, lease.job) in jobs
-            ]
-            # without the ledger, what is trained while an update travels is in none
-            assert not left or not getattr(self.config.rule, "ledger", True), f"{lease} goes up without {left}"
+        for lease in [self.spec.ledger.leases[number] for number in update.contains]:
+            assert (lease.worker, update.fragment, lease.job) in self.taken, f"{lease} is said to be in {update}"
 
     def _check_norms(self, server: str, part: UpdatePart, event: UpdateApplied) -> None:
         if server == GLOBAL:
-            deltas = {d.chunk: self.spec.sent[part.member, d.chunk] for d in part.deltas}
+            delta = self.spec.sent[part.member, part.fragment]
         else:
-            deltas = {f: x for f, x in self.deltas[part.member, part.incarnation, part.sequence].items()}
-        norms = [float(deltas[f].norm()) for f in event.fragments]
-        told = event.delta_norms
+            delta = self.deltas[_update(part)]
+        norm, told = float(delta.norm()), event.delta_norm
         near = 1e-3 if server != GLOBAL or self.config.up.name in ("fp32", "bf16") else 0.05  # decoded, and as it was
-        assert all(abs(a - b) <= near * (1e-6 + b) for a, b in zip(told, norms, strict=True)), f"{told} for {norms}"
+        assert told is not None and abs(told - norm) <= near * (1e-6 + norm), f"{told} for {norm}"
 
-    def _check(self, server: Any, chunks: Iterable[int], wanted: Sequence[Vector]) -> None:
+    def _check(self, server: Any, chunks: Iterable[int], wanted: Sequence[Vector] | Mapping[int, Vector]) -> None:
         for chunk in chunks:
             told = wanted[chunk]
             if server.name != GLOBAL:
@@ -351,3 +349,7 @@ class Account:
                 raise AssertionError(f"fragment {chunk}: version {server.versions[chunk]}, not {told.version}")
             if not isinstance(server.shards, RemoteShards):
                 close(server.shards.of[chunk].vectors[chunk].x, told.x)
+
+
+def _update(part: UpdatePart) -> tuple[str, str, int, int]:
+    return part.member, part.incarnation, part.fragment, part.sequence

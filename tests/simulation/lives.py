@@ -20,7 +20,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.server.shard_host import ShardHost
 from geotrain.outer.events import Joined, UpdateApplied, UpdateStage
-from geotrain.outer.messages import Lease
+from geotrain.outer.messages import Lease, update_id
 from tests.simulation.account import STEP
 from tests.simulation.network import site
 from tests.simulation.worker import HOME, REGIONS
@@ -227,17 +227,17 @@ def violations(world: World) -> list[str]:
     found = [*world.faults, *(f"a handler raised: {error}" for error in world.network.errors)]
     if found:
         return found
-    applied, disks = Counter[tuple[str, str, int, int]](), Counter[str]()
+    applied, disks = Counter[tuple[str, str, int, int, int]](), Counter[str]()
     for _, server, what in world.record:
         if what == DISK_LOST:  # its workers' updates are counted anew
             disks[server] += 1
         elif isinstance(what, UpdateApplied):
-            applied[server, what.member, what.sequence, disks[server]] += 1
-    found += [f"{at} applied update {n} of {member} twice" for (at, member, n, _), k in applied.items() if k > 1]
-    ever = {key[:3] for key in applied}
-    for worker, _, sequence in sorted(world.acknowledged):
-        if (HOME[worker], worker, sequence) not in ever:
-            found.append(f"update {sequence} of {worker} was acknowledged, and never applied")
+            applied[server, what.member, what.fragment, what.sequence, disks[server]] += 1
+    found += [f"{key[0]} applied update {update_id(*key[1:4])} twice" for key, count in applied.items() if count > 1]
+    ever = {key[:4] for key in applied}
+    for worker, _, *update in sorted(world.acknowledged):
+        if (HOME[worker], worker, *update) not in ever:
+            found.append(f"update {update_id(worker, *update)} was acknowledged, and never applied")
     for process in world.processes.values():
         if process.ended and isinstance(process.host, ShardHost):
             found += world.account.differing(process.host.setup.server, process.host.server.shard)

@@ -39,16 +39,15 @@ class SimulatedWorker(FakeWorker):
         for client in self.clients:
             client.on_acknowledged = self._acknowledged
 
-    def _acknowledged(self, sequence: int) -> None:
-        self.world.acknowledged.add((self.name, self.incarnation, sequence))
+    def _acknowledged(self, fragment: int, sequence: int) -> None:
+        self.world.acknowledged.add((self.name, self.incarnation, fragment, sequence))
 
     async def live(self) -> None:
         """Join, train until no data is left, and leave."""
         for client, join in zip(self.clients, self.joins(), strict=True):
             welcome = await client._first_join(join)
-        self.sequence, self.job = welcome.sequence, welcome.job
-        everything = tuple(range(len(self.parameter_map.fragments)))
-        await self._pulled([c.pull(0, everything) for c in self.clients], everything)
+        self.sequences, self.job = list(welcome.sequences), welcome.job
+        await self._begun()
         told = False
         while isinstance(lease := await self._leased(), Lease) or not told:
             if told := not isinstance(lease, Lease):
@@ -58,21 +57,28 @@ class SimulatedWorker(FakeWorker):
             self._spoils(lease)
             while self.name in self.world.hung:
                 await asyncio.sleep(5.0)
-            for f in everything:
+            for f in range(len(self.parameter_map.fragments)):
                 await asyncio.sleep(STEP_S * self.world.random.uniform(0.5, 2.0))
-                pushed, parts = [], self.parts(lease, (f,))
+                pushed, parts = [], self.parts(lease, f)
                 if not self.spoilt:
                     self.world.account.trains(parts, self.slicing)
                 for client, part in zip(self.clients, parts, strict=True):
                     await asyncio.sleep(self.world.random.uniform(0.0, 0.5))  # ranks are not equally fast
                     pushed.append(client.push(part))
-                answers = [c.pull(self.sequence, (f,)) for c in self.clients]
+                answers = [c.pull(f, self.sequences[f]) for c in self.clients]
                 await asyncio.gather(*map(asyncio.wrap_future, pushed))
-                await self._pulled(answers, (f,))
-                self.sequence += 1
+                await self._pulled(answers)
+                self.sequences[f] += 1
             self.job += 1
-        await self._pulled([c.pull(0, everything) for c in self.clients], everything)
+        await self._begun()
         await asyncio.gather(*(client._leave() for client in self.clients))
+
+    async def _begun(self) -> None:
+        """Adopt the server's weights as they are now."""
+        fragments = range(len(self.parameter_map.fragments))
+        pulled = [[c.pull(fragment, 0) for c in self.clients] for fragment in fragments]
+        for answers in pulled:
+            await self._pulled(answers)
 
     def _spoils(self, lease: Lease) -> None:
         """Whether what this lease's training gives is of no use: then the worker is refused, and ends."""
@@ -96,11 +102,11 @@ class SimulatedWorker(FakeWorker):
         assert len(granted) == 1, f"ranks were told different things: {granted}"
         return granted.pop()
 
-    async def _pulled(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
+    async def _pulled(self, answers: list[Future[Answer]]) -> None:
         arrived = list(await asyncio.gather(*map(asyncio.wrap_future, answers)))
+        update = arrived[0].fragment, arrived[0].sequence
         while len({answer.incarnation for answer in arrived}) > 1:
-            again = [asyncio.wrap_future(c.pull(arrived[0].sequence, fragments)) for c in self.clients]
+            again = [asyncio.wrap_future(c.pull(*update)) for c in self.clients]
             arrived = list(await asyncio.gather(*again))
         self.take(arrived)
-        for fragment in fragments:
-            self.world.account.adopts(self.name, fragment, self.anchor[fragment])
+        self.world.account.adopts(self.name, update[0], self.anchor[update[0]])

@@ -159,7 +159,7 @@ class World:
         self.spoiled = range(0)  # samples whose training gives nothing of use
         self.hung: set[str] = set()  # workers that beat, and train nothing
         self.struck: set[str] = set()  # workers that may be refused for good
-        self.acknowledged: set[tuple[str, str, int]] = set()
+        self.acknowledged: set[tuple[str, str, int, int]] = set()
         start = initial_weights(self.run_config, self.parameter_map)
         batches = BatchSchedule(STEP, self.run_config.data.rampup_batch_size)
         about = self.run_config.outer, self.parameter_map, REGIONS, start, train_samples

@@ -16,9 +16,11 @@ def mutations(seed: int, count: int) -> typing.Iterator[list[bytes]]:
     slices = ((StridedSlice(0, 4, 8, 2), StridedSlice(100, 7)), ())
     samples: list[object] = [
         Join("r", "c", "l", "m", "a", "1", 0, 1, slices, slices, (1, 2)),
-        UpdatePart("a", "1", 7, 0, (ChunkDelta(0, 3, bytes(50)), ChunkDelta(1, 3, bytes(9))), metrics={"loss": 1.0}),
-        Answer(3, (ChunkWeights(0, 1, bytes(40), True),)),
-        rpc.Pull("a", "1", 0, 3, (0, 1), 2.0),
+        UpdatePart(
+            "a", "1", 0, 7, 0, (ChunkDelta(0, 3, bytes(50)), ChunkDelta(1, 3, bytes(9))), metrics={"loss": 1.0}
+        ),
+        Answer(0, 3, (ChunkWeights(0, 1, bytes(40), True),)),
+        rpc.Pull("a", "1", 0, 1, 3, 2.0),
     ]
     for _ in range(count):
         frames = [bytearray(f) for f in wire.frames(rng.choice(samples))]

@@ -60,10 +60,8 @@ class LocalServers(InProcess):
         reply = self.tell("eu", message)
         while self.up["eu"]:
             sent = self.deliver("eu")
-            if isinstance(sent, UpdatePart):
-                self.answer("eu", sent.sequence, self.parameter_map.fragments_of([d.chunk for d in sent.deltas]))
-            elif isinstance(sent, AnswerWanted):
-                self.answer("eu", sent.sequence, sent.fragments)
+            if isinstance(sent, UpdatePart | AnswerWanted):
+                self.answer("eu", sent.fragment, sent.sequence)
         return reply
 
 
@@ -72,7 +70,7 @@ class LocalClient:
 
     def __init__(self, servers: LocalServers, name: str = "w") -> None:
         self.servers, self.name, self.incarnation = servers, name, ""
-        self.on_acknowledged: Callable[[int], None] = lambda sequence: None
+        self.on_acknowledged: Callable[[int, int], None] = lambda fragment, sequence: None
 
     def join(self, join: Join) -> Welcome:
         self.incarnation = join.incarnation
@@ -82,9 +80,9 @@ class LocalClient:
         self.servers.say(part)
         return done(None)
 
-    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
-        self.servers.say(AnswerWanted(self.name, self.incarnation, sequence, fragments))
-        answer = self.servers.region.answer(self.name, self.incarnation, 0, sequence, fragments)
+    def pull(self, fragment: int, sequence: int) -> Future[Answer]:
+        self.servers.say(AnswerWanted(self.name, self.incarnation, fragment, sequence))
+        answer = self.servers.region.answer(self.name, self.incarnation, 0, fragment, sequence)
         assert answer is not None, "a single worker is never kept waiting"
         return done(answer)
 

@@ -261,15 +261,16 @@ class FakeWorker:
         self.clients = [WorkerClient(address, **settings) for _ in slicing]
         self.anchor = [torch.zeros(f.numel) for f in parameter_map.fragments]
         self.versions = [0] * len(parameter_map.fragments)
-        self.sequence = self.job = 0
+        self.sequences = [0] * len(parameter_map.fragments)  # of the next update of each
+        self.job = 0
         self.trained: list[Lease] = []
 
     def join(self) -> None:
         for client, join in zip(self.clients, self.joins(), strict=True):
             welcome = client.join(join)
-        self.sequence, self.job = welcome.sequence, welcome.job
-        everything = tuple(range(len(self.parameter_map.fragments)))
-        self.adopt([c.pull(0, everything) for c in self.clients], everything)
+        self.sequences, self.job = list(welcome.sequences), welcome.job
+        for fragment in range(len(self.parameter_map.fragments)):
+            self.adopt([c.pull(fragment, 0) for c in self.clients])
 
     def joins(self) -> list[Join]:
         """Make what each rank says at first."""
@@ -277,11 +278,11 @@ class FakeWorker:
             self.identity, self.incarnation
         )
 
-    def adopt(self, answers: list[Future[Answer]], fragments: tuple[int, ...]) -> None:
+    def adopt(self, answers: list[Future[Answer]]) -> None:
         """As the trainer does: ranks adopt answers of one incarnation of the server only."""
         arrived = all_of(answers)
         while len({answer.incarnation for answer in arrived}) > 1:
-            again = [c.pull(arrived[0].sequence, fragments) for c in self.clients]
+            again = [c.pull(arrived[0].fragment, arrived[0].sequence) for c in self.clients]
             arrived = all_of(again)
         self.take(arrived)
 
@@ -303,15 +304,16 @@ class FakeWorker:
         lease = leases.pop()
         return lease if isinstance(lease, Lease) else None
 
-    def parts(self, lease: Lease, fragments: tuple[int, ...]) -> list[UpdatePart]:
+    def parts(self, lease: Lease, fragment: int) -> list[UpdatePart]:
+        """Make the next update of the fragment, which contains the lease, by all ranks."""
         step = 0.01 * (1 + lease.start % 7)
-        deltas = {f: (self.anchor[f] - target(self.parameter_map, f)) * step for f in fragments}
-        leases = (lease.lease,) if fragments[-1] == len(self.parameter_map.fragments) - 1 else ()
+        delta = (self.anchor[fragment] - target(self.parameter_map, fragment)) * step
         return [
             UpdatePart(
-                self.name, self.incarnation, self.sequence, part,
-                tuple(ChunkDelta(f, self.versions[f], self._encoded(d, cut[f])) for f, d in deltas.items()),
-                job=lease.job, leases=leases, metrics={"loss": float(self.anchor[0].norm()), "tokens": 1.0},
+                self.name, self.incarnation, fragment, self.sequences[fragment], part,
+                (ChunkDelta(fragment, self.versions[fragment], self._encoded(delta, cut[fragment])),),
+                job=lease.job, contains=(lease.lease,),
+                metrics={"loss": float(self.anchor[0].norm()), "tokens": 1.0},
             )
             for part, cut in enumerate(self.slicing)
         ]  # fmt: skip
@@ -322,17 +324,17 @@ class FakeWorker:
     def train(self, lease: Lease) -> None:
         """One job: each fragment's delta leaves as an update of its own, and is answered."""
         for f in range(len(self.parameter_map.fragments)):
-            self.exchange(self.parts(lease, (f,)), (f,))
+            self.exchange(self.parts(lease, f))
         self.trained.append(lease)
         self.job += 1
 
-    def exchange(self, parts: list[UpdatePart], fragments: tuple[int, ...]) -> None:
+    def exchange(self, parts: list[UpdatePart]) -> None:
         pushed = [c.push(p) for c, p in zip(self.clients, parts, strict=True)]
-        answers = [c.pull(self.sequence, fragments) for c in self.clients]
+        answers = [c.pull(parts[0].fragment, parts[0].sequence) for c in self.clients]
         for push in pushed:
             push.result(BUSY_S)
-        self.sequence += 1
-        self.adopt(answers, fragments)
+        self.sequences[parts[0].fragment] += 1
+        self.adopt(answers)
 
     def run(self) -> None:
         self.join()

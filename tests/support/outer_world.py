@@ -59,7 +59,7 @@ class FakeWorker:
         self, name: str, parameter_map: ParameterMap, slicings: list[list[tuple[StridedSlice, ...]]]
     ) -> None:
         self.name, self.parameter_map, self.slicings = name, parameter_map, slicings
-        self.sequence = 0
+        self.sequences = [0] * len(parameter_map.fragments)
         self.job = 0
 
     def joins(self, identity: Identity, incarnation: str = "life-1") -> list[Join]:
@@ -71,22 +71,26 @@ class FakeWorker:
             for part, pushes in enumerate(self.slicings)
         ]  # fmt: skip
 
-    def parts(self, deltas: dict[int, Tensor], leases: tuple[int, ...] = (), incarnation: str = "life-1",
+    def parts(self, deltas: dict[int, Tensor], contains: tuple[int, ...] = (), incarnation: str = "life-1",
               version: int = 0, codec: CodecConfig = PLAIN) -> list[UpdatePart]:  # fmt: skip
-        self.sequence += 1
+        """Make the next update of each of these fragments, by all ranks."""
         self.job += 1
-        coder = make_codec(codec)
-        return [
-            UpdatePart(
-                self.name, incarnation, self.sequence, part,
-                tuple(
-                    ChunkDelta(p, version, to_bytes(coder.encode(gather(d, pushes[p]).contiguous()).payload))
-                    for p, d in by_chunk(self.parameter_map, deltas).items()
-                ),
-                job=self.job, leases=leases,
-            )
-            for part, pushes in enumerate(self.slicings)
-        ]  # fmt: skip
+        coder, made = make_codec(codec), list[UpdatePart]()
+        for fragment, delta in deltas.items():
+            self.sequences[fragment] += 1
+            chunks = by_chunk(self.parameter_map, {fragment: delta})
+            made += [
+                UpdatePart(
+                    self.name, incarnation, fragment, self.sequences[fragment], part,
+                    tuple(
+                        ChunkDelta(p, version, to_bytes(coder.encode(gather(d, pushes[p]).contiguous()).payload))
+                        for p, d in chunks.items()
+                    ),
+                    job=self.job, contains=contains,
+                )
+                for part, pushes in enumerate(self.slicings)
+            ]  # fmt: skip
+        return made
 
 
 class InProcess:
@@ -106,8 +110,8 @@ class InProcess:
         region = self.regions[name]
         welcome = self.top.handle(region.join_message()).reply
         region.handle(welcome)
-        if not region.fragments:
-            self.answer(name, 0, tuple(range(len(region.parameter_map.fragments))))
+        for fragment in region.numbers if not region.fragments else ():
+            self.answer(name, fragment, 0)
         self.up[name] = deque(send.message for send in region.resend())
 
     def server(self, name: str) -> Any:
@@ -131,9 +135,9 @@ class InProcess:
             self.tell(region, reply)
         return message
 
-    def answer(self, region: str, sequence: int, fragments: tuple[int, ...]) -> bool:
+    def answer(self, region: str, fragment: int, sequence: int) -> bool:
         """The global server's answer reaches the region, if there is one."""
-        answer = self.top.answer(region, self.regions[region].incarnation, 0, sequence, fragments)
+        answer = self.top.answer(region, self.regions[region].incarnation, 0, fragment, sequence)
         if answer is not None:
             self.tell(region, answer)
         return answer is not None
@@ -178,24 +182,28 @@ class World(InProcess):
         self.begin(server)
         return server
 
-    def push(self, worker: str, deltas: dict[int, Tensor], leases: tuple[int, ...] = ()) -> dict[int, Tensor] | None:
-        """A whole update of one worker; the weights it is answered with, if any yet."""
+    def push(
+        self, worker: str, deltas: dict[int, Tensor], contains: tuple[int, ...] = ()
+    ) -> dict[int, Tensor] | None:
+        """A whole update of each of these fragments by one worker; the weights it is answered with, if any yet."""
         r, w = self.workers[worker]
-        for part in w.parts(deltas, leases):
+        for part in w.parts(deltas, contains):
             self.tell(r, part)
-        return self.weights(worker, w.sequence, tuple(deltas))
+        return self.weights(worker, {fragment: w.sequences[fragment] for fragment in deltas})
 
-    def weights(self, worker: str, sequence: int, fragments: tuple[int, ...]) -> dict[int, Tensor] | None:
+    def weights(self, worker: str, updates: dict[int, int]) -> dict[int, Tensor] | None:
+        """The answers to these updates of a worker, sequences by fragment."""
         r, w = self.workers[worker]
-        result = {f: torch.full((self.parameter_map.fragments[f].numel,), torch.nan) for f in fragments}
-        for part, slices in enumerate(w.slicings):
-            answer = self.regions[r].answer(worker, "life-1", part, sequence, fragments)
-            if answer is None:
-                return None
-            for item in answer.weights:
-                chunk = self.parameter_map.chunks[item.chunk]
-                values = make_codec(self.config.local).decode(from_bytes(item.payload), numel(slices[item.chunk]))
-                scatter(values, slices[item.chunk], result[chunk.fragment][chunk.start : chunk.start + chunk.numel])
+        result = {f: torch.full((self.parameter_map.fragments[f].numel,), torch.nan) for f in updates}
+        for fragment, sequence in updates.items():
+            for part, slices in enumerate(w.slicings):
+                answer = self.regions[r].answer(worker, "life-1", part, fragment, sequence)
+                if answer is None:
+                    return None
+                for item in answer.weights:
+                    chunk, vector = self.parameter_map.chunks[item.chunk], result[fragment]
+                    values = make_codec(self.config.local).decode(from_bytes(item.payload), numel(slices[item.chunk]))
+                    scatter(values, slices[item.chunk], vector[chunk.start : chunk.start + chunk.numel])
         return result
 
     def deliver_up(self, region: str) -> UpdatePart | None:
@@ -208,7 +216,7 @@ class World(InProcess):
 
     def deliver_down(self, region: str, update: UpdatePart) -> bool:
         """The answer to that update reaches the region, if there is one."""
-        return self.answer(region, update.sequence, self.parameter_map.fragments_of([d.chunk for d in update.deltas]))
+        return self.answer(region, update.fragment, update.sequence)
 
     def settle(self, region: str) -> None:
         """All that the region says reaches the global server, and all answers that are there reach the region."""

@@ -104,8 +104,9 @@ def check_shards(server: Any) -> None:
         for name, known in shard.members.items():
             member = server.members[name]
             assert known.joins.keys() == member.joined.keys()
-            assert known.updates.keys() == member.arriving.keys()
-            assert known.answers.keys() <= member.answers.keys()
+            exchanges = member.fragments.items()
+            assert known.updates.keys() == {(f, own.sequence + 1) for f, own in exchanges if own.arriving}
+            assert known.answers.keys() <= {f for f, own in exchanges if own.answer is not None}
     updates = getattr(server, "in_flight", {}).values()  # of a region
     travelling = {delta.chunk for update in updates for delta in update.deltas}
     assert {chunk for shard in server.shards.all for chunk in shard.in_flight} == travelling

@@ -140,26 +140,27 @@ class Scenario:
         self, worker: str, fragments: str = "", version: int | None = None, part: int = -1, life: int = 0,
         scale: float = 1.0, **changes: Any,
     ) -> None:  # fmt: skip
-        """Send the worker's next update. It completes the job's lease if it is of the last fragment. version: of its
-        anchor; None: the newest. part: only this rank sends its part, and the update stays the next. changes: other
-        fields."""
+        """Send the worker's next update of each of these fragments, or of all. They contain the job's lease; the job
+        ends with the last fragment. version: of its anchor; None: the newest. part: only this rank sends its part,
+        and the updates stay the next. changes: other fields."""
         region, fake = self.world.workers[worker]
         every = tuple(range(len(self.world.parameter_map.fragments)))
         chosen = tuple(map(int, str(fragments).split(","))) if fragments != "" else every
         ends_job, job = every[-1] in chosen, fake.job + 1
-        generator = torch.Generator().manual_seed(fake.sequence + 1)
+        before = list(fake.sequences)
+        generator = torch.Generator().manual_seed(sum(before) + 1)
         numels = {f: self.world.parameter_map.fragments[f].numel for f in chosen}
         deltas = {f: scale * torch.randn(numel, generator=generator) / 10 for f, numel in numels.items()}
-        lease = self.leases[worker].get(job) if ends_job else None
+        lease = self.leases[worker].get(job)
         newest = self.world.status(region)["versions"]
         anchor = min([newest[f] for f in chosen] if newest else [0]) if version is None else version
         parts = fake.parts(deltas, (lease,) if lease else (), self.incarnation(worker, life), anchor, self.local)
-        if "leases" in changes:  # of one
-            changes["leases"] = (changes["leases"],)
+        if "contains" in changes:  # one
+            changes["contains"] = (changes["contains"],)
         self.parts[worker] = [replace(each, **changes) for each in parts]
         taken = self.says_parts(worker, part)
         if part >= 0 or not taken:
-            fake.sequence, fake.job = fake.sequence - 1, job - 1
+            fake.sequences, fake.job = before, job - 1
         elif ends_job:
             self.leases[worker].pop(job, None)
         else:
@@ -170,23 +171,27 @@ class Scenario:
         self.says_parts(worker, part)
 
     def says_parts(self, worker: str, part: int) -> bool:
-        region = self.world.workers[worker][0]
-        return all([self.call(region, each) is not None for each in self.parts[worker] if part in (-1, each.part)])
+        region, taken = self.world.workers[worker][0], []
+        for each in self.parts[worker]:
+            if part in (-1, each.part):
+                taken.append(self.call(region, each) is not None)
+                self.world.rest()  # what came of one fragment, before the next
+        return all(taken)
 
     def do_pull(self, worker: str, update: int = -1) -> None:
-        """Pull the answer to the worker's last update, by all its ranks. update: to that one, which was of the same
-        fragments."""
-        fake, fragments = self.world.workers[worker][1], tuple(range(len(self.world.parameter_map.fragments)))
+        """Pull the answers to the worker's last updates, by all its ranks. update: to that one of each fragment that
+        was sent last; 0: to the join, of all fragments."""
+        fake, fragments = self.world.workers[worker][1], range(len(self.world.parameter_map.fragments))
         if update and worker in self.parts:
-            chunks = [delta.chunk for delta in self.parts[worker][0].deltas]
-            fragments = self.world.parameter_map.fragments_of(chunks)
+            fragments = dict.fromkeys(part.fragment for part in self.parts[worker])
         for part in range(len(fake.slicings)):
-            sequence = fake.sequence if update < 0 else update
-            try:
-                text = reply_text(self.world.pull(worker, self.incarnation(worker), part, sequence, fragments))
-            except Refused as refused:
-                text = refusal_text(refused)
-            self.say(f"{worker}, rank {part}, pulls", text)
+            for fragment in fragments:
+                sequence = fake.sequences[fragment] if update < 0 else update
+                try:
+                    text = reply_text(self.world.pull(worker, self.incarnation(worker), part, fragment, sequence))
+                except Refused as refused:
+                    text = refusal_text(refused)
+                self.say(f"{worker}, rank {part}, pulls", text)
 
     def do_train(self, worker: str, jobs: int = 1) -> None:
         """Train so many jobs: a lease, an update of all fragments, its answer."""
@@ -308,9 +313,9 @@ class Scenario:
         for _ in range(count):
             self.world.deliver(region)
 
-    def do_answer(self, region: str, update: int) -> None:
-        """Deliver the answer to the region's update of one fragment."""
-        self.world.answer(region, update)
+    def do_answer(self, region: str, fragment: int) -> None:
+        """Deliver the answer to the region's update of this fragment that is in flight."""
+        self.world.answer(region, fragment)
 
     # -- the operator
 
@@ -352,7 +357,7 @@ class Scenario:
             if part in (-1, join.part):
                 reply = self.call(region, replace(join, **changes))
                 if isinstance(reply, Welcome):
-                    fake.sequence, fake.job = reply.sequence - 1, reply.job - 1
+                    fake.sequences, fake.job = [sequence - 1 for sequence in reply.sequences], reply.job - 1
 
     def call(self, server: str, message: Any) -> Any:
         try:

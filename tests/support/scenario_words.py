@@ -32,15 +32,18 @@ from geotrain.outer.messages import (
 )
 
 
+def number(message: Any) -> str:
+    """The number of an update, as `update_id` has it."""
+    return f"{message.fragment}.{message.sequence}"
+
+
 def message_text(message: Any) -> str:
     match message:
         case UpdatePart(deltas=deltas):
             rank = f", rank {message.part}" if message.part else ""
-            leases = f", completes leases {list(message.leases)}" if message.leases else ""
-            adopted = f", has adopted up to {message.adopted}" if message.adopted > 0 else ""
-            chunks, version = [delta.chunk for delta in deltas], deltas[0].anchor_version
-            about = f"chunks {chunks} from version {version}{leases}{adopted}"
-            return f"{message.member}'s update {message.sequence}{rank}, {about}"
+            leases = f", contains leases {list(message.contains)}" if message.contains else ""
+            about = f"from version {deltas[0].anchor_version}{leases}"
+            return f"{message.member}'s update {number(message)}{rank}, {about}"
         case LeaseRequest():
             return f"{message.worker} asks for the lease of job {message.job}"
         case Lease():
@@ -51,18 +54,21 @@ def message_text(message: Any) -> str:
             return f"{message.worker} is finished, from job {message.job}"
         case Welcome():
             gone = f"; others have leases {list(message.gone)}" if message.gone else ""
-            return f"welcome, update {message.sequence} and job {message.job} are next{gone}"
+            updates = [f"{fragment}.{sequence}" for fragment, sequence in enumerate(message.sequences)]
+            return f"welcome, updates {', '.join(updates)} and job {message.job} are next{gone}"
         case Join():
             held = f", answers for leases {list(message.leases)}" if message.leases else ""
             return f"{message.member} joins, rank {message.part} of {message.parts}{held}"
         case Answer():
             versions = ", ".join(map(str, sorted({weights.version for weights in message.weights})))
             what = "changes of the weights" if any(each.increment for each in message.weights) else "weights"
-            return f"answer to update {message.sequence}, {what} of version {versions or 'none'}"
+            return f"answer to update {number(message)}, {what} of version {versions or 'none'}"
         case AnswerWanted():
-            return f"{message.member} wants the answer to update {message.sequence}"
+            return f"{message.member} wants the answer to update {number(message)}"
         case Release() | Trained():
-            what = "gives back" if isinstance(message, Release) else "has trained, without an update,"
+            what = "gives back"
+            if isinstance(message, Trained):
+                what = f"has trained, without an update, as far as fragment {message.fragment} goes,"
             what += ", failed," if isinstance(message, Release) and message.failed else ""
             return f"{what} leases {sorted(message.leases)}"
         case TakeBack():
@@ -77,7 +83,7 @@ def message_text(message: Any) -> str:
         case OperatorCommand():
             return f"the operator: {message.what} {message.region}".rstrip()
         case UpdateRejected():
-            return f"update {message.sequence} of {message.member} was refused for good: {message.reason}"
+            return f"update {number(message)} of {message.member} was refused for good: {message.reason}"
         case LiftQuarantine():
             return f"{message.member} is unbanned"
         case Recall():
@@ -108,13 +114,13 @@ def event_text(kind: str, event: dict[str, Any]) -> str | None:
     member = event.get("member", "")
     match kind:
         case "UpdateApplied":
-            what = f"{member}'s update {event['sequence']} applied: versions {event['versions']}"
+            what = f"{member}'s update {event['fragment']}.{event['sequence']} applied: versions {event['versions']}"
             return f"{what}, staleness {event['staleness']}, {event['samples']} samples"
         case "SentUp":
-            return f"update {event['sequence']} sent up: fragments {event['fragments']}, weight {event['weight']}"
+            return f"update {event['fragment']}.{event['sequence']} sent up: weight {event['weight']}"
         case "Merged":
-            versions = event["global_versions"]
-            return f"merged with the global weights after update {event['sequence']}: versions {versions}"
+            update, versions = f"{event['fragment']}.{event['sequence']}", event["global_versions"]
+            return f"merged with the global weights after update {update}: versions {versions}"
         case "Joined":
             return f"{member} joined, rank {event['part']}, {'a new' if event['new'] else 'the same'} incarnation"
         case "StartedOver":

@@ -96,7 +96,7 @@ class World(ABC):
         """Tell a server a message of a member, or of the operator; returns its reply. Raises Refused."""
 
     @abstractmethod
-    def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
+    def pull(self, worker: str, incarnation: str, part: int, fragment: int, sequence: int) -> Any:
         """Pull the answer to that update; None: there is none yet."""
 
     @abstractmethod
@@ -135,10 +135,7 @@ class World(ABC):
 
 
 class InMemory(World):
-    """Delivers messages by function calls, in a fixed order. Those of a region whose link is cut wait.
-
-    watch: is called with each message and with what came of it, as `JournaledWorld` takes it.
-    """
+    """Delivers messages by function calls, in a fixed order. Those of a region whose link is cut wait."""
 
     def __init__(self, plan: Plan, folder: Path, watch: Watch) -> None:
         super().__init__(plan)
@@ -157,8 +154,9 @@ class InMemory(World):
     def servers(self, name: str) -> Any:
         return self.world.server(name)
 
-    def answers(self, server: str, member: str) -> list[int]:
-        return list(self.servers(server).members[member].answers)
+    def answers(self, server: str, member: str) -> list[str]:
+        of_each = sorted(self.servers(server).members[member].fragments.items())
+        return [f"{fragment}.{own.answer}" for fragment, own in of_each if own.answer is not None]
 
     def watch(self, server: str, message: Any, outcome: Handled | Refused | None) -> None:
         if isinstance(outcome, Handled):
@@ -173,17 +171,19 @@ class InMemory(World):
             judged = isinstance(message, UpdatePart | LeaseRequest) and not isinstance(refused, DataGone)
             if judged and refused.retry_s is None:  # as the service does it
                 life, bad = self.servers(server).members[member].incarnation, isinstance(refused, BadDelta)
-                sequence, job = (message.sequence, message.job) if isinstance(message, UpdatePart) else (0, 0)
-                self.tell(server, UpdateRejected(member, life, refused.reason, sequence, job * bad))
+                of = getattr(message, "fragment", 0), getattr(message, "sequence", 0), message.job * bad
+                self.tell(server, UpdateRejected(member, life, refused.reason, *of))
             raise
         if isinstance(message, UpdatePart):  # as a sender is told
-            return self.servers(server).members[message.member].sequence >= message.sequence
+            return (
+                self.servers(server).members[message.member].fragments[message.fragment].sequence >= message.sequence
+            )
         return reply
 
-    def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
-        server, asked = self.workers[worker][0], (worker, incarnation, part, sequence, fragments)
+    def pull(self, worker: str, incarnation: str, part: int, fragment: int, sequence: int) -> Any:
+        server, asked = self.workers[worker][0], (worker, incarnation, part, fragment, sequence)
         if self.servers(server).lacks_answer(*asked):
-            self.tell(server, AnswerWanted(worker, incarnation, sequence, fragments))
+            self.tell(server, AnswerWanted(worker, incarnation, fragment, sequence))
         return self.servers(server).answer(*asked)
 
     def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
@@ -206,8 +206,7 @@ class InMemory(World):
         return any([*said, self.answered(region)])
 
     def deliver(self, name: str) -> bool:
-        """Deliver the region's next message to the global server, as its client does. Returns whether it got a reply;
-        else it is said again."""
+        """Deliver the region's next message to the global server. Returns False if it must be said again."""
         world, region, message = self.world, self.world.regions[name], self.world.up[name].popleft()
         try:
             if name in self.refusing and isinstance(message, UpdatePart):
@@ -224,7 +223,8 @@ class InMemory(World):
                 world.up[name].append(message)
             if refused.retry_s is not None or not isinstance(message, UpdatePart):  # else its process ends
                 return False
-            world.tell(name, UpdateRejected(name, region.incarnation, refused.reason, message.sequence))
+            of = message.fragment, message.sequence
+            world.tell(name, UpdateRejected(name, region.incarnation, refused.reason, *of))
             world.lives[name] += 1
             region.incarnation = f"life-{world.lives[name]}"
             world.connect(name)
@@ -236,19 +236,19 @@ class InMemory(World):
             world.tell(name, reply)
         elif isinstance(message, Leave):
             world.tell(name, message)
-        elif isinstance(message, AnswerWanted) and region.last == 1:
-            world.answer(name, message.sequence, message.fragments)
+        elif isinstance(message, AnswerWanted) and message.fragment not in (region.final or ()):
+            world.answer(name, message.fragment, message.sequence)
         return True
 
-    def answer(self, region: str, update: int) -> None:
-        self.world.deliver_down(region, self.world.regions[region].in_flight[update])
+    def answer(self, region: str, fragment: int) -> None:
+        self.world.deliver_down(region, self.world.regions[region].in_flight[fragment])
 
     def answered(self, name: str) -> bool:
         """Pull the answers to what the global server has taken, and take what heartbeats tell. Returns whether there
         was anything."""
         world, region = self.world, self.world.regions[name]
-        taken = [u for s, u in region.in_flight.items() if s <= world.top.members[name].sequence]
-        found = [world.deliver_down(name, update) for update in taken]
+        above, sent = world.top.members[name].fragments, list(region.in_flight.values())
+        found = [world.deliver_down(name, u) for u in sent if u.sequence <= above[u.fragment].sequence]
         if world.top.recalls(name) and any(region.leases.spare(worker) for worker in region.members):
             found.append(world.tell(name, Recall()) is None)
         if world.top.over and not region.over:
@@ -320,11 +320,13 @@ class OverGrpc(World):
             case LiftQuarantine():
                 return command(self.address(server), rpc.Control("unban", message.member), BUSY_S) and None
             case Leave():
-                sequence, fake = self.workers[message.member][1].sequence, self.workers[message.member][1]
+                _, fake = self.workers[message.member]
                 [link] = [link for (name, _), link in list(self.links.items())[::-1] if name == message.member][:1]
 
                 async def all_ranks() -> None:
-                    await asyncio.gather(*[link.leave(part, sequence) for part in range(len(fake.slicings))])
+                    await asyncio.gather(
+                        *[link.leave(part, tuple(fake.sequences)) for part in range(len(fake.slicings))]
+                    )
 
                 return self.call(all_ranks)
         raise NotImplementedError(f"a scenario over sockets cannot say {type(message).__name__}")
@@ -337,9 +339,9 @@ class OverGrpc(World):
             assert time.monotonic() < deadline_s, "all data is with others, and over sockets nobody can wait for it"
         return reply
 
-    def pull(self, worker: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> Any:
+    def pull(self, worker: str, incarnation: str, part: int, fragment: int, sequence: int) -> Any:
         link = self.connection(worker, incarnation)
-        return self.call(lambda: link.pull(AnswerPull(part, sequence, fragments, 1 << 24, wait_s=0.0)))
+        return self.call(lambda: link.pull(AnswerPull(part, fragment, sequence, 1 << 24, wait_s=0.0)))
 
     def rest(self) -> None:
         wait_for(lambda: all(self.is_quiet(region) for region in self.regions))

@@ -6,6 +6,7 @@ It is told what happened (an update was acknowledged, an answer merged, a lease 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,25 +68,25 @@ class Specification:
         self.config, self.rule, self.regions, self.decay = config, config.rule, regions, decay
         self.top = [Vector(x.double()) for x in start]
         self.history = {(f, 0): v.x for f, v in enumerate(self.top)}  # chunk, version → global weights
-        self.region: dict[str, list[Vector]] = {}  # once it has weights
+        self.region: dict[str, dict[int, Vector]] = {
+            region: {} for region in regions
+        }  # by chunk, once it has weights
         self.residual: dict[tuple[str, int], Tensor | float] = {}
         self.sent: dict[tuple[str, int], Tensor] = {}  # region, chunk → what it sent last, decoded
         self.mirror: dict[tuple[str, int], Tensor] = {}  # what a region was last sent of a chunk
-        self.ledger = Ledger(samples)
+        self.ledger = Ledger(samples, len(start))
         self.sharing: dict[str, int] = {}  # server → how many of its members take part
 
     # -- weights
 
-    def region_begins(self, region: str, told: list[ChunkWeights]) -> None:
-        """It adopts the global weights: the first time, or since it starts over. Versions never fall."""
-        before = [v.version for v in self.region.get(region, [])] or [0] * len(told)
-        for table in (self.residual, self.mirror):  # of a new beginning neither is left
-            for key in [key for key in table if key[0] == region]:
-                del table[key]
-        self.region[region] = []
-        for weights, version in zip(sorted(told, key=lambda w: w.chunk), before, strict=True):
-            x = self.received(region, weights)
-            self.region[region].append(Vector(x, version, base=x))
+    def region_begins(self, region: str, told: Sequence[ChunkWeights]) -> None:
+        """It adopts a fragment's global weights: the first time, or since it starts over. Versions never fall."""
+        for weights in told:
+            key = region, weights.chunk
+            for table in (self.residual, self.mirror):  # of a new beginning neither is left
+                table.pop(key, None)
+            before, x = self.region[region].get(weights.chunk), self.received(region, weights)
+            self.region[region][weights.chunk] = Vector(x, before.version if before else 0, base=x)
 
     def worker_update(self, region: str, worker: str, deltas: dict[int, Tensor]) -> None:
         """A region server has acknowledged a worker's update as applied."""
@@ -200,7 +201,9 @@ def close(one: Tensor, other: Tensor, more: float = 0.0) -> None:
 class Ledger:
     """Each sample is in one place: never handed out or back in the pool (free), with a lease, or trained for good."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, fragments: int) -> None:
+        self.fragments = fragments
+        self.contained: dict[int, set[int]] = {}  # lease → fragments of the global weights that contain its training
         self.place: list[int | str] = ["free"] * samples
         self.leases: dict[int, Lease] = {}  # every lease that was ever granted
         self.done: set[int] = set()  # those that an update brought
@@ -236,10 +239,12 @@ class Ledger:
             for sample in twice:
                 self.place[sample] = "aside"
 
-    def trained(self, number: int) -> None:
-        """It is part of the global weights now, and no other training of its samples is, or will be."""
+    def trained(self, number: int, fragment: int) -> None:
+        """It is part of the global weights of this fragment now. Once it is of all, no other training of its samples
+        is, or will be."""
         lease = self.leases[number]
-        if number in self.done:
+        self.contained.setdefault(number, set()).add(fragment)
+        if number in self.done or len(self.contained[number]) < self.fragments:
             return
         self.done.add(number)
         for sample in range(lease.start, lease.start + lease.samples):

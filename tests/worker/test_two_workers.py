@@ -101,7 +101,7 @@ class Servers(LocalServers):
         self.sent: list[Change] = []  # by the region, upwards
         self.averaged: list[Change] = []  # by the global server
         self.parts: dict[tuple[str, int], dict[int, UpdatePart]] = {}
-        self.waiting: list[tuple[RankClient, Future[Answer], int, tuple[int, ...]]] = []
+        self.waiting: list[tuple[RankClient, Future[Answer], int, int]] = []
         top = global_server(self.run, cluster, 1)
         top.set_weights(initial_weights(self.run, self.parameter_map))
         self.region = region_server(self.run, cluster, "eu", 1)
@@ -120,7 +120,7 @@ class Servers(LocalServers):
             updates = [m for m in (*message, *(s.message for s in handled.sends)) if isinstance(m, UpdatePart)]
             if changed(handled) and updates:
                 sender = server.members.get(updates[0].member)  # None: itself
-                norms = dict(sender.norms) if sender else {}
+                norms = {f: own.norm for f, own in sender.fragments.items()} if sender else {}
                 changes.append(Change(updates[0], before, Vectors.of(server), norms))
             return handled
 
@@ -131,14 +131,14 @@ class Servers(LocalServers):
             if isinstance(message, UpdatePart):
                 self.parts.setdefault((message.member, message.sequence), {})[message.part] = message
             reply = super().say(message)
-            for client, future, sequence, fragments in list(self.waiting):
-                client.give(future, sequence, fragments)
+            for client, future, *update in list(self.waiting):
+                client.give(future, *update)
             return reply
 
     def waits_for_last(self, name: str) -> bool:
         """Whether a worker, once it has joined, waits for the weights with which it ends."""
         with self.lock:
-            return any(client.name == name and not sequence for client, _, sequence, _ in self.waiting)
+            return any(client.name == name and not sequence for client, _, _, sequence in self.waiting)
 
     def fail(self, error: BaseException) -> None:
         """Let nobody wait for an answer any more: a rank has failed."""
@@ -174,29 +174,27 @@ class RankClient(LocalClient):
     def push(self, part: UpdatePart) -> Future[None]:
         with self.two.lock:
             if self.two.say(part):
-                self.on_acknowledged(part.sequence)
+                self.on_acknowledged(part.fragment, part.sequence)
         return done(None)
 
-    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
+    def pull(self, fragment: int, sequence: int) -> Future[Answer]:
         future: Future[Answer] = Future()
         with self.two.lock:
-            self.two.waiting.append((self, future, sequence, fragments))
+            self.two.waiting.append((self, future, fragment, sequence))
             if self.two.failed is not None:
                 self.two.fail(self.two.failed)
                 return future
             if self.two.region.members[self.name].complete:
-                self.two.say(
-                    AnswerWanted(self.name, self.incarnation, sequence, fragments)
-                )  # and gives what is there
+                self.two.say(AnswerWanted(self.name, self.incarnation, fragment, sequence))  # and gives what is there
         return future
 
-    def give(self, future: Future[Answer], sequence: int, fragments: tuple[int, ...]) -> None:
+    def give(self, future: Future[Answer], fragment: int, sequence: int) -> None:
         """Give the answer, once it is there."""
         if not self.two.region.members[self.name].complete:
             return  # the other rank has not joined
-        answer = self.two.region.answer(self.name, self.incarnation, self.rank, sequence, fragments)
+        answer = self.two.region.answer(self.name, self.incarnation, self.rank, fragment, sequence)
         if answer is not None:
-            self.two.waiting.remove((self, future, sequence, fragments))
+            self.two.waiting.remove((self, future, fragment, sequence))
             future.set_result(answer)
 
     def lease(self, request: Any) -> Future[Any]:

@@ -141,7 +141,7 @@ class FailureDetector:
             patience_s = self.slack * max(
                 LEAST_PATIENCE_S, self.usual_s(name, said_s / PATIENCE) * PATIENCE, expected_s
             )
-        seen = member.incarnation, member.sequence, bool(held), server.over
+        seen = member.incarnation, member.updates, bool(held), server.over
         before, since_s = self._progress.get(name, (None, now_s))
         if before is not None and before[0] == seen[0] and before[1] < seen[1] and before[2]:
             self._seen_s[name].append(now_s - since_s)

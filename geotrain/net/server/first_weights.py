@@ -47,40 +47,42 @@ def initial_chunks(run: RunConfig, parameter_map: ParameterMap, chunks: Sequence
     return found
 
 
-def first_answer(run: RunConfig, parameter_map: ParameterMap, chunks: Sequence[Chunk]) -> MadeWeights | None:
-    """Make what the global server answers to a region's join before its first update, of these chunks. None: there
-    are none, or what the run begins with is not on this machine."""
+def first_answers(run: RunConfig, parameter_map: ParameterMap, chunks: Sequence[Chunk]) -> dict[int, MadeWeights]:
+    """Make what the global server answers to a region's join before its first update, of these chunks, by fragment.
+    Empty: there are none, or what the run begins with is not on this machine."""
     if not chunks:
-        return None
+        return {}
     try:
         made = initial_chunks(run, parameter_map, chunks)
     except (ConfigError, OSError) as error:
         log.info("the first weights come from the global server: %s", error)
-        return None
-    sender = WeightsSender(run.outer.down)
-    # Each chunk goes when it is encoded, so that the weights are not in memory twice.
-    return MadeWeights.of([sender.encode(chunk, 0, made.pop(chunk)) for chunk in sorted(made)])
+        return {}
+    sender, found = WeightsSender(run.outer.down), defaultdict[int, list[ChunkWeights]](list)
+    for chunk in chunks:  # each goes when it is encoded, so that the weights are not in memory twice
+        found[chunk.fragment].append(sender.encode(chunk.index, 0, made.pop(chunk.index)))
+    return {fragment: MadeWeights.of(weights) for fragment, weights in found.items()}
 
 
 class FirstDigests:
     """Digests a server's answers to joins beside its other work, for members that have made them by themselves."""
 
     def __init__(self) -> None:
-        # Member → the weights whose digest it did not wait for, and that digest.
-        self._begun: dict[str, tuple[tuple[ChunkWeights, ...], asyncio.Future[str]]] = {}
+        # Member and fragment → the weights whose digest it did not wait for, and that digest.
+        self._begun: dict[tuple[str, int], tuple[tuple[ChunkWeights, ...], asyncio.Future[str]]] = {}
 
     async def reply(self, member: str, answer: Answer, digest: str, until_s: float) -> rpc.Same | rpc.NotYet | Answer:
         """Choose the reply to a member that has made an answer with this digest. NotYet: the server's digest takes
         longer than until `until_s` of the loop's clock, and goes on until the member asks again."""
-        weights, digesting = self._begun.pop(member, ((), None))
+        key = member, answer.fragment
+        weights, digesting = self._begun.pop(key, ((), None))
         if digesting is None or weights != answer.weights:
             weights = answer.weights
             digesting = asyncio.ensure_future(beside(lambda: MadeWeights.of(weights).digest))
-        self._begun[member] = weights, digesting
+        self._begun[key] = weights, digesting
         await asyncio.wait({digesting}, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
         if not digesting.done():
             return rpc.NotYet()
-        self._begun.pop(member, None)
+        self._begun.pop(key, None)
         return rpc.Same(answer.incarnation) if digesting.result() == digest else answer
 
 

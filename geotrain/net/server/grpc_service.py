@@ -197,7 +197,7 @@ class GrpcService:
             reader = kept if resumed else reader
             await self._take_data_frames(context, part, reader)
             await self._judged(part, self.server_thread.say(reader.message))
-        return rpc.Ack(self.server.members[part.member].sequence)
+        return rpc.Ack(self.server.members[part.member].fragments[part.fragment].sequence)
 
     async def _commit(self, request: bytes, context: Any) -> bytes:
         """Take a part of an update, whose payloads go to shards, once those hold all of it."""
@@ -217,7 +217,7 @@ class GrpcService:
                     shards.holdings.drop(part)
                 raise
             shards.holdings.drop(part)
-        return wire.pack(rpc.Ack(self.server.members[part.member].sequence))
+        return wire.pack(rpc.Ack(self.server.members[part.member].fragments[part.fragment].sequence))
 
     async def _shard(self, _: Any, context: Any) -> None:
         shards = self._with_shards()
@@ -267,8 +267,8 @@ class GrpcService:
     async def _pull(self, request: bytes, context: Any) -> None:
         pull = wire.unpack(request, rpc.Pull)
         self._check_speaker(context, self.server.member_role, pull.member)
-        asked = pull.member, pull.incarnation, pull.part, pull.sequence, pull.fragments
-        wanted = AnswerWanted(pull.member, pull.incarnation, pull.sequence, pull.fragments)
+        asked = pull.member, pull.incarnation, pull.part, pull.fragment, pull.sequence
+        wanted = AnswerWanted(pull.member, pull.incarnation, pull.fragment, pull.sequence)
 
         def looked_for() -> Answer | AnswerWanted | None:
             return wanted if self.server.lacks_answer(*asked) else self.server.answer(*asked)
@@ -316,7 +316,7 @@ class GrpcService:
 
     async def _release(self, request: bytes, context: Any) -> bytes:
         release = wire.unpack(request, rpc.ReleaseLeases)
-        member = await self._check_incarnation(context, release.member, release.incarnation)
+        await self._check_incarnation(context, release.member, release.incarnation)
         held = await self.server_thread.read(lambda: self.server.holds(release.member))
         # Others may have gone to another worker meanwhile, because this one was silent for too long.
         mine = {n: held[n] for n in release.release.leases if n in held}
@@ -325,7 +325,7 @@ class GrpcService:
         elif mine:  # each of the worker's ranks may say so; it is refused once
             about, job = (release.member, release.incarnation), max(lease.job for lease in mine.values())
             await self.server_thread.say(UpdateRejected(*about, NOT_FINITE, job=job))
-        return wire.pack(rpc.Ack(member.sequence))
+        return wire.pack(rpc.Ack())
 
     async def _takeback(self, request: bytes, context: Any) -> bytes:
         ask = wire.unpack(request, rpc.AskBack)
@@ -336,9 +336,9 @@ class GrpcService:
 
     async def _trained(self, request: bytes, context: Any) -> bytes:
         said = wire.unpack(request, rpc.SayTrained)
-        member = await self._check_incarnation(context, said.member, said.incarnation)
-        await self.server_thread.say(Trained(said.member, said.leases))
-        return wire.pack(rpc.Ack(member.sequence))
+        await self._check_incarnation(context, said.member, said.incarnation)
+        await self.server_thread.say(Trained(said.member, said.fragment, said.leases))
+        return wire.pack(rpc.Ack())
 
     async def _weights(self, request: bytes, context: Any) -> None:
         pull = wire.unpack(request, rpc.PullGlobal)
@@ -351,17 +351,17 @@ class GrpcService:
 
     async def _validated(self, request: bytes, context: Any) -> bytes:
         said = wire.unpack(request, rpc.SayValidated)
-        member = await self._check_incarnation(context, said.member, said.incarnation)
+        await self._check_incarnation(context, said.member, said.incarnation)
         if said.result.worker not in self.server.workers_of(said.member):
             raise Refused(f"{said.member} cannot speak for {said.result.worker!r}")
         await self._judged(said, self.server_thread.say(said.result))
-        return wire.pack(rpc.Ack(member.sequence))
+        return wire.pack(rpc.Ack())
 
     async def _leave(self, request: bytes, context: Any) -> bytes:
         leave = wire.unpack(request, rpc.SayLeave)
         member = await self._check_incarnation(context, leave.member, leave.incarnation, leave.part)
-        if member.sequence < leave.sequence:
-            raise Refused(f"{leave.member}: update {leave.sequence} is not here whole yet", retry_s=0.2)
+        if missing := [f for f, sequence in enumerate(leave.sequences) if member.fragments[f].sequence < sequence]:
+            raise Refused(f"{leave.member}: its last updates of fragments {missing} are not here whole", retry_s=0.2)
         incarnation, ranks = self._leaving.get(leave.member, ("", set()))
         ranks = ranks if incarnation == leave.incarnation else set()
         ranks.add(leave.part)
@@ -370,20 +370,20 @@ class GrpcService:
             await self.server_thread.say(Leave(leave.member))
         if not await self.server_thread.until(lambda: member.left or None, rpc.MAX_WAIT_S):
             raise Refused(f"{leave.member}: its other ranks have not left yet", retry_s=0.2)
-        return wire.pack(rpc.Ack(member.sequence))
+        return wire.pack(rpc.Ack())
 
     async def _beat(self, request: bytes, context: Any) -> bytes:
         beat = wire.unpack(request, rpc.Beat)
         self._check_speaker(context, self.server.member_role, beat.member)
         # Not asked on the server's thread, which may be busy for longer than a member may be silent: with a snapshot,
         # or with other members' updates. Only single attributes are read here, and none is changed.
-        member = self.server.current(beat.member, beat.incarnation, beat.part)
+        self.server.current(beat.member, beat.incarnation, beat.part)
         self.failure_detector.heard(beat.member, beat.part)
         if beat.metrics:
             said = {name[:40]: value for name, value in islice(beat.metrics.items(), rpc.MAX_METRICS)}
             self.beats[beat.member] = credible(said)  # bounded, because another machine sent them
         recalled, profile = self.server.recalls(beat.member), self._profiles.take(beat.member, beat.part)
-        return wire.pack(rpc.Ack(member.sequence, self.server.over, recalled, profile))
+        return wire.pack(rpc.Ack(0, self.server.over, recalled, profile))
 
     async def _status(self, request: bytes, context: Any) -> bytes:
         return json.dumps(self.status()).encode()
@@ -434,10 +434,11 @@ class GrpcService:
         except Refused as refused:
             judged = refused.retry_s is None and not isinstance(refused, DataGone) and not self.payloads_only
             if judged and said.member in self.server.members:
-                sequence, job = (said.sequence, said.job) if isinstance(said, UpdatePart) else (0, 0)
-                job = job if isinstance(refused, BadDelta) else 0
-                rejected = said.member, said.incarnation, refused.reason, sequence, job
-                await self.server_thread.say(UpdateRejected(*rejected))
+                rejected = UpdateRejected(said.member, said.incarnation, refused.reason)
+                if isinstance(said, UpdatePart):
+                    job = said.job if isinstance(refused, BadDelta) else 0
+                    rejected = replace(rejected, fragment=said.fragment, sequence=said.sequence, job=job)
+                await self.server_thread.say(rejected)
             raise
 
     async def _only_one(self, member: str, part: int) -> None:

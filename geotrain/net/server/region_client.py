@@ -41,7 +41,6 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
     Validated,
-    Welcome,
 )
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.shards.remote import RemoteShards
@@ -58,11 +57,11 @@ class RegionClient:
 
     server: the region server on that thread.
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
-    on_acknowledged: called with the sequence of each update that the global server has taken.
+    on_acknowledged: called with the fragment and sequence of each update that the global server has taken.
     on_joined: called when the global server has taken the region.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
-    above: the global server's shards, own: this region's, where they are processes of their own. first: makes the
-    weights that answer the join before the global server has applied an update; None: it cannot.
+    above: the global server's shards, own: this region's, where they are processes of their own. first: makes
+    the weights that answer the join before the global server has applied an update, by fragment; empty: it cannot.
     """
 
     def __init__(
@@ -73,12 +72,12 @@ class RegionClient:
         *,
         trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
-        on_acknowledged: Callable[[int], None] = lambda sequence: None,
+        on_acknowledged: Callable[[int, int], None] = lambda fragment, sequence: None,
         on_joined: Callable[[], None] = lambda: None,
         metrics: Callable[[], dict[str, float]] = dict,
         above: ShardsAbove | None = None,
         own: ShardSessions | None = None,
-        first: Callable[[], MadeWeights | None] = lambda: None,
+        first: Callable[[], dict[int, MadeWeights]] = dict,
     ) -> None:
         self.server_thread, self.server = server_thread, server
         self.on_lost, self.on_acknowledged, self.on_joined = on_lost, on_acknowledged, on_joined
@@ -140,10 +139,12 @@ class RegionClient:
         if lost:
             log.error("the global server was restored from an older state: %d acknowledged updates are lost", lost)
             self.on_lost(lost)
-        if not self.server.fragments:  # a new region: it begins with the global weights
-            fragments = tuple(range(len(self.server.parameter_map.fragments)))
+        if missing := [number for number in self.server.numbers if number not in self.server.fragments]:
+            # a new region: it begins with the global weights
+            made = {} if any(welcome.versions) else await beside(self.first)
             try:
-                await self.server_thread.persist(await self._pull(0, fragments, await self._made(welcome)))
+                for fragment in missing:
+                    await self.server_thread.persist(await self._pull(fragment, 0, made.pop(fragment, None)))
             except NotJoined:  # the global server was restarted meanwhile
                 return
         # Asked only now, because the welcome may have given new numbers to the updates that are in flight.
@@ -170,39 +171,40 @@ class RegionClient:
     async def _run_updates(self, pushed: list[asyncio.Queue[int]]) -> None:
         """Deliver updates, and end with the goodbye. pushed: a queue for each fragment, which gets the sequence of
         each delivered update, and not its payloads, which would stay in memory until the fragment's next one."""
-        last = 0
+        last = [0] * len(pushed)
         while True:
             message = await self._updates.first()
             if isinstance(message, Leave):
-                await self.link.persist(partial(self.link.leave, 0, self.server.sequence), GOODBYE_S)
+                await self.link.persist(partial(self.link.leave, 0, tuple(self.server.sequences)), GOODBYE_S)
                 await self.server_thread.persist(message)
                 raise _SessionOver
             if isinstance(message, Trained):
-                await self._persist(partial(self.link.trained, message.leases))
+                await self._persist(partial(self.link.trained, message))
             elif isinstance(message, AnswerWanted):
-                if self.server.last == 1:  # else they have come since it was said
+                final = self.server.final
+                if final is not None and message.fragment not in final:  # else they have come since it was said
                     self.link.live_as(self.server.incarnation)  # with nothing of what came at the join
-                    await self.server_thread.persist(await self._pull(0, message.fragments))
+                    await self.server_thread.persist(await self._pull(message.fragment, 0))
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
-            elif message.sequence > last:
-                last = message.sequence
+            elif message.sequence > last[message.fragment]:
+                last[message.fragment] = message.sequence
                 try:
                     await self._persist(partial(self.link.push, message))
                 except Refused as refused:
                     if isinstance(refused, NotJoined):
                         raise
-                    await self._start_over(refused.reason, message.sequence)
-                self.on_acknowledged(message.sequence)
-                fragment = self.server.parameter_map.chunks[message.deltas[0].chunk].fragment
-                pushed[fragment].put_nowait(message.sequence)
+                    await self._start_over(refused.reason, message)
+                self.on_acknowledged(message.fragment, message.sequence)
+                pushed[message.fragment].put_nowait(message.sequence)
             self._updates.popleft()
             del message  # and with it the payloads, before the next is waited for
 
-    async def _start_over(self, reason: str, sequence: int) -> NoReturn:
+    async def _start_over(self, reason: str, update: UpdatePart) -> NoReturn:
         """Begin again from the global weights, since an update was refused for good. The region does so as a new
         incarnation: the global server must not count on what it sent to the old one."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
-        await self.server_thread.persist(UpdateRejected(self.server.name, self.server.incarnation, reason, sequence))
+        about = self.server.name, self.server.incarnation, reason, update.fragment, update.sequence
+        await self.server_thread.persist(UpdateRejected(*about))
 
         def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
@@ -248,14 +250,11 @@ class RegionClient:
 
     async def _run_answers(self, fragment: int, pushed: asyncio.Queue[int]) -> None:
         while True:
-            await self.server_thread.persist(await self._pull(await pushed.get(), (fragment,)))
+            await self.server_thread.persist(await self._pull(fragment, await pushed.get()))
 
-    async def _pull(self, sequence: int, fragments: tuple[int, ...], made: MadeWeights | None = None) -> Answer:
-        wanted = AnswerPull(0, sequence, fragments, self._limit_bytes, made)
+    async def _pull(self, fragment: int, sequence: int, made: MadeWeights | None = None) -> Answer:
+        wanted = AnswerPull(0, fragment, sequence, self._limit_bytes, made)
         return await self._persist(partial(self.link.pull, wanted))
-
-    async def _made(self, welcome: Welcome) -> MadeWeights | None:
-        return None if any(welcome.versions) else await beside(self.first)
 
     async def _persist(self, attempt: Callable[[], Awaitable[T | None]]) -> T:
         return await self.link.persist(attempt, FOREVER_S)

@@ -38,6 +38,6 @@ class RelayedLink(GrpcClient):
         if header is None:
             return None
         weights = tuple(ChunkWeights(each.chunk, each.version, b"") for each in header.weights)
-        fetch = rpc.Fetch(self.incarnation, wanted.fragments, replace(header, weights=weights))
+        fetch = rpc.Fetch(self.incarnation, replace(header, weights=weights))
         await self.own.server_thread.read(lambda: self.own.send_all(fetch))
         return await self.own.answer(header, FETCH_S)

@@ -28,7 +28,7 @@ from geotrain.monitor.events import (
 )
 from geotrain.monitor.monitor import Monitor
 from geotrain.net.server.failure_detector import REGION_SILENT_S, WORKER_SILENT_S
-from geotrain.net.server.first_weights import first_answer
+from geotrain.net.server.first_weights import first_answers
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.process_host import LAST_WRITE_S, ProcessHost
 from geotrain.net.server.region_client import RegionClient
@@ -454,14 +454,14 @@ class RegionServerHost(ServerHost):
         # before there is a client would be lost.
         name, incarnation, parameter_map = self.server.name, self.server.incarnation, self.server.parameter_map
         # Where they are processes of their own, shards do so.
-        first = partial(first_answer, self.setup.run, parameter_map, () if self.shards else parameter_map.chunks)
+        first = partial(first_answers, self.setup.run, parameter_map, () if self.shards else parameter_map.chunks)
         self.region_client = self.sampler.region_client = RegionClient(
             self.server_thread,
             self.server,
             str(self.setup.cluster.global_server),
             trust=self.trust("global", GLOBAL),
             on_lost=lambda updates: self.events.write(UpdatesLost(updates)),
-            on_acknowledged=lambda sequence: self.events.write(Acknowledged(name, incarnation, sequence)),
+            on_acknowledged=lambda *update: self.events.write(Acknowledged(name, incarnation, *update)),
             on_joined=lambda: note_origin(self.folder.parent, self.server.origin),
             metrics=self.sampler.metrics,
             above=self.setup.shards_above(),

@@ -25,7 +25,7 @@ from grpc import StatusCode, aio
 from geotrain.common.files import out_of_room
 from geotrain.common.names import GLOBAL
 from geotrain.monitor.events import EventLog, SnapshotUploaded
-from geotrain.net.server.first_weights import first_answer
+from geotrain.net.server.first_weights import first_answers
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.process_host import ProcessHost
 from geotrain.net.server.server_setup import ServerSetup
@@ -39,7 +39,7 @@ from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import expiry, open_channel
 from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, AnswerPull, GrpcClient
-from geotrain.outer.messages import Answer, Join, Refused, Send, UpdatePart
+from geotrain.outer.messages import Answer, Join, MadeWeights, Refused, Send, UpdatePart
 from geotrain.outer.server.shard_server import ShardServer
 from geotrain.outer.shards.protocol import Apply, Copy, Forget, Freeze, Merge, NewIncarnation, SendUp, StartOver
 
@@ -80,6 +80,7 @@ class ShardHost(ProcessHost[ShardServer]):
         # What is pushed up and pulled down: which fragments → the coordinator's message, and the task.
         self._errands: dict[Any, tuple[Any, asyncio.Task[None]]] = {}
         self._above: GrpcClient | None = None
+        self._firsts: dict[int, MadeWeights] | None = None  # first weights that were made here and not asked for yet
 
     def _make_service(self) -> GrpcService:
         return GrpcService(
@@ -190,7 +191,7 @@ class ShardHost(ProcessHost[ShardServer]):
                 own = await self.server_thread.read(lambda: self.server.going_up(update))
                 self._go(("up", *(d.chunk for d in update.deltas)), update, lambda _: self._bring(own))
             case rpc.Fetch():
-                self._go(("down", *request.fragments), request, self._fetch)
+                self._go(("down", request.answer.fragment), request, self._fetch)
             case rpc.Belong(timeline):
                 self.lineage.note(Timeline(timeline, begun=True))
                 self._out.put_nowait(request)
@@ -249,11 +250,12 @@ class ShardHost(ProcessHost[ShardServer]):
         if not wanted:
             return
         link, limit_bytes = self._link(fetch.incarnation), 8 * self.server.parameter_map.numel + 65536
-        made = None
-        if not fetch.answer.sequence and not any(wanted.values()):
+        fragment, sequence = fetch.answer.fragment, fetch.answer.sequence
+        if not sequence and not any(wanted.values()) and self._firsts is None:
             about = self.setup.run, self.server.parameter_map, self.server.shard.chunks
-            made = await beside(partial(first_answer, *about))
-        call = partial(link.pull, AnswerPull(0, fetch.answer.sequence, fetch.fragments, limit_bytes, made))
+            self._firsts = await beside(partial(first_answers, *about))
+        made = None if sequence else (self._firsts or {}).pop(fragment, None)
+        call = partial(link.pull, AnswerPull(0, fragment, sequence, limit_bytes, made))
         while True:
             answer = await link.persist(call, ABOVE_S)
             given = {w.chunk: w.version for w in answer.weights}

@@ -29,6 +29,7 @@ from geotrain.outer.messages import (
     Release,
     TakeBack,
     TakenBack,
+    Trained,
     UpdatePart,
     Validated,
     Welcome,
@@ -75,13 +76,14 @@ class ConnectionLost(ConnectionError):
 class AnswerPull:
     """The answer that a rank pulls.
 
-    sequence: of its update; 0: of the join. limit_bytes: of the answer, at most. made: as the member has made it by
-    itself: if the server has the same, it is not sent. wait_s: how long the server may wait until there is one.
+    sequence: of its update of the fragment; 0: of the join. limit_bytes: of the answer, at most. made: as the member
+    has made it by itself: if the server has the same, it is not sent. wait_s: how long the server may wait until
+    there is one.
     """
 
     part: int
+    fragment: int
     sequence: int
-    fragments: tuple[int, ...]
     limit_bytes: int
     made: MadeWeights | None = None
     wait_s: float = rpc.MAX_WAIT_S
@@ -102,8 +104,8 @@ class GrpcClient:
         self._up, self._down = FrameDeadline(), FrameDeadline()
         # Of updates whose stream broke: part → checksum of the update's header.
         self._broken: dict[int, int] = {}
-        # Of answers whose stream broke: (part, sequence, fragments) → what arrived of it.
-        self._arriving: dict[tuple[int, int, tuple[int, ...]], wire.FrameReader] = {}
+        # Of answers whose stream broke: (part, fragment, sequence) → what arrived of it.
+        self._arriving: dict[tuple[int, int, int], wire.FrameReader] = {}
         self._trust, self._channel = trust, open_channel(aio, address, trust, CHANNEL_OPTIONS)
 
     def live_as(self, incarnation: str) -> None:
@@ -119,7 +121,8 @@ class GrpcClient:
         return await self._unary("join", join, Welcome)
 
     async def push(self, part: UpdatePart) -> int:
-        """Send a rank's part of an update; returns the last update of this member that the server has applied."""
+        """Send a rank's part of an update; returns the last update of the member's fragment that the server has
+        applied."""
         call = self._channel.stream_stream(f"/{rpc.SERVICE}/push")()
         header = wire.crc_of(next(wire.frames(part)))
         again = self._broken.get(part.part) == header
@@ -182,7 +185,7 @@ class GrpcClient:
 
     async def pull(self, wanted: AnswerPull) -> Answer | None:
         """Pull an answer; None: there is none yet."""
-        key, made = (wanted.part, wanted.sequence, wanted.fragments), wanted.made
+        key, made = (wanted.part, wanted.fragment, wanted.sequence), wanted.made
         reader = self._arriving.pop(key, None)
         known = (wire.crc_of(reader.opening), reader.data_frames) if reader else (0, 0)
         digest = made.digest if made and not reader else ""
@@ -206,7 +209,7 @@ class GrpcClient:
                 case rpc.Same(incarnation) if made is not None:
                     size = sum(len(each.payload) for each in made.weights)
                     log.info("%s: first weights: made here, %d bytes not sent", self.member, size)
-                    return Answer(wanted.sequence, made.weights, incarnation)
+                    return Answer(wanted.fragment, wanted.sequence, made.weights, incarnation)
             return reader.message
         except LOST as error:
             if reader is not None:
@@ -242,15 +245,16 @@ class GrpcClient:
     async def take_back(self, asked: TakeBack) -> TakenBack:
         return await self._unary("takeback", rpc.AskBack(self.member, self.incarnation, asked), TakenBack)
 
-    async def trained(self, leases: tuple[int, ...]) -> rpc.Ack:
-        return await self._unary("trained", rpc.SayTrained(self.member, self.incarnation, leases), rpc.Ack)
+    async def trained(self, said: Trained) -> rpc.Ack:
+        words = rpc.SayTrained(self.member, self.incarnation, said.fragment, said.leases)
+        return await self._unary("trained", words, rpc.Ack)
 
     async def validated(self, result: Validated) -> rpc.Ack:
         return await self._unary("validated", rpc.SayValidated(self.member, self.incarnation, result), rpc.Ack)
 
-    async def leave(self, part: int, sequence: int) -> rpc.Ack:
-        """Say goodbye for one rank. sequence: of the last update that it has sent."""
-        leave = rpc.SayLeave(self.member, self.incarnation, part, sequence)
+    async def leave(self, part: int, sequences: tuple[int, ...]) -> rpc.Ack:
+        """Say goodbye for one rank. sequences: by fragment, of the last update that it has sent."""
+        leave = rpc.SayLeave(self.member, self.incarnation, part, sequences)
         return await self._unary("leave", leave, rpc.Ack, within_s=rpc.MAX_WAIT_S + REPLY_S)
 
     async def beat(self, part: int, metrics: dict[str, float] | None = None) -> rpc.Ack:

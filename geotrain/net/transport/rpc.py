@@ -78,12 +78,12 @@ class ListenError(OSError):
 class Ack:
     """Says that the server has received and recorded the call.
 
-    applied: the last update of this member that is part of the server's weights. over: all data of the run has been
-    trained and is part of the global weights. recalled: the member, a region, is to give back its reserve of data.
-    profile: inner steps that the rank which beats is to record (`geotrain profile`).
+    applied: of a push, the last update of the member's fragment that is part of the server's weights. over: all data
+    of the run has been trained and is part of the global weights. recalled: the member, a region, is to give back its
+    reserve of data. profile: inner steps that the rank which beats is to record (`geotrain profile`).
     """
 
-    applied: int
+    applied: int = 0
     over: bool = False
     recalled: bool = False
     profile: int = 0
@@ -126,7 +126,8 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Pull(FromMember):
-    """Asks for the answer to update `sequence` (0: to the join); the server may wait for it for `wait_s`.
+    """Asks for the answer to update `sequence` of a fragment (0: to the join); the server may wait for it for
+    `wait_s`.
 
     header, data frames: of an answer that was broken off, the checksum of its header and how many data frames
     arrived. If the answer is still this one, those data frames are left out; otherwise it is sent whole.
@@ -135,8 +136,8 @@ class Pull(FromMember):
     """
 
     part: int
+    fragment: int
     sequence: int
-    fragments: tuple[int, ...]
     wait_s: float
     header: int = 0
     data_frames: int = 0
@@ -161,8 +162,9 @@ class AskBack(FromMember):
 
 @dataclass(frozen=True)
 class SayTrained(FromMember):
-    """Says that these leases are trained, and that no update will bring them."""
+    """Says that these leases are trained as far as the fragment goes, and that no update will bring them."""
 
+    fragment: int
     leases: tuple[int, ...]
 
 
@@ -183,11 +185,11 @@ class SayValidated(FromMember):
 class SayLeave(FromMember):
     """Says goodbye for one rank. The member has left once all of its ranks have; then all get their answer.
 
-    sequence: the last update that the rank has sent, which the server must have received whole.
+    sequences: by fragment, the last update that the rank has sent, which the server must have received whole.
     """
 
     part: int
-    sequence: int
+    sequences: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,6 @@ class Fetch:
     """Asks a region's shard to pull its chunks of an answer from above. answer: without payloads."""
 
     incarnation: str
-    fragments: tuple[int, ...]
     answer: Answer
 
 

@@ -112,7 +112,9 @@ class ShardedLink(GrpcClient):
                 if refused.retry_s is None or time.monotonic() < until_s:
                     raise
                 found = None
-            return Answer(wanted.sequence, ()) if found is None and time.monotonic() >= until_s else found
+            if found is None and time.monotonic() >= until_s:
+                return Answer(wanted.fragment, wanted.sequence, ())
+            return found
 
         return await shard.persist(attempt, SHARD_S)
 

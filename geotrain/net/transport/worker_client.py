@@ -30,6 +30,7 @@ from geotrain.outer.messages import (
     UpdatePart,
     Validated,
     Welcome,
+    update_id,
 )
 from geotrain.parameters.parameter_map import numel
 
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LAST_WORDS_S = 10.0
-MAX_WAITING_PARTS = 64  # so many updates may wait to be sent
+MAX_WAITING_PARTS = 64  # so many updates may wait to be sent, or two of each fragment
 NOT_YET = -1  # in place of the last update that a server has applied
 
 
@@ -45,7 +46,7 @@ class ServerForgot(RuntimeError):
     """Raised when the server was restored to a state older than what it has acknowledged: start this worker again."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pushed:
     """Holds an update that was given to `push` and is not known to be part of the server's weights."""
 
@@ -81,10 +82,10 @@ class WorkerClient:
     ) -> None:
         self.address, self.connect_s, self.deadline_s, self.trust = address, connect_s, deadline_s, trust
         self.shards = shards
-        # Called, on the thread inside, with the sequence of each update that begins to be sent, and of each that the
-        # server has applied.
-        self.on_sent: Callable[[int], None] = lambda sequence: None
-        self.on_acknowledged: Callable[[int], None] = lambda sequence: None
+        # Called, on the thread inside, with the fragment and sequence of each update that begins to be sent, and of
+        # each that the server has applied.
+        self.on_sent: Callable[[int, int], None] = lambda fragment, sequence: None
+        self.on_acknowledged: Callable[[int, int], None] = lambda fragment, sequence: None
         self.on_profile: Callable[[int], None] = lambda steps: None  # called with inner steps that are to be recorded
         self.mirrors: Callable[[], tuple[int, ...]] = tuple  # fingerprints for a join in the same incarnation
         self._loop = asyncio.new_event_loop()
@@ -94,8 +95,8 @@ class WorkerClient:
         self._join: Join | None = None
         self._part = self._limit_bytes = 0
         self._parts: deque[_Pushed] = deque()  # those not known to be applied
-        self._applied = 0
-        self._sequence = 0  # of the last update given to `push`
+        self._applied: list[int] = []  # by fragment, of the last update that the server has applied
+        self._sequences: list[int] = []  # by fragment, of the last update given to `push`
         self._work = asyncio.Event()
         self._rejoining = asyncio.Lock()
         self._joins = 0
@@ -113,15 +114,15 @@ class WorkerClient:
 
         The future raises Refused if that is final, Unreachable, ServerForgot.
         """
-        if len(self._parts) >= MAX_WAITING_PARTS:
+        if len(self._parts) >= max(MAX_WAITING_PARTS, 2 * len(self._sequences)):
             raise RuntimeError(f"{len(self._parts)} updates wait to be sent already; pull their answers first")
         pushed = _Pushed(part, Future())
         self._loop.call_soon_threadsafe(self._enqueue, pushed)
         return pushed.delivered
 
-    def pull(self, sequence: int, fragments: tuple[int, ...]) -> Future[Answer]:
-        """Pull the answer to update `sequence` (0: to the join), which was about these fragments."""
-        return self._start(self._pull(sequence, fragments))
+    def pull(self, fragment: int, sequence: int) -> Future[Answer]:
+        """Pull the answer to update `sequence` of the fragment (0: to the join)."""
+        return self._start(self._pull(fragment, sequence))
 
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]:
         """Ask for a lease. The future waits for as long as the run is paused."""
@@ -227,7 +228,8 @@ class WorkerClient:
             raise
         self._join, self._link, self._part = join, link, join.part
         self._limit_bytes = 8 * sum(numel(slices) for slices in join.holds) + 65536
-        self._applied = self._sequence = welcome.sequence - 1
+        self._applied = [sequence - 1 for sequence in welcome.sequences]
+        self._sequences = list(self._applied)
         self._joins += 1
         self._start(self._push_all())
         self._start(self._beat())
@@ -245,21 +247,22 @@ class WorkerClient:
             link, join = self._link, self._join
             assert link is not None and join is not None
             welcome = await link.join(replace(join, mirrors=self.mirrors()))
-            if welcome.sequence <= self._applied:
-                self._forgotten = ServerForgot(
-                    f"{self.address} expects update {welcome.sequence} of {join.member}, but had acknowledged "
-                    f"{self._applied}: it was restored from an older state, or has started over; start this worker "
-                    "again"
-                )
-                raise self._forgotten
+            for fragment, wanted in enumerate(welcome.sequences):
+                if wanted <= (applied := self._applied[fragment]):
+                    self._forgotten = ServerForgot(
+                        f"{self.address} expects update {update_id(join.member, fragment, wanted)}, but had "
+                        f"acknowledged {applied}: it was restored from an older state, or has started over; start "
+                        "this worker again"
+                    )
+                    raise self._forgotten
+                self._note_applied(fragment, wanted - 1)
             self._joins += 1
-            self._note_applied(welcome.sequence - 1)
             for pushed in self._parts:
                 pushed.acknowledged = False
             self._work.set()
 
     def _enqueue(self, pushed: _Pushed) -> None:
-        self._sequence = pushed.part.sequence
+        self._sequences[pushed.part.fragment] = pushed.part.sequence
         self._parts.append(pushed)
         self._work.set()
 
@@ -293,7 +296,7 @@ class WorkerClient:
     async def _push(self, pushed: _Pushed) -> None:
         async def attempt(link: GrpcClient) -> int | None:
             # Joining again may have brought up an earlier one, whose other parts had not come: it is wanted first.
-            if (first := self._next()) is not None and first.part.sequence < pushed.part.sequence:
+            if self._next() not in (None, pushed):
                 return NOT_YET
             joins = self._joins
             applied = await link.push(pushed.part)
@@ -301,7 +304,8 @@ class WorkerClient:
             # all parts had come, that incarnation has taken the part with it.
             return applied if joins == self._joins else None
 
-        self.on_sent(pushed.part.sequence)
+        update = pushed.part.fragment, pushed.part.sequence
+        self.on_sent(*update)
         try:
             applied = await self._persist(attempt)
         except Exception as error:
@@ -312,14 +316,14 @@ class WorkerClient:
             return
         pushed.acknowledged = True
         if applied >= pushed.part.sequence:
-            self.on_acknowledged(pushed.part.sequence)
+            self.on_acknowledged(*update)
         pushed.settle()
-        self._note_applied(applied)
+        self._note_applied(pushed.part.fragment, applied)
 
-    async def _pull(self, sequence: int, fragments: tuple[int, ...]) -> Answer:
-        wanted = AnswerPull(self._part, sequence, fragments, self._limit_bytes)
+    async def _pull(self, fragment: int, sequence: int) -> Answer:
+        wanted = AnswerPull(self._part, fragment, sequence, self._limit_bytes)
         answer = await self._persist(lambda link: link.pull(wanted))
-        self._note_applied(sequence)
+        self._note_applied(fragment, sequence)
         return answer
 
     async def _leave(self) -> None:
@@ -333,7 +337,7 @@ class WorkerClient:
 
         async def say(link: GrpcClient) -> rpc.Ack | None:
             try:
-                return await link.leave(self._part, self._sequence)
+                return await link.leave(self._part, tuple(self._sequences))
             except Refused as refused:  # for a time, while other ranks' updates are on their way: the server lives
                 if isinstance(refused, NotJoined) or refused.retry_s is None:
                     raise
@@ -345,7 +349,8 @@ class WorkerClient:
         except Unreachable as error:  # all that it has sent is durable there, and perhaps its goodbye was heard
             log.warning("nobody has answered the goodbye: %s", error)
 
-    def _note_applied(self, sequence: int) -> None:
-        self._applied = max(self._applied, sequence)
-        while self._parts and self._parts[0].part.sequence <= self._applied:
-            self._parts.popleft().settle()
+    def _note_applied(self, fragment: int, sequence: int) -> None:
+        self._applied[fragment] = applied = max(self._applied[fragment], sequence)
+        for pushed in [p for p in self._parts if p.part.fragment == fragment and p.part.sequence <= applied]:
+            self._parts.remove(pushed)
+            pushed.settle()

@@ -80,8 +80,9 @@ class GlobalServer(Server):
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
         self.lease_table = LeaseTable(
-            train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds, ramp
-        )
+            train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds, ramp,
+            len(parameter_map.fragments),
+        )  # fmt: skip
         self.validations = Validations(validate_every_samples)
         self.losses = LossWatch()
         self.paused = self.stopping = self.closed = False  # closed: its process ends, and nobody new may join
@@ -99,7 +100,7 @@ class GlobalServer(Server):
                 return self._on_take_back(message)
             case Trained():
                 self._present(message.member)
-                self._commit(message.member, message.leases)
+                self._contain(message.member, message.leases, message.fragment)
                 return None
             case OperatorCommand() if message.what != "expel":
                 return self._on_operator_command(message)
@@ -255,7 +256,10 @@ class GlobalServer(Server):
     def _check_own(self, name: str, leases: tuple[int, ...]) -> None:
         if self.members[name].silent and self.member_role == "region":  # it has to hear first whether they have it
             raise NotJoined(f"{name}: it was not heard of for too long: join first", JOIN_RETRY_S)
-        if gone := self.lease_table.gone(self._answered_for(name, leases)):
+        # A region has heard of its own when it joined again, and may name one that it gave back itself: part of that
+        # was trained.
+        named = () if self.member_role == "region" else leases
+        if gone := self.lease_table.gone(self._answered_for(name, named)):
             raise DataGone(
                 f"{name}: the data of its leases {list(gone)} went to others while it counted as dead; what "
                 "it trained would count twice. Start it anew"
@@ -277,16 +281,17 @@ class GlobalServer(Server):
         workers = self._workers_of[member]
         return tuple(n for n in dict.fromkeys(leases) if self.lease_table.given_to(n) in workers)
 
-    def _commit(self, member: str, leases: tuple[int, ...]) -> int:
-        """Commit those of the leases that went to the member. Returns their samples."""
-        return self.lease_table.commit(self._given_to(member, leases))
+    def _contain(self, member: str, leases: tuple[int, ...], fragment: int) -> int:
+        """Note that the fragment contains those of the leases that went to the member. Returns the samples of those
+        that are committed with it."""
+        return self.lease_table.contain(self._given_to(member, leases), fragment)
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, int]:
         # A flat run's worker may name a lease of before this server came back from a backup, whose number is now that
         # of a later job.
         later = {n for n, lease in self.holds(part.member).items() if lease.job > part.job}
-        own = part.leases if self.member_role == "region" else tuple(n for n in part.leases if n not in later)
-        samples = self._commit(part.member, own)
+        own = part.contains if self.member_role == "region" else tuple(n for n in part.contains if n not in later)
+        samples = self._contain(part.member, own, part.fragment)
         tokens = self.lease_table.committed_samples * self.sample_tokens
         loss = credible(part.metrics).get("loss") if self.reports_updates else None
         if loss is not None and (spike := self.losses.note(loss, tokens)):

@@ -36,6 +36,7 @@ ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that d
 class LeaseTable:
     """The leases of one run: what is left to hand out, what is out, and how much is committed.
 
+    fragments: of the model. A lease is committed when the updates of all of them contain it.
     train_samples: samples in the run, a whole number of steps of any worker, of samples_per_step each.
     local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
     speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135).
@@ -53,6 +54,7 @@ class LeaseTable:
         scale_local_steps: bool = False,
         rounds: tuple[str, ...] | None = None,
         ramp: Ramp | None = None,
+        fragments: int = 1,
     ) -> None:
         self.batches = BatchSchedule(samples_per_step, ramp)
         if self.batches.after(train_samples, 0) != train_samples:
@@ -73,6 +75,10 @@ class LeaseTable:
         self.skip: list[Range] = []  # of these, what the run file says, in whole steps
         self.open: dict[int, Lease] = {}  # lease number → lease that is handed out and not committed
         self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
+        self.fragments = fragments
+        # Lease number → fragments whose global weights contain all of its training. A state leaves out what is
+        # neither open nor returned.
+        self.contained: dict[int, set[int]] = {}
         self.committed_samples = 0
         self.trained_s = 0.0  # seconds of inner steps in what is committed, over all workers, by what each last said
         self.dismissed: dict[str, int] = {}  # worker → last job for which it got Finished
@@ -127,15 +133,20 @@ class LeaseTable:
         self.dismissed[request.worker] = request.job
         return Finished(request.worker, request.job)
 
-    def commit(self, leases: Collection[int]) -> int:
-        """Commit leases, which are trained for good. Returns how many samples that are. Leases that are unknown or
-        committed already count 0, so that no sample is counted twice.
+    def contain(self, leases: Collection[int], fragment: int) -> int:
+        """Note that the global weights of a fragment contain the training of these leases, and commit those of which
+        all fragments do. Returns how many samples that are. Saying it again changes nothing; leases that are unknown
+        or committed already count 0, so that no sample is counted twice.
 
         A lease that came back, as its worker was taken for dead, may have been trained all the same: it is committed,
         unless it is `gone`.
         """
-        self.take_back(leases)
-        closed = [lease for number in leases if (lease := self._close(number))]
+        known = [number for number in dict.fromkeys(leases) if number in self.open or number in self.returned]
+        for number in known:
+            self.contained.setdefault(number, set()).add(fragment)
+        whole = [number for number in known if len(self.contained[number]) == self.fragments]
+        self.take_back(whole)
+        closed = [lease for number in whole if (lease := self._close(number))]
         samples = sum(lease.samples for lease in closed if not self._repeats(lease))
         self.committed_samples += samples
         self.trained_s += sum(
@@ -237,7 +248,8 @@ class LeaseTable:
         for start, samples in handed:
             self.pool, passed = take_out(self.pool, start, samples)
             self.aside += passed
-        self.next_lease, self.returned = newer.next_lease, {}  # late words of older leases name no new ones
+        # Late words of older leases name no new ones.
+        self.next_lease, self.returned, self.contained = newer.next_lease, {}, {}
         return self.set_aside_samples - before
 
     def _shorten(self) -> None:
@@ -267,6 +279,9 @@ class LeaseTable:
             **{name: [list(r) for r in getattr(self, name)] for name in RANGES},
             "open": [list(astuple(lease)) for lease in self.open.values()],
             "returned": [list(astuple(lease)) for lease in self.returned.values()],
+            "contained": [
+                [n, sorted(self.contained[n])] for n in (*self.open, *self.returned) if n in self.contained
+            ],
             "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
         }
 
@@ -277,6 +292,7 @@ class LeaseTable:
             setattr(self, name, [(start, samples) for start, samples in state[name]])
         self.open = {lease.lease: lease for lease in (Lease(*saved) for saved in state["open"])}
         self.returned = {lease.lease: lease for lease in (Lease(*saved) for saved in state["returned"])}
+        self.contained = {number: set(fragments) for number, fragments in state["contained"]}
         self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}
         self._held = {}
         for lease in self.open.values():

@@ -13,7 +13,7 @@ A replay must accept and refuse as the server did. So nothing but journaled stat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from math import exp, fsum, inf, log, sqrt
 from statistics import median
 from typing import Any
@@ -103,9 +103,9 @@ class NormLimits:
             if size > limits[0] and size / weight > limits[1]:
                 raise _unusual(member, fragment, size, f"; up to {limits[0]:.3g} {whose}")
 
-    def senders(self, fragments: Iterable[int]) -> set[str]:
-        """Return the members whose norms of these fragments are remembered."""
-        return {noted[0] for fragment in fragments for noted in self._noted[fragment]}
+    def senders(self, fragment: int) -> set[str]:
+        """Return the members whose norms of this fragment are remembered."""
+        return {noted[0] for noted in self._noted[fragment]}
 
     def note(self, member: str, fragment: int, size: float, weight: int) -> None:
         """Remember the norm of an update that was accepted. What was refused is never remembered: a member that keeps

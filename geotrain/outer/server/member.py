@@ -6,6 +6,7 @@ a reason from which the operator of the other end learns what to do.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -31,11 +32,36 @@ MOST_PARTS = 1 << 14  # ranks of a worker; a region has one
 MOST_SLICES = 1 << 20  # of all ranks of a member, some 150 MB; those of 70 B parameters on 1,024 have some 20,000
 MOST_INCARNATION = 256  # characters of an incarnation's name
 MOST_INCARNATIONS = 65536  # of a member in a run: all of them are remembered, in every snapshot
-# Fields that a snapshot keeps (with `owed`). The others hold what members say again to a restarted server.
+# Fields that a snapshot keeps (of a fragment's exchange `KEPT`). The others hold what members say again to a
+# restarted server.
 SAVED = (
     *("incarnation", "former", "restarts", "quarantined", "expelled", "banned"),
-    *("sequence", "job", "updates", "refused", "strikes", "fault", "step_s", "metrics"),
+    *("job", "updates", "refused", "strikes", "fault", "step_s", "metrics"),
 )
+KEPT = "sequence", "came", "owed"
+
+
+@dataclass
+class MemberFragment:
+    """A member's exchange of one fragment with the server above: one update at a time, one answer at a time.
+
+    answer: sequence of the update (0: of the join) whose answer is wanted, or frozen; None: none is. version: of the
+    answer, once it is frozen; None before.
+    """
+
+    sequence: int = 0  # of the last update applied
+    came: int = 0  # job of its last delta (of regions: 0)
+    # Whether its delta was taken and the rule has not released the answer yet (synchronous rules wait for all).
+    # Unlike `answer` this outlives the server: a member that asks again after a restart must still wait.
+    owed: bool = False
+    staleness: int = 0  # of its last update, in versions
+    norm: float = 0.0  # 2-norm of its last delta
+    arriving: dict[int, UpdatePart] = field(default_factory=dict)  # part → the next update, without payloads
+    # Sequence and why that update of several parts was refused for good. A part of it that is said again, as the
+    # reply was lost, is refused again: the others, which were taken, never come again.
+    refused: tuple[int, Refused] | None = None
+    answer: int | None = None
+    version: int | None = None
 
 
 @dataclass
@@ -54,23 +80,11 @@ class Member:
     parts: int = 0  # its ranks
     joined: dict[int, Join] = field(default_factory=dict)  # part → its join, in this incarnation of member and server
     slices: dict[int, int] = field(default_factory=dict)  # part → how many its join names
-    sequence: int = 0  # of the last update applied
+    fragments: defaultdict[int, MemberFragment] = field(default_factory=lambda: defaultdict(MemberFragment))
     job: int = 0  # of the last update applied
-    came: dict[int, int] = field(default_factory=dict)  # fragment → job of its last delta (of regions: 0)
-    # Sequence → part → what came, without its payloads, which are in the shards.
-    arriving: dict[int, dict[int, UpdatePart]] = field(default_factory=dict)
-    admitted: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # part → outline that `Server.admit` checked
-    # Sequence → why that update of several parts was refused for good. A part of it that is said again, as the reply
-    # was lost, is refused again: the others, which were taken, never come again.
-    refusals: dict[int, Refused] = field(default_factory=dict)
-    # Fragments whose delta was taken and whose answer the rule has not released yet (synchronous rules wait for all).
-    # Unlike `awaiting` this outlives the server: a member that asks again after a restart must still wait.
-    owed: set[int] = field(default_factory=set)
-    awaiting: dict[int, set[int]] = field(default_factory=dict)  # sequence → fragments that its answer still lacks
-    answers: dict[int, dict[int, int]] = field(default_factory=dict)  # sequence → fragment → version, once frozen
+    # Fragment and part → outline that `Server.admit` checked.
+    admitted: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    staleness: dict[int, int] = field(default_factory=dict)  # fragment → of its last update, in versions
-    norms: dict[int, float] = field(default_factory=dict)  # fragment → 2-norm of its last delta
     step_s: float = 0.0  # of a worker: seconds of an inner step, by its last lease request; 0: not known
     updates: int = 0
     refused: int = 0  # updates refused for good, since the run began
@@ -112,22 +126,14 @@ class Member:
         """Whether nobody should wait for it: it left, counts as dead, or is quarantined."""
         return self.left or self.silent or self.quarantined
 
-    def begin_answer(self, sequence: int, fragments: set[int]) -> None:
-        """Begin the answer to update `sequence` (0: the join), of these fragments, for every part."""
-        self.awaiting[sequence] = set(fragments)
-        self.answers[sequence] = {}
+    @property
+    def owed(self) -> list[int]:
+        """Fragments whose delta was taken and whose answer the rule has not released yet."""
+        return [number for number, own in sorted(self.fragments.items()) if own.owed]
 
-    def drop_adopted(self, fragments: set[int], adopted: int) -> tuple[int, ...]:
-        """Drop answers that every part has surely adopted, as an update of these fragments was taken. Returns which.
-
-        adopted: all parts say that they have adopted the answers up to this number. They have adopted, too, complete
-        answers with any of the fragments, or they would not have sent these fragments again.
-        """
-        complete = [(s, given) for s, given in self.answers.items() if s not in self.awaiting]
-        dropped = tuple(s for s, given in complete if s <= adopted or given.keys() & fragments)
-        for sequence in dropped:
-            del self.answers[sequence]
-        return dropped
+    def last_round(self, fragments: int) -> int:
+        """Return the last job of which a delta of every one of so many fragments came."""
+        return min(self.fragments[fragment].came for fragment in range(fragments))
 
     def begin_incarnation(self, incarnation: str) -> None:
         """Begin a new incarnation, which has joined. The old one is remembered, so that a process that was only cut
@@ -137,10 +143,6 @@ class Member:
             self.restarts += self.phase in (MemberPhase.PRESENT, MemberPhase.SILENT)
         self.incarnation = incarnation
         self.meet(MemberEvent.JOINS)
-
-    def has_sent(self, fragment: int, job: int) -> bool:
-        """Whether a delta of this fragment came in this job of a worker already. Regions' updates are of no job."""
-        return 0 < job <= self.came.get(fragment, 0)
 
     def strike(self, fault: str, window: int) -> int:
         """Count a refused update. Returns how many of its last `window` updates were refused."""
@@ -152,18 +154,20 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, from which `load` restores what outlives the server."""
-        came = [[fragment, job] for fragment, job in sorted(self.came.items())]
-        return {**attributes(self, SAVED), "phase": self.phase.value, "owed": sorted(self.owed), "came": came}
+        fragments = [[number, attributes(own, KEPT)] for number, own in sorted(self.fragments.items())]
+        return {**attributes(self, SAVED), "phase": self.phase.value, "fragments": fragments}
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
         set_attributes(self, SAVED, state)
-        self.phase, self.owed, self.came = MemberPhase(state["phase"]), set(state["owed"]), dict(state["came"])
+        self.phase = MemberPhase(state["phase"])
+        for number, saved in state["fragments"]:
+            set_attributes(self.fragments[number], KEPT, saved)
 
     def status(self) -> dict[str, Any]:
         """Return plain data for people and tests."""
-        shown = ("left", "restarts", "updates", "sequence", "job", "refused", "quarantined", "fault", "takes_part")
-        known = {"joined": self.complete, "phase": self.phase.value, "owed": sorted(self.owed)}
+        shown = ("left", "restarts", "updates", "job", "refused", "quarantined", "fault", "owed", "takes_part")
+        known = {"joined": self.complete, "phase": self.phase.value}
         # What the member says of itself stands first: it cannot overwrite what this server knows of it.
         return {**self.metrics, **known, **{name: getattr(self, name) for name in shown}}
 
@@ -279,28 +283,26 @@ def check_coverage(name: str, joined: dict[int, Join], parameter_map: ParameterM
 
 
 def check_part(
-    part: UpdatePart, member: Member, parameter_map: ParameterMap, up: Codec, versions: list[int], most_weight: int
-) -> tuple[int, ...]:
-    """Raise Refused unless this part of an update fits the member's slices and the server's versions. Returns its
-    fragments.
+    part: UpdatePart, member: Member, parameter_map: ParameterMap, up: Codec, version: int, most_weight: int
+) -> None:
+    """Raise Refused unless this part of an update fits the member's slices and the fragment's version on the server.
 
     Checks everything but the payloads' contents, so that it can be called before they have been received.
-    versions: of the server's fragments, now. most_weight: that an update of this member may have.
+    most_weight: that an update of this member may have.
     """
     if part.part not in member.joined:
         raise Refused(f"{part.member}: part {part.part} has not joined")
-    try:
-        fragments = parameter_map.fragments_of([delta.chunk for delta in part.deltas])
-    except ParameterMapError as error:
-        raise Refused(f"{part.member}: this update is none: {error}") from None
-    if not fragments or part.weight < 1:
-        raise Refused(f"{part.member}: an update of fragments {list(fragments)} with weight {part.weight} is none")
+    chunks, wanted_chunks = [delta.chunk for delta in part.deltas], parameter_map.chunk_numbers[part.fragment]
+    if chunks != list(wanted_chunks):
+        raise Refused(f"{part.member}: an update of chunks {chunks}; fragment {part.fragment} has {wanted_chunks}")
+    if part.weight < 1:
+        raise Refused(f"{part.member}: an update with weight {part.weight} is none")
     if part.weight > most_weight:
         raise Refused(f"{part.member}: an update of weight {part.weight}; it may stand for {most_weight} at most")
     if not 0 <= part.job <= MOST_JOBS:
         raise Refused(f"{part.member}: no worker comes to job {part.job}")
-    if len(part.leases) > MOST_LEASES:
-        raise Refused(f"{part.member}: an update that completes {len(part.leases)} leases; at most {MOST_LEASES}")
+    if len(part.contains) > MOST_LEASES:
+        raise Refused(f"{part.member}: an update that contains {len(part.contains)} leases; at most {MOST_LEASES}")
     if len(part.metrics) > MOST_METRICS or any(len(name) > MOST_NAME for name in part.metrics):
         most = f"{MOST_METRICS}, with names of {MOST_NAME} characters"
         raise Refused(f"{part.member}: an update with {len(part.metrics)} metrics; at most {most}")
@@ -309,36 +311,30 @@ def check_part(
         wanted = up.encoded_bytes(numel(member.joined[part.part].pushes[delta.chunk]))
         if len(delta.payload) != wanted:
             raise Refused(f"{where} has {len(delta.payload)} bytes, its slices need {wanted} with codec {up.name!r}")
-        version = versions[parameter_map.chunks[delta.chunk].fragment]
         if not 0 <= delta.anchor_version <= version:
             wrong = f"starts from version {delta.anchor_version}, which this server never gave"
             raise Refused(f"{where} {wrong}; it is at version {version}")
-    if len(part.deltas) > len(fragments):
-        anchors = {(parameter_map.chunks[delta.chunk].fragment, delta.anchor_version) for delta in part.deltas}
-        if len(anchors) > len(fragments):
-            raise Refused(f"{part.member}, part {part.part}: chunks of one fragment start from different versions")
-    return fragments
+    if len({delta.anchor_version for delta in part.deltas}) > 1:
+        raise Refused(f"{part.member}, part {part.part}: chunks of one fragment start from different versions")
 
 
-def check_round(part: UpdatePart, fragments: tuple[int, ...], member: Member) -> None:
+def check_round(part: UpdatePart, own: MemberFragment) -> None:
     """Raise Refused unless a synchronous worker takes its rounds in order: a delta of each fragment in every job, and
     the next only after the answer to the last, which comes when all workers have sent theirs."""
-    for fragment in fragments:
-        last = member.came.get(fragment)
-        if last is None or part.job <= last:
-            continue
-        where = f"{part.member}: fragment {fragment} of round {part.job}"
-        if part.job > last + 1:
-            raise Refused(f"{where} came, but round {last + 1} is next")
-        if fragment in member.owed:
-            raise Refused(f"{where} came, but round {last} has not ended")
+    if not own.sequence or part.job <= own.came:
+        return
+    where = f"{part.member}: fragment {part.fragment} of round {part.job}"
+    if part.job > own.came + 1:
+        raise Refused(f"{where} came, but round {own.came + 1} is next")
+    if own.owed:
+        raise Refused(f"{where} came, but round {own.came} has not ended")
 
 
 def outline(part: UpdatePart) -> tuple[Any, ...]:
     """Return all that `check_part` and `check_round` look at. Two parts of one rank with equal outlines pass the
     checks both or neither."""
     deltas = tuple((delta.chunk, delta.anchor_version, len(delta.payload)) for delta in part.deltas)
-    return part.incarnation, part.sequence, part.job, part.weight, part.leases, tuple(part.metrics), deltas
+    return part.incarnation, part.sequence, part.job, part.weight, part.contains, tuple(part.metrics), deltas
 
 
 def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -65,7 +65,8 @@ class Membership(ABC):
         self.members = {name: Member() for name in members}
         # Names of those that take part (`Member.takes_part`), by whose number a rule that averages divides deltas.
         self.sharing: set[str] = set()
-        self.fragments: list[Counts] = []  # empty until the first weights are known
+        self.numbers = range(len(parameter_map.fragments))  # of the fragments
+        self.fragments: dict[int, Counts] = {}  # of the fragments whose first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
         self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
         self.validation_steps = 0  # inner steps that cost as much as a validation, or more
@@ -73,8 +74,9 @@ class Membership(ABC):
 
     @property
     def versions(self) -> list[int]:
-        """Versions by fragment; empty before the server has weights."""
-        return [state.version for state in self.fragments]
+        """Versions by fragment; empty before the server has all weights."""
+        all_here = len(self.fragments) == len(self.numbers)
+        return [self.fragments[number].version for number in self.numbers] if all_here else []
 
     @property
     def empty(self) -> bool:
@@ -166,16 +168,16 @@ class Membership(ABC):
         self.note_joined(join)
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
-        return Welcome(
-            member.sequence + 1, self.next_job(join.member), self.incarnation, tuple(self.versions), self.origin
-        )
+        sequences = tuple(member.fragments[number].sequence + 1 for number in self.numbers)
+        return Welcome(sequences, self.next_job(join.member), self.incarnation, tuple(self.versions), self.origin)
 
     def note_joined(self, join: Join) -> None:
         """Note that a rank has joined. Nothing of what its member was sent changes by that. Raises Refused where
         nobody is called so."""
         member = self._member(join.member)
         self.shards.receive(join)
-        member.admitted.pop(join.part, None)  # that check was made with the slices of an earlier join
+        for update in [update for update in member.admitted if update[1] == join.part]:
+            del member.admitted[update]  # that check was made with the slices of an earlier join
         member.parts, member.joined[join.part] = join.parts, join
         member.slices[join.part] = sum(map(len, (*join.pushes, *join.holds)))
 
@@ -189,7 +191,7 @@ class Membership(ABC):
         if not self.rule.in_rounds:
             return member.job + 1
         held = [lease.job for lease in self.holds(name).values()]
-        return min([*held, 1 + min(member.came.get(f, 0) for f in range(len(self.parameter_map.fragments)))])
+        return min([*held, 1 + member.last_round(len(self.numbers))])
 
     def _on_leave(self, leave: Leave) -> None:
         """Let the member leave, and release leases that were reserved for it and that it did not come to."""
@@ -268,7 +270,8 @@ class Membership(ABC):
         fragments that are still frozen in an answer.
         """
         fingerprints, settled = self.shards.fingerprints_of(join.member), self.shards.settled(join.member)
-        frozen = {fragment for given in self.members[join.member].answers.values() for fragment in given}
+        own = self.members[join.member].fragments
+        frozen = {number for number in self.numbers if own[number].version is not None}
         for chunk, (now, before) in fingerprints.items():
             waits = settled and self.parameter_map.chunks[chunk].fragment in frozen
             if chunk >= len(join.mirrors) or join.mirrors[chunk] not in ((now, before) if waits else (now,)):
@@ -283,14 +286,17 @@ class Membership(ABC):
         sent: what it holds is not known any more: its answers are frozen anew, with whole weights.
         """
         member = self.members[name]
-        answers = tuple(member.answers) if sent else ()
-        self.shards.execute(Forget(name, joins, sent, answers, (member.sequence,)))
+        all_sent = tuple(self.numbers) if sent else ()
+        judged = tuple((number, member.fragments[number].sequence) for number in self.numbers)
+        self.shards.execute(Forget(name, joins, all_sent, all_sent, judged))
         if joins:
-            for table in (member.joined, member.slices, member.arriving, member.admitted, member.refusals):
+            for table in (member.joined, member.slices, member.admitted):
                 table.clear()
-        if sent:
-            member.awaiting.clear()
-            member.answers.clear()
+        for own in member.fragments.values():
+            if joins:
+                own.arriving, own.refused = {}, None
+            if sent:
+                own.answer = own.version = None
 
     # -- for subclasses
 
@@ -300,8 +306,9 @@ class Membership(ABC):
             member.meet(MemberEvent.RESUMES)
             self._note_share(name)
             # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
-            whole = min((member.came.get(f, 0) for f in range(len(self.parameter_map.fragments))), default=0)
-            member.came = dict.fromkeys(member.came, whole)
+            whole = member.last_round(len(self.numbers))
+            for own in member.fragments.values():
+                own.came = whole
 
     @abstractmethod
     def _release_leases(self, name: str) -> None:

@@ -32,11 +32,12 @@ class RegionData(Server):
 
     leases: RegionLeases
     in_flight: dict[int, UpdatePart]
-    trained: dict[int, set[int]]
+    contains: list[list[int]]
+    trained: set[int]
     wanted: dict[str, set[int]]
     spent: dict[str, int]
     asking_back: set[str]
-    last: int
+    final: set[int] | None
     _due: bool
 
     def holds(self, name: str) -> dict[int, Lease]:
@@ -44,7 +45,9 @@ class RegionData(Server):
 
     def uncommitted(self) -> tuple[int, ...]:
         """Numbers of the leases that are trained here and not known to be committed."""
-        return (*self.trained, *(number for update in self.in_flight.values() for number in update.leases))
+        in_flight = [update.contains for update in self.in_flight.values()]
+        on_their_way = {number for numbers in (*self.contains, *in_flight) for number in numbers}
+        return tuple(sorted(self.trained & on_their_way))
 
     def _check_own(self, name: str, leases: tuple[int, ...] = ()) -> None:
         if self.leases.given_back[name]:
@@ -90,7 +93,7 @@ class RegionData(Server):
                 self._sends.append(Send(GLOBAL, Release((lease.lease,))))
                 return
             self.leases.held[lease.worker][lease.job] = lease
-            self.last = 0
+            self.final = None
         if lease.job in self.wanted[lease.worker] and not done:
             self.wanted[lease.worker].discard(lease.job)
             self._sends.append(Send(lease.worker, lease))

@@ -26,6 +26,8 @@ class RegionLeases:
         # Worker → lease number → lease that went back, though its present incarnation had asked for it: it counted as
         # dead, was only cut off, and may train it all the same.
         self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
+        # Held lease → fragments whose weights here contain all of its training. Those of all: it is trained.
+        self.contained: dict[int, set[int]] = {}
         self.asked: dict[str, int] = {}  # worker → last job that its present incarnation has asked for
         # Worker → last job for which the region has asked. Lasts as long as the process: to ask twice does no harm.
         self.asked_above = dict.fromkeys(workers, 0)
@@ -88,6 +90,20 @@ class RegionLeases:
             del self.held[worker][lease.job]
         return found
 
+    def contain(
+        self, worker: str, numbers: Collection[int], fragment: int, fragments: int
+    ) -> tuple[list[int], list[Lease]]:
+        """Note that a fragment contains the training of those of these leases that the worker holds, and hold those
+        no more of which all `fragments` do: they are trained. Returns both."""
+        held = self.of(worker)
+        mine = [number for number in dict.fromkeys(numbers) if number in held]
+        for number in mine:
+            self.contained.setdefault(number, set()).add(fragment)
+        trained = self.drop(worker, [number for number in mine if len(self.contained[number]) == fragments])
+        for lease in trained:
+            del self.contained[lease.lease]
+        return mine, trained
+
     def recall(self, worker: str) -> tuple[int, ...]:
         """Give back the worker's leases for which it has not asked. Returns their numbers."""
         self.asked_above[worker] = min(self.asked_above[worker], self.asked.get(worker, 0))
@@ -114,7 +130,9 @@ class RegionLeases:
             name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
             for name, table in tables.items()
         }
-        return {**kept, "asked": dict(self.asked)}
+        known = {number for worker in self.held for number in (*self.of(worker), *self.given_back[worker])}
+        contained = [[number, sorted(self.contained[number])] for number in sorted(known & self.contained.keys())]
+        return {**kept, "asked": dict(self.asked), "contained": contained}
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
@@ -131,3 +149,4 @@ class RegionLeases:
         for lease in given_back:
             self.given_back[lease.worker][lease.lease] = lease
         self.asked = dict(state["asked"])
+        self.contained = {number: set(fragments) for number, fragments in state["contained"]}

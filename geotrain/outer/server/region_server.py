@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -54,7 +53,7 @@ from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 # Attributes that a snapshot keeps as they are.
-SAVED = "sequence", "first_versions", "over", "gone", "done", "global_versions", "spent", "every", "last", "dropped"
+SAVED = "sequences", "first_versions", "over", "gone", "done", "global_versions", "spent", "every", "dropped"
 
 
 class RegionServer(RegionData):
@@ -76,13 +75,16 @@ class RegionServer(RegionData):
             (config.up, config.down), validates, config.server_state == "bf16",
         )  # fmt: skip
         self.global_versions = [0] * len(parameter_map.fragments)
-        self.sequence = 0  # of the last update sent up
-        # Sequence → update whose answer has not come yet, without its payloads, which are in the shards.
+        self.sequences = [0] * len(parameter_map.fragments)  # of the last update of each that was sent up
+        # Fragment → update whose answer has not come yet, without its payloads, which are in the shards; in the order
+        # in which they were sent.
         self.in_flight: dict[int, UpdatePart] = {}
         self.leases = RegionLeases(workers, config, rule.in_rounds)
         self.reserve = 0 if config.lease_reserve == "auto" else config.lease_reserve
         self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs whose lease the worker waits for
-        self.trained: dict[int, set[int]] = {}  # lease trained here → fragments that must still go up with it
+        # Fragment → leases whose training the region's weights contain, and that go up with its next update.
+        self.contains: list[list[int]] = [[] for _ in parameter_map.fragments]
+        self.trained: set[int] = set()  # leases trained here, of which not all fragments have gone up with them
         # Fragments whose newest global weights the shards have kept for validation, since this process began.
         self.newest: set[int] | None = set() if validates else None
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
@@ -92,9 +94,9 @@ class RegionServer(RegionData):
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self.every = 0  # K, where an operator has set it
         self.dropped = 0  # updates, counted by fragment, that it had and did not send up when it started over
-        # The global weights with which workers end that ask for the server's once more: 0: nobody has asked; 1: they
-        # are wanted; 2: they have taken the place of the region's.
-        self.last = 0
+        # The global weights with which workers end that ask for the server's once more: the fragments of which they
+        # have taken the place of the region's. None: nobody has asked.
+        self.final: set[int] | None = None
         self._due = False  # `go_on` is to look for what must be sent up
         # Workers whose leases are asked for again. Lasts as long as the process: one request of each is under way.
         self.asking_back: set[str] = set()
@@ -118,9 +120,9 @@ class RegionServer(RegionData):
                 return self._on_welcome(message)
             case Answer():
                 return self._on_global_weights(message)
-            case AnswerWanted() if self._waits_for_last(message.member, message.sequence):
+            case AnswerWanted() if self._waits_for_final(message.member, message.fragment, message.sequence):
                 self.current(message.member, message.incarnation)
-                self.last, self._due = 1, True
+                self.final, self._due = self.final or set(), True
                 return None
             case Lease() | Finished():
                 return self._on_lease(message)
@@ -190,39 +192,49 @@ class RegionServer(RegionData):
     def _on_welcome(self, welcome: Welcome) -> int:
         """Compare the global server's count of our updates with our own. Returns how many it acknowledged and lost.
 
-        It knows fewer than it has acknowledged when it was restored from an older state: its acknowledged updates are
-        gone, and those in flight are numbered anew to follow what it does know.
+        It knows fewer of a fragment than it has acknowledged when it was restored from an older state: its
+        acknowledged updates are gone, and the one in flight is numbered anew to follow what it does know.
 
         It knows more than we have sent when this region's own folder was lost or restored from an older state. What
         that state holds as pending went up later, so sending it would count it twice: the region begins again from
         the global weights.
         """
-        if welcome.sequence < 1 or len(welcome.versions) not in (0, len(self.parameter_map.fragments)):
-            wrong = f"sequence {welcome.sequence}, versions {welcome.versions}"
+        every = len(self.numbers)
+        wrong_versions = len(welcome.versions) not in (0, every)
+        if len(welcome.sequences) != every or min(welcome.sequences) < 1 or wrong_versions:
+            wrong = f"sequences {welcome.sequences}, versions {welcome.versions}"
             raise Refused(f"{self.name}: a welcome with {wrong} is none")
-        known, self.origin = welcome.sequence - 1, welcome.origin
-        if known > self.sequence and self.fragments:
-            self._start_over(f"the global server knows {known} updates of this region, its own state {self.sequence}")
-        # Updates before the oldest in flight were answered, so the global server should expect that or a later one.
-        oldest = min(self.in_flight, default=self.sequence + 1)
-        lost = max(0, oldest - welcome.sequence)
-        if lost:
-            self.in_flight = {
-                welcome.sequence + i: replace(u, sequence=welcome.sequence + i)
-                for i, (_, u) in enumerate(sorted(self.in_flight.items()))
-            }
-            self.sequence = known + len(self.in_flight)
+        known, self.origin = [sequence - 1 for sequence in welcome.sequences], welcome.origin
+        ahead = [f for f in self.numbers if known[f] > self.sequences[f] and f in self.fragments]
+        if ahead:
+            told, own = known[ahead[0]], self.sequences[ahead[0]]
+            self._start_over(f"the global server knows {told} updates of fragment {ahead[0]}, its own state {own}")
+        lost = 0
+        for f in self.numbers:
+            # The one before that in flight was answered, so the global server should expect that or a later one.
+            missing = max(0, self.sequences[f] + (f not in self.in_flight) - welcome.sequences[f])
+            if missing and f in self.in_flight:
+                self.in_flight[f] = replace(self.in_flight[f], sequence=welcome.sequences[f])
+            self.sequences[f] = max(known[f], self.sequences[f] - missing)
+            # It has lost versions as well, and refuses an update that starts from a version that it never gave.
+            if missing and welcome.versions:
+                self.global_versions[f] = min(self.global_versions[f], welcome.versions[f])
+                if update := self.in_flight.get(f):
+                    least = min(update.deltas[0].anchor_version, self.global_versions[f])
+                    deltas = tuple(replace(d, anchor_version=least) for d in update.deltas)
+                    self.in_flight[f] = replace(update, deltas=deltas)
+            if missing:
+                self._say_again(f)
+            lost += missing
         self._drop_gone(welcome.gone)
-        self.sequence = max(self.sequence, known)
-        # It has lost versions as well, and refuses an update that starts from a version that it never gave.
-        if lost and welcome.versions:
-            self.global_versions = [min(v) for v in zip(self.global_versions, welcome.versions, strict=True)]
-            for s, u in self.in_flight.items():
-                known_to_it = [self.global_versions[self.parameter_map.chunks[d.chunk].fragment] for d in u.deltas]
-                both = zip(u.deltas, known_to_it, strict=True)
-                deltas = tuple(replace(d, anchor_version=min(d.anchor_version, version)) for d, version in both)
-                self.in_flight[s] = replace(u, deltas=deltas)
         return lost
+
+    def _say_again(self, fragment: int) -> None:
+        """Say once more, with the next update of a fragment, which leases it contains, since updates that had said so
+        are lost: leases of which other fragments have gone up could not be committed otherwise."""
+        said = {*self.contains[fragment], *(u.contains if (u := self.in_flight.get(fragment)) else ())}
+        held = [number for number, fragments in self.leases.contained.items() if fragment in fragments]
+        self.contains[fragment] += sorted({*self.trained, *held} - said)
 
     def _drop_gone(self, gone: Collection[int]) -> None:
         """Drop leases that went to others while this region counted as dead: a worker that trains such begins anew.
@@ -233,10 +245,10 @@ class RegionServer(RegionData):
             if any(begun):
                 self._shut_out(name)
         if repeated := sorted(set(self.uncommitted()) & set(gone)):
-            for lease in repeated:
-                self.trained.pop(lease, None)
-            for s, u in self.in_flight.items():
-                self.in_flight[s] = replace(u, leases=tuple(n for n in u.leases if n not in gone))
+            self.trained.difference_update(repeated)
+            self.contains = [[n for n in numbers if n not in gone] for numbers in self.contains]
+            for f, u in self.in_flight.items():
+                self.in_flight[f] = replace(u, contains=tuple(n for n in u.contains if n not in gone))
             self._events.append(TrainedTwice(repeated))
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
@@ -245,113 +257,108 @@ class RegionServer(RegionData):
         Sent again, it would be refused again, after every restart. What it holds is given up, and its data goes back
         to be trained again: in synchronous rounds by the same workers, for whose deltas the round waits.
         """
-        untaken = [update for number, update in self.in_flight.items() if number >= rejected.sequence]
-        if self.rule.in_rounds and untaken:
-            self._begin_round_again(untaken)
-        if untaken:  # otherwise it was said twice
-            self._start_over(rejected.reason)
+        refused = self.in_flight.get(rejected.fragment)
+        if refused is None or refused.sequence != rejected.sequence:
+            return  # it was said twice
+        if self.rule.in_rounds:
+            order = list(self.in_flight)  # those after it were not sent
+            self._begin_round_again(set(order[order.index(rejected.fragment) :]))
+        self._start_over(rejected.reason)
 
-    def _begin_round_again(self, untaken: list[UpdatePart]) -> None:
-        """Forget the workers' deltas that are in no update that the global server has taken: those of `untaken`, and
-        those that wait here for other workers'. A worker that is concerned finds its acknowledged update unknown when
-        it joins: so it begins a new incarnation, with the first job that is not trained. The global server gives it
-        the lease of that again.
+    def _begin_round_again(self, untaken: set[int]) -> None:
+        """Forget the workers' deltas that are in no update that the global server has taken: those of the fragments
+        `untaken`, and those that wait here for other workers'. A worker that is concerned finds its acknowledged
+        update unknown when it joins: so it begins a new incarnation, with the first job that is not trained. The
+        global server gives it the lease of that again.
         """
-        refused = {self.parameter_map.chunks[delta.chunk].fragment for update in untaken for delta in update.deltas}
-        again = set[str]()
-        for fragment in range(len(self.parameter_map.fragments)):
+        for fragment in self.numbers:
+            of_all = [member.fragments[fragment] for member in self.members.values()]
             # A round ends before the next begins: all have sent this round's, or some have and the others the last.
-            taken = min(member.came.get(fragment, 0) for member in self.members.values()) - (fragment in refused)
-            for name, member in self.members.items():
-                if member.came.get(fragment, 0) > taken:
-                    member.came[fragment] = taken
-                    again.add(name)
-        for name in again:
-            self.members[name].sequence -= 1
+            taken = min(own.came for own in of_all) - (fragment in untaken)
+            for own in of_all:
+                if own.came > taken:
+                    own.came = taken
+                    own.sequence -= 1
 
     def _start_over(self, reason: str) -> None:
         """Begin again from the global weights: give back all leases, forget all weights, make the workers join again.
 
-        Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So is the
-        number of the last update that was answered: those in flight count as never sent.
+        Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So are the
+        numbers of the last updates that were answered: those in flight count as never sent.
         """
         held = () if self.rule.in_rounds else self._answered_for()
         dropped = self.pending + sum(update.weight for update in self.in_flight.values())
         self.dropped = self.lost_updates + dropped  # beside what was lost without the ledger
-        self.sequence = min(self.in_flight, default=self.sequence + 1) - 1
-        self.first_versions = [state.version for state in self.fragments]
-        self.fragments = []
+        for fragment in self.in_flight:
+            self.sequences[fragment] -= 1
+        for fragment, state in self.fragments.items():
+            self.first_versions[fragment] = state.version
+        self.fragments.clear()
         self.in_flight.clear()
+        self.contains = [[] for _ in self.numbers]
         self.trained.clear()
         self.shards.execute(StartOver())
         for name, member in self.members.items():
             self._forget(name)
-            member.owed.clear()
+            for own in member.fragments.values():
+                own.owed = False
             if not self.rule.in_rounds:
+                # Of some a part of the training is dropped here: others train them anew, whatever their worker sends.
+                self.leases.drop(name, self.leases.contained)
                 self.leases.give_back(name, self.leases.of(name))
             self.wanted[name].clear()
             self.leases.forget(name)
+        self.leases.contained.clear()
         if held:
             self._sends.append(Send(GLOBAL, Release(held)))
         self._events.append(StartedOver(reason, dropped))
 
-    def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
-        lacks = super().lacks_answer(name, incarnation, part, sequence, wanted)
-        return lacks and not (self.last == 1 and self._waits_for_last(name, sequence))
+    def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
+        lacks = super().lacks_answer(name, incarnation, part, fragment, sequence)
+        return lacks and not (self.final is not None and self._waits_for_final(name, fragment, sequence))
 
-    def _waits_for_last(self, name: str, sequence: int) -> bool:
+    def _waits_for_final(self, name: str, fragment: int, sequence: int) -> bool:
         """Whether this worker asks for the weights with which it ends, and they are not here: there was no data for
         the job that it has asked for last. In rounds the region's weights are the global ones."""
         ends = sequence == 0 and name in self.spent and self.spent[name] == self.leases.asked.get(name)
-        return ends and self.last < 2 and not self.rule.in_rounds
+        return ends and fragment not in (self.final or ()) and not self.rule.in_rounds
 
     def _on_global_weights(self, answer: Answer) -> None:
         """Merge the answer to an update of ours, or begin with that to our join (sequence 0) or the last weights.
 
         Raises Refused; then nothing has changed.
         """
-        first = not self.fragments or (answer.sequence == 0 and self.last == 1)
-        if not first and answer.sequence not in self.in_flight:
+        fragment, sent = answer.fragment, self.in_flight.get(answer.fragment)
+        final = self.final is not None and answer.sequence == 0 and fragment not in self.final
+        first = fragment not in self.fragments or final
+        if not first and (sent is None or sent.sequence != answer.sequence):
             return  # a second copy of an answer: its changes must not be added to the mirror twice
-        versions = self._versions_of(answer, first)
+        wanted = self.parameter_map.chunk_numbers[fragment] if fragment in self.numbers else []
+        versions = {weights.version for weights in answer.weights}
+        if [w.chunk for w in answer.weights] != wanted or len(versions) != 1 or min(versions) < 0:
+            update = update_id(self.name, fragment, answer.sequence)
+            raise Refused(f"{self.name}: the answer to update {update} is not of fragment {fragment}")
         # All are checked before any is decoded, since decoding changes the mirror.
         for fault in self.shards.receive(answer):
             where = self.parameter_map.called(fault.chunk)
             raise Refused(f"{self.name}: {where} of the global server: {fault.fault}")
         if self.newest is not None:
-            self.newest |= versions.keys()
-        if not self.fragments:
-            self.fragments = [Counts(version) for version in self.first_versions]
-        elif first:
-            self.last = 2
-        else:
-            del self.in_flight[answer.sequence]
-        for fragment, version in versions.items():
-            self.global_versions[fragment] = version
-            inputs, answered = ({}, ()) if first else self.rule.on_global_weights(self.fragments[fragment])
-            self.shards.execute(Merge(fragment, first, inputs))
-            if first:
-                self.rule.start(self.fragments[fragment])
-            self.answer_members(answered, fragment)
-        size = sum(len(weights.payload) for weights in answer.weights)
-        self._events.append(Merged(answer.sequence, list(self.global_versions), size))
-        self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
-
-    def _versions_of(self, answer: Answer, first: bool) -> dict[int, int]:
-        """Return fragment → version of an answer, which has all fragments at first, else those of our update.
-
-        Raises Refused when they are others, or not whole."""
-        wanted = [p.index for p in self.parameter_map.chunks]
+            self.newest.add(fragment)
+        (self.global_versions[fragment],) = versions
+        inputs, answered = ({}, ()) if first else self.rule.on_global_weights(self.fragments[fragment])
+        self.shards.execute(Merge(fragment, first, inputs))
         if not first:
-            wanted = [delta.chunk for delta in self.in_flight[answer.sequence].deltas]
-        fragments = self.parameter_map.fragments_of(wanted)
-        # Not in order: fragments that a former incarnation of this region has sent come when their round has ended.
-        if sorted(weights.chunk for weights in answer.weights) == sorted(wanted):
-            given = {(self.parameter_map.chunks[w.chunk].fragment, w.version) for w in answer.weights}
-            if len(given) == len(fragments) and all(version >= 0 for _, version in given):
-                return dict(sorted(given))
-        update = update_id(self.name, answer.sequence)
-        raise Refused(f"{self.name}: the answer to update {update} is not of fragments {list(fragments)}")
+            del self.in_flight[fragment]
+            self.trained &= {*self.uncommitted()}
+            self.answer_members(answered, fragment)
+        else:
+            if self.final is not None:
+                self.final.add(fragment)
+            state = self.fragments.setdefault(fragment, Counts(self.first_versions[fragment]))
+            self.rule.start(state)
+        size = sum(len(weights.payload) for weights in answer.weights)
+        self._events.append(Merged(fragment, answer.sequence, list(self.global_versions), size))
+        self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
 
     def versions_to_validate(self) -> list[int]:
         return self.global_versions if len(self.newest or ()) == len(self.global_versions) else []
@@ -373,26 +380,24 @@ class RegionServer(RegionData):
     def begin_again(self) -> None:
         super().begin_again()
         self.over = self.gone = self.done = False
-        self.last = 0
+        self.final = None
         self.spent.clear()  # there may be more data now
 
     def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
-        """Move the leases of a worker's update from "held" to "trained"."""
-        trained = self.leases.drop(part.member, part.leases)
-        # The training of a lease is spread over the fragments that have something pending. The lease goes up with the
-        # last of these that leaves: only then is all of its training part of the global weights.
-        pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
-        self.trained.update({lease.lease: set(pending) for lease in trained})
+        """Note which leases the fragment's weights contain now: the region's next update of it says so."""
+        mine, trained = self.leases.contain(part.member, part.contains, part.fragment, len(self.numbers))
+        self.contains[part.fragment] += [number for number in mine if number not in self.contains[part.fragment]]
+        self.trained |= {lease.lease for lease in trained}
         return sum(lease.samples for lease in trained), None
 
     @property
     def lost_updates(self) -> int:
-        return self.dropped + sum(state.counts.get("lost", 0) for state in self.fragments)
+        return self.dropped + sum(state.counts.get("lost", 0) for state in self.fragments.values())
 
     @property
     def pending(self) -> int:
         """How many updates, counted by fragment, are applied here and not sent up yet."""
-        return sum(state.counts.get("pending", 0) for state in self.fragments)
+        return sum(state.counts.get("pending", 0) for state in self.fragments.values())
 
     def status(self) -> dict[str, Any]:
         return {
@@ -401,7 +406,7 @@ class RegionServer(RegionData):
             "region": self.name,
             "wanted": [name for name, jobs in self.wanted.items() if jobs],
             "gone": self.gone,
-            "sent": self.sequence,
+            "sent": sum(self.sequences),
             "in_flight": len(self.in_flight) + self._due,
             "pending": self.pending,
             "global_versions": list(self.global_versions),
@@ -414,10 +419,12 @@ class RegionServer(RegionData):
             **attributes(self, SAVED),
             "fingerprints": {str(chunk): known for chunk, known in self.shards.own_fingerprints().items()},
             **self.leases.state(),
-            "trained": {str(lease): sorted(fragments) for lease, fragments in self.trained.items()},
+            "contains": [list(leases) for leases in self.contains],
+            "trained": sorted(self.trained),
+            "final": None if self.final is None else sorted(self.final),
             "in_flight": [
-                [s, u.weight, list(u.leases), u.metrics, [[d.chunk, d.anchor_version] for d in u.deltas]]
-                for s, u in self.in_flight.items()
+                [f, u.sequence, u.weight, list(u.contains), u.metrics, u.deltas[0].anchor_version]
+                for f, u in self.in_flight.items()
             ],
         }
         return tensors, meta
@@ -429,16 +436,17 @@ class RegionServer(RegionData):
         if self.every and isinstance(self.rule, AsyncRegion):
             self.rule.every = self.every
         self.leases.load(saved)
-        self.trained = {int(lease): set(fragments) for lease, fragments in saved["trained"].items()}
-        for s, weight, leases, metrics, deltas in saved["in_flight"]:
-            sent, incarnation = tuple(ChunkDelta(chunk, version, b"") for chunk, version in deltas), self.incarnation
-            self.in_flight[s] = UpdatePart(self.name, incarnation, s, 0, sent, 0, weight, tuple(leases), metrics)
+        self.contains = [list(leases) for leases in saved["contains"]]
+        self.trained = set(saved["trained"])
+        self.final = None if saved["final"] is None else set(saved["final"])
+        for fragment, sequence, weight, contains, metrics, anchor in saved["in_flight"]:
+            update = self._update(fragment, sequence, anchor, weight, tuple(contains), metrics)
+            self.in_flight[fragment] = update
 
     def resend(self) -> list[Send]:
         """Return the updates in flight, under this incarnation's name, to be sent again after a join. The global
         server knows by their numbers which of them it has applied already."""
-        now = {"incarnation": self.incarnation, "adopted": min(self.in_flight, default=0) - 1}
-        self.in_flight = {s: replace(u, **now) for s, u in sorted(self.in_flight.items())}  # type: ignore[arg-type]
+        self.in_flight = {f: replace(u, incarnation=self.incarnation) for f, u in self.in_flight.items()}
         return [
             *(Send(GLOBAL, self.shards.going_up(update)) for update in self.in_flight.values()),
             *self._last_words(),
@@ -449,11 +457,13 @@ class RegionServer(RegionData):
         training came while one travelled; and that the last weights are wanted."""
         if not self._at_rest or self.in_flight:
             return []
-        pending = {f for f, state in enumerate(self.fragments) if self.rule.pending(state)}
-        trained = tuple(lease for lease, fragments in self.trained.items() if not fragments & pending)
-        parts = [trained[at : at + MOST_LEASES] for at in range(0, len(trained), MOST_LEASES)]
-        wanted = AnswerWanted(self.name, self.incarnation, 0, tuple(range(len(self.fragments))))
-        said = *(Trained(self.name, part) for part in parts), *([wanted] if self.last == 1 else ())
+        said: list[Trained | AnswerWanted] = []
+        for fragment, leases in enumerate(self.contains):
+            if leases and fragment in self.fragments and not self.rule.pending(self.fragments[fragment]):
+                parts = [tuple(leases[at : at + MOST_LEASES]) for at in range(0, len(leases), MOST_LEASES)]
+                said += [Trained(self.name, fragment, part) for part in parts]
+        if (final := self.final) is not None:
+            said += [AnswerWanted(self.name, self.incarnation, f, 0) for f in self.numbers if f not in final]
         return [Send(GLOBAL, message) for message in said]
 
     # -- inside
@@ -467,34 +477,36 @@ class RegionServer(RegionData):
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
         at_rest = self._at_rest
-        for fragment, state in enumerate(self.fragments):
+        for fragment, state in sorted(self.fragments.items()):
             if not self.rule.may_send(state, flush=at_rest):
                 continue
             inputs, weight = self.rule.on_send(state)
-            self.sequence += 1
-            self.shards.execute(SendUp(fragment, self.sequence, inputs))
-            version = self.global_versions[fragment]
-            sent = tuple(ChunkDelta(chunk.index, version, b"") for chunk in self.parameter_map.chunks_of[fragment])
-            # A lease goes up with the last of its fragments that leaves.
-            for fragments in self.trained.values():
-                fragments.discard(fragment)
-            complete = (lease for lease, fragments in self.trained.items() if not fragments)
-            leases = tuple(islice(complete, MOST_LEASES))
-            for lease in leases:
-                del self.trained[lease]
-            merged = min(self.in_flight, default=self.sequence) - 1  # all answers up to this one
+            self.sequences[fragment] += 1
+            sequence = self.sequences[fragment]
+            self.shards.execute(SendUp(fragment, sequence, inputs))
+            contains, self.contains[fragment] = self.contains[fragment], self.contains[fragment][MOST_LEASES:]
             # Metrics of those who are at work; at the end, when all have left, of everybody.
             here = [m for m in self.members.values() if not m.left] or list(self.members.values())
-            update = UpdatePart(
-                self.name, self.incarnation, self.sequence, 0, sent, weight=weight, leases=leases,
-                metrics=mean_metrics([member.metrics for member in here]), adopted=merged,
-            )  # fmt: skip
-            self.in_flight[self.sequence] = update
+            metrics = mean_metrics([member.metrics for member in here])
+            anchor = self.global_versions[fragment]
+            update = self._update(fragment, sequence, anchor, weight, tuple(contains[:MOST_LEASES]), metrics)
+            self.in_flight[fragment] = update
             update = self.shards.going_up(update)
             self._sends.append(Send(GLOBAL, update))
             size = sum(len(delta.payload) for delta in update.deltas)
-            self._events.append(SentUp(update.sequence, [fragment], weight, size))
+            self._events.append(SentUp(fragment, sequence, weight, size))
         self._sends += self._last_words()
         if (self.empty or (self.over and self.idle)) and not self.gone and not self.in_flight:
             self.gone = True
             self._sends.append(Send(GLOBAL, Leave(self.name)))
+
+    def _update(
+        self, fragment: int, sequence: int, anchor: int, weight: int, contains: tuple[int, ...],
+        metrics: dict[str, float],
+    ) -> UpdatePart:  # fmt: skip
+        """Build an update of ours, without its payloads. anchor: version of the global weights it starts from."""
+        deltas = tuple(ChunkDelta(chunk, anchor, b"") for chunk in self.parameter_map.chunk_numbers[fragment])
+        return UpdatePart(
+            self.name, self.incarnation, fragment, sequence, 0, deltas, weight=weight, contains=contains,
+            metrics=metrics,
+        )  # fmt: skip

@@ -7,7 +7,7 @@ send, and what happened. `geotrain.net` calls it, in two parts, behind a journal
 under a virtual clock, tests as a plain function. The journal holds messages, not states: recovery handles them again,
 so what `handle` does, and what it refuses, must follow from the durable state and the message alone.
 
-Every update is applied whole (all its parts) and once (by its sequence number) or not at all.
+Every update of a fragment is applied whole (all its parts) and once (by its sequence number) or not at all.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from geotrain.outer.messages import (
 from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
-from geotrain.outer.server.member import Member, check_part, check_round, outline
+from geotrain.outer.server.member import Member, MemberFragment, check_part, check_round, outline
 from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import Membership
 from geotrain.outer.shards.local import LocalShards
-from geotrain.outer.shards.protocol import Apply, Copy, Decoded, Forget, Freeze, FromShards, HeldPart, Shards
+from geotrain.outer.shards.protocol import Apply, Copy, Forget, Freeze, FromShards, HeldPart, Shards
 from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap, numel
@@ -192,15 +192,15 @@ class Server(Membership):
         if member is None:
             return False
         # Over a socket, `admit` has checked this part before its payload came; in replays and simulations, nobody.
-        if member.admitted.pop(part.part, None) != outline(part):
+        if member.admitted.pop((part.fragment, part.part), None) != outline(part):
             self._check(part, member)
-        parts = member.arriving.setdefault(part.sequence, {})
+        parts = member.fragments[part.fragment].arriving
         if part.part in parts:
             return False
         parts[part.part] = self.shards.receive_part(part)
         if len(parts) < member.parts:
             if len(parts) == 1:
-                self._note_stage(part.member, part.sequence, "arrived")
+                self._note_stage(part.member, part.fragment, part.sequence, "arrived")
             member.meet(MemberEvent.HEARD)
             return False
         self._apply(part.member, member, [parts[i] for i in range(member.parts)])
@@ -216,74 +216,76 @@ class Server(Membership):
         if member is None:
             return False
         self._check(part, member)
-        if part.part in member.arriving.get(part.sequence, {}):
+        if part.part in member.fragments[part.fragment].arriving:
             return False
-        member.admitted[part.part] = outline(part)
+        member.admitted[part.fragment, part.part] = outline(part)
         return True
 
     def _check(self, part: UpdatePart, member: Member) -> None:
-        most = self.most_weight(part.member)
-        fragments = check_part(part, member, self.parameter_map, self.up, self.versions, most)
+        version, most = self.fragments[part.fragment].version, self.most_weight(part.member)
+        check_part(part, member, self.parameter_map, self.up, version, most)
         if self.rule.in_rounds:
-            check_round(part, fragments, member)
+            check_round(part, member.fragments[part.fragment])
 
     def _expecting(self, part: UpdatePart) -> Member | None:
         """Return the sender if the part belongs to its next update; None if that update was applied before."""
         member = self.current(part.member, part.incarnation, part.part)
-        if part.sequence <= member.sequence:
+        own = self._exchange_of(part.member, part.fragment)
+        if part.sequence <= own.sequence:
             return None
-        if not self.fragments:
+        if part.fragment not in self.fragments:
             raise Refused("this server has no weights yet", retry_s=1.0)
-        if part.sequence in member.refusals:
-            raise member.refusals[part.sequence].with_traceback(None)
-        if part.sequence != member.sequence + 1:
-            came, wanted = update_id(part.member, part.sequence), member.sequence + 1
-            raise Refused(f"{part.member}: update {came} came, but {wanted} is next", retry_s=0.2)
-        self._check_own(part.member, part.leases)
+        if own.refused is not None and own.refused[0] == part.sequence:
+            raise own.refused[1].with_traceback(None)
+        if part.sequence != own.sequence + 1:
+            came = update_id(part.member, part.fragment, part.sequence)
+            raise Refused(f"{part.member}: update {came} came, but {own.sequence + 1} is next", retry_s=0.2)
+        self._check_own(part.member, part.contains)
         return member
 
-    def answer(
-        self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
-    ) -> Answer | None:
-        """Return the answer to the member's update `sequence` (0: to its join) for one part; None: not yet.
+    def _exchange_of(self, name: str, fragment: int) -> MemberFragment:
+        if fragment not in self.numbers:
+            raise Refused(f"{name}: no fragment {fragment}; the run has {len(self.numbers)}")
+        return self.members[name].fragments[fragment]
 
-        fragments: those of the update. All parts get the same versions, however late they ask: ranks may hold copies
-        of one parameter, which would differ if each got the newest version.
+    def answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> Answer | None:
+        """Return the answer to the member's update `sequence` of a fragment (0: to its join) for one part; None: not
+        yet.
+
+        All parts get the same version, however late they ask: ranks may hold copies of one parameter, which would
+        differ if each got the newest version.
 
         Where `lacks_answer`, it is frozen now. Whoever keeps a journal says `AnswerWanted` before.
         """
-        if self.lacks_answer(name, incarnation, part, sequence, fragments):
-            self.handle(AnswerWanted(name, incarnation, sequence, fragments))
-        member = self.members[name]
-        if sequence not in member.answers or member.awaiting.get(sequence):
+        if self.lacks_answer(name, incarnation, part, fragment, sequence):
+            self.handle(AnswerWanted(name, incarnation, fragment, sequence))
+        own = self.members[name].fragments[fragment]
+        if own.answer != sequence or own.version is None:
             return None  # no weights yet, or the update's other parts, or those of others, are still on their way
-        weights = self.shards.answer(name, part, sequence, member.answers[sequence])
-        return Answer(sequence, weights, self.incarnation)
+        return Answer(fragment, sequence, self.shards.answer(name, part, fragment, own.version), self.incarnation)
 
-    def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, wanted: tuple[int, ...]) -> bool:
+    def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
         """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
-        member = self.current(name, incarnation, part)
-        known = set(range(len(self.parameter_map.fragments)))
-        if part not in member.joined or sequence < 0 or not set(wanted) <= known:
-            raise Refused(f"{name}: no part {part}, update {sequence} or fragments {list(wanted)}")
-        if not self.fragments or sequence > member.sequence:
+        self.current(name, incarnation, part)
+        own = self._exchange_of(name, fragment)
+        if fragment not in self.fragments or sequence > own.sequence:
             return False
-        return sequence not in member.answers or bool(member.awaiting.get(sequence, set()) - member.owed)
+        if sequence not in (0, own.sequence):
+            raise Refused(f"{name}: the answer to update {update_id(name, fragment, sequence)} was adopted before")
+        return own.answer != sequence or (own.version is None and not own.owed)
 
     def _on_answer_wanted(self, wanted: AnswerWanted) -> None:
-        name, sequence = wanted.member, wanted.sequence
+        name, fragment, sequence = wanted.member, wanted.fragment, wanted.sequence
         member = self.current(name, wanted.incarnation)
-        if not self.lacks_answer(name, wanted.incarnation, min(member.joined), sequence, wanted.fragments):
+        if not self.lacks_answer(name, wanted.incarnation, min(member.joined), fragment, sequence):
             return  # another part has asked
-        if sequence not in member.answers:
-            # A member has one answer a fragment to ask for; more would make the server hold weights without bound.
-            if len(member.answers) > len(self.fragments):
-                raise Refused(f"{name}: too many answers are held for it already; {sequence} is an old one")
+        own = member.fragments[fragment]
+        if own.answer != sequence:
             if sequence == 0:  # it begins anew
-                self.shards.execute(Forget(name, mirrors=True))
-            member.begin_answer(sequence, set(wanted.fragments))
-        for fragment in sorted(member.awaiting[sequence] - member.owed):
-            self._freeze(name, sequence, fragment)
+                self.shards.execute(Forget(name, mirrors=(fragment,)))
+            own.answer, own.version = sequence, None
+        if not own.owed:
+            self._freeze(name, fragment)
 
     # -- validation of the global weights
 
@@ -302,8 +304,8 @@ class Server(Membership):
             versions = self.versions_to_validate()
             self.copy_weights((number, list(versions)) if versions else None)
         if self.frozen is None or self.frozen[0] != number:
-            return Answer(number, (), self.incarnation)
-        return Answer(number, self.shards.copied(name, part, self.frozen[1]), self.incarnation)
+            return Answer(0, number, (), self.incarnation)
+        return Answer(0, number, self.shards.copied(name, part, self.frozen[1]), self.incarnation)
 
     def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
         """Have the shards copy the newest global weights, for validation. of: its number and the weights' versions;
@@ -325,25 +327,27 @@ class Server(Membership):
             "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
             "origin": self.origin,
-            "fragments": [asdict(counts) for counts in self.fragments],
+            "fragments": [[number, asdict(counts)] for number, counts in sorted(self.fragments.items())],
             "members": {name: member.state() for name, member in self.members.items()},
             "sent": {name: self._sent(name) for name in self.members if self.shards.was_sent(name)},
             "norms": self.norms.state() if self.norms else None,
         }
 
     def _sent(self, name: str) -> dict[str, Any]:
-        """Save what the member was sent, where weights travel as changes: its fingerprints and frozen answers."""
-        member, answers = self.members[name], []
-        for sequence, versions in member.answers.items():
-            frozen = [[w.chunk, w.version, w.increment] for w in self.shards.answer(name, 0, sequence, versions)]
-            answers.append([sequence, sorted(member.awaiting.get(sequence, ())), frozen])
+        """Save what the member was sent, where weights travel as changes: its fingerprints and its answers, those
+        that wait with no chunks."""
+        answers = []
+        for fragment, own in sorted(self.members[name].fragments.items()):
+            if own.answer is not None:
+                sent = () if own.version is None else self.shards.answer(name, 0, fragment, own.version)
+                answers.append([fragment, own.answer, [[w.chunk, w.version, w.increment] for w in sent]])
         fingerprints = [[chunk, *both] for chunk, both in self.shards.fingerprints_of(name).items()]
         return {"fingerprints": fingerprints, "answers": answers}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Load what `state` returned. Raises ParameterMapError when it is another model's, or is cut otherwise."""
         self.parameter_map.check_digest(meta["parameter_map_digest"])
-        self.fragments = [Counts(**saved) for saved in meta["fragments"]]
+        self.fragments = {number: Counts(**saved) for number, saved in meta["fragments"]}
         self.data, self.origin = meta["data"] or self.data, meta["origin"]
         if self.norms and meta["norms"]:
             self.norms.load(meta["norms"])
@@ -351,14 +355,12 @@ class Server(Membership):
             if name in self.members:
                 self.members[name].load(saved)
                 self._note_share(name)
-        fragment_of = [chunk.fragment for chunk in self.parameter_map.chunks]
         for name, saved in self.shards.load(tensors, meta, self.members).items():
             member = self.members[name]
             member.parts = 1  # where weights travel as changes
-            for sequence, waiting, frozen in saved["answers"]:
-                member.answers[sequence] = {fragment_of[chunk]: version for chunk, version, _ in frozen}
-                if waiting:
-                    member.awaiting[sequence] = set(waiting)
+            for fragment, sequence, sent in saved["answers"]:
+                own = member.fragments[fragment]
+                own.answer, own.version = sequence, sent[0][1] if sent else None
 
     def weights(self, fragment: int) -> Tensor:
         """Return the fragment's weights, of shards in this process: fp32, 1-D; not to be written."""
@@ -394,107 +396,91 @@ class Server(Membership):
 
     def begin(self) -> None:
         """Begin the run: the shards have its first weights."""
-        self.fragments = [Counts() for _ in self.parameter_map.fragments]
+        self.fragments = {number: Counts() for number in self.numbers}
 
     def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
-        """Freeze the fragment's weights now, in the answer to each member's oldest update that still lacks them."""
+        """Freeze the fragment's weights now, in each member's answer that waits for them."""
         for name in names:
             member = self.members[name]
-            member.owed.discard(fragment)
-            waiting = [s for s, fragments in member.awaiting.items() if fragment in fragments]
-            if waiting and member.complete:  # else it asks when it has joined this incarnation of the server
-                self._freeze(name, min(waiting), fragment)
+            own = member.fragments[fragment]
+            own.owed = False
+            if (
+                own.answer is not None and own.version is None and member.complete
+            ):  # else it asks when it has joined this incarnation of the server
+                self._freeze(name, fragment)
 
     def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
         """Return the parts of the member's updates that are not whole yet, as they came."""
-        arriving = self.members[name].arriving.values()
-        return [self.shards.as_received(part) for parts in arriving for part in parts.values()]
+        arriving = [part for own in self.members[name].fragments.values() for part in own.arriving.values()]
+        return [self.shards.as_received(part) for part in arriving]
 
     # -- inside
 
     def _apply(self, name: str, member: Member, parts: list[UpdatePart]) -> None:
-        first = parts[0]
-        fragments = self.parameter_map.fragments_of([d.chunk for d in first.deltas])
-        del member.arriving[first.sequence]  # also when it is refused below, so that it can be sent anew
-        spoken = [([d.chunk for d in p.deltas], p.leases, p.job, p.weight) for p in parts]
+        first, fragment = parts[0], parts[0].fragment
+        own, state, update = member.fragments[fragment], self.fragments[fragment], (fragment, first.sequence)
+        own.arriving = {}  # also when it is refused below, so that it can be sent anew
+        spoken = [(p.contains, p.job, p.weight) for p in parts]
         try:
             if any(each != spoken[0] for each in spoken):
-                update = update_id(name, first.sequence)
-                raise Refused(f"{name}: the parts of update {update} speak of different fragments or leases")
-            self._judge(name, member, first, fragments)
+                raise Refused(f"{name}: the parts of update {update_id(name, *update)} speak of different leases")
+            self._judge(name, own, first)
         except Refused as refused:
-            self.shards.execute(Forget(name, updates=(first.sequence,)))
+            self.shards.execute(Forget(name, updates=(update,)))
             if len(parts) > 1:
-                member.refusals[first.sequence] = refused
+                own.refused = first.sequence, refused
             raise
         member.meet(MemberEvent.HEARD)  # not before: what is refused is no sign of life
         self._note_share(name)
-        member.sequence, member.job = first.sequence, first.job
+        member.job = first.job
         member.updates += 1
-        dropped = member.drop_adopted(set(fragments), min(part.adopted for part in parts))
-        member.begin_answer(first.sequence, set(fragments))
-        anchors = {self.parameter_map.chunks[d.chunk].fragment: d.anchor_version for d in first.deltas}
-        answered = dict[int, tuple[str, ...]]()
-        for fragment in fragments:
-            state = self.fragments[fragment]
-            member.staleness[fragment] = state.version - anchors[fragment]
-            if self.rule.in_rounds and member.has_sent(fragment, first.job):
-                # A former incarnation sent this round's delta. This one is only answered, now or when it is complete.
-                answered[fragment] = () if fragment in member.owed else (name,)
-            else:
-                member.owed.add(fragment)  # until the rule says that it is to be answered, perhaps at once
-                member.came[fragment] = first.job
-                inputs, answered[fragment] = self.rule.on_delta(state, name, first.weight, len(self.sharing))
-                self.shards.execute(Apply(name, first.sequence, fragment, state.version, inputs))
-        self.shards.execute(Forget(name, answers=dropped, updates=(first.sequence,)))  # before answers take memory
-        for fragment, names in answered.items():
-            self.answer_members(names, fragment)
-        staleness = max(member.staleness[fragment] for fragment in fragments)
+        own.sequence, own.answer, own.version = first.sequence, first.sequence, None
+        own.staleness = state.version - first.deltas[0].anchor_version
+        if not (self.rule.in_rounds and 0 < first.job <= own.came):
+            own.owed = True  # until the rule says that it is to be answered, perhaps at once
+            own.came = first.job
+            inputs, answered = self.rule.on_delta(state, name, first.weight, len(self.sharing))
+            self.shards.execute(Apply(name, *update, state.version, inputs))
+        else:
+            # A former incarnation sent this round's delta. This one is only answered, now or when it is complete.
+            answered = () if own.owed else (name,)
+        # Before answers take memory. Every part has adopted the answer before, or would not have sent this update.
+        self.shards.execute(Forget(name, answers=(fragment,), updates=(update,)))
+        self.answer_members(answered, fragment)
         metrics = {name: value for name, value in credible(first.metrics).items() if name != "staleness"}
-        member.metrics = {**metrics, "staleness": float(staleness)}
+        if first.metrics:
+            member.metrics = {**metrics, "staleness": float(own.staleness)}
         samples, tokens = self._count_trained(first)
         if self.reports_updates:
             pushes = [join.pushes[delta.chunk] for join in member.joined.values() for delta in first.deltas]
             size_bytes = sum(self.up.encoded_bytes(numel(slices)) for slices in pushes)
-            numbers = [member.staleness[f] for f in fragments], [member.norms[f] for f in fragments]
-            applied = name, first.sequence, first.job, list(fragments), self.versions, staleness, samples, size_bytes
-            self._events.append(UpdateApplied(*applied, metrics.get("loss"), metrics, *numbers, tokens))
+            applied = name, *update, first.job, self.versions, own.staleness, samples, size_bytes
+            self._events.append(UpdateApplied(*applied, metrics.get("loss"), metrics, own.norm, tokens))
 
-    def _judge(self, name: str, member: Member, first: UpdatePart, fragments: tuple[int, ...]) -> None:
+    def _judge(self, name: str, own: MemberFragment, first: UpdatePart) -> None:
         """Raise Refused when the update is not finite, or its norm not to be believed."""
-        self._measure(name, member, self.shards.decode(name, first.sequence, fragments))
-        if self.norms is not None:
-            sizes = [member.norms[fragment] for fragment in fragments]
-            weight = min(first.weight, self.max_credible_weight(name))
-            at_work = {m for m in self.norms.senders(fragments) if m in self.members and not self.members[m].away}
-            for fragment, size in zip(fragments, sizes, strict=True):  # all of them before any is remembered
-                self.norms.check(name, fragment, size, weight, at_work)
-            for fragment, size in zip(fragments, sizes, strict=True):
-                self.norms.note(name, fragment, size, weight)
-
-    def _measure(self, name: str, member: Member, decoded: list[Decoded]) -> None:
-        """Note the norms of a decoded update. Raises Refused when it is not finite."""
-        squares: dict[int, list[float]] = {}
+        decoded = self.shards.decode(name, first.fragment, first.sequence)
         for each in decoded:
             if each.fault:
                 raise BadDelta(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
-            squares.setdefault(self.parameter_map.chunks[each.chunk].fragment, []).append(each.squares)
-        for fragment, sums in squares.items():
-            member.norms[fragment] = norm(sums)
-            if member.norms[fragment] == inf:  # some few of these, and the weights were infinite
-                raise BadDelta(f"{name}: fragment {fragment}: the update's norm is beyond all numbers")
+        own.norm = norm([each.squares for each in decoded])
+        if own.norm == inf:  # some few of these, and the weights were infinite
+            raise BadDelta(f"{name}: fragment {first.fragment}: the update's norm is beyond all numbers")
+        if self.norms is not None:
+            weight = min(first.weight, self.max_credible_weight(name))
+            known = self.norms.senders(first.fragment) & self.members.keys()
+            at_work = {m for m in known if not self.members[m].away}
+            self.norms.check(name, first.fragment, own.norm, weight, at_work)
+            self.norms.note(name, first.fragment, own.norm, weight)
 
-    def _freeze(self, name: str, sequence: int, fragment: int) -> None:
-        """Encode the fragment's weights for all parts at once and put them into the member's answer."""
-        member, version = self.members[name], self.fragments[fragment].version
-        self.shards.execute(Freeze(name, sequence, fragment, version))
-        member.answers[sequence][fragment] = version
-        member.awaiting[sequence].discard(fragment)
-        member.owed.discard(fragment)
-        if not member.awaiting[sequence]:
-            del member.awaiting[sequence]
-            self._note_stage(name, sequence, "answered")
+    def _freeze(self, name: str, fragment: int) -> None:
+        """Encode the fragment's weights for all parts at once, as the member's answer."""
+        own, version = self.members[name].fragments[fragment], self.fragments[fragment].version
+        assert own.answer is not None
+        self.shards.execute(Freeze(name, fragment, own.answer, version))
+        own.version, own.owed = version, False
+        self._note_stage(name, fragment, own.answer, "answered")
 
-    def _note_stage(self, name: str, sequence: int, stage: str) -> None:
+    def _note_stage(self, name: str, fragment: int, sequence: int, stage: str) -> None:
         if self.reports_updates and sequence:  # 0 is no update, but a join
-            self._events.append(UpdateStage(update_id(name, sequence), stage))
+            self._events.append(UpdateStage(update_id(name, fragment, sequence), stage))

@@ -8,6 +8,7 @@ leave when they are on disk. To members it looks like their server, but knows pa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -121,10 +122,11 @@ class ShardServer:
             if chunk not in self.chunks:
                 continue
             known = self.shard.members[command.member]
-            payloads = known.updates[command.sequence]
+            payloads = known.updates[command.fragment, command.sequence]
             if judged != digest_of_all(payloads[part, chunk].digest for part in sorted(known.joins)):
                 raise PayloadLost(
-                    f"shard {self.index} of {self.name!r}: update {update_id(command.member, command.sequence)}, "
+                    f"shard {self.index} of {self.name!r}: update "
+                    f"{update_id(command.member, command.fragment, command.sequence)}, "
                     f"{self.parameter_map.called(chunk)}: not what its coordinator has judged: nothing is applied"
                 )
 
@@ -144,18 +146,19 @@ class ShardServer:
         for name, member in self.members.items():
             self.shard.forget_incarnation(name, answers=not self.changes)
             member.joined.clear()
-            member.incarnation, member.parts, member.sequence = "", 0, 0
+            member.incarnation, member.parts = "", 0
+            member.fragments.clear()
 
     def _forget(self, command: Forget) -> None:
         """Drop the payloads of updates that the coordinator has judged: those up to the one that it names."""
         member = self.members.setdefault(command.member, Member())
         if command.joins:
             member.joined.clear()
-        if command.updates:
-            member.sequence = max(command.updates)
+        for fragment, sequence in command.updates:
+            member.fragments[fragment].sequence = sequence
             held = self.shard.members[command.member].updates
-            for sequence in [sequence for sequence in held if sequence <= member.sequence]:
-                del held[sequence]
+            for update in [update for update in held if update[0] == fragment and update[1] <= sequence]:
+                del held[update]
 
     # -- reports to the coordinator
 
@@ -163,7 +166,7 @@ class ShardServer:
         return Handled(None, tuple(Send(COORDINATOR, message) for message in messages))  # type: ignore[arg-type]
 
     def _held(self, part: UpdatePart) -> HeldPart:
-        held = self.shard.members[part.member].updates[part.sequence]
+        held = self.shard.members[part.member].updates[part.fragment, part.sequence]
         measured = [
             Measured(each.chunk, len(payload.content), each.squares, each.fault, payload.digest)
             for each in self.shard.measure(part)
@@ -182,7 +185,7 @@ class ShardServer:
             )
             checked.append(Checked(w.chunk, w.version, w.increment, after, faults.get(w.chunk, "")))
         weights = tuple(ChunkWeights(w.chunk, w.version, b"", w.increment) for w in answer.weights)
-        return HeldAnswer(Answer(answer.sequence, weights, answer.incarnation), tuple(checked))
+        return HeldAnswer(replace(answer, weights=weights), tuple(checked))
 
     def _froze(self, member: str) -> Froze:
         fingerprints = tuple(
@@ -209,11 +212,10 @@ class ShardServer:
         """Whether these payloads are wanted; False: they are here, or were judged before. Reads their sizes only.
         Raises Refused."""
         member = self.current(part.member, part.incarnation, part.part)
-        if part.sequence <= member.sequence:
+        if part.sequence <= member.fragments[part.fragment].sequence:
             return False
         chunks = [delta.chunk for delta in part.deltas]
-        fragments = {self.parameter_map.chunks[i].fragment for i in chunks if i in self.chunks}
-        if chunks != [i for fragment, own in enumerate(self._of) if fragment in fragments for i in own]:
+        if not 0 <= part.fragment < len(self._of) or chunks != self._of[part.fragment]:
             raise Refused(f"{part.member}: chunks {chunks} are not what this shard has of a fragment")
         for delta in part.deltas:
             wanted = self.up.encoded_bytes(numel(member.joined[part.part].pushes[delta.chunk]))
@@ -221,46 +223,38 @@ class ShardServer:
                 where = f"{part.member}, part {part.part}: {self.parameter_map.called(delta.chunk)}"
                 raise Refused(f"{where} has {len(delta.payload)} bytes, its slices need {wanted}")
         known = self.shard.members[part.member].updates
-        held = {n: own for n, payloads in known.items() if (own := sorted(i for p, i in payloads if p == part.part))}
+        held = [n for (f, n), came in known.items() if f == part.fragment and any(p == part.part for p, _ in came)]
         if part.sequence in held:  # it may be judged already: what came first stays
-            if held[part.sequence] != sorted(chunks):
-                update = update_id(part.member, part.sequence)
-                raise Refused(
-                    f"{part.member}: update {update} of part {part.part} came with other chunks before; its sender "
-                    "must join anew to change it"
-                )
             return False
         if len(held) >= MOST_HELD:
             raise Refused(f"{part.member}: updates {sorted(held)} of this rank wait to be taken", RETRY_S)
         return True
 
-    def lacks_answer(self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]) -> bool:
+    def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
         """Always False: members ask the coordinator to freeze answers, never a shard."""
         self.current(name, incarnation, part)
         return False
 
-    def answer(
-        self, name: str, incarnation: str, part: int, sequence: int, fragments: tuple[int, ...]
-    ) -> Answer | None:
+    def answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> Answer | None:
         """Return the shard's chunks of an answer, once all of them are frozen; None before."""
         self.current(name, incarnation, part)
-        answer = self.shard.members[name].answers.get(sequence, {})
-        wanted = [i for f in sorted(set(fragments)) if f < len(self._of) for i in self._of[f]]
-        if any((part, i) not in answer for i in wanted):
+        answer = self.shard.members[name].answers.get(fragment)
+        wanted = self._of[fragment] if 0 <= fragment < len(self._of) else []
+        if answer is None or answer.sequence != sequence or any((part, i) not in answer.weights for i in wanted):
             return None
-        return Answer(sequence, tuple(answer[part, i] for i in wanted), self.incarnation)
+        return Answer(fragment, sequence, tuple(answer.weights[part, i] for i in wanted), self.incarnation)
 
     def weights_to_validate(self, name: str, incarnation: str, part: int, number: int) -> Answer:
         """Return the shard's chunks of the weights for validation `number`; empty when they are not here."""
         self.current(name, incarnation, part)
         chunks = self.chunks if number == self.copied else ()
-        return Answer(number, tuple(self.shard.copied(name, part, i, 0) for i in chunks), self.incarnation)
+        return Answer(0, number, tuple(self.shard.copied(name, part, i, 0) for i in chunks), self.incarnation)
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
         """Return the shard's chunks of an update that is in flight to the global server."""
         own = [d for d in update.deltas if d.chunk in self.chunks]
         deltas = tuple(ChunkDelta(d.chunk, d.anchor_version, self.shard.in_flight[d.chunk]) for d in own)
-        return UpdatePart(update.member, update.incarnation, update.sequence, update.part, deltas)
+        return replace(update, deltas=deltas)
 
     # -- state
 
@@ -269,10 +263,10 @@ class ShardServer:
         that came and are not taken yet."""
         for name, known in self.shard.members.items():
             yield from known.joins.values()
-            for sequence, payloads in known.updates.items():
+            for update, payloads in known.updates.items():
                 for part in sorted({part for part, _ in payloads}):
                     deltas = [ChunkDelta(i, 0, payloads[p, i].content) for p, i in sorted(payloads) if p == part]
-                    yield UpdatePart(name, known.joins[part].incarnation, sequence, part, tuple(deltas))
+                    yield UpdatePart(name, known.joins[part].incarnation, *update, part, tuple(deltas))
         yield from self.shard.received()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -30,8 +30,8 @@ class LocalShards(Shards):
         for shard in self.all:
             shard.execute(command)
 
-    def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
-        decoded = [each for shard in self.all for each in shard.decode(member, sequence, fragments)]
+    def decode(self, member: str, fragment: int, sequence: int) -> list[Decoded]:
+        decoded = [each for shard in self.all for each in shard.decode(member, fragment, sequence)]
         return sorted(decoded, key=lambda each: (each.chunk, each.part))
 
     def receive_part(self, part: UpdatePart) -> UpdatePart:
@@ -44,16 +44,17 @@ class LocalShards(Shards):
         return sorted(faults, key=lambda fault: fault.chunk)
 
     def as_received(self, part: UpdatePart) -> UpdatePart:
-        tables = [self.of[d.chunk].members[part.member].updates[part.sequence] for d in part.deltas]
+        update = part.fragment, part.sequence
+        tables = [self.of[d.chunk].members[part.member].updates[update] for d in part.deltas]
         held = [table[part.part, d.chunk] for table, d in zip(tables, part.deltas, strict=True)]
         return with_payloads(part, [each.content for each in held])
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
         return with_payloads(update, [self.of[delta.chunk].in_flight[delta.chunk] for delta in update.deltas])
 
-    def answer(self, member: str, part: int, sequence: int, versions: Mapping[int, int]) -> tuple[ChunkWeights, ...]:
-        chunks = [chunk.index for fragment in versions for chunk in self.parameter_map.chunks_of[fragment]]
-        return tuple(self.of[i].members[member].answers[sequence][part, i] for i in chunks)
+    def answer(self, member: str, part: int, fragment: int, version: int) -> tuple[ChunkWeights, ...]:
+        chunks = self.parameter_map.chunk_numbers[fragment]
+        return tuple(self.of[i].members[member].answers[fragment].weights[part, i] for i in chunks)
 
     def copied(self, member: str, part: int, versions: Sequence[int]) -> tuple[ChunkWeights, ...]:
         chunks = self.parameter_map.chunks
@@ -80,7 +81,7 @@ class LocalShards(Shards):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any], members: Collection[str]) -> dict[str, Any]:
         """Load tensors. What members were sent is usable where none of it is missing. Raises ParameterMapError."""
         check_whole(tensors, meta)
-        for chunk in self.parameter_map.chunks if meta["fragments"] else ():
+        for chunk in (chunk for number, _ in meta["fragments"] for chunk in self.parameter_map.chunks_of[number]):
             x = tensors.get(f"chunk.{chunk.index}.x")
             if x is None or x.numel() != chunk.numel:
                 raise ParameterMapError(
@@ -130,4 +131,4 @@ def check_whole(tensors: Collection[str], meta: Mapping[str, Any]) -> None:
 def _sent_tensors(name: str, saved: dict[str, Any]) -> set[str]:
     """Names of the tensors of what a member was sent. saved: its entry of a server's state."""
     held = {f"held.{name}.{chunk}" for chunk, _, _ in saved["fingerprints"]}
-    return held | {f"answer.{name}.{s}.{chunk}" for s, _, frozen in saved["answers"] for chunk, _, _ in frozen}
+    return held | {f"answer.{name}.{chunk}" for _, _, sent in saved["answers"] for chunk, _, _ in sent}

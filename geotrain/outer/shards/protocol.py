@@ -8,7 +8,7 @@ chunk, so the number of shards changes no bit. Slices and payloads reach a shard
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Protocol
@@ -24,15 +24,15 @@ from geotrain.parameters.parameter_map import ParameterMap
 
 @dataclass(frozen=True)
 class Apply:
-    """Let the rule apply this fragment of the member's update, which is decoded now if it was not yet.
+    """Let the rule apply the member's update of this fragment, which is decoded now if it was not yet.
 
     version: of the fragment's weights, with this update. inputs: of the rule, see `Rule.apply`. judged: digest of the
     payloads of each of its chunks that were judged (`digest_of_all`); empty where the shards are not remote.
     """
 
     member: str
-    sequence: int
     fragment: int
+    sequence: int
     version: int
     inputs: Inputs
     judged: tuple[str, ...] = ()
@@ -40,14 +40,14 @@ class Apply:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Encode the fragment's weights now, for all ranks of the member, into the answer to its update `sequence`.
+    """Encode the fragment's weights now, for all ranks of the member, as the answer to its update `sequence`.
 
     They must be delivered: the next change is coded against them.
     """
 
     member: str
-    sequence: int
     fragment: int
+    sequence: int
     version: int
 
 
@@ -55,15 +55,16 @@ class Freeze:
 class Forget:
     """Drop what is kept for a member.
 
-    joins: its slices, and the payloads of its updates. updates: the payloads of these, which are judged, and of all
-    before them. answers: those to these updates. mirrors: what it was sent, so that its next weights go whole.
+    joins: its slices, and the payloads of its updates. updates: the payloads of these, each (fragment, sequence),
+    which are judged, and of all before them. answers: those of these fragments. mirrors: what it was sent of these
+    fragments, so that its next weights go whole.
     """
 
     member: str
     joins: bool = False
-    mirrors: bool = False
+    mirrors: tuple[int, ...] = ()
     answers: tuple[int, ...] = ()
-    updates: tuple[int, ...] = ()
+    updates: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def counts(command: ShardCommand | Join, changes: bool) -> bool:
         case Freeze():
             return changes
         case Forget():
-            return changes and (command.mirrors or bool(command.answers))
+            return changes and bool(command.mirrors or command.answers)
     return isinstance(command, Apply | SendUp | Merge | StartOver)
 
 
@@ -223,7 +224,7 @@ class Shards(Protocol):
     def execute(self, command: Command) -> None:
         """Give a command to all shards."""
 
-    def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
+    def decode(self, member: str, fragment: int, sequence: int) -> list[Decoded]:
         """Decode a member's update, all of whose parts were received. Results by chunk and part. Changes no state."""
 
     def receive_part(self, part: UpdatePart) -> UpdatePart:
@@ -239,11 +240,9 @@ class Shards(Protocol):
     def going_up(self, update: UpdatePart) -> UpdatePart:
         """Fill in the payloads, or their sizes, of an update to the global server that is in flight."""
 
-    def answer(self, member: str, part: int, sequence: int, versions: Mapping[int, int]) -> tuple[ChunkWeights, ...]:
-        """Weights of a frozen answer for one rank; without payloads where members get these from the shards.
-
-        versions: fragment → version, as frozen.
-        """
+    def answer(self, member: str, part: int, fragment: int, version: int) -> tuple[ChunkWeights, ...]:
+        """Weights of a frozen answer, of this version, for one rank; without payloads where members get these from
+        the shards."""
 
     def copied(self, member: str, part: int, versions: Sequence[int]) -> tuple[ChunkWeights, ...]:
         """Copied weights (`Copy`) for one rank, like `answer`. versions: by fragment."""

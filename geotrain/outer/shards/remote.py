@@ -53,7 +53,8 @@ class RemoteShards(Shards):
         self._begin({}, {})
 
     def _begin(self, sent: dict[str, Any], fingerprints: dict[str, int]) -> None:
-        self._measured: dict[tuple[str, int, int], tuple[Measured, ...]] = {}  # member, sequence, part
+        # member, fragment, sequence, part
+        self._measured: dict[tuple[str, int, int, int], tuple[Measured, ...]] = {}
         self._coming: tuple[Measured, ...] = ()
         self._checked: dict[int, Checked] = {}  # by chunk, until it is merged
         self._own_fingerprints = {int(chunk): fingerprint for chunk, fingerprint in fingerprints.items()}
@@ -70,7 +71,7 @@ class RemoteShards(Shards):
                 command = replace(command, judged=self._judged(command))
             case Forget():
                 for at in [at for at in self._measured if at[0] == command.member]:
-                    if command.joins or at[1] in command.updates:
+                    if command.joins or at[1:3] in command.updates:
                         del self._measured[at]
             case Merge():
                 for chunk in self.parameter_map.chunks_of[command.fragment]:
@@ -82,12 +83,15 @@ class RemoteShards(Shards):
         if isinstance(command, Freeze) and self.changes:
             self._frozen[command.member] = self.commands
         if isinstance(command, Forget) and command.mirrors:
-            self._fingerprints.pop(command.member, None)
+            known = self._fingerprints.get(command.member, {})
+            for fragment in command.mirrors:
+                for number in self.parameter_map.chunk_numbers[fragment]:
+                    known.pop(number, None)
             self._forgotten[command.member] = self.commands
 
     def _judged(self, command: Apply) -> tuple[str, ...]:
-        of = command.member, command.sequence
-        parts = [{m.chunk: m.digest for m in each} for at, each in sorted(self._measured.items()) if at[:2] == of]
+        of = command.member, command.fragment, command.sequence
+        parts = [{m.chunk: m.digest for m in each} for at, each in sorted(self._measured.items()) if at[:3] == of]
         chunks = self.parameter_map.chunks_of[command.fragment]
         return tuple(digest_of_all(part[chunk.index] for part in parts) for chunk in chunks)
 
@@ -146,14 +150,15 @@ class RemoteShards(Shards):
                 raise Refused("its payloads go to this server's shards: both ends must have the same cluster file")
         return message
 
-    def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
+    def decode(self, member: str, fragment: int, sequence: int) -> list[Decoded]:
         """Look up what the shards measured when the payloads came to them."""
-        parts = {at[2]: measured for at, measured in self._measured.items() if at[:2] == (member, sequence)}
+        update = member, fragment, sequence
+        parts = {at[3]: measured for at, measured in self._measured.items() if at[:3] == update}
         found = [Decoded(m.chunk, part, m.squares, m.fault) for part, each in parts.items() for m in each]
         return sorted(found, key=lambda each: (each.chunk, each.part))
 
     def receive_part(self, part: UpdatePart) -> UpdatePart:
-        self._measured[part.member, part.sequence, part.part] = self._coming
+        self._measured[part.member, part.fragment, part.sequence, part.part] = self._coming
         return bare(part)
 
     def receive(self, message: Join | Answer) -> list[Decoded]:
@@ -164,14 +169,14 @@ class RemoteShards(Shards):
         return [Decoded(each.chunk, 0, 0.0, each.fault) for each in checked if each.fault]
 
     def as_received(self, part: UpdatePart) -> HeldPart:
-        return HeldPart(part, self._measured[part.member, part.sequence, part.part])
+        return HeldPart(part, self._measured[part.member, part.fragment, part.sequence, part.part])
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
         sizes = [self.up.encoded_bytes(self.parameter_map.chunks[d.chunk].numel) for d in update.deltas]
         return with_payloads(update, [Elsewhere(size) for size in sizes])
 
-    def answer(self, member: str, part: int, sequence: int, versions: Mapping[int, int]) -> tuple[ChunkWeights, ...]:
-        return self._headers(versions)
+    def answer(self, member: str, part: int, fragment: int, version: int) -> tuple[ChunkWeights, ...]:
+        return self._headers({fragment: version})
 
     def copied(self, member: str, part: int, versions: Sequence[int]) -> tuple[ChunkWeights, ...]:
         return self._headers(dict(enumerate(versions)))
@@ -232,7 +237,8 @@ class Holdings:
     """Reports of the remote shards in this incarnation, until the coordinator handles them."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[str, int], dict[tuple[str, int], dict[int, Measured]]] = {}
+        # (member, part, fragment) → (incarnation, sequence) → chunk → what was measured
+        self._parts: dict[tuple[str, int, int], dict[tuple[str, int], dict[int, Measured]]] = {}
         self._weights: dict[int, tuple[HeldAnswer, Checked]] = {}  # by chunk: the newest
 
     def take(self, held: HeldPart | HeldAnswer) -> None:
@@ -240,7 +246,7 @@ class Holdings:
         match held:
             case HeldPart(part):
                 # A rank sends the next update when this one is taken, or awaits its other ranks'.
-                known = self._parts.setdefault((part.member, part.part), {})
+                known = self._parts.setdefault((part.member, part.part, part.fragment), {})
                 for incarnation, sequence in list(known):
                     if incarnation != part.incarnation or sequence < part.sequence - 1:
                         del known[incarnation, sequence]
@@ -251,7 +257,8 @@ class Holdings:
 
     def part(self, part: UpdatePart) -> HeldPart | None:
         """The message for the coordinator once the shards hold all of this part of an update; None before."""
-        known = self._parts.get((part.member, part.part), {}).get((part.incarnation, part.sequence), {})
+        of_rank = self._parts.get((part.member, part.part, part.fragment), {})
+        known = of_rank.get((part.incarnation, part.sequence), {})
         if any(delta.chunk not in known for delta in part.deltas):
             return None
         return HeldPart(bare(part), tuple(known[delta.chunk] for delta in part.deltas))
@@ -262,7 +269,7 @@ class Holdings:
 
     def drop(self, part: UpdatePart) -> None:
         """Drop a part that the coordinator has taken, or refused for good."""
-        self._parts.get((part.member, part.part), {}).pop((part.incarnation, part.sequence), None)
+        self._parts.get((part.member, part.part, part.fragment), {}).pop((part.incarnation, part.sequence), None)
 
     def answer(self, wanted: Answer) -> HeldAnswer | None:
         """The message for the coordinator once the shards hold all of this answer; None before.

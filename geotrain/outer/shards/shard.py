@@ -44,17 +44,25 @@ class HeldPayload:
 
 
 @dataclass
+class _Frozen:
+    """The answer to a member's update of a fragment. weights: by part and chunk."""
+
+    sequence: int
+    weights: dict[tuple[int, int], ChunkWeights] = field(default_factory=dict)
+
+
+@dataclass
 class _Known:
     """A shard's record of a member."""
 
     joins: dict[int, Join] = field(default_factory=dict)  # part → its slices
-    # sequence → (part, chunk) → what came, and what was frozen
-    updates: dict[int, dict[tuple[int, int], HeldPayload]] = field(default_factory=dict)
-    answers: dict[int, dict[tuple[int, int], ChunkWeights]] = field(default_factory=dict)
+    # (fragment, sequence) → (part, chunk) → what came
+    updates: dict[tuple[int, int], dict[tuple[int, int], HeldPayload]] = field(default_factory=dict)
+    answers: dict[int, _Frozen] = field(default_factory=dict)  # by fragment
     senders: dict[int, WeightsSender] = field(default_factory=dict)  # part → its downlink
 
 
-NO_UPDATE = "", 0
+NO_UPDATE = "", 0, 0
 MIRRORS = "held.", "mirror."  # how the names of those begin in `ServerShard.state`
 DISPENSABLE = "held.", "answer."  # and of what members were sent: without it they are sent whole weights
 
@@ -85,7 +93,7 @@ class ServerShard:
         # Chunk → its delta as decoded last, in one of the buffers that are kept for this: fresh memory for each
         # update would take longer to map than to fill; so rules must copy what they keep.
         self._deltas: dict[int, Tensor] = {}
-        self._decoded = NO_UPDATE  # member and sequence of the update that they are
+        self._decoded = NO_UPDATE  # member, fragment and sequence of the update that they are
         self._results: dict[tuple[int, int], tuple[bytes, Decoded]] = {}  # by part and chunk, with what was decoded
         self._spare: list[Tensor] = []  # buffers that hold nothing; each has room for the largest chunk
         self.members: dict[str, _Known] = {}
@@ -114,7 +122,8 @@ class ServerShard:
                     self._drop_deltas()  # decoded with the slices of an earlier join
             case UpdatePart():
                 payloads = {(message.part, d.chunk): HeldPayload(d.payload) for d in message.deltas if d.chunk in own}
-                self._member(message.member).updates.setdefault(message.sequence, {}).update(payloads)
+                updates = self._member(message.member).updates
+                updates.setdefault((message.fragment, message.sequence), {}).update(payloads)
             case Answer():
                 came = {weights.chunk: weights for weights in message.weights if weights.chunk in own}
                 self._came.update(came)
@@ -140,7 +149,7 @@ class ServerShard:
         """Execute a command on this shard's chunks. Raises KeyError where it speaks of what is not here."""
         match command:
             case Apply():
-                self._decode_all(command.member, command.sequence, (command.fragment,))
+                self._decode_all(command.member, command.fragment, command.sequence)
                 for chunk in self._of[command.fragment]:
                     v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
                     self.will_change(v.x, *(vector for name, vector in v.aux.items() if name not in self.unmoved))
@@ -165,44 +174,46 @@ class ServerShard:
                 newest = {i: v.x for i, v in self.vectors.items()} if self.newest is None else self.newest
                 self.copy = {i: x.bfloat16() for i, x in newest.items()} if command.number else {}
 
-    def decode(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
+    def decode(self, member: str, fragment: int, sequence: int) -> list[Decoded]:
         """Decode the payloads of an update into buffers that hold them until the next one. Changes no state."""
         if not self.rule.in_rounds:  # it is answered next
-            self._fetch(self._member(member), fragments)
-        return self._decode_all(member, sequence, fragments)
+            self._fetch(self._member(member), fragment)
+        return self._decode_all(member, fragment, sequence)
 
     def measure(self, part: UpdatePart) -> list[Decoded]:
         """Decode one part of an update before the others are here; `decode` takes what is still in the buffers then.
         Changes no state."""
         own = [(delta.chunk, delta.payload) for delta in part.deltas if delta.chunk in self._own]
-        return [self._decode(part.member, part.sequence, i, part.part, payload) for i, payload in own]
+        update = part.member, part.fragment, part.sequence
+        return [self._decode(update, i, part.part, payload) for i, payload in own]
 
     def decode_ahead(self, part: UpdatePart) -> None:
         """Decode, if the buffers are free for it, a part that is about to be received. Changes no state."""
         known = self.members.get(part.member)
-        if known and part.part in known.joins and self._decoded in (NO_UPDATE, (part.member, part.sequence)):
+        update = part.member, part.fragment, part.sequence
+        if known and part.part in known.joins and self._decoded in (NO_UPDATE, update):
             self.measure(part)
 
-    def _decode_all(self, member: str, sequence: int, fragments: tuple[int, ...]) -> list[Decoded]:
-        known, found = self._member(member), list[Decoded]()
-        payloads = known.updates.get(sequence, {})  # none where a shard has no chunk of these fragments
-        for chunk in (chunk for fragment in fragments for chunk in self._of[fragment]):
+    def _decode_all(self, member: str, fragment: int, sequence: int) -> list[Decoded]:
+        known, found, update = self._member(member), list[Decoded](), (member, fragment, sequence)
+        payloads = known.updates.get(update[1:], {})  # none where a shard has no chunk of the fragment
+        for chunk in self._of[fragment]:
             for part in sorted(known.joins):
-                found.append(self._decode(member, sequence, chunk.index, part, payloads[part, chunk.index].content))
+                found.append(self._decode(update, chunk.index, part, payloads[part, chunk.index].content))
         return found
 
-    def _decode(self, member: str, sequence: int, chunk: int, part: int, payload: bytes) -> Decoded:
+    def _decode(self, update: tuple[str, int, int], chunk: int, part: int, payload: bytes) -> Decoded:
         """Decode a payload into the buffer of its chunk, unless it is there already."""
-        if self._decoded != (member, sequence):
+        if self._decoded != update:
             self._drop_deltas()
-            self._decoded = member, sequence
+            self._decoded = update
         done = self._results.get((part, chunk))
         if done is not None and done[0] is payload:
             return done[1]
         if chunk not in self._deltas:
             self._deltas[chunk] = self._spare.pop() if self._spare else torch.empty(max(p.numel for p in self.chunks))
         vector = self._deltas[chunk][: self._own[chunk].numel]
-        slices = self._member(member).joins[part].pushes[chunk]
+        slices = self._member(update[0]).joins[part].pushes[chunk]
         in_place = len(slices) == 1 and slices[0].count == 1  # contiguous: `gather` returns a view
         values = gather(vector, slices) if in_place else torch.empty(numel(slices))
         try:
@@ -223,9 +234,9 @@ class ServerShard:
     def _freeze(self, command: Freeze) -> None:
         known = self._member(command.member)
         if self.rule.in_rounds:
-            self._fetch(known, (command.fragment,))
+            self._fetch(known, command.fragment)
+        answer = known.answers[command.fragment] = _Frozen(command.sequence)
         for chunk in self._of[command.fragment]:
-            answer = known.answers.setdefault(command.sequence, {})
             for part, join in known.joins.items():
                 held = gather(self.vectors[chunk.index].x, join.holds[chunk.index])
                 if part not in known.senders:
@@ -233,25 +244,27 @@ class ServerShard:
                 sender = known.senders[part]
                 if (mirror := sender.mirror.get(chunk.index)) is not None:
                     self.will_change(mirror)
-                answer[part, chunk.index] = sender.encode(chunk.index, command.version, held)
+                answer.weights[part, chunk.index] = sender.encode(chunk.index, command.version, held)
 
-    def _fetch(self, known: _Known, fragments: tuple[int, ...]) -> None:
-        """Begin to read what a member was sent of these fragments, as its answer is coded soon."""
+    def _fetch(self, known: _Known, fragment: int) -> None:
+        """Begin to read what a member was sent of this fragment, as its answer is coded soon."""
         for sender in known.senders.values():
-            sender.fetch(chunk.index for fragment in fragments for chunk in self._of[fragment])
+            sender.fetch(chunk.index for chunk in self._of[fragment])
 
     def _forget(self, command: Forget) -> None:
         known = self._member(command.member)
-        if self._decoded[0] == command.member and self._decoded[1] in command.updates:
+        if self._decoded[0] == command.member and self._decoded[1:] in command.updates:
             self._drop_deltas()
         if command.joins:
             known.joins.clear()
             known.updates.clear()
-        if command.mirrors:
-            known.senders.clear()
-        for table, sequences in ((known.answers, command.answers), (known.updates, command.updates)):
-            for sequence in sequences:
-                table.pop(sequence, None)
+        for fragment in command.mirrors:
+            for sender in known.senders.values():
+                sender.forget(chunk.index for chunk in self._of[fragment])
+        for fragment in command.answers:
+            known.answers.pop(fragment, None)
+        for fragment, sequence in command.updates:
+            known.updates.pop((fragment, sequence), None)
 
     def _send_up(self, chunk: Chunk, command: SendUp) -> None:
         """Encode the region's progress. Raises NonFiniteError, naming the parameter."""
@@ -325,7 +338,7 @@ class ServerShard:
     def received(self) -> Iterator[Answer]:
         """Yield the global weights that are not merged yet, for `receive`."""
         for weights in self._came.values():
-            yield Answer(0, (weights,))
+            yield Answer(self._own[weights.chunk].fragment, 0, (weights,))
 
     def sent(self) -> dict[str, Any]:
         """Return what members were sent, where weights travel as changes, for `load`."""
@@ -333,8 +346,12 @@ class ServerShard:
             name: {
                 "fingerprints": [[chunk, *both] for chunk, both in sorted(fingerprints.items())],
                 "answers": [
-                    [sequence, [], [[w.chunk, w.version, w.increment] for _, w in sorted(answer.items())]]
-                    for sequence, answer in sorted(self.members[name].answers.items())
+                    [
+                        fragment,
+                        answer.sequence,
+                        [[w.chunk, w.version, w.increment] for _, w in sorted(answer.weights.items())],
+                    ]
+                    for fragment, answer in sorted(self.members[name].answers.items())
                 ],
             }
             for name in self.members
@@ -358,10 +375,8 @@ class ServerShard:
                 continue
             known = self.members[name]
             tensors.update({f"held.{name}.{i}": mirror for i, mirror in known.senders[0].mirror.items()})
-            for sequence, answer in known.answers.items():
-                tensors.update(
-                    {f"answer.{name}.{sequence}.{i}": from_bytes(w.payload) for (_, i), w in answer.items()}
-                )
+            for answer in known.answers.values():
+                tensors.update({f"answer.{name}.{i}": from_bytes(w.payload) for (_, i), w in answer.weights.items()})
         return tensors
 
     def load(self, tensors: dict[str, Tensor], fingerprints: dict[str, int], sent: dict[str, Any]) -> None:
@@ -385,12 +400,11 @@ class ServerShard:
                 if i in self._own:
                     sender.fingerprints[i], sender.before[i] = now, before
                     sender.mirror[i] = self.mirror_store.put(tensors[f"held.{name}.{i}"])
-            for sequence, _, frozen in saved["answers"]:
+            for fragment, sequence, frozen in saved["answers"]:
                 for i, version, increment in frozen:
                     if i in self._own:
-                        payload = to_bytes(tensors[f"answer.{name}.{sequence}.{i}"])
-                        weights = ChunkWeights(i, version, payload, increment)
-                        known.answers.setdefault(sequence, {})[0, i] = weights
+                        weights = ChunkWeights(i, version, to_bytes(tensors[f"answer.{name}.{i}"]), increment)
+                        known.answers.setdefault(fragment, _Frozen(sequence)).weights[0, i] = weights
 
     # -- inside
 

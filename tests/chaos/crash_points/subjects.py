@@ -122,10 +122,11 @@ def _messages(which: str) -> list[Any]:
     with patch.object(GlobalServer, "handle", noting(GLOBAL)), patch.object(RegionServer, "handle", noting("eu")):
         servers = Servers()
         for number in range(2, 2 + UPDATES):
-            update = servers.update("a", number, {f.index: 0.01 * number for f in servers.parameter_map.fragments})
-            with suppress(Refused):
-                servers.tell("eu", replace(update, job=number, leases=()))
-                servers.settle("eu")
+            for fragment in range(len(servers.parameter_map.fragments)):
+                update = servers.update("a", fragment, number, 0.01 * number)
+                with suppress(Refused):
+                    servers.tell("eu", replace(update, job=number, contains=()))
+            servers.settle("eu")
     return told[which]
 
 

@@ -105,14 +105,16 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
     acknowledged = lost = twice = 0
     for region, workers in run.regions.items():
         below = coordinators[region]
-        told = {(w, e["incarnation"], e["sequence"]) for w in workers for e in _acknowledgements(run, w)}
-        lost += len(told - {(m, incarnation, sequence) for m, incarnation, sequence, _ in below.applied})
-        told_up = {e["sequence"] for e in _acknowledgements(run, region)}
-        lost += len(told_up - {sequence for m, _, sequence, _ in top.applied if m == region})
+        told = {
+            (w, e["incarnation"], e["fragment"], e["sequence"]) for w in workers for e in _acknowledgements(run, w)
+        }
+        lost += len(told - {tuple(update) for *update, _ in below.applied})
+        told_up = {(e["fragment"], e["sequence"]) for e in _acknowledgements(run, region)}
+        lost += len(told_up - {(fragment, sequence) for m, _, fragment, sequence, _ in top.applied if m == region})
         lost += below.now.lost_updates
         acknowledged += len(told) + len(told_up)
     for history in coordinators.values():
-        numbers = Counter((member, sequence) for member, _, sequence, _ in history.applied)
+        numbers = Counter((member, fragment, sequence) for member, _, fragment, sequence, _ in history.applied)
         contents = Counter((member, digest) for member, _, _, digest in history.applied)
         twice += max(sum(numbers.values()) - len(numbers), sum(contents.values()) - len(contents))
     leases = cast(GlobalServer, top.now).lease_table

@@ -34,7 +34,7 @@ BELIEVED = 3  # not 1, which an exception gives
 
 
 def lies(true: UpdatePart) -> Iterator[tuple[str, UpdatePart]]:
-    """true: an update of zeros of all chunks, as a worker that has trained nothing would send it."""
+    """true: an update of zeros of the first fragment, as a worker that has trained nothing would send it."""
     delta, *others = true.deltas
 
     def instead(**changes: object) -> UpdatePart:
@@ -68,14 +68,15 @@ def main() -> int:
         above = replace(above, owner=(*above.owner, *[0] * NOWHERE))
     with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust, shards=above)) as client:
         try:
-            sequence = client.join(join).sequence
+            sequences = client.join(join).sequences
         except (Refused, Unreachable, TimeoutError) as error:
             print(f"the join was refused: {error}")
             return 0
         zeros = (
-            ChunkDelta(p.index, 0, to_bytes(codec.encode(torch.zeros(p.numel)).payload)) for p in parameter_map.chunks
+            ChunkDelta(p.index, 0, to_bytes(codec.encode(torch.zeros(p.numel)).payload))
+            for p in parameter_map.chunks_of[0]
         )
-        true = UpdatePart(worker, incarnation, sequence, 0, tuple(zeros), job=1)
+        true = UpdatePart(worker, incarnation, 0, sequences[0], 0, tuple(zeros), job=1)
         for what, lie in lies(true):
             try:
                 client.push(lie).result(WAIT_S)

@@ -176,12 +176,12 @@ class CoordinatorReplay(Replay[Server]):
         if not isinstance(message, UpdatePart | HeldPart):
             return
         part, content = self._content(message)
-        key = part.member, part.sequence
+        key = part.member, part.fragment, part.sequence
         self._digests[key] = hashlib.sha256(self._digests.get(key, "").encode() + (content or b"")).hexdigest()
         if reply and content is not None:  # else it is lost, whatever the coordinator has
-            self.applied.append((part.member, part.incarnation, part.sequence, self._digests[key]))
+            self.applied.append((part.member, part.incarnation, part.fragment, part.sequence, self._digests[key]))
         if reply and leases:
-            done = [before[n] for n in part.leases if n in before and n not in {**leases.returned, **leases.open}]
+            done = [before[n] for n in part.contains if n in before and n not in {**leases.returned, **leases.open}]
             self.committed += [(lease.start, lease.samples) for lease in done]
 
     def _content(self, message: UpdatePart | HeldPart) -> tuple[UpdatePart, bytes | None]:
@@ -301,10 +301,10 @@ def facts(said: Any) -> Iterator[tuple[Any, ...]]:
     match said:
         case HeldPart(part):
             for measured in said.measured:
-                yield part.member, part.incarnation, part.sequence, part.part, measured
+                yield part.member, part.incarnation, part.fragment, part.sequence, part.part, measured
         case HeldAnswer(answer):
             for checked in said.checked:
-                yield answer.sequence, answer.incarnation, checked
+                yield answer.fragment, answer.sequence, answer.incarnation, checked
         case Froze():
             yield (said,)
 

@@ -159,9 +159,9 @@ def give_a_command_late(server: Server) -> None:
 def put_for_a_payload(server: Server, become: Callable[[UpdatePart], list[UpdatePart]]) -> None:
     """Put other messages in place of one with payloads, wherever it was said."""
     at, i = place(server.shards[0], UpdatePart)
-    key = at[i].member, at[i].sequence, at[i].part
+    key = at[i].member, at[i].fragment, at[i].sequence, at[i].part
     for _, journal in server.shards[0]:
-        here = [isinstance(m, UpdatePart) and (m.member, m.sequence, m.part) == key for m in journal]
+        here = [isinstance(m, UpdatePart) and (m.member, m.fragment, m.sequence, m.part) == key for m in journal]
         journal[:] = [each for m, found in zip(journal, here, strict=True) for each in (become(m) if found else [m])]
 
 

@@ -118,7 +118,7 @@ class _Folders(ABC):
         recovered = recover(self._build, self._begin, self._whole, keep=2)
         server, journal = recovered.server, recovered.journal
         messages = [servers.join("a"), servers.join("b"), servers.first_lease]
-        messages += [servers.update("ab"[i % 2], 2 - i % 2 + i // 2, {i % 3: 0.1 * (i + 1)}) for i in range(12)]
+        messages += [servers.update("ab"[i % 2], i % 3, 1 + (i % 6 == 0) + i // 6, 0.1 * (i + 1)) for i in range(12)]
         messages += [LeaseRequest("a", 2)]
         for number, message in enumerate(messages):
             journal.append(message)

@@ -51,16 +51,16 @@ class Servers(World):
         super().__init__(settings, workers, [torch.ones(f.numel) for f in shape.fragments], shape, 64, 2)
         self.region = self.regions["eu"]
         self.first_lease = self.lease("a")
-        self.tell("eu", self.update("a", 1, {0: 0.1}))
+        self.tell("eu", self.update("a", 0, 1, 0.1))
 
     def join(self, name: str) -> Join:
         return self.workers[name][1].joins(self.identity)[0]
 
-    def update(self, name: str, sequence: int, values: dict[int, float]) -> UpdatePart:
+    def update(self, name: str, fragment: int, sequence: int, value: float) -> UpdatePart:
         fake = self.workers[name][1]
-        fake.sequence, fake.job = sequence - 1, 0
-        shapes = self.parameter_map.fragments
-        [part] = fake.parts({f: torch.full((shapes[f].numel,), v) for f, v in values.items()}, (1,))
+        fake.sequences, fake.job = [sequence - 1] * len(fake.sequences), 0
+        delta = torch.full((self.parameter_map.fragments[fragment].numel,), value)
+        [part] = fake.parts({fragment: delta}, (1,))
         return replace(part, metrics={"loss": 1.0})
 
 
@@ -71,9 +71,9 @@ def digest(server: Any) -> int:
     for name, tensor in tensors.items():
         crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), zlib.crc32(name.encode(), crc))
     for name, member in server.members.items():
-        arriving = {s: sorted(parts) for s, parts in member.arriving.items()}
-        answers = {s: list(given.items()) for s, given in member.answers.items()}
-        held = sorted(member.joined), arriving, member.awaiting, answers, server.shards.fingerprints_of(name)
+        # Of fragments that were asked about only, there is nothing.
+        exchanges = [(f, sorted(own.arriving), own.answer, own.version) for f, own in member.fragments.items()]
+        held = sorted(member.joined), sorted(exchanges), server.shards.fingerprints_of(name)
         crc = zlib.crc32(repr(held).encode(), crc)
     return crc
 
@@ -84,12 +84,12 @@ class Messages:
     def __init__(self) -> None:
         self._begin()
         servers = self.servers
-        worker = servers.update("a", 2, {0: 0.2, 1: 0.3})
+        worker = servers.update("a", 0, 2, 0.2)
         samples: list[Any] = [worker] * 4
-        samples += [servers.join("a"), servers.region.join_message(), servers.update("b", 1, {2: 1.0})]
+        samples += [servers.join("a"), servers.region.join_message(), servers.update("b", 2, 1, 1.0)]
         samples += [
-            Welcome(3, 1, "1", (0,) * 4),
-            servers.top.answer("eu", "life-1", 0, 0, tuple(range(4))),
+            Welcome((3,) * 4, 1, "1", (0,) * 4),
+            servers.top.answer("eu", "life-1", 0, 1, 0),
             LeaseRequest("a", 2, 0.5),
             servers.first_lease,
             Finished("a", 2),
@@ -105,8 +105,12 @@ class Messages:
             RunComplete(),
             Recall(),
         ]
-        samples += [rpc.Pull("a", "life-1", 0, 1, (0,), 1.0), rpc.AskLease("a", "life-1", LeaseRequest("a", 1), 1.0)]
-        samples += [rpc.SayLeave("a", "life-1", 0, 1), rpc.Beat("a", "life-1", 0), rpc.Resume("a", "life-1", 0, 7)]
+        samples += [rpc.Pull("a", "life-1", 0, 0, 1, 1.0), rpc.AskLease("a", "life-1", LeaseRequest("a", 1), 1.0)]
+        samples += [
+            rpc.SayLeave("a", "life-1", 0, (1, 0, 0, 0)),
+            rpc.Beat("a", "life-1", 0),
+            rpc.Resume("a", "life-1", 0, 7),
+        ]
         samples += [rpc.ReleaseLeases("a", "life-1", Release((1,))), rpc.Control("stop"), Lease("b", 1, 9, 0, 8, 4)]
         self._samples = [list(wire.frames(sample)) for sample in samples]
 
@@ -127,7 +131,7 @@ class Messages:
             message = reader.message
             _round_trip(message)
             if isinstance(message, rpc.Pull):
-                server.answer(message.member, message.incarnation, message.part, message.sequence, message.fragments)
+                server.answer(message.member, message.incarnation, message.part, message.fragment, message.sequence)
             elif isinstance(message, CALLS):
                 server.current(getattr(message, "member", ""), getattr(message, "incarnation", ""))
             else:
