@@ -202,6 +202,7 @@ class Server(Membership):
             if len(parts) == 1:
                 self._note_stage(part.member, part.fragment, part.sequence, "arrived")
             member.meet(MemberEvent.HEARD)
+            self._note_share(part.member)
             return False
         self._apply(part.member, member, [parts[i] for i in range(member.parts)])
         return True
