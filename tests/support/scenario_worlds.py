@@ -1,7 +1,6 @@
 """Plays a scenario's world over three transports: in memory, over real sockets in this process, and as processes.
 
-Each has the same servers, from the same settings, with journals and snapshots on disk. `World` has a call for each
-thing that a command of the language needs.
+Each has the same servers, settings, journals and snapshots. `World` has a call for each command of the language.
 """
 
 from __future__ import annotations
@@ -171,13 +170,12 @@ class InMemory(World):
             judged = isinstance(message, UpdatePart | LeaseRequest) and not isinstance(refused, DataGone)
             if judged and refused.retry_s is None:  # as the service does it
                 life, bad = self.servers(server).members[member].incarnation, isinstance(refused, BadDelta)
-                of = getattr(message, "fragment", 0), getattr(message, "sequence", 0), message.job * bad
-                self.tell(server, UpdateRejected(member, life, refused.reason, *of))
+                of = getattr(message, "fragment", 0), getattr(message, "sequence", 0)
+                self.tell(server, UpdateRejected(member, life, refused.reason, *of, message.job * bad))
             raise
         if isinstance(message, UpdatePart):  # as a sender is told
-            return (
-                self.servers(server).members[message.member].fragments[message.fragment].sequence >= message.sequence
-            )
+            own = self.servers(server).members[message.member].fragments[message.fragment]
+            return own.sequence >= message.sequence
         return reply
 
     def pull(self, worker: str, incarnation: str, part: int, fragment: int, sequence: int) -> Any:
@@ -219,12 +217,12 @@ class InMemory(World):
             world.connect(name)
             return True
         except Refused as refused:
-            if refused.retry_s is not None:
+            if again := refused.retry_s is not None:
                 world.up[name].append(message)
-            if refused.retry_s is not None or not isinstance(message, UpdatePart):  # else its process ends
+            if again or not isinstance(message, UpdatePart):  # else its process ends
                 return False
-            of = message.fragment, message.sequence
-            world.tell(name, UpdateRejected(name, region.incarnation, refused.reason, *of))
+            about = refused.reason, message.fragment, message.sequence
+            world.tell(name, UpdateRejected(name, region.incarnation, *about))
             world.lives[name] += 1
             region.incarnation = f"life-{world.lives[name]}"
             world.connect(name)

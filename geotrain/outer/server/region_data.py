@@ -144,3 +144,17 @@ class RegionData(Server):
         if untrained:
             self._due = True
             self._sends.append(Send(GLOBAL, Release(untrained, failed)))
+
+    def _say_again(self, fragment: int) -> None:
+        """Say once more, with the next update of a fragment, which leases it contains, since updates that had said so
+        are lost: leases of which other fragments have gone up could not be committed otherwise."""
+        said = {*self.contains[fragment], *(u.contains if (u := self.in_flight.get(fragment)) else ())}
+        held = [number for number, fragments in self.leases.contained.items() if fragment in fragments]
+        self.contains[fragment] += sorted({*self.trained, *held} - said)
+
+    def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
+        """Note which leases the fragment's weights contain now: the region's next update of it says so."""
+        mine, trained = self.leases.contain(part.member, part.contains, part.fragment, len(self.numbers))
+        self.contains[part.fragment] += [number for number in mine if number not in self.contains[part.fragment]]
+        self.trained |= {lease.lease for lease in trained}
+        return sum(lease.samples for lease in trained), None

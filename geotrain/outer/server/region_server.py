@@ -229,13 +229,6 @@ class RegionServer(RegionData):
         self._drop_gone(welcome.gone)
         return lost
 
-    def _say_again(self, fragment: int) -> None:
-        """Say once more, with the next update of a fragment, which leases it contains, since updates that had said so
-        are lost: leases of which other fragments have gone up could not be committed otherwise."""
-        said = {*self.contains[fragment], *(u.contains if (u := self.in_flight.get(fragment)) else ())}
-        held = [number for number, fragments in self.leases.contained.items() if fragment in fragments]
-        self.contains[fragment] += sorted({*self.trained, *held} - said)
-
     def _drop_gone(self, gone: Collection[int]) -> None:
         """Drop leases that went to others while this region counted as dead: a worker that trains such begins anew.
         What was trained with them is one sum with what nobody else has trained, and goes up; the samples count once.
@@ -382,13 +375,6 @@ class RegionServer(RegionData):
         self.over = self.gone = self.done = False
         self.final = None
         self.spent.clear()  # there may be more data now
-
-    def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
-        """Note which leases the fragment's weights contain now: the region's next update of it says so."""
-        mine, trained = self.leases.contain(part.member, part.contains, part.fragment, len(self.numbers))
-        self.contains[part.fragment] += [number for number in mine if number not in self.contains[part.fragment]]
-        self.trained |= {lease.lease for lease in trained}
-        return sum(lease.samples for lease in trained), None
 
     @property
     def lost_updates(self) -> int:
