@@ -52,12 +52,14 @@ class Folder:
         """All members join, and send an update."""
         lay, identity = parameter_map_of(self.run), identity_of(self.run, parameter_map_of(self.run))
         if not found.server.fragments:
-            first = (ChunkWeights(c.index, 0, to_bytes(torch.ones(c.numel).view(torch.uint8))) for c in lay.chunks)
-            self.say(found, Answer(0, tuple(first)))
+            for fragment, chunks in enumerate(lay.chunks_of):
+                ones = ((c.index, to_bytes(torch.ones(c.numel).view(torch.uint8))) for c in chunks)
+                self.say(found, Answer(fragment, 0, tuple(ChunkWeights(i, 0, payload) for i, payload in ones)))
         for name in members:
             worker = self.fakes.setdefault(name, FakeWorker(name, lay, whole(lay)))
             welcome = self.say(found, *worker.joins(identity, life))
-            worker.sequence, worker.job = welcome.sequence - 1, welcome.job - 1
+            worker.sequences = [sequence - 1 for sequence in welcome.sequences]
+            worker.job = welcome.job - 1
         for name in members:
             worker, noise = self.fakes[name], torch.Generator().manual_seed(sum(map(ord, life + name)))
             deltas = {f.index: torch.randn(f.numel, generator=noise) for f in lay.fragments}
