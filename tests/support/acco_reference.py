@@ -172,7 +172,7 @@ class Reference:
 
     @staticmethod
     def _coded(part: Tensor, bits: int) -> Tensor:
-        fmt = PayloadFormat(f"int{bits}", block=128, scale="bf16")
+        fmt = PayloadFormat(f"int{bits}", block=128)
         payload, decoded = torch.empty(fmt.encoded_bytes(part.numel()), dtype=torch.uint8), torch.empty_like(part)
         codec.quantize(part, payload, fmt, None, None, 0)
         codec.dequantize(payload, decoded, fmt, None)

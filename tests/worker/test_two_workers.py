@@ -382,7 +382,7 @@ def test_what_a_region_sends_is_its_progress_and_its_loss_goes_with_the_next(pla
         assert sent.after.residual is not None
         torch.testing.assert_close(decoded + sent.after.residual, progress + left)
         left = sent.after.residual
-        torch.testing.assert_close(averaged.after.x, averaged.before.x - decoded / 2)  # of two regions
+        torch.testing.assert_close(averaged.after.x, averaged.before.x - decoded)  # the other has not joined
     assert left.abs().max() > 0
 
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from geotrain.net.storage.recovery import Dismissed, Restarted, Stopped, end_incarnations, restarted
+from geotrain.net.storage.recovery import Dismissed, Restarted, StillJoined, Stopped, end_incarnations, restarted
 from geotrain.net.storage.snapshots import Snapshot
 from geotrain.net.transport import wire
 from geotrain.outer.messages import Join, Refused, UpdatePart
@@ -155,6 +155,9 @@ class CoordinatorReplay(Replay[Server]):
         elif isinstance(message, Stopped):
             for server in (self.now, *([] if shadow is None else [shadow])):
                 end_incarnations(server)
+        elif isinstance(message, StillJoined):
+            for server in (self.now, *([] if shadow is None else [shadow])):
+                server.note_joined(message.join)
         elif not isinstance(message, Dismissed):  # that changes no state
             if shadow is not None:
                 _deliver(shadow, message)
