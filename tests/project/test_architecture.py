@@ -45,11 +45,11 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 6_052,
-    "net.transport.worker_client": 4_083,
-    "outer.server.server": 6_872,
-    "worker.trainer": 9_574,
-    "net.server.server_process": 15_532,
+    "worker.loop": 5_933,
+    "net.transport.worker_client": 4_047,
+    "outer.server.server": 6_761,
+    "worker.trainer": 9_452,
+    "net.server.server_process": 15_280,
 }
 SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 # Lines of code that an issue grants, and that nobody has spent. Who spends some takes them away here in the same
@@ -60,7 +60,7 @@ GRANTED = {
     "healing": {"product": 1_200, "benchmarks": 400, "tests": 800},
 }
 # Each sum with its grants where git knows no other commit to compare with, such as on main itself in CI.
-RECORDED = {"product": 37_370 + 2_400, "benchmarks": 12_249 + 800, "tests": 36_000 + 1_600}
+RECORDED = {"product": 37_160 + 2_400, "benchmarks": 11_468 + 800, "tests": 35_840 + 1_600}
 # Called by the library that the method's class is handed to, never by name from here.
 CALLED_BY_LIBRARIES = [
     *("__init_subclass__", "__getattr__"),  # Python itself
@@ -322,7 +322,8 @@ def with_grants(root: Path) -> dict[str, int]:
 
 
 def test_size_only_falls(tmp_path: Path) -> None:
-    """Against the commit before the push: where this one left its upstream's main. Each in between may grow."""
+    """Against the commit before the push: where this one left its upstream's main. Each in between may grow. A sum may
+    rise where the same push takes as much from the others."""
     before, (base, head) = RECORDED, (git("merge-base", "HEAD", "origin/main"), git("rev-parse", "HEAD"))
     if base and base != head:
         folders = (folder for folders in SUMS.values() for folder in folders)
@@ -331,7 +332,8 @@ def test_size_only_falls(tmp_path: Path) -> None:
         before = with_grants(tmp_path)
     now = with_grants(ROOT)
     grown = {name: f"{now[name]} of {most}" for name, most in before.items() if now[name] > most}
-    assert not grown, f"lines of code with their grants, by sum: {grown}: find what can go, or spend a grant"
+    less = sum(now.values()) <= sum(before.values())
+    assert less or not grown, f"lines of code with their grants, by sum: {grown}: find what can go, or spend a grant"
 
 
 def test_processes_run_the_installed_geotrain() -> None:
