@@ -51,7 +51,7 @@ def test_a_shards_share_is_what_it_holds_at_most() -> None:
         start = [start_vector()[: f.numel].clone() for f in layout.fragments]
         world = World(settings, fakes, start, layout, shards=number)
         for worker in world.workers:
-            world.weights(worker, 0, tuple(range(len(layout.fragments))))
+            world.weights(worker, dict.fromkeys(range(len(layout.fragments)), 0))
             for fragment, delta in random_deltas(world, 0).items():
                 world.push(worker, {fragment: delta})
         for role, server in (("region", world.regions["eu"]), ("global", world.top)):

@@ -62,7 +62,7 @@ def play(world: World) -> Iterator[int]:
     """A join, and some rounds in which each worker sends one fragment after another; it stops where most is held.
     Yields the number of the round."""
     for worker in world.workers:
-        world.weights(worker, 0, EVERY)
+        world.weights(worker, dict.fromkeys(EVERY, 0))
     yield 0
     for turn in range(5):
         for worker, (_, fake) in world.workers.items():

@@ -115,7 +115,7 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
         acknowledged += len(told) + len(told_up)
     for history in coordinators.values():
         numbers = Counter((member, fragment, sequence) for member, _, fragment, sequence, _ in history.applied)
-        contents = Counter((member, digest) for member, _, _, digest in history.applied)
+        contents = Counter((member, digest) for member, *_, digest in history.applied)
         twice += max(sum(numbers.values()) - len(numbers), sum(contents.values()) - len(contents))
     leases = cast(GlobalServer, top.now).lease_table
     out = [(lease.start, lease.samples) for lease in leases.open.values()]

@@ -111,7 +111,7 @@ class CoordinatorReplay(Replay[Server]):
         self, written: Written[Server], payloads: Mapping[Payload, str] | None = None, said: Collection[Any] = ()
     ) -> None:
         super().__init__(written)
-        self.applied: list[tuple[str, str, int, str]] = []
+        self.applied: list[tuple[str, str, int, int, str]] = []
         self.committed: list[tuple[int, int]] = []
         self.commands: list[ShardCommand] = []
         self.others: set[tuple[int, bytes]] = set()
