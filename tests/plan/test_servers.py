@@ -55,7 +55,7 @@ def held(server: Server) -> Iterator[tuple[str, Tensor]]:
         yield from ((COMING, from_bytes(payload)) for payload in each.in_flight.values())
         for known in each.members.values():
             for answer in known.answers.values():
-                yield from ((COMING, from_bytes(weights.payload)) for weights in answer.values())
+                yield from ((COMING, from_bytes(weights.payload)) for weights in answer.weights.values())
 
 
 def play(world: World) -> Iterator[int]:
