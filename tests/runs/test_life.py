@@ -71,7 +71,7 @@ def test_nothing_acknowledged_was_lost_or_applied_twice(audit: dict[str, Any]) -
     assert audit["acknowledged_updates"] > 10 and audit["snapshots_compared"] >= 2 and audit["server_deaths"] >= 1
     assert audit["shards"]["processes"] == 4 and audit["shards"]["recoveries_compared"] >= 1
     for figure in ("applied_twice", "replay_mismatches", "samples_skipped", "samples_twice_uncounted"):
-        assert audit[figure] == 0, (figure, audit)
+        assert audit[figure] == 0, (figure, *audit["mismatches"])
     assert audit["lost_acknowledged"] == 1  # the false one
 
 
