@@ -72,8 +72,8 @@ class Job:
             asdict(each, dict_factory=lambda pairs: {k: v for k, v in pairs if LATER.get(k, pairs) != v})
             for each in (r.world, r.study)
         )
-        world = {"ring": None, **world}  # a field that worlds had, and kept rows name
-        parts = (VERSION, asdict(self), outer, world, study, carried_text().digest)
+        # Worlds had a ring, and kept rows name it.
+        parts = (VERSION, asdict(self), outer, {"ring": None, **world}, study, carried_text().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

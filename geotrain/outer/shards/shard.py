@@ -401,10 +401,10 @@ class ServerShard:
                     sender.fingerprints[i], sender.before[i] = now, before
                     sender.mirror[i] = self.mirror_store.put(tensors[f"held.{name}.{i}"])
             for fragment, sequence, frozen in saved["answers"]:
-                for i, version, increment in frozen:
-                    if i in self._own:
-                        weights = ChunkWeights(i, version, to_bytes(tensors[f"answer.{name}.{i}"]), increment)
-                        known.answers.setdefault(fragment, _Frozen(sequence)).weights[0, i] = weights
+                answer = known.answers[fragment] = _Frozen(sequence)  # also where no chunk of the fragment is here
+                for i, version, increment in (each for each in frozen if each[0] in self._own):
+                    payload = to_bytes(tensors[f"answer.{name}.{i}"])
+                    answer.weights[0, i] = ChunkWeights(i, version, payload, increment)
 
     # -- inside
 
