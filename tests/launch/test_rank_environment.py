@@ -76,10 +76,8 @@ def test_ranks_of_one_start_compile_together_and_wait_for_no_other(tmp_path: Pat
     """Torch's lock is a file, which a start that was killed leaves."""
     say = "from pathlib import Path; from geotrain.launch.rank_environment import extensions_of as of"
     rank = f"{sys.executable} -c '{say}; print(of(Path(\"{tmp_path}\")))'"
-    first, again = (
-        subprocess.run(["bash", "-c", f"{rank} & {rank} & wait"], stdout=subprocess.PIPE, text=True).stdout.split()
-        for _ in range(2)
-    )
+    start = f"{rank} > 0 & {rank} > 1 & wait; cat 0 1"
+    first, again = (subprocess.check_output(["bash", "-c", start], text=True, cwd=tmp_path).split() for _ in range(2))
     assert len(first) == len(again) == 2 and len({*first, *again}) == 2 and first[0] == first[1]
     told = settings({}, extensions=extensions_of(tmp_path))
     assert told["TORCH_EXTENSIONS_DIR"].startswith(f"{tmp_path}/extensions/")
