@@ -1,4 +1,4 @@
-# make train · make test · make test-all · make mutants · make lint · make bench · make bench-quick · make bench-test ·
+# make train · make quick · make test · make test-all · make mutants · make lint · make bench · make bench-quick · make bench-test ·
 # make gpu · make docs; each installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,7 @@ KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 export PATH := $(PATH):/usr/sbin:/sbin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install train test-packages test test-all mutants lint bench bench-quick bench-test gpu docs clean
+.PHONY: install train test-packages quick test test-all mutants lint bench bench-quick bench-test gpu docs clean
 
 install: $(VENV)/.installed
 
@@ -43,9 +43,16 @@ test-all: test-packages install
 	bash launch/test_skypilot.sh $(BIN)/python $(VENV)/skypilot
 	$(PYTEST) --all tests benchmarks/tests/test_gpu.py $(PYTEST_ARGS)
 
-# Seeds known faults, one at a time: the tests must notice each of them (tests/mutants/faults.toml).
+# The tests that execute what has changed since a commit (SINCE; default: where the branch left main), within a minute.
+# RENEW=--renew records anew which lines each test executes, where that is not known (build/contexts); at first, all.
+quick: install
+	$(BIN)/python -m tests.contexts $(if $(SINCE),--since $(SINCE)) $(RENEW)
+
+# Seeds faults, one at a time: SAMPLE of them, drawn over the product's lines by SEED, or without a SAMPLE those of
+# tests/mutants/faults.toml. The last line counts what the tests noticed.
 mutants: test-packages install
-	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+	$(if $(SAMPLE),$(BIN)/python -m tests.contexts --renew)
+	$(BIN)/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(or $(SEED),0)) $(MUTANTS_ARGS)
 
 # mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install

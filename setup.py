@@ -81,6 +81,7 @@ setup(
         "dev": [
             "accelerate>=1.1",
             "pytest>=8",
+            "coverage>=7.10",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

@@ -355,7 +355,7 @@ def test_files_can_be_read_in_a_sitting() -> None:
     assert not long, f"over 500 lines: {long}"
 
 
-SHARED = ("support", "chaos", "mutants", "simulation")  # folders of tests/ whose modules others import
+SHARED = ("support", "chaos", "contexts", "mutants", "simulation")  # folders of tests/ whose modules others import
 
 
 def test_tests_share_through_support() -> None:
