@@ -40,6 +40,7 @@ with platform.quiet_imports():
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -50,6 +51,8 @@ Recompute = Literal["none", "selective", "full"]
 PLAIN = PrecisionConfig()
 
 HAS_TRANSFORMER_ENGINE = platform.HAS_CUDA and gpt_layer_specs.HAVE_TE
+
+OWN_GROUPS = hasattr(MLP, "as_mlp_submodule")  # in Megatron-core 0.19, which so hands an MLP its process groups
 
 # Transformer Engine fuses two norms into the linear layers that follow them, so their weights have other names in the
 # model. Canonical addresses know only the names on the right.
@@ -166,7 +169,7 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
         linear_fc2=row_linear,
         activation_func=_ACTIVATIONS[architecture.activation][1],
     )
-    dense = ModuleSpec(module=MLP, submodules=linear)
+    dense = partial(MLP.as_mlp_submodule, submodules=linear) if OWN_GROUPS else ModuleSpec(MLP, submodules=linear)
     sparse = ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
@@ -283,6 +286,11 @@ def build_model(
     if mesh.is_last_stage and (words := max(architecture.vocab_size - mesh.tp_rank * rows, 0)) < rows:
         model.output_layer.register_forward_hook(partial(_without_padding, words))
     keep_counts_wide(model)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.layer_number = (
+                None  # else it records losses in a table with the length of the process's first model
+            )
     for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()
         for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
