@@ -29,8 +29,7 @@ class Refused(Exception):
 
     def __init__(self, reason: str, retry_s: float | None = None) -> None:
         super().__init__(reason)
-        self.reason = reason
-        self.retry_s = retry_s
+        self.reason, self.retry_s = reason, retry_s
 
 
 class BadDelta(Refused):
@@ -72,7 +71,8 @@ class Join:
     leases that a region server still answers for (granted or trained, not yet committed). data: sha256 of the
     training data; "" when it is not known here. mirrors: fingerprints of what it was last sent of each chunk, where
     weights travel as changes (see `outer.downlink`). origin: of the run that a region's state belongs to; "": of none
-    yet.
+    yet. applied: where a rank joins once more in its incarnation, by fragment, the last update
+    of which it knows that it was applied.
     """
 
     run: str
@@ -89,6 +89,7 @@ class Join:
     data: str = ""
     mirrors: tuple[int, ...] = ()
     origin: str = ""
+    applied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class Membership(ABC):
         check_identity(join, self.identity, self.data, self.origin)
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
-        check_incarnation(join.member, member, join.incarnation)
+        check_incarnation(join, member)
         new = join.incarnation != member.incarnation
         if new and self.ending:
             raise Refused(

@@ -45,9 +45,12 @@ class RegionData(Server):
 
     def uncommitted(self) -> tuple[int, ...]:
         """Numbers of the leases that are trained here and not known to be committed."""
+        return tuple(sorted(self.trained & self._on_their_way()))
+
+    def _on_their_way(self) -> set[int]:
+        """Numbers of the leases of whose training a part is here, or travels, and is not known to be committed."""
         in_flight = [update.contains for update in self.in_flight.values()]
-        on_their_way = {number for numbers in (*self.contains, *in_flight) for number in numbers}
-        return tuple(sorted(self.trained & on_their_way))
+        return {number for numbers in (*self.contains, *in_flight) for number in numbers}
 
     def _check_own(self, name: str, leases: tuple[int, ...] = ()) -> None:
         if self.leases.given_back[name]:

@@ -31,7 +31,6 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Recall,
     Refused,
-    Release,
     RunComplete,
     Send,
     TakeBack,
@@ -280,6 +279,7 @@ class RegionServer(RegionData):
         numbers of the last updates that were answered: those in flight count as never sent.
         """
         held = () if self.rule.in_rounds else self._answered_for()
+        self.leases.start_over(self._on_their_way())
         dropped = self.pending + sum(update.weight for update in self.in_flight.values())
         self.dropped = self.lost_updates + dropped  # beside what was lost without the ledger
         for fragment in self.in_flight:
@@ -295,15 +295,8 @@ class RegionServer(RegionData):
             self._forget(name)
             for own in member.fragments.values():
                 own.owed = False
-            if not self.rule.in_rounds:
-                # Of some a part of the training is dropped here: others train them anew, whatever their worker sends.
-                self.leases.drop(name, self.leases.contained)
-                self.leases.give_back(name, self.leases.of(name))
             self.wanted[name].clear()
-            self.leases.forget(name)
-        self.leases.contained.clear()
-        if held:
-            self._sends.append(Send(GLOBAL, Release(held)))
+        self._release(held)
         self._events.append(StartedOver(reason, dropped))
 
     def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
