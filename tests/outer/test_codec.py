@@ -132,17 +132,20 @@ def test_topk_sends_the_largest_of_each_block(values, density, block):
         assert (sent[order[kept:]] == 0).all()
         assert sent.abs().unique().numel() <= 3  # zero and two magnitudes
         assert (sent * part >= 0).all()
-        tolerance = part.abs().max() * (1e-4 + 2.0**-8)  # both magnitudes are rounded to bf16
+        # Means are found in 16-bit fixed point, of which 2⁻¹⁵ is lost; then each is rounded to the 8 bits of bf16, so
+        # it is off by at most 2⁻⁸ of itself. Which of the two an element has follows from them as they are sent.
+        in_fixed = part.abs().max() * 1e-4
+        tolerance = in_fixed + part.abs().max() * 2.0**-8
         assert sent[largest].abs().min() >= part[largest].abs().min() - tolerance
         assert sent.abs().max() <= part.abs().max() + tolerance
         # the magnitudes are means, of what lies above the mean and of the rest; each element has the nearer one
         wanted, levels = part[largest].abs(), sent[largest].abs().unique()
         mean = wanted.double().mean()
-        if ((wanted - mean).abs() > tolerance).all():  # else fixed point decides on which side the nearest lie
+        if ((wanted - mean).abs() > in_fixed).all():  # else fixed point decides on which side the nearest lie
             assert abs(levels.max() - wanted[wanted > mean].double().mean()) <= tolerance
             assert abs(levels.min() - wanted[wanted < mean].double().mean()) <= tolerance
         nearest = (wanted[:, None] - levels).abs().amin(1)
-        assert ((sent[largest].abs() - wanted).abs() <= nearest + tolerance).all()
+        assert ((sent[largest].abs() - wanted).abs() <= nearest + in_fixed).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
