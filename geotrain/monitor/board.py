@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """Sends curves to Weights & Biases; `on` is a sink. The x-axis of every curve is the number of tokens committed.
+    """Sends curves to Weights & Biases; `on` is a sink, which may wait long for a network. The x-axis of every curve
+    is the number of tokens committed.
 
     It is one run there for the whole life of a run here: its id is kept in the run's folder. Without a network, set
     WANDB_MODE=offline, and `wandb sync` later. Raises ConfigError if the package is not installed.
@@ -69,7 +71,9 @@ class Wandb:
         kept = folder / WANDB_ID
         if not kept.exists():
             write_whole(kept, secrets.token_hex(8))
-        self._run: Any = wandb.init(
+        self._run: Any = None
+        self._begin = partial(
+            wandb.init,
             project=config.project,
             entity=config.entity,
             group=config.group,
@@ -79,11 +83,14 @@ class Wandb:
             dir=str(folder),
             resume="allow",
         )
-        self._run.define_metric("*", step_metric="tokens")
 
     def on(self, record: Record) -> None:
         if found := curves(record.event):
+            if self._run is None:
+                self._run = self._begin()
+                self._run.define_metric("*", step_metric="tokens")
             self._run.log({"tokens": found[0], **found[1]}, step=found[0])
 
     def close(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            self._run.finish()

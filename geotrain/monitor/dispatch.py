@@ -35,12 +35,13 @@ class EventDispatcher:
 
     with_past: sinks that first get the events that the log's files hold already. live: sinks that get new events
     only. Whoever writes an event never waits: if MAX_WAITING events wait for slow sinks, newer ones are dropped and
-    counted. A sink that fails on an event is reported in the process's log, and still gets the next event.
+    counted. A sink that fails on an event is reported in the process's log, once until it takes one, and still
+    gets the next event.
     """
 
     def __init__(self, events: EventLog, with_past: Sequence[Sink] = (), live: Sequence[Sink] = ()) -> None:
         self.events, self.with_past, self.live = events, tuple(with_past), tuple(live)
-        self.dropped = 0
+        self.dropped, self._failing = 0, set[Sink]()
         self._waiting: queue.Queue[Record | None] = queue.Queue(MAX_WAITING)
         self._past = Follower(events.path, past_only=True)
         self._thread = threading.Thread(target=self._run, name="monitor-dispatch", daemon=True)
@@ -72,5 +73,8 @@ class EventDispatcher:
         for sink in sinks:
             try:
                 sink(record)
+                self._failing.discard(sink)
             except Exception:
-                log.exception("monitoring: %s failed on %s", sink, type(record.event).__name__)
+                if sink not in self._failing:
+                    log.exception("monitoring: %s failed on %s", sink, type(record.event).__name__)
+                self._failing.add(sink)

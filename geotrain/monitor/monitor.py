@@ -41,16 +41,16 @@ class Monitor:
         self.page_url: str | None = None
         self.metrics_url: str | None = None
         self._servers: list[HttpServer] = []
-        self._dispatcher: EventDispatcher | None = None
+        self._dispatchers: list[EventDispatcher] = []
         self._closing = ExitStack()
         if not config.enabled:
             return
         token = read_token(config.token_file)
         with_past: list[Sink] = []
         live: list[Sink] = []
-        ends: list[Callable[[], object]] = []  # of sinks
+        ends, boards = list[Callable[[], object]](), list[TensorBoard | Wandb]()  # of sinks
         with ExitStack() as opened:  # if a later part cannot be opened, the earlier ones are closed
-            opened.callback(lambda: end_within(STOP_S, *ends))
+            opened.callback(lambda: end_within(STOP_S, *ends, *(board.close for board in boards)))
 
             def serve(port: int, routes: Mapping[str, Route]) -> str:
                 self._servers.append(HttpServer(config.host, port, routes, token))
@@ -67,14 +67,10 @@ class Monitor:
                 history = History(facts, uuid.uuid4().hex[:8])
                 with_past.append(history.on)
                 self.page_url = serve(config.page_port, page_routes(history))
-            boards: list[TensorBoard | Wandb] = []
             if site == GLOBAL and config.tensorboard is not None:
                 boards.append(TensorBoard(Path(config.tensorboard)))
-                ends.append(boards[-1].close)
             if site == GLOBAL and config.wandb is not None:
                 boards.append(Wandb(config.wandb, run))
-                ends.append(boards[-1].close)
-            live += [board.on for board in boards]
             if config.otlp is not None:
                 from geotrain.monitor.otlp import Otlp  # here, because its packages need not be there
 
@@ -83,17 +79,19 @@ class Monitor:
                 live.append(sink.on)
             if site != LAUNCHER:  # which has a display
                 live.append(Narrator().on)
-            if with_past or live:
-                self._dispatcher = EventDispatcher(events, with_past, live)
+            # Boards wait for disks and networks; neither the page nor each other does.
+            sinks = (with_past, live), *(([], [board.on]) for board in boards)
+            self._dispatchers = [EventDispatcher(events, *each) for each in sinks if any(each)]
             self._closing = opened.pop_all()
 
     def __enter__(self) -> Monitor:
         for server in self._servers:
             server.start()
             self._closing.callback(server.stop)
-        if self._dispatcher:
-            self._dispatcher.start()
-            self._closing.callback(self._dispatcher.stop)  # closed first, while the boards still take its last events
+        for dispatcher in self._dispatchers:
+            dispatcher.start()
+        # Closed first, while the boards still take the last events.
+        self._closing.callback(end_within, STOP_S, *(dispatcher.stop for dispatcher in self._dispatchers))
         for what, url in (("status page", self.page_url), ("metrics", self.metrics_url)):
             if url:
                 log.info("%s: %s", what, url)
@@ -113,6 +111,4 @@ def metrics_port(run: RunConfig, cluster: ClusterConfig, site: str) -> int | Non
     """The port of a site's metrics: monitor.metrics_port for the global server, the next for the launcher, then one
     for each region. None: no metrics; 0: any free port."""
     base = run.monitor.metrics_port
-    if not base:
-        return base
-    return base + [GLOBAL, LAUNCHER, *(region.name for region in cluster.regions)].index(site)
+    return base and base + [GLOBAL, LAUNCHER, *(region.name for region in cluster.regions)].index(site)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.launch.launcher import event_log
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
 from geotrain.launch.terminal import RunDisplay, page_line
 from geotrain.monitor.events import Follower, ProcessEnded, ProcessStarted
 from geotrain.monitor.monitor import LAUNCHER, Monitor, metrics_port
+from geotrain.outer.events import UpdateApplied
 from tests.support.process_trees import until
 
 
@@ -33,6 +38,22 @@ def a_cluster(**keys: Any) -> ClusterConfig:
         return {"name": name, "workers": [{"name": f"{name}-0", "hosts": [{"host": "h", "slots": 1}]}]}
 
     return parse(ClusterConfig, {"name": "c", "regions": [region("eu"), region("us")], **keys}, "cluster")
+
+
+def test_curves_that_go_nowhere_keep_neither_the_start_nor_metrics_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, over = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: asked.set() or over.wait(60)))
+    monkeypatch.setattr("geotrain.monitor.monitor.STOP_S", 0.2)
+    run = a_run(tmp_path, metrics_port=0, wandb={"project": "p"})
+    with event_log(run, tmp_path) as events, Monitor(run, a_cluster(), GLOBAL, events) as monitor:
+        events.write(UpdateApplied("eu", 0, 1, 1, [1], 0, 8, 9, 2.5, {}, None, 4))
+        url = str(monitor.metrics_url)
+        assert until(lambda: 'updates_total{member="eu"' in urllib.request.urlopen(url).read().decode())
+        assert asked.wait(60) and not over.is_set()
+    assert not over.is_set()
+    over.set()
 
 
 def test_processes_become_events_and_metrics(tmp_path: Path) -> None:
