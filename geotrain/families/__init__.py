@@ -32,6 +32,7 @@ FAMILIES = {
     "gemma3_text": "Gemma3",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
+    "gpt_oss": "GptOss",
     "qwen2_moe": "Qwen2Moe",
     "deepseek_v3": "DeepseekV3",
 }

@@ -77,7 +77,9 @@ class Architecture:
     usual one of attention.
 
     norms: where attention and MLP have a norm: of what they take, of what they give, or of both. centered_norms:
-    whether norms multiply by 1 + their weight. activation: of the gate of MLPs. score_cap, logit_cap: c, where scores
+    whether norms multiply by 1 + their weight. activation: of the gate of MLPs; "clamped": GPT-OSS's, for
+    gates and what they open in turn. sinks: whether each head has a score that takes a share and gives no value.
+    score_cap, logit_cap: c, where scores
     of attention, or logits, x are c · tanh(x / c); None: they are x.
     """
 
@@ -106,7 +108,8 @@ class Architecture:
     local_theta: float | None = None
     norms: Literal["before", "behind", "around"] = "before"
     centered_norms: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    sinks: bool = False
     score_cap: float | None = None
     logit_cap: float | None = None
 
@@ -119,6 +122,7 @@ class Architecture:
             "norms behind layers": self.norms != "before",
             "norms over whole projections": self.qk_norm == "projection",
             "capped scores": self.score_cap is not None,
+            "attention's sinks": self.sinks,
         }
         return next((what for what, there in found.items() if there), None)
 

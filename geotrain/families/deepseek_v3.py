@@ -24,7 +24,6 @@ class DeepseekV3(Family):
     transformers_class = "DeepseekV3ForCausalLM"
     only: ClassVar[Mapping[str, Any]] = {
         **Family.only,
-        "rms_norm_eps": 1e-6,  # which transformers' norms of the latents have in any case
         "rope_interleave": True,
         "seq_aux": True,
         "norm_topk_prob": True,

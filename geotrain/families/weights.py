@@ -28,6 +28,8 @@ class Weight:
     summed: when each tensor rank computes only a part of its gradient: under sequence parallelism, since each then
         sees a part of the tokens only, or always.
     expert: the number of the expert that it belongs to; None: to none.
+    stacked: so many experts' weights of this kind are one parameter, one after the other; shape is that of one. 0: it
+        is a parameter of its own.
     untrained: it is changed by counts of what the model did, not by gradients, and is kept in fp32 everywhere.
     """
 
@@ -41,6 +43,7 @@ class Weight:
     interleaved: int | None = None
     summed: Literal["never", "sequence", "always"] = "never"
     expert: int | None = None
+    stacked: int = 0
     untrained: bool = False
 
     @property

@@ -102,6 +102,8 @@ def _of_expert_rank(weights: Iterable[Weight], a: Architecture, expert_ranks: in
 def _local(name: str, parts: Sequence[Weight], parallel: ParallelConfig, tp_rank: int) -> LocalParameter:
     """Describe a tensor rank's part of the Megatron-core parameter in which these weights lie; they are cut alike."""
     tp, one, runs = parallel.tensor, parts[0], tuple(_runs(parts, parallel.tensor, tp_rank))
+    if one.stacked:
+        runs = tuple(replace(run, start=run.start + one.numel * (one.expert or 0)) for run in runs)
     copied = one.cut == "whole"
     wanted = sum(_dealt(weight, tp) for weight in parts) if one.cut == "rows" else numel(runs)
     return LocalParameter(

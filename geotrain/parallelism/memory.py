@@ -167,11 +167,12 @@ def mask_elements(a: Architecture, block: dict[str, Any], length: int, documents
 
 def score_bytes(a: Architecture, parallel: ParallelConfig, block: dict[str, Any], length: int) -> int:
     """Count the bytes that one layer's attention keeps of a micro-batch's scores, where it must make them all: what
-    caps give, and shares in fp32 and in the type of the weights; 0 where a fused attention makes none."""
-    if a.score_cap is None:
+    caps give, and shares in fp32 and, without sinks, in the type of the weights; 0 where a fused attention makes
+    none."""
+    if a.score_cap is None and not a.sinks:
         return 0
     size = 2 if trains_in_bf16(block) else _FP32_BYTES
-    each = size + _FP32_BYTES + (size if size < _FP32_BYTES else 0)
+    each = (size if a.score_cap else 0) + _FP32_BYTES + (size if a.sinks or size < _FP32_BYTES else 0)
     heads = a.heads // (parallel.tensor * parallel.context)
     return each * heads * length**2 * int(block["train_micro_batch_size_per_gpu"])
 

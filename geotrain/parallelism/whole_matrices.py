@@ -165,7 +165,7 @@ def shard_size(
         addressed = min(others - padding, shard), min(max(packed.filled), shard - adamw)
         return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0, addressed)
     adamw = matrices = total = divided = vectors = filled = 0
-    for kind in ((False, False), (False, True), (True, False)):
+    for kind in ((False, False), (False, True), (True, False), (True, True)):
         sizes, others, padding = _matrices_and_others(a, parallel, stage, muon, kind)
         ranks = max(1, dp // parallel.expert) if kind[0] else dp  # that hold the same ones, and divide them
         packed, rest = pack(sizes, ranks, 0, ALIGNED), -(-others // ranks)

@@ -115,8 +115,13 @@ def canonical_parameters(a: Architecture) -> tuple[Parameter, ...]:
     A tied head is not a parameter of its own. Initialization is Megatron's and GPT-2's: normal with `init_std`, and
     with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
     """
-    weights = family_of(a.model_type).weights(a)
-    return tuple(Parameter(w.name, w.shape, i, w.init, w.init_std, w.decays, w.untrained) for i, w in weights)
+    return tuple(
+        Parameter(
+            w.name, (w.stacked, *w.shape) if w.stacked else w.shape, i, w.init, w.init_std, w.decays, w.untrained
+        )
+        for i, w in family_of(a.model_type).weights(a)
+        if not (w.stacked and w.expert)
+    )
 
 
 def parameter_count(architecture: Architecture) -> int:

@@ -11,6 +11,7 @@ from geotrain.families import FAMILIES, Family, UnsupportedModelError, architect
 from geotrain.families.deepseek_v3 import DeepseekV3
 from geotrain.families.gemma2 import Gemma2
 from geotrain.families.gemma3 import Gemma3
+from geotrain.families.gpt_oss import GptOss
 from geotrain.families.granite import Granite
 from geotrain.families.llama import Llama
 from geotrain.families.mistral import Mistral
@@ -53,6 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": SPARSE,
     "mixtral": MIXTURE,
+    "gpt_oss": {**MIXTURE, "head_dim": 8, "rope_parameters": {"rope_type": "default"}},
     "qwen2_moe": {**SPARSE, "shared_expert_intermediate_size": 40},
     "deepseek_v3": LATENT,
     "gemma2": {"head_dim": 8},
@@ -71,6 +73,7 @@ DIGESTS: dict[type[Family], str] = {
     Gemma3: "5942a3f48873455b",
     Qwen3Moe: "b3986efd1bb62d41",
     Mixtral: "39d738d3bc1390ee",
+    GptOss: "d360ad7b4bd93c52",
     Qwen2Moe: "fac4502f6a7b986d",
     DeepseekV3: "daee3ca4ca6547aa",
 }

@@ -12,7 +12,7 @@ import torch
 from geotrain.config import ConfigError, ParallelConfig, architecture_from_hf
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank, score_bytes
 from geotrain.parameters.parameter_map import parameter_count
-from tests.support.families import DEEPSEEK, GEMMA2, OLMO2, QWEN_MOE
+from tests.support.families import DEEPSEEK, GEMMA2, GPT_OSS, OLMO2, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
@@ -43,6 +43,7 @@ TWO: list[Case] = [
     ({**QWEN, **WIDE}, ParallelConfig(context=2), 0),
     ({**OLMO2, **WIDE}, ParallelConfig(tensor=2), 1),
     ({**GEMMA2, **WIDE, "sliding_window": 64}, ParallelConfig(tensor=2, sequence=True), 1),
+    ({**GPT_OSS, **WIDE, "sliding_window": 64, "intermediate_size": 256}, ParallelConfig(expert=2), 1),
 ]
 FOUR: list[Case] = [  # two ranks have the same experts
     (SPARSE, ParallelConfig(expert=2), 1),
@@ -78,7 +79,7 @@ def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) 
     whole = a.hidden_size / (parallel.tensor if parallel.sequence else 1)
     heads = (a.heads + a.kv_heads) * a.head_dim if a.qk_norm else 0
     latents = a.latent.query_rank + a.latent.key_value_rank if a.latent else 0
-    between = sum(a.active_ffn_size(a.has_experts(i)) for i in range(a.layers))
+    between = 0 if a.activation == "clamped" else sum(a.active_ffn_size(a.has_experts(i)) for i in range(a.layers))
     normed = a.layers * ((4 if a.norms == "around" else 2) * whole + latents) + whole
     return 4 * tokens * (normed + (a.layers * heads + between) / parallel.tensor)
 

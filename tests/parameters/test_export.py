@@ -30,9 +30,9 @@ from tests.support import families, real_models
 from tests.support.hub import LFS_POINTER
 
 SMALL = {"vocab_size": 264, "num_hidden_layers": 2}
-LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN, OLMO2, GEMMA2, GEMMA3 = (
-    {**getattr(families, name), **SMALL}
-    for name in ("LLAMA", "LLAMA_3", "MIXTRAL", "QWEN_MOE", "QWEN2_MOE", "YARN", "OLMO2", "GEMMA2", "GEMMA3")
+PLAIN = "LLAMA", "LLAMA_3", "MIXTRAL", "QWEN_MOE", "QWEN2_MOE", "YARN", "OLMO2", "GEMMA2", "GEMMA3", "GPT_OSS"
+LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN, OLMO2, GEMMA2, GEMMA3, GPT_OSS = (
+    {**getattr(families, name), **SMALL} for name in PLAIN
 )
 OLMO3 = {**families.OLMO3, **SMALL, "layer_types": families.ALTERNATING[:2]}
 QWEN3 = {key: value for key, value in families.QWEN.items() if key != "head_dim"} | SMALL | {"torch_dtype": "float16"}
@@ -41,9 +41,9 @@ MISTRAL = {**families.MISTRAL, **SMALL, "sliding_window": None}
 SMOLLM3, GRANITE = {**families.SMOLLM3, **SMALL}, {**families.GRANITE, **SMALL}
 DEEPSEEK = {key: value for key, value in families.DEEPSEEK.items() if key != "num_key_value_heads"} | SMALL
 FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, QWEN3_MOE, MIXTRAL, LLAMA_3, YARN, QWEN2_MOE, DEEPSEEK]
-FAMILIES += [SMOLLM3, GRANITE, OLMO2, OLMO3, GEMMA2, GEMMA3]
+FAMILIES += [SMOLLM3, GRANITE, OLMO2, OLMO3, GEMMA2, GEMMA3, GPT_OSS]
 NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn", "qwen2_moe", "deepseek_v3"]
-NAMES += ["smollm3", "granite", "olmo2", "olmo3", "gemma2", "gemma3"]
+NAMES += ["smollm3", "granite", "olmo2", "olmo3", "gemma2", "gemma3", "gpt_oss"]
 
 TOKENS = torch.arange(96)[None] * 7 % 264
 

@@ -75,6 +75,11 @@ GEMMA3 = {
     "sliding_window_pattern": 3, "rope_local_base_freq": 100.0,
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }  # fmt: skip
+GPT_OSS = {
+    **LLAMA, "model_type": "gpt_oss", "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.05, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 5,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
+}  # fmt: skip
 DEEPSEEK = {
     **LLAMA, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,

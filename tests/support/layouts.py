@@ -17,6 +17,7 @@ from tests.support.families import (
     DEEPSEEK,
     GEMMA2,
     GEMMA3,
+    GPT_OSS,
     GRANITE,
     LINEAR,
     MISTRAL,
@@ -49,6 +50,7 @@ SPARSE = {
     "qwen_moe": {**QWEN_MOE, "num_hidden_layers": 3, "num_key_value_heads": 4},
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
+    "gpt_oss": {**GPT_OSS, "num_key_value_heads": 4},
     "deepseek": DEEPSEEK,
 }
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
@@ -187,6 +189,7 @@ FAMILIES = (
     GEMMA3,
     QWEN_MOE,
     MIXTRAL,
+    GPT_OSS,
     QWEN2_MOE,
     DEEPSEEK,
 )

@@ -117,6 +117,17 @@ GEMMA3 = {
     "final_logit_softcapping": None, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
     "sliding_window_pattern": 6, "num_hidden_layers": 6,
 }  # fmt: skip
+GPT_OSS = {
+    **SIZES, **NEW, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 60,
+    "intermediate_size": 60, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+    "attention_bias": True, "eos_token_id": 202, "pad_token_id": 199, "experts_per_token": 4,
+    "initial_context_length": 16, "max_position_embeddings": 128, "num_experts_per_tok": 4, "num_local_experts": 16,
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "output_router_logits": False,
+    "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 9,
+    "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0, "original_max_position_embeddings": 16,
+                     "rope_type": "yarn", "truncate": False},
+}  # fmt: skip
 FULL = ["full_attention"] * 3
 
 
@@ -170,9 +181,12 @@ MODELS: dict[str, dict[str, Any]] = {
                     "use_bidirectional_attention": False, "rope_parameters": {
                         "full_attention": {"rope_theta": 1000000, "rope_type": "default"},
                         "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}},
+    "gpt-oss-20b": GPT_OSS,
+    "gpt-oss-120b": {**without(GPT_OSS, "layer_types"), "num_local_experts": 32, "num_hidden_layers": 3},
     "deepseek-v3": DEEPSEEK,
     "moonlight": {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6,
-                  "n_shared_experts": 2, "routed_scaling_factor": 2.446, "rope_theta": 50000.0, "rope_scaling": None},
+                  "n_shared_experts": 2, "routed_scaling_factor": 2.446, "rope_theta": 50000.0, "rope_scaling": None,
+                  "rms_norm_eps": 1e-5},
 }  # fmt: skip
 MODELS |= {
     f"{name}-parameters": with_parameters(MODELS[name])
@@ -195,5 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "olmo3-two-bases": ({**OLMO3, "rope_theta": 10000}, "versions of transformers disagree"),
     "gemma3-no-types": ({**GEMMA3, "layer_types": FULL}, "for each of num_hidden_layers = 6 layers"),
     "gemma3-flat": ({**GEMMA3, "rope_parameters": {"rope_theta": 1e6}}, "an object for full_attention"),
+    "gpt-oss-mxfp4": ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+    "gpt-oss-no-rope": (without(GPT_OSS, "rope_scaling"), "a gpt_oss needs rope_scaling"),
     "gemma-bidirectional": ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
 }  # fmt: skip

@@ -46,3 +46,30 @@ class GatedGelu(GatedSilu):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return nn.functional.gelu(gate, approximate="tanh") * up
+
+
+class _Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _clamped(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Compute again what forward would have had to keep: six tensors of half the size."""
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            return torch.autograd.grad(_clamped(again), again, gradients)[0]
+
+
+def _clamped(x: Tensor) -> Tensor:
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+class ClampedSwish(GatedSilu):
+    """Computes GPT-OSS's gate · sigmoid(1.702 gate) · (up + 1) of clamped gates and ups, which come in turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Clamped.apply(x)

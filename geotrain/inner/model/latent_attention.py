@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from geotrain.inner.model.norms import RMSNorm
 from geotrain.inner.runtime import platform
 
 with platform.quiet_imports():
@@ -41,8 +42,15 @@ class SelfAttention(megatron.MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
-def spec(core_attention: type, norm: type) -> ModuleSpec:
-    """Specify the attention. core_attention: from queries, keys and values to the output. norm: of the latents."""
+class LatentNorm(RMSNorm):
+    """A norm of latents, whose ε is transformers' in any case."""
+
+    def __init__(self, config: MLATransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, 1e-6)
+
+
+def spec(core_attention: type) -> ModuleSpec:
+    """Specify the attention. core_attention: from queries, keys and values to the output."""
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -54,7 +62,7 @@ def spec(core_attention: type, norm: type) -> ModuleSpec:
             linear_kv_up_proj=ColumnParallelLinear,
             core_attention=core_attention,
             linear_proj=RowParallelLinear,
-            q_layernorm=norm,
-            kv_layernorm=norm,
+            q_layernorm=LatentNorm,
+            kv_layernorm=LatentNorm,
         ),
     )

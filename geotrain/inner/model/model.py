@@ -19,9 +19,10 @@ from geotrain.inner.model import latent_attention, replaced  # noqa: F401 (it re
 from geotrain.inner.model.attention import CausalAttention
 from geotrain.inner.model.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.inner.model.documents import PackedAttention
-from geotrain.inner.model.gated_silu import GatedGelu, GatedSilu
+from geotrain.inner.model.gated_silu import ClampedSwish, GatedGelu, GatedSilu
 from geotrain.inner.model.norms import CenteredRMSNorm, ProjectionNorm, RMSNorm, normed_linear
 from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
+from geotrain.inner.model.stacked_experts import StackedColumns, StackedRows
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import EXPERTS
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters, vocabulary_rows
@@ -54,15 +55,18 @@ HAS_TRANSFORMER_ENGINE = platform.HAS_CUDA and gpt_layer_specs.HAVE_TE
 
 OWN_GROUPS = hasattr(MLP, "as_mlp_submodule")  # in Megatron-core 0.19, which so hands an MLP its process groups
 
-# Transformer Engine fuses two norms into the linear layers that follow them, so their weights have other names in the
-# model. Canonical addresses know only the names on the right.
-_FUSED_NORMS = {
+# Parts of names in the model, and what stands in their place in canonical addresses: Transformer Engine fuses two
+# norms into the linear layers that follow them.
+_RENAMED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "core_attention.inner.": "core_attention.",  # between exchanges of context ranks
 }
-_ACTIVATIONS = {  # Megatron-core's, which it fuses on CUDA, by tanh; and ours
+# Megatron-core's, which it fuses on CUDA, that of GELU by tanh; and ours.
+_ACTIVATIONS: dict[str, tuple[Any, type[nn.Module]]] = {
     "silu": (nn.functional.silu, GatedSilu),
     "gelu_tanh": (nn.functional.gelu, GatedGelu),
+    "clamped": (None, ClampedSwish),
 }
 
 
@@ -78,6 +82,8 @@ def transformer_config(
     window, tp = architecture.sliding_window, parallel.tensor
     factor = rotary_frequencies(architecture)[1] if architecture.rope_scaling else 1.0
     windowed = [int(architecture.window_of(i) is not None) for i in range(architecture.layers)]
+    activation = _ACTIVATIONS[architecture.activation][0]
+    fused = platform.HAS_CUDA and activation is not None
     usual = architecture.multipliers is None and not architecture.rope_scaling
     common = dict(
         num_layers=architecture.layers,
@@ -90,7 +96,7 @@ def transformer_config(
         layernorm_epsilon=architecture.norm_eps,
         qk_layernorm=architecture.qk_norm is not None,
         gated_linear_unit=True,
-        activation_func=_ACTIVATIONS[architecture.activation][0],
+        activation_func=activation or nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         window_size=None if window is None else (window - 1, 0),  # tokens before and after a token's own
@@ -100,8 +106,8 @@ def transformer_config(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         rotary_interleaved=False,
-        bias_activation_fusion=platform.HAS_CUDA,
-        use_te_activation_func=not platform.HAS_CUDA,  # that is, the one in the layer's specification
+        bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # that is, the one in the layer's specification
         bias_dropout_fusion=platform.HAS_CUDA,
         masked_softmax_fusion=False,  # the softmax is inside the fused attention
         gradient_accumulation_fusion=False,
@@ -134,7 +140,10 @@ def transformer_config(
         expert_tensor_parallel_size=tp,
     )
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
-    return kind(**{**common, **family_of(architecture.model_type).megatron(architecture)})
+    fields = {**common, **family_of(architecture.model_type).megatron(architecture)}
+    config = kind(**{**fields, "add_bias_linear": False})
+    config.add_bias_linear = fields["add_bias_linear"]  # refused with divided experts, of which ours know what to do
+    return config
 
 
 def _stages(parallel: ParallelConfig, layers: int) -> list[list[str]]:
@@ -169,6 +178,8 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
         linear_fc2=row_linear,
         activation_func=_ACTIVATIONS[architecture.activation][1],
     )
+    if architecture.activation == "clamped":
+        linear.linear_fc1, linear.linear_fc2 = StackedColumns, StackedRows
     dense = partial(MLP.as_mlp_submodule, submodules=linear) if OWN_GROUPS else ModuleSpec(MLP, submodules=linear)
     sparse = ModuleSpec(
         module=MoELayer,
@@ -185,8 +196,12 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
 
     def attention(index: int) -> ModuleSpec:
         if architecture.latent:
-            return latent_attention.spec(CausalAttention, RMSNorm)
-        settings = {"window": architecture.window_of(index), "cap": architecture.score_cap}
+            return latent_attention.spec(CausalAttention)
+        settings = {
+            "window": architecture.window_of(index),
+            "cap": architecture.score_cap,
+            "sinks": architecture.sinks,
+        }
         return ModuleSpec(
             module=SelfAttention,
             params={"attn_mask_type": AttnMaskType.causal},
@@ -375,8 +390,8 @@ def placements(
     """
     own: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        for fused, plain in _FUSED_NORMS.items():
-            name = name.replace(fused, plain)
+        for there, here in _RENAMED.items():
+            name = name.replace(there, here)
         own[name] = parameter
     for name, router in biased_routers(model):
         own[f"{name}.expert_bias"] = router.expert_bias
