@@ -73,7 +73,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/typecheck && mkdir -p build/typecheck
-	cp -rs $(CURDIR)/geotrain build/typecheck/ && cp -rs $(CURDIR)/kernels $(CURDIR)/launch build/typecheck/geotrain/
+	cp -rs $(CURDIR)/geotrain $(CURDIR)/tests $(CURDIR)/benchmarks build/typecheck/ && cp -rs $(CURDIR)/kernels $(CURDIR)/launch build/typecheck/geotrain/
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 
 # One table of all figures and their goals.

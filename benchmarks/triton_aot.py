@@ -191,12 +191,12 @@ def _resources(name: str, compiled: Any) -> Resources:
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
         found = [int(re.findall(rf"\.{key}:\s+(\d+)", text)[0]) for key in ("vgpr_count", "vgpr_spill_count")]
-        return Resources(name, *found, compiled.metadata.shared)
+        return Resources(name, *found, compiled.metadata.shared)  # type: ignore[call-arg]
     report = _assembler_report(compiled.asm["ptx"])
     found = [
         int(re.findall(pattern, report)[0]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
     ]
-    return Resources(name, *found, compiled.metadata.shared)
+    return Resources(name, *found, compiled.metadata.shared)  # type: ignore[call-arg]
 
 
 def _assembler_report(ptx: str) -> str:

@@ -97,7 +97,7 @@ def one_step(sizes: Sizes, rows: Path, tell: Tell) -> None:
     gpus = cuda_devices()
     model, *shape = sizes.step
     with tempfile.TemporaryDirectory() as folder:
-        run = step.run_file(Path(folder), MODELS / f"{model}.json", *shape, max(1, gpus))
+        run = step.run_file(Path(folder), MODELS / f"{model}.json", *shape, max(1, gpus))  # type: ignore[call-arg]
         if gpus > 1:
             step.over(run, gpus, sizes.steps, rows)
         else:

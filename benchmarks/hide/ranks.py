@@ -220,7 +220,7 @@ class Rank:
         import torch.distributed as dist
 
         engines = {name: self.engine(name) for name in self.job.ways}
-        plain, found = engines[ZERO], {name: {"step_s": [], "sent_bytes": 0.0} for name in engines}
+        plain, found = engines[ZERO], dict[str, Any]({name: {"step_s": [], "sent_bytes": 0.0} for name in engines})
         for engine in engines.values():
             COMPUTE.wait_in_layers(engine.module, self.job.hold_s)
             self.steps(engine, 1)

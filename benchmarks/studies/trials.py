@@ -150,7 +150,8 @@ def _with_region_rule(make: MakeRegion) -> type[RegionServer]:
             workers: tuple[str, ...],
         ) -> None:  # fmt: skip
             assert isinstance(config.rule, RegionMomentumConfig)
-            super().__init__(name, identity, parameter_map, config, make(config.rule, rule.decay), workers)
+            made = make(config.rule, rule.decay)  # type: ignore[call-arg]
+            super().__init__(name, identity, parameter_map, config, made, workers)
 
     return Server
 
@@ -160,7 +161,7 @@ def _with_global_rule(make: MakeGlobal) -> type[GlobalServer]:
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self.rule = make(self.parameter_map)
-            for shard in self.shards.all:
+            for shard in self.shards.all:  # type: ignore[attr-defined]
                 shard.rule = self.rule
 
     return Server

@@ -72,7 +72,7 @@ def every_form(folder: str) -> dict[str, Any]:
     for form in (None, *FORMS):
         cuda = Cuda()
         run(cuda, form, Path(folder) / str(form))
-        seen[str(form)] = cuda.faults, len(cuda.current_stream().clock)
+        seen[str(form)] = cuda.faults, len(cuda.current_stream().clock)  # type: ignore[attr-defined]
     return seen
 
 

@@ -122,9 +122,9 @@ def test_a_supervisor_that_was_stopped_takes_nothing_for_late(
         ticks += supervisor._have_ended("worker")
         if ticks == 2:  # the server's time to end has begun
             (tmp_path / "end").touch()
-            time.sleep(4.0)
+            time.sleep(1.5)
 
-    with Supervisor(tmp_path, drain_s=3.0) as supervisor:
+    with Supervisor(tmp_path, drain_s=1.0) as supervisor:
         supervisor.start(
             ProcessSpec("global", sh(f"until [ -e {tmp_path}/end ]; do sleep 0.05; done"), role="server")
         )

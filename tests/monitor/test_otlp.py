@@ -39,7 +39,7 @@ class Collector:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 kind, *way = KINDS[self.path]
-                request: Any = kind.FromString(body)
+                request: Any = kind.FromString(body)  # type: ignore[attr-defined]
                 for resource in getattr(request, way[0]):
                     said = {each.key: each.value.string_value for each in resource.resource.attributes}
                     for scope in getattr(resource, way[1]):

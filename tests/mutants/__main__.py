@@ -73,7 +73,7 @@ class Fork:
     def __post_init__(self) -> None:
         files = {file_of(test) for test in self.tests}
         usual_s = sum(map(self.contexts.usual_s, self.tests)) + sum(map(self.contexts.usual_s, files))
-        self.within_s = GRACE_S * len(files) + GRACE_TIMES * usual_s
+        self.within_s = GRACE_S * (1 + len(files)) + GRACE_TIMES * usual_s
 
     def start(self) -> BaseProcess:
         self.process = FORKS.Process(target=self._run)
@@ -268,6 +268,7 @@ def main() -> int:
     parser.add_argument("--list", type=Path, default=FAULTS, metavar="FILE", help="in place of the kept list")
     parser.add_argument("--sample", type=int, default=0, help="draw so many faults, in place of a list")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", nargs="*", default=[""], help="draw only from files whose names begin so")
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests for each fault that is drawn, at most")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no more faults begin")
     parser.add_argument("-n", type=int, default=2, metavar="FORKS", help="at a time")
@@ -275,7 +276,8 @@ def main() -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     contexts = Contexts()
-    found = draw(args.sample, args.seed, contexts, args.seconds) if args.sample else read_faults(args.list)
+    drawn = args.sample, args.seed, contexts, args.seconds, tuple(args.files)
+    found = draw(*drawn) if args.sample else read_faults(args.list)
     faults = [fault for fault in found if any(name in fault.name for name in args.k)]
     for fault in faults:
         fault.mutated()  # the whole list follows the code, or nothing runs

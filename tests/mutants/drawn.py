@@ -18,12 +18,14 @@ def source(file: str) -> Source:
     return Source((ROOT / file).read_text())
 
 
-def draw(sample: int, seed: int, contexts: Contexts, seconds: float) -> list[Fault]:
-    """So many faults, each on a line of its own. seconds: of tests for each fault, at most."""
-    lines = [(file, line) for file in product() for line in sorted(lines_of_code(ROOT / file))]
+def draw(sample: int, seed: int, contexts: Contexts, seconds: float, files: tuple[str, ...] = ("",)) -> list[Fault]:
+    """So many faults, each on a line of its own. seconds: of tests for each fault, at most. files: how the names of
+    those begin which are drawn from."""
+    of = [file for file in product() if file.startswith(files)]
+    lines = [(file, line) for file in of for line in sorted(lines_of_code(ROOT / file))]
     stream, found = random.Random(seed), list[Fault]()
     stream.shuffle(lines)
-    while len(found) < sample:
+    while lines and len(found) < sample:
         file, line = lines.pop()
         if (change := one_of(file, line, stream)) is not None:
             old, tests = source(file).old(change), contexts.testing(file, range(change.line, change.last + 1))

@@ -110,7 +110,7 @@ def test_copies_take_no_more_than_the_budget_and_an_update_waits_until_one_was_r
     frozen.before_write(tensors["a"])  # it is safe already
     second = threading.Thread(target=frozen.before_write, args=(tensors["b"],))
     second.start()
-    assert until(lambda: bool(frozen._changed._waiters)), "it waits for a copy to be read"
+    assert until(lambda: bool(vars(frozen._changed)["_waiters"])), "it waits for a copy to be read"
     assert frozen.most_copied_bytes == 400
     names = frozen.names()
     assert next(names) == "a"  # since an update waits for the memory that it takes

@@ -69,12 +69,12 @@ def two_runs(tmp_path: Path) -> Iterator[tuple[Site, Site]]:
                 wait_for(lambda s=setup: s.copies().whole())
         worker.close()
         for server in servers:
-            server.process.kill()
-            server.process.join(BUSY_S)
+            server.process.kill()  # type: ignore[attr-defined]
+            server.process.join(BUSY_S)  # type: ignore[attr-defined]
     yield sites[0], sites[1]
     for site in sites:
         for server in site.servers:
-            server.process.kill()
+            server.process.kill()  # type: ignore[attr-defined]
 
 
 def test_a_process_takes_no_state_of_another_run_or_process(two_runs: tuple[Site, Site]) -> None:

@@ -35,7 +35,7 @@ UPDATE_BYTES = 6_000_000 * 4
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
     """Twice in 24 MB; what goes over the wire is the update once, and what was under way when the link broke."""
-    link = BreakingLink(large.regions["eu"].port, way, 9 * MB, times=2)
+    link = BreakingLink(large.regions["eu"].port, way, 11 * MB, times=2)
     port = large.loop.do(link.start())
     worker = FakeWorker(
         "a",
@@ -52,10 +52,12 @@ def test_a_transfer_that_breaks_goes_on_from_its_last_chunk(large, way):
     assert torch.equal(worker.anchor[0], large.regions["eu"].server.weights(0))
     assert link.broken == 2
     metered = link.tcp_counters.traffic()[f"127.0.0.1:{port}"]
-    assert UPDATE_BYTES < link.moved[way] < 1.5 * UPDATE_BYTES  # from the start each time it would be 1.75 times
+    # A busy receiver leaves up to 6 MB in its socket, which are lost each time; from the start it would be 46 MB.
+    most = UPDATE_BYTES + link.broken * 8 * MB
+    assert UPDATE_BYTES < link.moved[way] < most
     wire_bytes = metered.sent_bytes if way == "up" else metered.received_bytes
     # What stands in a socket's buffer when a link breaks may still arrive after the last sample of that connection.
-    assert UPDATE_BYTES - link.broken * MB < wire_bytes < 1.5 * UPDATE_BYTES
+    assert UPDATE_BYTES - link.broken * MB < wire_bytes < most
     assert large.regions["eu"].server.members["a"].updates == (1 if way == "up" else 0)
     assert not large.regions["eu"].service.uploads._kept
 

@@ -137,7 +137,7 @@ def held(server: Server) -> list[Any]:
     """All that the shards hold of members, beside the state."""
     return [
         (sorted(known.joins), sorted(known.updates), sorted(known.answers), sorted(known.senders))
-        for shard in server.shards.all
+        for shard in server.shards.all  # type: ignore[attr-defined]
         for known in shard.members.values()
     ]
 
@@ -291,7 +291,7 @@ def test_a_server_has_as_many_shards_as_it_is_told() -> None:
     server = GlobalServer(
         world.identity, world.parameter_map, world.config, {"eu": ("a",)}, int(UPDATES), 1, shards=4
     )
-    sizes = [sum(chunk.numel for chunk in shard.chunks) for shard in server.shards.all]
+    sizes = [sum(chunk.numel for chunk in shard.chunks) for shard in server.shards.all]  # type: ignore[attr-defined]
     assert sum(sizes) == 64 and max(sizes) - min(sizes) <= 6
 
 

@@ -45,7 +45,8 @@ def closed_form(
     lines = [Line((), spec.gbps, spec.latency_s) for spec in (wide, local)]
     sizes = Sizes(outer, tuple(f.numel for f in layout(outer).fragments))
     servers = rates and server_times(outer, sizes, dict.fromkeys(STEPS_S, 1), 1, rates)
-    return pace(outer, sizes, workers, *({name: line for name in STEPS_S} for line in lines), servers)
+    to_global, to_region = ({name: line for name in STEPS_S} for line in lines)
+    return pace(outer, sizes, workers, to_global, to_region, servers)
 
 
 FAST, NEAR = LinkSpec(10.0, 0.05), LinkSpec(50.0, 0.001)

@@ -57,7 +57,7 @@ def test_a_shards_share_is_what_it_holds_at_most() -> None:
         for role, server in (("region", world.regions["eu"]), ("global", world.top)):
             members = 2 if role == "region" else 1
             needs = server_needs(place_of(role, settings, members), settings, layout, 1)  # type: ignore[arg-type]
-            live = [sum(t.nbytes for t in shard.state().values()) for shard in server.shards.all]
+            live = [sum(t.nbytes for t in shard.state().values()) for shard in vars(server.shards)["all"]]
             assert len(live) == number and sum(live) > needs.kept["vectors"] / 2
             beside = sum(needs.passing[part] for part in ("process", "computing"))
             assert max(live) <= shard_bytes(needs, layout, number) - beside

@@ -75,15 +75,6 @@ CALLED_BY_LIBRARIES = [
     *("on_train_begin", "on_step_end", "on_train_end"),  # transformers: of a callback
     "intercept_service",  # gRPC: of an interceptor
 ]
-WALL_CLOCKS = ("time.time", "time.time_ns", "datetime.datetime.now", "datetime.now", "datetime.date.today")
-READ_THE_WALL_CLOCK = {
-    *("net.server.server_host", "commands.up"),  # a run's end, which is a time of day
-    *("net.transport.authority", "net.transport.certs"),  # certificates are valid until a time of day
-    *("launch.host_check", "launch.host_facts"),  # hosts' clocks, files' times
-    *("net.storage.owner", "worker.loop"),  # a part of a name
-    *("monitor.events", "monitor.page", "net.server.sampler", "net.server.grpc_service", "launch.terminal"),
-    *("commands.quickstart", "commands.logs", "commands.telling"),
-}
 CALLED_BY_DECORATORS = ["@*.command", "@command", "@*.callback", "@field_validator", "@model_validator"]
 
 
@@ -387,18 +378,6 @@ def test_what_is_slow_to_import_waits() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom) and ast.unparse(node).split()[1].startswith(library)
     ]
     assert not bare, bare
-
-
-def test_few_modules_read_the_wall_clock() -> None:
-    """It may be stepped at any time: those that do tell a person when something was, or make a name of it. Deadlines,
-    patience and pauses are of the monotonic clock."""
-    readers = {
-        name
-        for name, path in sources()
-        for node in nodes(path)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in WALL_CLOCKS
-    }
-    assert readers == READ_THE_WALL_CLOCK
 
 
 def test_launching_and_operating_import_no_torch() -> None:

@@ -240,5 +240,5 @@ def run(command: str) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return
     assert words[0] == "geotrain", command
-    done = say(*words[1:], cwd=Path.cwd())
-    assert done.returncode == (3 if words[1] == "status" else 0), f"{command}\n{done.text}"
+    said = say(*words[1:], cwd=Path.cwd())
+    assert said.returncode == (3 if words[1] == "status" else 0), f"{command}\n{said.text}"

@@ -200,8 +200,8 @@ class Reference:
             g["n"] += 1
         else:
             self.nesterov(g, d, 0.4, 0.3, 2)
-        self.trace.append((self.now, g["n"], g["x"].copy()))
-        self.at(self.now + LINK_S[r], self.merged, r, g["x"].copy())
+        self.trace.append((self.now, g["n"], g["x"].copy()))  # type: ignore[attr-defined]
+        self.at(self.now + LINK_S[r], self.merged, r, g["x"].copy())  # type: ignore[attr-defined]
 
     def merged(self, r, x_g) -> None:
         s = self.regions[r]

@@ -45,7 +45,7 @@ class _Pipe:
         # later than the one before: timers of one moment come in any order
         self.due_s = max(self.due_s + 1e-6, loop.time() + self.network.latency_s())
         arrive = self._arrive, item, then or self.arrived.put_nowait
-        loop.call_at(self.due_s, *arrive, context=self.network.context)
+        loop.call_at(self.due_s, *arrive, context=self.network.context)  # type: ignore[call-arg]
 
     def _arrive(self, item: Any, then: Callable[[Any], None]) -> None:
         if self.open:

@@ -64,7 +64,7 @@ def test_every_use_waits_for_what_it_needs(codec: str) -> None:
     for adopt in ("replace", "mix", "rebase"):
         cuda = Cuda(READ_ON_A_CPU)
         exchange(cuda, codec, adopt)
-        assert not cuda.faults and len(cuda.current_stream().clock) > 2, adopt
+        assert not cuda.faults and len(cuda.current_stream().clock) > 2, adopt  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["answered", "not answered"])

@@ -297,7 +297,7 @@ class Cuda:
         """This thread waits for the current stream."""
         with self.lock:
             self.syncs.append(where)
-            self.thread.learn(self.current_stream().clock)
+            self.thread.learn(self.current_stream().clock)  # type: ignore[attr-defined]
 
     def _note(self, tensor: Tensor, timeline: Timeline, epoch: int, writes: bool, where: str) -> None:
         if not tensor.numel():

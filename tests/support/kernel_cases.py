@@ -139,7 +139,7 @@ def check_merge(ops: ModuleType, numel: int) -> None:
     vectors = [torch.randn(numel) for _ in range(3)]
     for ledger in (False, True):
         want, have = ([t.clone() for t in vectors] for _ in range(2))
-        reference.merge(*want, ledger, 0.25)
+        reference.merge(*want, ledger, 0.25)  # type: ignore[call-arg]
         ops.merge(*have, ledger, 0.25)
         assert all(assert_same_bits(a, b) for a, b in zip(have, want, strict=True))
 

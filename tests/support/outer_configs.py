@@ -13,7 +13,7 @@ def outer_config(
     rule: str = "region_momentum", defaults: dict[str, Any] | None = None, **settings: Any
 ) -> OuterConfig:
     """defaults: settings, too; those that another rule has are passed over."""
-    own = {field.alias or name for name, field in RULES[rule].model_fields.items()}
+    own = {field.alias or name for name, field in RULES[rule].model_fields.items()}  # type: ignore[attr-defined]
     known = own | set(OuterConfig.model_fields)
     told = {key: value for key, value in (defaults or {}).items() if key in known} | settings
     of_rule = {key: told.pop(key) for key in own & set(told)}

@@ -95,7 +95,7 @@ class Scenario:
         self.lives.clear(), self.leases.clear(), self.parts.clear()
         self.local, _ = told.outer.worker_codecs
         if self.transport in WORLDS:
-            self.world = WORLDS[self.transport](told, folder)
+            self.world: Any = WORLDS[self.transport](told, folder)
             for worker in self.world.workers:
                 self.joins(worker)
             self.world.rest()
@@ -249,7 +249,7 @@ class Scenario:
                 return tell(to, message)
             raise Refused("the server's disk is full", FULL_RETRY_S)
 
-        self.world.tell = told  # type: ignore[method-assign]
+        self.world.tell = told
 
     def do_free(self) -> None:
         """Make room on the disk again."""
@@ -271,7 +271,7 @@ class Scenario:
         at their end, as a or a/1, its second rank. at: which server; "": the first region's. late: for how long it
         stood still itself. Over sockets only."""
         ranks = [(name, int(rank or 0)) for name, _, rank in (word.partition("/") for word in heard)]
-        self.world.passes(at or self.servers[0], float(seconds), ranks, late)  # type: ignore[attr-defined]
+        self.world.passes(at or self.servers[0], float(seconds), ranks, late)
 
     def do_states(self, server: str) -> None:
         """Show what its server makes of each member, by when it heard of it last."""

@@ -275,14 +275,43 @@ class InMemory(World):
         self.world.close()
 
 
-class OverGrpc(World):
-    """Calls servers over gRPC as members do, with a single attempt a call, so that a refusal is seen."""
+class OverSockets(World):
+    """Runs the servers on threads and sockets of this process, and calls them as members do, with a single attempt a
+    call, so that a refusal is seen. now_s: by the clock of their failure detectors, which look at their members only
+    when time passes here."""
 
-    loop: Loop
-    links: dict[tuple[str, str], GrpcClient]
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        super().__init__(plan)
+        self.loop, self.regions = Loop(), tuple(plan.regions)
+        self.links: dict[tuple[str, str], GrpcClient] = {}
+        self.cluster = Cluster(self.loop, folder, plan.outer, plan.slicings(), plan.samples, STEP)
+        self.identity, self.now_s = self.cluster.identity, 0.0
+        for server in (GLOBAL, *self.regions):
+            self.hold_clock(server)
 
-    @abstractmethod
-    def address(self, server: str) -> str: ...
+    def hold_clock(self, server: str) -> None:
+        detector = self.running(server).service.failure_detector
+        self.loop.loop.call_soon_threadsafe(detector.stop)
+        detector.clock = lambda: self.now_s
+        detector._heard_s = dict.fromkeys(detector._heard_s, self.now_s)
+
+    def passes(self, server: str, seconds: float, heard: list[tuple[str, int]], late_s: float) -> None:
+        """Let seconds pass, and the server's failure detector look. heard: member and rank of whom it has heard at
+        their end. late_s: for how long its process stood still."""
+        self.now_s += seconds
+        detector = self.running(server).service.failure_detector
+        for rank in heard:
+            detector.heard(*rank)
+        self.loop.do(detector.look(self.now_s - late_s))
+
+    def servers(self, name: str) -> Any:
+        return self.running(name).server
+
+    def running(self, server: str) -> Any:
+        return self.cluster.top if server == GLOBAL else self.cluster.regions[server]
+
+    def address(self, server: str) -> str:
+        return self.running(server).address
 
     def connection(self, worker: str, incarnation: str) -> GrpcClient:
         async def made() -> GrpcClient:
@@ -304,6 +333,8 @@ class OverGrpc(World):
 
     def tell(self, server: str, message: Message) -> Any:
         match message:
+            case MemberSilent():  # its failure detector says so
+                return self.loop.do(self.running(server).server_thread.say(message))
             case Join():
                 link = self.connection(message.member, message.incarnation)
                 return self.call(lambda: link.join(message))
@@ -344,67 +375,14 @@ class OverGrpc(World):
     def is_quiet(self, region: str) -> bool:
         """Whether the region has nothing under way and is known above, or has left in good order."""
         below, above = self.status(region), self.status(GLOBAL)["members"][region]
-        if all(member["left"] for member in below["members"].values()):
-            return bool(above["left"]) and self.has_ended(region)
+        server = self.servers(region)
+        if server._last_words():
+            return False
+        if all(member["left"] for member in below["members"].values()):  # and it knows that its goodbye was taken
+            return bool(above["left"] and server.done)
         queued = self.status(GLOBAL)["phase"] != "paused" and below.get("queued")  # else leases are asked for
         busy = below["in_flight"] or queued or not below["versions"]
         return bool(below["connected"] and above["joined"] and not busy)
-
-    @abstractmethod
-    def has_ended(self, region: str) -> bool:
-        """Whether the region's server knows that its goodbye was taken."""
-
-    def close(self) -> None:
-        for link in self.links.values():
-            self.loop.do(link.close())
-
-
-class OverSockets(OverGrpc):
-    """Runs the servers on threads and sockets of this process. now_s: by the clock of their failure detectors, which
-    look at their members only when time passes here."""
-
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        super().__init__(plan)
-        self.loop, self.links, self.regions = Loop(), {}, tuple(plan.regions)
-        self.cluster = Cluster(self.loop, folder, plan.outer, plan.slicings(), plan.samples, STEP)
-        self.identity, self.now_s = self.cluster.identity, 0.0
-        for server in (GLOBAL, *self.regions):
-            self.hold_clock(server)
-
-    def hold_clock(self, server: str) -> None:
-        detector = self.running(server).service.failure_detector
-        self.loop.loop.call_soon_threadsafe(detector.stop)
-        detector.clock = lambda: self.now_s
-        detector._heard_s = dict.fromkeys(detector._heard_s, self.now_s)
-
-    def passes(self, server: str, seconds: float, heard: list[tuple[str, int]], late_s: float) -> None:
-        """Let seconds pass, and the server's failure detector look. heard: member and rank of whom it has heard at
-        their end. late_s: for how long its process stood still."""
-        self.now_s += seconds
-        detector = self.running(server).service.failure_detector
-        for rank in heard:
-            detector.heard(*rank)
-        self.loop.do(detector.look(self.now_s - late_s))
-
-    def servers(self, name: str) -> Any:
-        return self.running(name).server
-
-    def running(self, server: str) -> Any:
-        return self.cluster.top if server == GLOBAL else self.cluster.regions[server]
-
-    def address(self, server: str) -> str:
-        return self.running(server).address
-
-    def tell(self, server: str, message: Message) -> Any:
-        if isinstance(message, MemberSilent):  # its failure detector says so
-            return self.loop.do(self.running(server).server_thread.say(message))
-        return super().tell(server, message)
-
-    def is_quiet(self, region: str) -> bool:
-        return super().is_quiet(region) and not self.servers(region)._last_words()
-
-    def has_ended(self, region: str) -> bool:
-        return bool(self.servers(region).done)
 
     def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
         running = self.running(server)
@@ -441,6 +419,7 @@ class OverSockets(OverGrpc):
         return events
 
     def close(self) -> None:
-        super().close()
+        for link in self.links.values():
+            self.loop.do(link.close())
         self.cluster.close()
         self.loop.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def made(hidden: int, layers: int, heads: int, ffn: int, length: int) -> SmallLM
 def llama(model: SmallLM, weights: Tensor) -> LlamaForCausalLM:
     """transformers' model with these weights."""
     a = model.a
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=256, hidden_size=a.hidden_size, intermediate_size=a.ffn_size, num_hidden_layers=a.layers,
         num_attention_heads=a.heads, rms_norm_eps=a.norm_eps, rope_theta=a.rope_theta, tie_word_embeddings=True,
     )  # fmt: skip
@@ -238,7 +239,7 @@ def test_a_step_with_a_lookahead_begins_where_the_mean_of_the_last_moves_leads(m
     study = Study(steps=40, hidden=16, layers=1, heads=2, ffn=32, batch=2, length=16, inner=inner)
     outer = METHODS[SYNCHRONOUS].outer({}, load_environment(HALOS), study.steps)
     task = training_task(study, outer, 1 << 20)
-    fleet = task.learner
+    fleet: Any = task.learner
     one, theta, mean = fleet(WorkerSpec("one", 1.0)), fleet.model.start.clone(), torch.zeros_like(fleet.model.start)
     seen: list[Tensor] = []
     gradients = SmallLM.gradients

@@ -110,7 +110,7 @@ def _messages(which: str) -> list[Any]:
     """Messages that a server of that name receives in a small run."""
     told: dict[str, list[Any]] = {GLOBAL: [], "eu": []}
     kinds = {GLOBAL: GlobalServer, "eu": RegionServer}
-    real = {name: kind.handle for name, kind in kinds.items()}
+    real = {name: kind.handle for name, kind in kinds.items()}  # type: ignore[attr-defined]
 
     def noting(name: str) -> Any:
         def handle(server: Any, message: Any) -> Any:

@@ -49,7 +49,7 @@ PROFILES = {"short": (12.0, 0.0, "1g"), "minutes": (300.0, 20.0, "2g"), "hour": 
 COUNTED = {
     "kill": "kills", "stop": "stops", "cut": "partitions", "slow": "slows", "drop": "drops", "corrupt": "corrupts",
     "delay": "delays", "reorder": "reorders", "duplicate": "duplicates",
-    "starve": "starved", "files": "out_of_files", "fill": "full_disks", "lie": "liars",
+    "starve": "starved", "files": "out_of_files", "fill": "full_disks",
 }  # fmt: skip
 START_S = 240.0  # until every worker has trained a job
 HUNG_S = 180.0  # after the faults, for every worker to train a job
@@ -140,10 +140,9 @@ def faulty(
         before = {worker: run.jobs_of(worker) for names in run.regions.values() for worker in names}
         run.wait_for(lambda: all(run.jobs_of(worker) > n for worker, n in before.items()), HUNG_S)
         hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
-        refused = run.lies_refused()
         run.finish(kills_at_the_end(seed, end_kills_s, END_EVERY_S, *them), lambda text: print(text, flush=True))
         end_s = time.time()
-    run.keep(seconds=seconds, end_s=end_s, hung=hung, lies_refused=refused, ended_badly=int(run.exit_code != 0))
+    run.keep(seconds=seconds, end_s=end_s, hung=hung, ended_badly=int(run.exit_code != 0))
 
 
 def counted(run: FaultyRun) -> dict[str, Any]:
@@ -156,7 +155,6 @@ def counted(run: FaultyRun) -> dict[str, Any]:
         **goodput(run, found["committed_samples"], run.noted["end_s"]),
         "seconds": run.noted["seconds"],
         "hung": run.noted["hung"],
-        "lies_refused": run.noted["lies_refused"],
         "ended_badly": run.noted["ended_badly"],
         "servers_ended": sum(
             e["event"] == "ProcessDied"

@@ -19,7 +19,6 @@ from statistics import fmean
 from typing import Any
 
 from geotrain.parameters.parameter_map import parameter_map_of
-from tests.chaos.faults.liar import LIAR
 from tests.chaos.faults.runner import FaultyRun
 
 
@@ -78,8 +77,7 @@ def _incarnations(run: FaultyRun, region: str, worker: str, end_s: float) -> lis
     ranks = run.cluster.worker(region, worker).ranks
     joined: dict[str, dict[int, float]] = {}
     for event in run.events(region):  # a rank joins again when its server was restarted: the first time counts
-        lie = event.get("incarnation", "").startswith(LIAR)
-        if event["event"] == "Joined" and event["member"] == worker and not lie:
+        if event["event"] == "Joined" and event["member"] == worker:
             joined.setdefault(event["incarnation"], {}).setdefault(event["part"], event["time_s"])
     begins = sorted(max(parts.values()) for parts in joined.values() if len(parts) == ranks)
     ends = [t for t, fault in run.done if fault.what == "kill" and _hits(fault, region, worker)]

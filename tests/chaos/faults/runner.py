@@ -31,7 +31,6 @@ from geotrain.launch.launcher import WAN_CONTROL
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, checked_meta
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.outer.messages import Refused
-from tests.chaos.faults.liar import BELIEVED
 from tests.chaos.faults.scenario import Event, Fault
 from tests.support.process_trees import until
 
@@ -84,7 +83,6 @@ class FaultyRun:
         self.servers = [name for site, shards in self.shards.items() for name in (site, *shards)]
         self.done: list[tuple[float, Fault]] = []  # (Unix time, what was done)
         self.samples: dict[int, Samples] = {}
-        self.liars: list[subprocess.Popen[str]] = []
         self.noted: dict[str, Any] = {}  # what else is known of it, once it has ended
         self.exit_code: int | None = None
         self._ended = threading.Event()
@@ -243,8 +241,6 @@ class FaultyRun:
             if not self.pids("global", "global"):  # a launcher begins, which would not without room, and rightly
                 return False
             ends.append((until_s, fill(self.folder.parent)))
-        elif fault.what == "lie":
-            return self._lie(fault)
         elif fault.what in ("starve", "files"):
             # One that has not begun to listen yet still loads its modules, for which there would be no descriptor.
             pids = [pid for pid in self.pids(fault.kind, fault.of) if pid == self._listening(fault.of)]
@@ -277,35 +273,6 @@ class FaultyRun:
         with suppress(OSError, ValueError, KeyError):
             return int(json.loads((self.folder / "servers" / server / "listening.json").read_text())["pid"])
         return None
-
-    def _lie(self, fault: Fault) -> bool:
-        """A liar, which has the worker's certificate, joins its region's server as a new incarnation of it."""
-        region = next(name for name, workers in self.regions.items() if fault.of in workers)
-        servers = self.pids("server", region)
-        listening = self.folder / "servers" / region / "listening.json"
-        if not servers or not listening.exists():
-            return False
-        inside = ["nsenter", f"--net=/proc/{servers[-1]}/ns/net"]
-        # As launched: there are the shards' addresses.
-        files = [str(self.folder / name) for name in ("run.json", "cluster.json")]
-        words = [*files, region, fault.of, str(listening)]
-        with self.log.open("ab") as log:
-            command = [*inside, sys.executable, "-m", "tests.chaos.faults.liar", *words]
-            self.liars.append(subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=log, text=True))
-        self.done.append((time.time(), fault))
-        return True
-
-    def lies_refused(self) -> int:
-        """Count the liars' messages that were refused. Raises RuntimeError if one was taken."""
-        refused = 0
-        for liar in self.liars:
-            said = liar.communicate(timeout=STOP_S)[0]
-            if liar.returncode == BELIEVED:
-                raise RuntimeError(f"a lie was believed: {said}")
-            if liar.returncode:  # it has told no more lies; why is in its log
-                print(f"a liar ended by itself (exit code {liar.returncode}, see {self.log})", flush=True)
-            refused += said.count("refused")
-        return refused
 
     # -- what is kept
 

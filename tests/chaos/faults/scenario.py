@@ -11,7 +11,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import shard_name
 
 KILLS = ("rank", "deepspeed", "guard", "server", "global", "region", "launcher")
-BURDENS = ("starve", "files", "fill", "lie")  # what servers, and the last one workers, must bear
+BURDENS = ("starve", "files", "fill")  # what servers must bear
 ENDS = "ends"  # an event that is in no log: the server has written its last snapshot
 END_S = 5.0  # after which it is left alone: it may have gone long before
 PACKETS = ("drop", "corrupt", "delay", "reorder", "duplicate")  # what befalls a share of a link's packets
@@ -30,8 +30,7 @@ class Event:
 class Fault:
     """what: kill (SIGKILL), stop (SIGSTOP, later SIGCONT) a process; cut or slow a region's emulated link; drop,
     corrupt, delay, reorder or duplicate its packets; starve a server's process (it gets a tenth of its time), take
-    its last free file descriptors (EMFILE), fill the disk of the whole run, or have a liar join as a worker and send
-    what is no update.
+    its last free file descriptors (EMFILE), or fill the disk of the whole run.
 
     kind: of process: "rank" (one of a worker's), "deepspeed" (a worker's launcher), "guard" (a worker's, under
     GeoTrain's launcher), "server" (a region's), "global", "shard" (of either), "region" (all its processes at once),
@@ -43,7 +42,6 @@ class Fault:
 
     what: Literal[
         "kill", "stop", "cut", "slow", "drop", "corrupt", "delay", "reorder", "duplicate", "starve", "files", "fill",
-        "lie",
     ]  # fmt: skip
     when: float | Event
     of: str = "global"
@@ -104,7 +102,6 @@ def short_faults(regions: dict[str, Sequence[str]], shards: int = 0) -> list[Fau
         Fault("fill", 0.5, "all", "disk", for_s=2.5),
         Fault("kill", 1.5, "global", "global"),  # it comes back to a full disk
         Fault("files", 4.5, first, "server", for_s=3.0),
-        Fault("lie", 4.5, regions[last][0], "worker"),
         Fault("starve", 5.0, last, "server", for_s=4.0),
         Fault("corrupt", 5.0, first, for_s=5.0, rate=0.1, seed=1, amount=0.25),
         Fault("kill", 8.0, first, "server"),
@@ -161,8 +158,6 @@ def _fault(what: str, at_s: float, dice: random.Random, regions: dict[str, Seque
         return Fault("stop", at_s, region, "server", for_s=round(dice.uniform(1.0, 4.0), 1))
     if what == "fill":
         return Fault("fill", at_s, "all", "disk", for_s=round(dice.uniform(2.0, 6.0), 1))
-    if what == "lie":
-        return Fault("lie", at_s, worker, "worker")
     if what in BURDENS:
         of = dice.choice(["global", region])
         return Fault(what, at_s, of, "global" if of == "global" else "server", for_s=round(dice.uniform(3, 8), 1))

@@ -15,7 +15,7 @@ from tests.chaos.faults.scenario import KILLS
 ROOT = Path(__file__).parents[3]
 START_S = 500.0
 BURDENED = {
-    "kills": 4, "full_disks": 1, "out_of_files": 1, "starved": 1, "liars": 1, "lies_refused": 1
+    "kills": 4, "full_disks": 1, "out_of_files": 1, "starved": 1
 }  # fmt: skip
 KILLED = {f"kill {kind}": 1 for kind in KILLS} | {"partitions": 1, "slows": 1, "stops": 1}
 
@@ -39,7 +39,7 @@ def test_coverage() -> None:
     ids=["burdens", "kills"],
 )
 def test_nothing_is_lost_whatever_befalls_a_run(words: tuple[str, ...], fewest: dict[str, int]) -> None:
-    """A full disk, no files, no time and a liar, and kills while the run ends; any process is killed,
+    """A full disk, no files and no time, and kills while the run ends; any process is killed,
     and links are cut and slow."""
     command = [sys.executable, "-m", "tests.chaos.faults", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=ROOT)

@@ -28,7 +28,6 @@ def make_world(
         "down": {"name": "int8"}, "local_steps": 6, "lease_reserve": 12, "fragments": fragments,
         "overlap": {"steps": 3, "late": "continue", "adopt": "rebase"}, **outer,
     }  # fmt: skip
-    run["outer"]["limits"] = {"quarantine_s": 3.0}  # of whoever a liar speaks for
     run["checkpoint"] = {"every_jobs": 8, "every_minutes": 0.05}
     ranks = {"eu": (2, 1), "us": (1, 1)}
     cluster = cluster_file(
