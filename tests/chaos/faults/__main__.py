@@ -39,7 +39,6 @@ from geotrain.common.names import GLOBAL
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from tests.chaos.faults.audit import accounts
-from tests.chaos.faults.goodput import goodput
 from tests.chaos.faults.runner import FaultyRun, Samples, kinds_done
 from tests.chaos.faults.scenario import kills_at_the_end, random_faults, short_faults
 from tests.chaos.faults.world import make_world
@@ -142,8 +141,7 @@ def faulty(
         hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
         refused = run.lies_refused()
         run.finish(kills_at_the_end(seed, end_kills_s, END_EVERY_S, *them), lambda text: print(text, flush=True))
-        end_s = time.time()
-    run.keep(seconds=seconds, end_s=end_s, hung=hung, lies_refused=refused, ended_badly=int(run.exit_code != 0))
+    run.keep(seconds=seconds, hung=hung, lies_refused=refused, ended_badly=int(run.exit_code != 0))
 
 
 def counted(run: FaultyRun) -> dict[str, Any]:
@@ -153,7 +151,6 @@ def counted(run: FaultyRun) -> dict[str, Any]:
         **{name: sum(fault.what == what for _, fault in run.done) for what, name in COUNTED.items()},
         **{f"packets_{kind}": count for kind, count in sorted(run.impaired_packets().items())},
         **{key: value for key, value in found.items() if key != "committed_samples"},
-        **goodput(run, found["committed_samples"], run.noted["end_s"]),
         "seconds": run.noted["seconds"],
         "hung": run.noted["hung"],
         "lies_refused": run.noted["lies_refused"],
