@@ -26,26 +26,28 @@ def site_in(folder: Path, samples: int) -> Site:
     return site
 
 
-def played(site: Site, resume: bool = False) -> dict[str, Any]:
-    """Train all of the run's data; halfway a snapshot is waited for. Returns the global server's last words."""
+def played(site: Site, resume: bool = False, killed: bool = False) -> dict[str, Any]:
+    """Train all of the run's data; halfway a snapshot is waited for, and where `killed` the servers die. Returns the
+    global server's last words."""
     servers = [site.serve(which, resume) for which in ("global", "eu")]
     try:
         worker, jobs = site.worker("a", f"life-{resume}"), 0
         worker.join()
-        while lease := worker.lease():
+        while (jobs < 10 or not killed) and (lease := worker.lease()):
             worker.train(lease)
             jobs += 1
             if jobs == 10:
                 assert until(lambda: any(each["committed_samples"] > 0 for each in snapshots_of(site.folder)))
-        worker.leave()
+        if not killed:
+            worker.leave()
         worker.close()
-        assert [server.ended() for server in servers] == [(0, "")] * 2
+        assert killed or [server.ended() for server in servers] == [(0, "")] * 2
     finally:
         for server in servers:
             server.process.kill()
             server.process.join()
-    last: dict[str, Any] = json.loads((site.folder / "servers/global/status.json").read_text())
-    return last
+    words = site.folder / "servers/global/status.json"
+    return {} if killed else dict(json.loads(words.read_text()))
 
 
 def weights(site: Site) -> dict[str, torch.Tensor]:
@@ -87,3 +89,10 @@ def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(tmp_path: P
 def test_a_run_that_was_killed_or_never_was_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.json"):
         snapshots_of(tmp_path)
+    (folder := tmp_path / "run").mkdir()
+    (folder / "servers").symlink_to(folder)
+    played(site_in(folder, 160), killed=True)
+    known = [each["snapshot"] for each in snapshots_of(folder)]
+    with pytest.raises(ConfigError, match="did not end in good order"):
+        roll_back(folder, known[0], tmp_path / "new")
+    assert not (tmp_path / "new").exists()

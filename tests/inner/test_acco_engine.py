@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +59,8 @@ def engine_for(name: str | None, model: dict[str, Any] = QWEN_2, **block: Any) -
 def two_replicas(folder: str) -> dict[str, Any]:
     return {
         "checkpoint": {form: canonical_checkpoint(f"{folder}/{form}", form) for form in FORMS},
+        "validated": {form: validated(form) for form in (*FORMS, None)},
+        "not finite": {form: not_finite(form) for form in ("coded", None)},
         "large": {form: large(form) for form in ("delayed", "delayed, coded")},
         "watched": watched(f"{folder}/csv"),
         "bad setting": refusal(bad_run(*BAD_SETTINGS[0][:-1], ranks=2)),
@@ -108,6 +114,49 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
     del thread.exchange
     seen["into a step"] = ended(engine, THEN)
     return seen
+
+
+@contextmanager
+def zeroed(engine: Any) -> Iterator[None]:
+    """Let the masters be zeros inside this context."""
+    held = [(shard.master, shard.master.clone()) for shard in engine.shards()]
+    for master, _ in held:
+        master.zero_()
+    yield
+    for master, before in held:
+        master.copy_(before)
+
+
+def validated(form: str | None) -> dict[str, Any]:
+    """Train with an evaluation of other weights between two steps, and without."""
+    curves, loss = [], 0.0
+    for swapped in (False, True):
+        engine = engine_for(form)
+        train(engine, FIRST)
+        if swapped:
+            loss = engine.evaluate_swapped_in(zeroed(engine), micro_batches(engine, LAST))
+        curves.append((train(engine, THEN), masters(engine).tolist()))
+        stop(engine)
+    return {"curves": curves, "loss": loss}
+
+
+def not_finite(form: str | None) -> dict[str, Any]:
+    """Step with one gradient that is not finite, on one rank; then go on."""
+    engine = engine_for(form)
+    train(engine, FIRST)
+
+    def state() -> list[torch.Tensor]:
+        kept = engine.basic_optimizer.state.values()
+        return [masters(engine).clone(), *(moment.clone() for moments in kept for moment in moments.values())]
+
+    before, parameter = state(), engine.module.decoder.layers[0].mlp.linear_fc1.weight
+    hook = parameter.register_hook(lambda gradient: gradient * (float("nan") if engine.dp_rank else 1.0))
+    engine.train_step(micro_batches(engine, LAST), LAST)
+    hook.remove()
+    kept = all(map(torch.equal, state(), before))
+    curve = train(engine, THEN)
+    stop(engine)
+    return {"kept": kept, "curve": curve}
 
 
 def live_bytes() -> int:
@@ -164,6 +213,23 @@ def test_a_checkpoint_disturbs_nothing_and_resumes_to_the_same_bits(ranks: list[
         assert seen["undisturbed"] == seen["saved"] == seen["resumed"]
         assert seen["steps"] == THEN.stop
         assert seen["into a step"] == seen["resumed"], "a load into a running engine waits for what is under way"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [*FORMS, None])
+def test_training_goes_on_as_if_other_weights_had_not_been_evaluated(ranks: list[dict[str, Any]], form: str) -> None:
+    for rank in ranks:
+        without, after = rank["validated"][form]["curves"]
+        assert without == after
+        assert rank["validated"][form]["loss"] == pytest.approx(math.log(QWEN_2["vocab_size"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["coded", None])
+def test_a_gradient_that_is_not_finite_steps_nothing(ranks: list[dict[str, Any]], form: str) -> None:
+    for rank in ranks:
+        seen = rank["not finite"][form]
+        assert seen["kept"] and all(map(math.isfinite, itertools.chain(*seen["curve"])))
 
 
 @pytest.mark.slow

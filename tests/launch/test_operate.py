@@ -102,6 +102,39 @@ def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
             server.process.join()
 
 
+def test_a_snapshot_that_failed_is_reported_and_only_the_global_one_must_succeed(tmp_path: Path) -> None:
+    site = Site(tmp_path, train_samples=48)
+    try:
+        for which in ("global", "eu"):
+            site.serve(which)
+            assert site.status(which)
+        run = LiveRun(tmp_path)
+        assert list(run.snapshot()) == ["global", "eu"]
+        site.servers[1].process.kill()
+        site.servers[1].process.join(BUSY_S)
+        done = say("snapshot", tmp_path)
+        assert "global/snapshots/" in done.text and f"the server at {site.address('eu')} does not answer" in done.text
+        site.servers[0].process.kill()
+        site.servers[0].process.join(BUSY_S)
+        assert say("snapshot", tmp_path).returncode == 2
+    finally:
+        for server in site.servers:
+            server.process.kill()
+            server.process.join()
+
+
+def test_a_drained_region_has_left_when_all_of_its_members_have(tmp_path: Path) -> None:
+    Site(tmp_path)  # of a region with the workers a and b
+    run = LiveRun(tmp_path)
+
+    def has_left(members: dict[str, bool], state: RunState = RunState.RUNNING) -> bool:
+        told = {name: {"left": left} for name, left in members.items()}
+        return run.has_left("eu", RunStatus(state, "", {"global": {"members": told}}))
+
+    assert [has_left({"a": left, "b": True, "c": False}) for left in (False, True)] == [False, True]
+    assert not has_left({}) and has_left({}, RunState.STOPPED)
+
+
 def test_a_launcher_is_known_by_its_lock(tmp_path: Path) -> None:
     assert launcher_runs(tmp_path) is None
     with locked(tmp_path):

@@ -99,13 +99,15 @@ def test_a_token_is_asked_for_and_becomes_a_cookie(make: Make) -> None:
 def test_who_says_nothing_or_drips_is_cut_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("geotrain.monitor.http.REQUEST_S", 1.0)
     server = make()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as dripping:
-        dripping.sendall(b"GET / HTTP/1.1\r\n")
+    address = "127.0.0.1", server.port
+    with socket.create_connection(address, timeout=60) as dripping, socket.create_connection(address, 60) as silent:
+        dripping.sendall(b"GET / HTTP/1.1\r\nX: ")
         begin = time.monotonic()
         with pytest.raises(OSError):
-            while time.monotonic() - begin < 60:
-                dripping.sendall(b"X: y\r\n")
+            while time.monotonic() - begin < 12:  # sooner than a silent connection's own timeout
+                dripping.sendall(b"y")  # of one header: too many would end it, too
                 time.sleep(0.1)
+        assert silent.recv(1) == b"" and time.monotonic() - begin < 12
 
 
 def test_connections_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

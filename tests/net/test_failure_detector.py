@@ -16,7 +16,7 @@ from geotrain.monitor.events import Trouble
 from geotrain.net.server import failure_detector
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.outer.events import Event
-from geotrain.outer.messages import OperatorCommand, RunComplete
+from geotrain.outer.messages import OperatorCommand, RunComplete, UpdateRejected
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
 SILENT_S = 1e6  # by the server's own clock nothing happens
@@ -156,3 +156,20 @@ def test_of_a_members_own_times_no_more_is_believed_than_ten_times_the_others(be
             others = [usual_s for who, usual_s in usual.items() if who != name]
             most_s = failure_detector.FAR * median_low(others) if others else inf
             assert detector.usual_s(name, 5.0) == min(usual.get(name, max(usual.values())), most_s)
+
+
+def test_a_quarantine_ends_after_its_time_and_an_expulsion_only_by_the_operator(begin):
+    cluster, hands = begin()
+    server, say = hands.running.server, hands.running.server_thread.say
+    for name in "ab":
+        cluster.joined(name)
+    hands.running.loop.do(say(OperatorCommand("expel", "a")))
+    for _ in range(server.limits.strikes):
+        hands.running.loop.do(say(UpdateRejected("b", server.members["b"].incarnation, "it is bad")))
+
+    def quarantined(after_s: float) -> list[str]:
+        hands.passes(after_s)
+        return [name for name, member in server.members.items() if member.quarantined]
+
+    assert quarantined(0.0) == quarantined(server.limits.quarantine_s - 1.0) == ["a", "b"]
+    assert quarantined(1.0) == ["a"] == quarantined(SILENT_S / 2)

@@ -271,9 +271,11 @@ def test_a_full_disk_refuses_and_recovers(tmp_path, monkeypatch):
         return real(descriptor, content, position)
 
     monkeypatch.setattr(journal_module.os, "pwrite", pwrite)
+    whole = (tmp_path / "00000001.journal").stat().st_size
     for _ in range(2):
         with pytest.raises(JournalFull, match="no room for the journal"):
             journal.append(update(2, 4_000_000))
+        assert (tmp_path / "00000001.journal").stat().st_size == whole, "half a record keeps the disk full"
     journal.append(update(2, 1000))
     journal.flush()
     room = 1 << 30

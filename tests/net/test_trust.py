@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +23,10 @@ from geotrain.net.transport.certs import (
     load_credentials,
     trust_between,
 )
-from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient, Unreachable
+from geotrain.net.transport.grpc_client import GrpcClient, Unreachable
 from geotrain.net.transport.operator_client import ask_status, command
 from geotrain.net.transport.worker_client import WorkerClient
-from geotrain.outer.messages import Join, LeaseRequest, Refused, Release, TakeBack
+from geotrain.outer.messages import Join, LeaseRequest, Refused, Release, TakeBack, Validated
 from tests.support.net_worlds import BUSY_S, halves, outer, wait_for, whole
 
 PLAN = {"eu": {"a": halves, "b": whole}, "us": {"c": whole}}
@@ -49,66 +48,26 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-def test_a_worker_speaks_for_itself_only(make, folder):
+def test_a_region_asks_and_speaks_for_its_own_workers_only(make, folder):
     cluster = make(outer(), PLAN, certs=folder)
-    false = cluster.worker("b")
-    false.name = "a"
-    with pytest.raises(Refused, match=r"certificate of b\.worker\.geotrain does not speak for worker 'a'"):
-        false.join()
-    false.close()
-
-    good = cluster.joined("b")
-    lease = good.lease()
-
-    async def attempts() -> None:
-        link = GrpcClient(cluster.region_of("b").address, "a", "life-1", cluster.trust("worker", "b", "region", "eu"))
-        part = good.parts(lease, 0)[0]
-        for call in (
-            lambda: link.push(dataclasses.replace(part, member="a")),
-            lambda: link.pull(AnswerPull(0, 0, 0, 1 << 20)),
-            lambda: link.leave(0, (0,)),
-            lambda: link.beat(0),
-            lambda: link.lease(LeaseRequest("a", 1)),
-            lambda: link.release(Release((1,))),
-        ):
-            with pytest.raises(Refused, match="does not speak for"):
-                await call()
-        await link.close()
-
-    cluster.loop.do(attempts())
-    with pytest.raises(Refused, match="does not speak for"):
-        command(
-            cluster.region_of("b").address, rpc.Control("stop"), BUSY_S, cluster.trust("worker", "b", "region", "eu")
-        )
-
-
-def test_a_worker_is_no_region_and_a_region_no_other(make, folder):
-    cluster = make(outer(), PLAN, certs=folder)
-    namesake = {"name": "r", "workers": [{"name": "us", "hosts": [{"host": "h", "slots": 1}]}]}
-    make_certificates(parse(ClusterConfig, {"name": "test", "regions": [namesake]}, "test"), folder)
     wait_for(lambda: cluster.top.server.members["us"].complete)
     region = cluster.regions["us"].server
 
     async def attempts() -> None:
-        for role, name in (("worker", "a"), ("region", "eu"), ("worker", "us")):
-            link = GrpcClient(cluster.top.address, "us", "x", cluster.trust(role, name, "global", GLOBAL))
-            with pytest.raises(
-                Refused, match=rf"certificate of {name}\.{role}\.geotrain does not speak for region 'us'"
-            ):
-                await link.join(region.join_message())
-            await link.close()
         link = GrpcClient(
             cluster.top.address, "us", region.incarnation, cluster.trust("region", "us", "global", GLOBAL)
         )
-        with pytest.raises(Refused, match="us cannot ask for the data of 'a'"):
-            await link.lease(LeaseRequest("a", 1))
-        with pytest.raises(Refused, match="us cannot ask for the data of 'a'"):
-            await link.take_back(TakeBack("a", (1,)))
+        for call in (
+            link.lease(LeaseRequest("a", 1)),
+            link.take_back(TakeBack("a", (1,))),
+            link.validated(Validated("a", 1, 1, 1.0, 1.0)),
+        ):
+            with pytest.raises(Refused, match=r"us cannot (ask for the data of|speak for) 'a'"):
+                await call
         await link.release(Release((lease.lease,)))  # of another region's worker: without effect
         await link.close()
 
-    worker = cluster.joined("a")
-    lease = worker.lease()
+    lease = cluster.joined("a").lease()
     cluster.loop.do(attempts())
     assert lease.lease in cluster.top.server.lease_table.open
 
@@ -130,14 +89,6 @@ def test_strangers_do_not_get_in(make, folder, tmp_path):
     status = ask_status(address, BUSY_S, cluster.trust("worker", "a", "region", "eu"))
     assert status is not None
     assert status["region"] == "eu"
-
-
-def test_only_the_operator_controls(make, folder):
-    cluster = make(outer(), PLAN, certs=folder)
-    trust = cluster.trust("operator", "operator", "global", GLOBAL)
-    command(cluster.top.address, rpc.Control("snapshot"), BUSY_S, trust)
-    with pytest.raises(Refused, match="'explode' means nothing to a run; known: pause, resume, drain, expel"):
-        command(cluster.top.address, rpc.Control("explode"), BUSY_S, trust)
 
 
 def test_certificates_are_made_once_and_keys_are_private(tmp_path):

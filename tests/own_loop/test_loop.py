@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,18 @@ def test_the_model_ends_as_the_runs_weights(tmp_path: Path, adopt_last: bool, ou
     assert torch.equal(ours, servers.top.weights(0)) == adopt_last
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_state_is_saved_after_so_many_jobs_each_and_before_leaving(tmp_path: Path, every: int) -> None:
+    saved: list[tuple[int, bool]] = []
+    run = write_run(tmp_path)
+    run = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"every_jobs": every})})
+    loop, servers = joined(run, network(), save=lambda job: saved.append((job, servers.top.finished)))
+    while not loop.finished:
+        step(loop)
+    jobs = STEPS // LOCAL_STEPS
+    assert saved == [*((job, False) for job in range(every, jobs + 1, every)), (jobs, False)]
+
+
 class Numbers:
     """A data set of five samples."""
 
@@ -186,21 +198,54 @@ class Numbers:
 
 
 @pytest.fixture
-def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> geotrain.OuterLoop:
-    """The loop of the only worker. A parameter is the run's ramp of the batch."""
-    run = write_run(tmp_path)
-    if hasattr(request, "param"):
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., geotrain.OuterLoop]:
+    """Makes the loop of the only worker. keys: of the run file, besides `write_run`'s."""
+
+    def begun(model: nn.Module, keys: dict[str, Any], **more: Any) -> geotrain.OuterLoop:
+        write_run(tmp_path)
         raw = json.loads((tmp_path / "run.json").read_text())
-        raw["data"]["rampup_batch_size"] = request.param
+        for name, block in keys.items():
+            raw[name] = {**raw.get(name, {}), **block}
         (tmp_path / "run.json").write_text(json.dumps(raw))
-        run = load_run(tmp_path / "run.json")
-    cluster = {"name": "c", "regions": [{"name": "eu", "workers": [{"name": "eu-0"}]}]}
-    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
-    client: Any = LocalClient(LocalServers(run, ("eu-0",)), "eu-0")
-    client.close, client.retries = lambda: None, 0
-    monkeypatch.setattr("geotrain.worker.connection.WorkerClient", lambda *_, **__: client)
-    monkeypatch.setattr("geotrain.own_loop.loop.MOST_AHEAD", 8)
-    return geotrain.OuterLoop(tmp_path / "run.json", "eu", network())
+        cluster = {"name": "c", "regions": [{"name": "eu", "workers": [{"name": "eu-0"}]}]}
+        (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+        client: Any = LocalClient(LocalServers(load_run(tmp_path / "run.json"), ("eu-0",)), "eu-0")
+        client.close, client.retries = lambda: None, 0
+        monkeypatch.setattr("geotrain.worker.connection.WorkerClient", lambda *_, **__: client)
+        monkeypatch.setattr("geotrain.own_loop.loop.MOST_AHEAD", 8)
+        return geotrain.OuterLoop(tmp_path / "run.json", "eu", model, **more)
+
+    return begun
+
+
+@pytest.fixture
+def outer(begin: Callable[..., geotrain.OuterLoop], request: pytest.FixtureRequest) -> geotrain.OuterLoop:
+    """The loop of the only worker. A parameter is the run's ramp of the batch."""
+    ramp = {"data": {"rampup_batch_size": request.param}} if hasattr(request, "param") else {}
+    return begin(network(), ramp)
+
+
+def test_after_a_validation_forwards_take_the_workers_own_weights(begin: Callable[..., geotrain.OuterLoop]) -> None:
+    """Forwards take a copy of the masters, which `refresh` makes, as under DeepSpeed."""
+    model, validated = network(), list[bool]()
+
+    def validate() -> float:
+        assert torch.equal(model[0].weight, taken[0])
+        validated.append(bool(torch.equal(model[0].weight, own[0])))
+        return 0.5
+
+    often = {"monitor": {"validate_every_samples": 8}, "data": {"validation_samples": 1}}
+    outer = begin(model, {**often, "outer": {**MIXES, "rule": {"name": "sync", "lr": 0.5}}}, validate=validate)
+    taken, own = [model[0].weight.detach().clone()], [model[0].weight.detach().clone()]
+    outer._masters.refresh = lambda changed=None: taken.__setitem__(0, model[0].weight.detach().clone())
+    with outer:
+        for _ in outer.samples():
+            assert torch.equal(model[0].weight, taken[0])
+            with torch.no_grad():
+                model[0].weight += 1.0
+            taken[0] = own[0] = model[0].weight.detach().clone()
+            outer.after_step(0.5)
+    assert outer.finished and validated and not all(validated)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -84,6 +84,8 @@ def test_a_planned_run_is_launched_unchanged(tmp_path: Path) -> None:
         (["configs/models/llama-8b.json", INVENTORY, "--pin-global", "mars"], "--pin-global mars: no such region"),
         (["configs/models/none.json", INVENTORY], "none.json: cannot be read"),
         (["configs/runs/1b.json", INVENTORY, "--objective", "cost", "--within-days", "0.001"], "cannot be had"),
+        (["configs/runs/1b.json", INVENTORY, "--within-days", "0.001"], "this plan needs "),
+        (["configs/runs/1b.json", INVENTORY, "--tokens-per-s", "1e12"], "this plan trains "),
     ],
 )
 def test_errors_are_one_message_and_write_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -107,3 +109,4 @@ def test_keys_of_the_run_file_are_pins(tmp_path: Path) -> None:
     }
     assert tensor == {given.parallel.tensor}
     assert planned.data.train_samples == given.data.train_samples
+    assert f"{given.data.train_samples * given.data.sequence_length:.3g} tokens:" in done.text

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from geotrain.config import OuterConfig, OverlapConfig, codec_config
-from geotrain.outer.codec import NonFiniteError, make_codec
+from geotrain.outer.codec import CodecError, NonFiniteError, make_codec
 from geotrain.outer.downlink import WeightsSender
 from geotrain.outer.messages import ChunkDelta, ChunkWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
@@ -105,6 +105,19 @@ def test_a_parameter_that_is_not_finite_is_named(staging, monkeypatch):
     matrix[3] = float("nan")
     with pytest.raises(NonFiniteError, match=r"parameter layer\.0: holds infinities or NaN"):
         worker.make_delta(0, seed=1).result()
+
+
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("state", ["cpu", "device", "host"])
+def test_weights_that_are_not_finite_reach_no_master(state, start, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    worker, matrix = rank(staging_of(state))
+    worker.on_weights(whole(1.0), start=True)
+    before, bad = matrix.clone(), torch.ones(16)
+    bad[5] = float("inf")
+    with pytest.raises(CodecError, match="not finite"):
+        worker.on_weights(ChunkWeights(0, 2, bad.numpy().tobytes()), start)
+    assert torch.equal(matrix, before)
 
 
 STATE = ("cpu", "device", "host")

@@ -260,6 +260,8 @@ class AccoOptimizer(ZeROOptimizer):
         self._wait_for_communication()
         set_step_count(self.optimizer, self._steps_committed)
 
+    wait_for_weights = settle  # they arrive with the commit
+
     def _wait_for_communication(self) -> None:
         """Wait for the prediction and the commit that are under way, if any. Raises AccoError if one failed."""
         if self._predicting is not None:  # it is for the step after the last that was begun

@@ -228,6 +228,8 @@ class GeoEngine(DeepSpeedEngine):
         Afterwards training goes on as if nothing had happened: its bits do not differ. Every rank must call it.
         """
         self.settle()  # a step still under way would otherwise write to the masters of the other weights
+        if self.bits is not None:
+            self.optimizer.wait_for_weights()  # coded changes that have not left yet would lead to the other weights
         with swapped_in:
             self._use_masters()
             loss = self.evaluate(micro_batches)

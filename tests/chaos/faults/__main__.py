@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +38,6 @@ from geotrain.common.names import GLOBAL
 from geotrain.emulate import wan
 from geotrain.launch.launcher import WAN_CONTROL
 from tests.chaos.faults.audit import accounts
-from tests.chaos.faults.goodput import goodput
 from tests.chaos.faults.runner import FaultyRun, Samples, kinds_done
 from tests.chaos.faults.scenario import kills_at_the_end, random_faults, short_faults
 from tests.chaos.faults.world import make_world
@@ -141,8 +139,7 @@ def faulty(
         run.wait_for(lambda: all(run.jobs_of(worker) > n for worker, n in before.items()), HUNG_S)
         hung = sum(run.jobs_of(worker) <= n for worker, n in before.items())
         run.finish(kills_at_the_end(seed, end_kills_s, END_EVERY_S, *them), lambda text: print(text, flush=True))
-        end_s = time.time()
-    run.keep(seconds=seconds, end_s=end_s, hung=hung, ended_badly=int(run.exit_code != 0))
+    run.keep(seconds=seconds, hung=hung, ended_badly=int(run.exit_code != 0))
 
 
 def counted(run: FaultyRun) -> dict[str, Any]:
@@ -152,7 +149,6 @@ def counted(run: FaultyRun) -> dict[str, Any]:
         **{name: sum(fault.what == what for _, fault in run.done) for what, name in COUNTED.items()},
         **{f"packets_{kind}": count for kind, count in sorted(run.impaired_packets().items())},
         **{key: value for key, value in found.items() if key != "committed_samples"},
-        **goodput(run, found["committed_samples"], run.noted["end_s"]),
         "seconds": run.noted["seconds"],
         "hung": run.noted["hung"],
         "ended_badly": run.noted["ended_badly"],

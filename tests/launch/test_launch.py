@@ -1,0 +1,67 @@
+"""What a launch does with what it has started: real processes, in place of servers and workers."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.config import ConfigError, load_cluster, load_run
+from geotrain.launch import launcher
+from geotrain.launch.supervisor import ProcessSpec, Supervisor
+from tests.support.small_runs import prepare_text, write_files
+
+Launch = Callable[..., int]
+LONG_S = 60.0  # a launch that waits for what never comes ends then, and well
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Launch a run of two workers, of which the first always fails, and is not started again."""
+    prepare_text(tmp_path)
+
+    class Instead(Supervisor):
+        def start(self, spec: ProcessSpec) -> None:
+            does = "raise SystemExit(3)" if spec.name == "eu-0" else f"import time; time.sleep({self.lasts_s})"
+            command = sys.executable, "-c", does
+            super().start(replace(spec, command=command, first_input=b""))
+
+    def launched(rule: str = "sync", resume: bool = False, lasts_s: float = 0.0, **keys: Any) -> int:
+        Instead.lasts_s = lasts_s
+        files = write_files(
+            tmp_path, "r", 32, {"eu": [1], "us": [1]}, {"rule": {"name": rule}}, restarts=0, shards=1, **keys
+        )
+        return launcher.launch(*files, resume=resume)
+
+    monkeypatch.setattr(launcher, "Supervisor", Instead)
+    return launched
+
+
+def test_only_a_synchronous_run_ends_when_a_worker_is_given_up(launch: Launch, tmp_path: Path) -> None:
+    assert launch("sync", lasts_s=LONG_S) == 3
+    assert json.loads((tmp_path / "r" / launcher.OUTCOME).read_text())["code"] == 3
+    (tmp_path / "r").rename(tmp_path / "other")
+    assert launch("region_momentum", lasts_s=3.0) == 0  # the other worker goes on to its end
+
+
+def test_a_resume_keeps_ports_and_data(launch: Launch, tmp_path: Path) -> None:
+    """Regions that run know the ports. A worker's files are its owner's alone: an environment may hold a key."""
+    folder = tmp_path / "r"
+    launch()
+    (folder / "servers").mkdir()
+    before, run = load_cluster(folder / "cluster.json"), load_run(folder / "run.json")
+    files = [path for path in (folder / "hosts").iterdir() if path.is_file()]
+    assert {path.name for path in files} == {"eu-0", "us-0"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    launch(resume=True)
+    assert load_cluster(folder / "cluster.json") == before and before.global_shards[0].port
+    assert run.data.sha256 and load_run(folder / "run.json").data.sha256 == run.data.sha256
+    data = json.loads((tmp_path / "r.json").read_text())["data"]
+    with pytest.raises(ConfigError, match=rf"data\.sha256: was {run.data.sha256}, is 0000.*resume with the same"):
+        launch(resume=True, data={**data, "sha256": "0" * 64})
