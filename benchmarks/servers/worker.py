@@ -15,7 +15,7 @@ import torch
 from benchmarks.servers.world import RANKS
 from geotrain.config import load_cluster, load_run
 from geotrain.net.transport.certs import trust_between
-from geotrain.net.transport.sharded_link import shards_above
+from geotrain.net.transport.fragment_links import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import ChunkDelta, Join, UpdatePart

@@ -148,7 +148,7 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         homes = {region: [ranks[name] for name, (home, _) in placed.items() if home == region] for region in regions}
         inside = {region: _to_server(region, homes[region], network) for region in regions}
     timings = [worker_timing(name, region, steps[name]) for name, (region, _) in placed.items()]
-    sizes = Sizes(run.outer, tuple(f.numel for f in parameter_map_of(run).fragments))
+    sizes = Sizes(run.outer, parameter_map_of(run).group_numel)
     shards = {region: max(1, len(shards_of(cluster, region))) for region in regions}
     rates = MEASURED.over(cluster.security is not None)
     servers = server_times(run.outer, sizes, shards, max(1, len(cluster.global_shards)), rates)

@@ -43,7 +43,7 @@ from geotrain.outer.shards.remote import RemoteShards
 from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, numel, scatter
 from geotrain.staging.interface import from_bytes
-from tests.support.recorded_world import check_shards
+from tests.support.recorded_world import check_store
 from tests.support.specification import Specification, Vector, close
 
 STEP = 2  # samples of an inner step
@@ -107,7 +107,7 @@ class Account:
         def went_on() -> Handled:
             handled = go_on()
             judge(self._sent, handled.sends)
-            judge(check_shards)
+            judge(check_store)
             return handled
 
         def judge(look: Any, *told: Any) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
 from math import inf
 from statistics import median_low
 from typing import Any, Literal
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
-from geotrain.outer.events import Event, Joined, Left, Quarantined, SentWhole, Unbanned, UpdateRefused
+from geotrain.outer.events import Event, FactsLost, Joined, Left, Quarantined, SentWhole, Unbanned, UpdateRefused
 from geotrain.outer.messages import (
+    Fact,
+    Facts,
     Identity,
     Join,
     Lease,
@@ -19,10 +22,13 @@ from geotrain.outer.messages import (
     Leave,
     LiftQuarantine,
     MemberSilent,
+    MemberStanding,
     NotJoined,
     Refused,
+    Standing,
     UpdateRejected,
     Welcome,
+    WentBack,
 )
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
@@ -35,11 +41,33 @@ from geotrain.outer.server.member import (
     check_quarantine,
     check_slices,
 )
-from geotrain.outer.server.member_phase import MemberEvent
-from geotrain.outer.shards.protocol import Forget, Shards
-from geotrain.parameters.parameter_map import ParameterMap
+from geotrain.outer.server.member_phase import MemberEvent, MemberPhase
+from geotrain.outer.server.store import Store
+from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
 JOIN_RETRY_S = 0.5
+MOST_FACTS = 256  # that a shard says at once
+
+
+@dataclass(frozen=True)
+class ServerPart:
+    """The part of a server that a process is.
+
+    dealt: the fragments of each shard; empty: the server is one process. shard: number of the shard that this is;
+    None: it keeps the ledger, and all fragments where there is no shard.
+    """
+
+    dealt: tuple[tuple[int, ...], ...] = ()
+    shard: int | None = None
+
+    def numbers(self, fragments: int) -> tuple[int, ...]:
+        """The fragments of this process."""
+        if not self.dealt:
+            return tuple(range(fragments))
+        return () if self.shard is None else self.dealt[self.shard]
+
+
+WHOLE = ServerPart()
 
 
 class Membership(ABC):
@@ -48,12 +76,12 @@ class Membership(ABC):
     members: names of those who may join. down: codec of the link to them. rule: of the server.
     """
 
-    shards: Shards
+    store: Store
     member_role: Literal["region", "worker"]
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
-        down: CodecConfig, limits: LimitsConfig,
+        down: CodecConfig, limits: LimitsConfig, part: ServerPart = WHOLE,
     ) -> None:  # fmt: skip
         self.identity, self.parameter_map, self.rule, self.down = identity, parameter_map, rule, down
         # incarnation: names the server's present one; its process sets it, since drawing it is not pure.
@@ -65,8 +93,20 @@ class Membership(ABC):
         self.members = {name: Member() for name in members}
         # Names of those that take part (`Member.takes_part`), by whose number a rule that averages divides deltas.
         self.sharing: set[str] = set()
-        self.numbers = range(len(parameter_map.fragments))  # of the fragments
-        self.fragments: dict[int, Counts] = {}  # of the fragments whose first weights are known
+        self.part, self.all = part, range(len(parameter_map.fragments))
+        self.ledger = part.shard is None  # whether this process keeps it
+        self.numbers = part.numbers(len(self.all))  # of its own fragments
+        # Of the fragments whose first weights are known; the ledger has a copy of the versions of its shards'.
+        self.fragments: dict[int, Counts] = {}
+        self.unsaid: list[Fact] = []  # of a shard: what its ledger may not know yet
+        self.said = 0  # how many facts before these it has said
+        self.standing: Standing | None = None  # of a shard: what its ledger has said last
+        self.stands: dict[str, MemberStanding] = {}  # of its members, by name
+        self.open = self.ledger  # of a shard: whether its ledger has said so in this incarnation
+        self.taken = [0] * len(part.dealt)  # of the ledger: how many facts of each shard it knows
+        self.quiet = [0] * len(part.dealt)  # `Facts.quiet` of each
+        self.begun = 0  # how often the run has begun again
+        self.rounds: dict[str, int] = {}  # member → its last whole round before that
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
         self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
         self.validation_steps = 0  # inner steps that cost as much as a validation, or more
@@ -74,9 +114,16 @@ class Membership(ABC):
 
     @property
     def versions(self) -> list[int]:
-        """Versions by fragment; empty before the server has all weights."""
-        all_here = len(self.fragments) == len(self.numbers)
-        return [self.fragments[number].version for number in self.numbers] if all_here else []
+        """Versions by fragment, of those of other processes as far as they are known; empty before this server has
+        all its weights."""
+        if any(number not in self.fragments for number in self.numbers):
+            return []
+        return [self.fragments[number].version if number in self.fragments else 0 for number in self.all]
+
+    @property
+    def own_versions(self) -> tuple[int, ...]:
+        """Versions of this process's fragments."""
+        return tuple(self.fragments[n].version if n in self.fragments else 0 for n in self.numbers)
 
     @property
     def empty(self) -> bool:
@@ -96,6 +143,7 @@ class Membership(ABC):
         """
         member = self._member(name)
         check_quarantine(name, member, incarnation, self.limits)
+        self._check_known(name, incarnation)
         if member.incarnation == incarnation:
             if member.complete and part not in (None, *member.joined):
                 raise Refused(f"{name}: part {part} has not joined")
@@ -140,6 +188,7 @@ class Membership(ABC):
         check_identity(join, self.identity, self.data, self.origin)
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
+        self._check_known(join.member, join.incarnation)
         check_incarnation(join.member, member, join.incarnation)
         new = join.incarnation != member.incarnation
         if new and self.ending:
@@ -149,33 +198,36 @@ class Membership(ABC):
         parts = join.parts if new or not member.joined else member.parts
         slices = {**({} if new else member.slices), join.part: sum(map(len, (*join.pushes, *join.holds)))}
         check_parts(join, parts, self.member_role, slices)
-        check_slices(join, self.parameter_map, self.down)
+        check_slices(join, self.parameter_map, self.down, self.store.chunks)
         joined = {**({} if new else member.joined), join.part: join}
         if len(joined) == parts:
-            check_coverage(join.member, joined, self.parameter_map)
+            check_coverage(join.member, joined, self.parameter_map, self.store.chunks)
         known = self._holds_what_was_sent(join) if sends_changes(self.down) else not new
         if not known and any(join.mirrors):
             self._events.append(SentWhole(join.member))
         if new:
             member.begin_incarnation(join.incarnation)
         # Where it has what it was sent in its former incarnation, it is owed the answers that are frozen.
-        self._forget(join.member, joins=new, sent=not known and (new or self.shards.was_sent(join.member)))
+        self._forget(
+            join.member, joins=new, sent=not known and (new or bool(self.store.fingerprints_of(join.member)))
+        )
         if new:
             self._begin_incarnation(join)
         else:
-            member.meet(MemberEvent.HEARD)
+            self._heard(join.member)
         self._note_share(join.member)
         self.note_joined(join)
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
-        sequences = tuple(member.fragments[number].sequence + 1 for number in self.numbers)
-        return Welcome(sequences, self.next_job(join.member), self.incarnation, tuple(self.versions), self.origin)
+        sequences = tuple(member.fragments[number].sequence + 1 for number in self.all)
+        here = tuple(self.incarnation if number in self.numbers else "" for number in self.all)
+        return Welcome(sequences, self.next_job(join.member), here, tuple(self.versions), self.origin)
 
     def note_joined(self, join: Join) -> None:
         """Note that a rank has joined. Nothing of what its member was sent changes by that. Raises Refused where
         nobody is called so."""
         member = self._member(join.member)
-        self.shards.receive(join)
+        self.store.receive_join(join)
         for update in [update for update in member.admitted if update[1] == join.part]:
             del member.admitted[update]  # that check was made with the slices of an earlier join
         member.parts, member.joined[join.part] = join.parts, join
@@ -191,7 +243,7 @@ class Membership(ABC):
         if not self.rule.in_rounds:
             return member.job + 1
         held = [lease.job for lease in self.holds(name).values()]
-        return min([*held, 1 + member.last_round(len(self.numbers))])
+        return min([*held, 1 + member.last_round(len(self.all))])
 
     def _on_leave(self, leave: Leave) -> None:
         """Let the member leave, and release leases that were reserved for it and that it did not come to."""
@@ -213,6 +265,12 @@ class Membership(ABC):
     def _on_update_rejected(self, strike: UpdateRejected) -> bool:
         """Count the strike. Returns whether the member is quarantined for it now; then others get its leases."""
         member = self._member(strike.member)
+        if not self.ledger:
+            if strike.sequence and self.member_role == "worker" and member.incarnation == strike.incarnation:
+                member.banned = strike.incarnation
+            about = strike.member, strike.incarnation, strike.fragment, strike.sequence, strike.job
+            self.unsaid.append(Fact("refused", *about, reason=strike.reason))
+            return False
         ours = not member.quarantined and member.incarnation == strike.incarnation != member.banned
         if ours and strike.job:
             begun = [number for number, lease in self.holds(strike.member).items() if lease.job <= strike.job]
@@ -266,17 +324,14 @@ class Membership(ABC):
     def _holds_what_was_sent(self, join: Join) -> bool:
         """Whether the next weights may be changes of what the member was sent.
 
-        So they may when its fingerprints are those of the shards, or will be once it was given the last weights of
+        So they may when its fingerprints are those of the store, or will be once it was given the last weights of
         fragments that are still frozen in an answer.
         """
-        fingerprints, settled = self.shards.fingerprints_of(join.member), self.shards.settled(join.member)
+        fingerprints = self.store.fingerprints_of(join.member)
         own = self.members[join.member].fragments
-        frozen = {number for number in self.numbers if own[number].version is not None}
         for chunk, (now, before) in fingerprints.items():
-            waits = settled and self.parameter_map.chunks[chunk].fragment in frozen
+            waits = own[self.parameter_map.chunks[chunk].fragment].version is not None
             if chunk >= len(join.mirrors) or join.mirrors[chunk] not in ((now, before) if waits else (now,)):
-                if not settled:
-                    raise Refused(f"{join.member}: what it was sent last is being coded", JOIN_RETRY_S)
                 return False
         return bool(fingerprints) and any(join.mirrors)
 
@@ -286,9 +341,8 @@ class Membership(ABC):
         sent: what it holds is not known any more: its answers are frozen anew, with whole weights.
         """
         member = self.members[name]
-        all_sent = tuple(self.numbers) if sent else ()
-        judged = tuple((number, member.fragments[number].sequence) for number in self.numbers)
-        self.shards.execute(Forget(name, joins, all_sent, all_sent, judged))
+        all_sent = self.numbers if sent else ()
+        self.store.forget(name, joins, all_sent, all_sent)
         if joins:
             for table in (member.joined, member.slices, member.admitted):
                 table.clear()
@@ -298,17 +352,165 @@ class Membership(ABC):
             if sent:
                 own.answer = own.version = None
 
+    # -- between the ledger and its shards
+
+    def stand(self) -> Standing:
+        """Say how the run stands, for shards."""
+        members = tuple(
+            MemberStanding(
+                name, m.incarnation, m.phase.value, m.quarantined or m.banned == m.incarnation != "",
+                self.ends(name), self.rounds.get(name, 0),
+            )
+            for name, m in self.members.items()
+        )  # fmt: skip
+        return Standing(self.incarnation, self.origin, self.data, members, self.begun, **self._stands())
+
+    def _stands(self) -> dict[str, Any]:
+        """Return what this kind of server's shards must know beside its members."""
+        return {}
+
+    def ends(self, name: str) -> bool:
+        """Whether this worker ends, as there was no data for its last job. On a global server its leases say so."""
+        return False
+
+    def _on_standing(self, standing: Standing) -> None:
+        """Take what the ledger says, in the place of what it said before."""
+        if self.ledger:
+            raise Refused("this server keeps its ledger itself")
+        before, self.standing, self.open = self.standing, standing, True
+        self.origin, self.data = standing.origin, standing.data
+        self.stands = {each.name: each for each in standing.members}
+        for each in standing.members:
+            if (member := self.members.get(each.name)) is None:
+                continue
+            member.phase, member.quarantined = MemberPhase(each.phase), False
+            if each.barred:
+                member.banned = each.incarnation
+            self._note_share(each.name)
+            if each.incarnation != member.incarnation and member.joined:
+                self._forget(each.name, sent=False)
+            if standing.begun > self.begun:
+                self._begin_rounds(each.name, each.round)
+        self.begun = standing.begun
+        if before is None or before.validated != standing.validated:
+            self.copy_weights(None)
+
+    def _check_known(self, name: str, incarnation: str) -> None:
+        """Raise Refused where a shard's ledger has not said that this incarnation of the member has joined."""
+        if self.ledger:
+            return
+        stands = self.stands.get(name) if self.open else None
+        if stands is None or stands.incarnation != incarnation:
+            raise NotJoined(f"{name}: this shard does not know yet that it joined", JOIN_RETRY_S)
+        if stands.barred:
+            raise Refused(f"{name}: this incarnation of it may say no more; start it anew")
+        if stands.phase in (MemberPhase.SILENT.value, MemberPhase.LOST.value):
+            raise NotJoined(f"{name}: it was not heard of for too long: join first", JOIN_RETRY_S)
+
+    def facts(self, safe: tuple[int, ...]) -> Facts:
+        """Return what a shard has to say. safe: `Facts.safe`."""
+        assert self.part.shard is not None
+        said = tuple(self.unsaid[:MOST_FACTS])
+        return Facts(self.part.shard, self.said, said, self.own_versions, safe, self.quiet_since())
+
+    def quiet_since(self) -> int:
+        """Return `Facts.quiet`."""
+        return 0
+
+    def heard_facts(self, count: int) -> None:
+        """Note that the ledger knows so many of this shard's facts."""
+        del self.unsaid[: max(0, count - self.said)]
+        self.said = max(self.said, count)
+
+    def _report(self, fact: Fact) -> None:
+        """Note a fact in the ledger, or to be said to it."""
+        if self.ledger:
+            self._on_fact(fact)
+        else:
+            self.unsaid.append(fact)
+
+    @abstractmethod
+    def _on_fact(self, fact: Fact) -> None:
+        """Note a fact, of this process or of a shard, in the ledger."""
+
+    def _check_shard(self, shard: int, versions: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shard's fragments. Raises Refused where there is no such shard."""
+        if not self.ledger or not 0 <= shard < len(self.taken) or len(versions) != len(self.part.dealt[shard]):
+            raise Refused(f"shard {shard}: this server has {len(self.taken)}; all need the same cluster file")
+        return self.part.dealt[shard]
+
+    def _on_facts(self, said: Facts) -> int:
+        """Note what a shard has done, each fact once. Returns how many of its facts are known."""
+        numbers = self._check_shard(said.shard, said.versions)
+        if (lost := said.since - self.taken[said.shard]) > 0:  # this ledger came back from an older state
+            self._events.append(FactsLost(said.shard, lost))
+            self.taken[said.shard] = said.since
+        for number, version in zip(numbers, said.versions, strict=True):
+            self.fragments.setdefault(number, Counts()).version = version
+        for fact in said.facts[self.taken[said.shard] - said.since :]:
+            self.taken[said.shard] += 1
+            if fact.what == "applied" and fact.member in self.members:
+                self._heard(fact.member)
+            self._on_fact(fact)
+        self.quiet[said.shard] = said.quiet
+        return self.taken[said.shard]
+
+    def _on_went_back(self, back: WentBack) -> None:
+        """Go on with a shard whose disk was lost, and came back from a copy."""
+        numbers = self._check_shard(back.shard, back.versions)
+        self.taken[back.shard] = back.facts
+        for number, version in zip(numbers, back.versions, strict=True):
+            self.fragments.setdefault(number, Counts()).version = version
+            for member in self.members.values():
+                own = member.fragments[number]
+                own.came = min(own.came, back.job) if self.rule.in_rounds else own.came
+
+    def _part_state(self) -> dict[str, Any]:
+        """Save what is between a ledger and its shards."""
+        return {
+            "part": {
+                "dealt": [list(numbers) for numbers in self.part.dealt], "shard": self.part.shard, "said": self.said,
+                "unsaid": [asdict(fact) for fact in self.unsaid], "taken": list(self.taken),
+                "quiet": list(self.quiet), "begun": self.begun, "rounds": dict(self.rounds),
+                "standing": self.standing and asdict(self.standing),
+            }
+        }  # fmt: skip
+
+    def _load_part(self, meta: dict[str, Any]) -> None:
+        """Load what `_part_state` returned. Raises ParameterMapError where the state is of another part."""
+        saved = meta["part"]
+        if (saved["dealt"], saved["shard"]) != ([list(numbers) for numbers in self.part.dealt], self.part.shard):
+            raise ParameterMapError(
+                f"the state is of a server of {len(saved['dealt']) or 'no'} shards, the cluster file names "
+                f"{len(self.part.dealt)}, or their fragments differ; a run keeps the shards with which it began"
+            )
+        self.said, self.unsaid = saved["said"], [_fact(each) for each in saved["unsaid"]]
+        self.taken, self.quiet = list(saved["taken"]), list(saved["quiet"])
+        self.begun, self.rounds = saved["begun"], dict(saved["rounds"])
+        if (told := saved["standing"]) is not None:
+            members = tuple(MemberStanding(**each) for each in told["members"])
+            self.standing = Standing(**{**told, "members": members})
+            self.stands = {each.name: each for each in members}
+
     # -- for subclasses
 
     def begin_again(self) -> None:
         """Resume a saved run that had ended, perhaps with more data: members that left may come back."""
-        for name, member in self.members.items():
+        self.begun += self.ledger
+        for name, member in self.members.items() if self.ledger else ():
             member.meet(MemberEvent.RESUMES)
             self._note_share(name)
-            # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
-            whole = member.last_round(len(self.numbers))
-            for own in member.fragments.values():
-                own.came = whole
+            self._begin_rounds(name, member.last_round(len(self.all)))
+
+    def _begin_rounds(self, name: str, whole: int) -> None:
+        """Synchronous workers sent some fragments once more after their last job. The next job is a whole one."""
+        self.rounds[name] = whole
+        for own in self.members[name].fragments.values():
+            own.came = min(own.came, whole)
+
+    @abstractmethod
+    def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
+        """Copy the newest global weights, or drop the copy (`Server.copy_weights`)."""
 
     @abstractmethod
     def _release_leases(self, name: str) -> None:
@@ -328,6 +530,12 @@ class Membership(ABC):
     def _begin_incarnation(self, join: Join) -> None:
         """Clear what a member's former incarnation had begun, as a new one joins, after a death or at first."""
 
+    def _heard(self, name: str) -> None:
+        """Note a sign of life. A shard's members are in the phase that its ledger says."""
+        if self.ledger:
+            self.members[name].meet(MemberEvent.HEARD)
+            self._note_share(name)
+
     def _note_share(self, name: str) -> None:
         """Note whether the member takes part now; by name, since an update must not look at all members."""
         (self.sharing.add if self.members[name].takes_part else self.sharing.discard)(name)
@@ -346,3 +554,7 @@ class Membership(ABC):
         if member.away:
             raise NotJoined(f"{name} has left, or was not heard from for too long: join first", JOIN_RETRY_S)
         return member
+
+
+def _fact(saved: dict[str, Any]) -> Fact:
+    return Fact(**{**saved, "contains": tuple(saved["contains"])})

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
+    Fact,
     Finished,
     Join,
     Lease,
@@ -18,6 +19,7 @@ from geotrain.outer.messages import (
     Release,
     Send,
     TakenBack,
+    Trained,
     UpdatePart,
 )
 from geotrain.outer.server.member_phase import MemberEvent
@@ -33,7 +35,9 @@ class RegionData(Server):
     leases: RegionLeases
     in_flight: dict[int, UpdatePart]
     contains: list[list[int]]
+    sequences: list[int]
     trained: set[int]
+    gone_up: dict[int, set[int]]
     wanted: dict[str, set[int]]
     spent: dict[str, int]
     asking_back: set[str]
@@ -45,9 +49,7 @@ class RegionData(Server):
 
     def uncommitted(self) -> tuple[int, ...]:
         """Numbers of the leases that are trained here and not known to be committed."""
-        in_flight = [update.contains for update in self.in_flight.values()]
-        on_their_way = {number for numbers in (*self.contains, *in_flight) for number in numbers}
-        return tuple(sorted(self.trained & on_their_way))
+        return tuple(sorted(self.trained))
 
     def _check_own(self, name: str, leases: tuple[int, ...] = ()) -> None:
         if self.leases.given_back[name]:
@@ -148,13 +150,38 @@ class RegionData(Server):
     def _say_again(self, fragment: int) -> None:
         """Say once more, with the next update of a fragment, which leases it contains, since updates that had said so
         are lost: leases of which other fragments have gone up could not be committed otherwise."""
-        said = {*self.contains[fragment], *(u.contains if (u := self.in_flight.get(fragment)) else ())}
         held = [number for number, fragments in self.leases.contained.items() if fragment in fragments]
-        self.contains[fragment] += sorted({*self.trained, *held} - said)
+        leases = tuple(sorted({*self.trained, *held}))
+        for number in leases:
+            self.gone_up.get(number, set()).discard(fragment)
+        if fragment not in self.numbers:  # its shard knows of no lease
+            self._sends.append(Send(GLOBAL, Trained(self.name, fragment, leases)))
+            return
+        in_flight = u.contains if (u := self.in_flight.get(fragment)) else ()
+        self._take_up(fragment, [number for number in leases if number not in in_flight])
 
-    def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
+    def _note_up(self, fragment: int, sequence: int, leases: Collection[int]) -> None:
+        """Note that the global server has taken a fragment's update, which contains these leases."""
+        self.sequences[fragment] = max(self.sequences[fragment], sequence)
+        for number in {*leases} & (self.trained | self.leases.contained.keys()):
+            fragments = self.gone_up.setdefault(number, set())
+            fragments.add(fragment)
+            if len(fragments) == len(self.all):
+                self.trained.discard(number)
+                del self.gone_up[number]
+
+    def _report(self, fact: Fact) -> None:
+        if not self.ledger and fact.what == "applied":
+            self._take_up(fact.fragment, fact.contains)
+        super()._report(fact)
+
+    def _take_up(self, fragment: int, leases: Collection[int]) -> None:
         """Note which leases the fragment's weights contain now: the region's next update of it says so."""
-        mine, trained = self.leases.contain(part.member, part.contains, part.fragment, len(self.numbers))
-        self.contains[part.fragment] += [number for number in mine if number not in self.contains[part.fragment]]
+        self.contains[fragment] += [number for number in leases if number not in self.contains[fragment]]
+
+    def _count_trained(self, applied: Fact) -> tuple[int, None]:
+        mine, trained = self.leases.contain(applied.member, applied.contains, applied.fragment, len(self.all))
+        if applied.fragment in self.numbers:
+            self._take_up(applied.fragment, mine)
         self.trained |= {lease.lease for lease in trained}
         return sum(lease.samples for lease in trained), None

@@ -257,7 +257,7 @@ def stops(outer: OuterConfig, fragments: int, steps: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _stops(fragments: int, steps: int, tau: int) -> tuple[int, int]:
-    sent = [step for step in range(1, steps + 1) if fragments_due(fragments, steps, step)]
+    sent = [step for step in range(1, steps + 1) if fragments_due(range(fragments), steps, step)]
     return len({(step + after) % steps for step in sent for after in (0, tau)}), len(sent)
 
 

@@ -32,7 +32,8 @@ def shard_bytes(needs: ServerNeeds, parameter_map: ParameterMap, shards: int) ->
     """Compute the memory of the fullest of so many shards of a server, in bytes."""
     if shards == 1:
         return needs.memory_bytes
-    fullest = max(sum(chunk.numel for chunk in own) for own in deal(parameter_map.chunks, shards))
+    sizes = [fragment.numel for fragment in parameter_map.fragments]
+    fullest = max(sum(sizes[number] for number in own) for own in deal(sizes, shards))
     own = sum(needs.passing[part] for part in OF_EACH)
     # A buffer for decoding holds a whole chunk, so a shard's may be one more than its share.
     return own + needs.passing["computing"] + ceil((needs.memory_bytes - own) * fullest / parameter_map.numel)

@@ -207,6 +207,6 @@ def coded(codec: CodecConfig, chunks: Sequence[Chunk]) -> int:
 
 def _at_once(parameter_map: ParameterMap, outer: OuterConfig) -> set[int]:
     """The fragments of the largest update."""
-    count = len(parameter_map.fragments)
-    steps = (set(fragments_due(count, outer.local_steps, step)) for step in range(1, outer.local_steps + 1))
+    groups = parameter_map.groups
+    steps = (set(fragments_due(groups, outer.local_steps, step)) for step in range(1, outer.local_steps + 1))
     return max(steps, key=lambda due: sum(parameter_map.fragments[f].numel for f in due))

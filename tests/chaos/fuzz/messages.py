@@ -73,7 +73,7 @@ def digest(server: Any) -> int:
     for name, member in server.members.items():
         # Of fragments that were asked about only, there is nothing.
         exchanges = [(f, sorted(own.arriving), own.answer, own.version) for f, own in member.fragments.items()]
-        held = sorted(member.joined), sorted(exchanges), server.shards.fingerprints_of(name)
+        held = sorted(member.joined), sorted(exchanges), server.store.fingerprints_of(name)
         crc = zlib.crc32(repr(held).encode(), crc)
     return crc
 
@@ -88,7 +88,7 @@ class Messages:
         samples: list[Any] = [worker] * 4
         samples += [servers.join("a"), servers.region.join_message(), servers.update("b", 2, 1, 1.0)]
         samples += [
-            Welcome((3,) * 4, 1, "1", (0,) * 4),
+            Welcome((3,) * 4, 1, ("1",) * 4, (0,) * 4),
             servers.top.answer("eu", "life-1", 0, 1, 0),
             LeaseRequest("a", 2, 0.5),
             servers.first_lease,
