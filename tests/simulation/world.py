@@ -44,7 +44,6 @@ from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.recovery import restarted
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.events import Event
 from geotrain.outer.messages import Refused
 from geotrain.outer.server.server import Server
@@ -363,8 +362,11 @@ class World:
                 task.cancel()
             raise
         except Exception as error:
-            shut_out = name in self.struck or "others got its data" in str(error)
-            again = isinstance(error, ServerForgot) or (isinstance(error, Refused) and shut_out)
+            rounds = self.run_config.outer.rule.synchronous
+            lost = any(who == HOME[name] and what == DISK_LOST for _, who, what in self.record)
+            expected = ["others got its data", *["this server's state was lost"] * (lost or rounds)]
+            shut_out = name in self.struck or any(each in str(error) for each in expected)
+            again = isinstance(error, Refused) and shut_out
             missed = name in self.disturbed and "the run has ended here" in str(error)
             if process.deaths == life and not (again or missed):
                 self.faults.append(f"{name} ended: {error!r}")

@@ -25,8 +25,8 @@ from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.transport.certs import Trust, identity, load_credentials
-from geotrain.net.transport.operator_client import ask_status
 from geotrain.net.transport.fragment_links import ShardsAbove
+from geotrain.net.transport.operator_client import ask_status
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsReceiver

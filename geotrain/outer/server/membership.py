@@ -189,7 +189,7 @@ class Membership(ABC):
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
         self._check_known(join.member, join.incarnation)
-        check_incarnation(join.member, member, join.incarnation)
+        check_incarnation(join, member)
         new = join.incarnation != member.incarnation
         if new and self.ending:
             raise Refused(

@@ -33,7 +33,6 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Recall,
     Refused,
-    Release,
     RunComplete,
     Send,
     Standing,
@@ -295,6 +294,8 @@ class RegionServer(RegionData):
         Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So are the
         numbers of the last updates that were answered: those in flight count as never sent.
         """
+        in_flight = [update.contains for update in self.in_flight.values()]
+        gone = {number for numbers in (*self.contains, *in_flight) for number in numbers}
         dropped = self.pending + sum(update.weight for update in self.in_flight.values())
         self.dropped = self.lost_updates + dropped  # beside what was lost without the ledger
         for fragment in self.in_flight:
@@ -311,23 +312,21 @@ class RegionServer(RegionData):
             for own in member.fragments.values():
                 own.owed = False
         of_all = [member.fragments[fragment].came for member in self.members.values() for fragment in self.numbers]
-        self._report(Fact("over", weight=dropped, job=min(of_all, default=0), reason=reason))
+        about = {"weight": dropped, "job": min(of_all, default=0), "contains": tuple(sorted(gone)), "reason": reason}
+        self._report(Fact("over", **about))
 
     def _on_start_over(self, fact: Fact) -> None:
         """Give back all leases, as fragments begin again from the global weights."""
-        held = () if self.rule.in_rounds else self._answered_for()
-        self.trained.clear()
-        self.gone_up.clear()
+        # Of some a part of the training is dropped here: others train them anew, whatever their worker sends.
+        gone = set(fact.contains)
+        held = [number for worker in self.members for number in self.leases.of(worker)]
+        self.leases.start_over(gone)
         for name in self.members:
-            if not self.rule.in_rounds:
-                # Of some a part of the training is dropped here: others train them anew, whatever their worker sends.
-                self.leases.drop(name, self.leases.contained)
-                self.leases.give_back(name, self.leases.of(name))
             self.wanted[name].clear()
-            self.leases.forget(name)
-        self.leases.contained.clear()
-        if held:
-            self._sends.append(Send(GLOBAL, Release(held)))
+        if not self.rule.in_rounds:
+            self._release((*held, *sorted(self.trained & gone)))
+        self.trained -= gone
+        self.gone_up = {number: up for number, up in self.gone_up.items() if number not in gone}
         self._events.append(StartedOver(fact.reason, fact.weight))
 
     def _on_fact(self, fact: Fact) -> None:
@@ -355,7 +354,11 @@ class RegionServer(RegionData):
 
     def _on_went_back(self, back: WentBack) -> None:
         super()._on_went_back(back)
-        self._on_start_over(Fact("over", reason=f"shard {back.shard} has lost its disk"))
+        numbers, whole = set(self.part.dealt[back.shard]), set(self.all)
+        within = {**self.leases.contained, **dict.fromkeys(self.trained, whole)}
+        gone = [n for n, of in within.items() if numbers & of - self.gone_up.get(n, set())]
+        reason = f"shard {back.shard} has lost its disk"
+        self._on_start_over(Fact("over", contains=tuple(sorted(gone)), reason=reason))
 
     def _stands(self) -> dict[str, Any]:
         return {"every": self.every, "rest": self.rests if self._at_rest else 0}

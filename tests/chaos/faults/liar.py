@@ -18,8 +18,8 @@ import torch
 
 from geotrain.config import load_cluster, load_run
 from geotrain.net.transport.certs import Trust, identity, load_credentials
-from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.fragment_links import shards_above
+from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import ChunkDelta, Join, Refused, UpdatePart
