@@ -18,8 +18,8 @@ import torch
 
 from geotrain.config import load_cluster, load_run
 from geotrain.net.transport.certs import Trust, identity, load_credentials
-from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.fragment_links import shards_above
+from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import ChunkDelta, Join, Refused, UpdatePart
@@ -64,8 +64,6 @@ def main() -> int:
         print(f"the server is not there: {error}")
         return 0
     above = shards_above(cluster, parameter_map, "worker", worker, region)
-    if above is not None:  # the first shard is told of a chunk that is not there
-        above = replace(above, owner=(*above.owner, *[0] * NOWHERE))
     with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust, shards=above)) as client:
         try:
             sequences = client.join(join).sequences
