@@ -224,8 +224,11 @@ def _chunk_of(tensor: str) -> int:
 
 def left_out(server: Server) -> list[Message | StillJoined]:
     """List the messages with which a journal that follows the state must begin, so that its replay knows what the
-    state leaves out: who had joined, and the updates of which not all parts had arrived."""
+    state leaves out: that a shard's ledger has spoken, who had joined, and the updates of which not all parts had
+    arrived."""
     messages: list[Message | StillJoined] = []
+    if server.standing is not None and server.open:
+        messages.append(server.standing)
     for name, member in server.members.items():
         messages += map(StillJoined, member.joined.values())
         messages += server.left_out(name)

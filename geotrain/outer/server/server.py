@@ -222,6 +222,8 @@ class Server(Membership):
         member = self._expecting(part)
         if member is None:
             return False
+        if len(self.unsaid) >= MOST_UNSAID:  # not in `handle`: no journal has what the ledger knows
+            raise Refused(f"{self.name}: this shard's ledger has not answered for {MOST_UNSAID} updates", retry_s=5.0)
         self._check(part, member)
         if part.part in member.fragments[part.fragment].arriving:
             return False
@@ -242,8 +244,6 @@ class Server(Membership):
             return None
         if part.fragment not in self.fragments:
             raise Refused("this server has no weights yet", retry_s=1.0)
-        if len(self.unsaid) >= MOST_UNSAID:
-            raise Refused(f"{self.name}: this shard's ledger has not answered for {MOST_UNSAID} updates", retry_s=5.0)
         if own.refused is not None and own.refused[0] == part.sequence:
             raise own.refused[1].with_traceback(None)
         if part.sequence != own.sequence + 1:

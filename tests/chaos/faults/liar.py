@@ -64,8 +64,6 @@ def main() -> int:
         print(f"the server is not there: {error}")
         return 0
     above = shards_above(cluster, parameter_map, "worker", worker, region)
-    if above is not None:  # the first shard is told of a chunk that is not there
-        above = replace(above, owner=(*above.owner, *[0] * NOWHERE))
     with closing(WorkerClient(address, connect_s=WAIT_S, deadline_s=WAIT_S, trust=trust, shards=above)) as client:
         try:
             sequences = client.join(join).sequences
