@@ -7,7 +7,6 @@ import hashlib
 import random
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -18,13 +17,12 @@ from grpc import aio
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
-from geotrain.net.server.shard_host import ShardHost
-from geotrain.outer.events import Joined, UpdateApplied, UpdateStage
+from geotrain.outer.events import Joined, UpdateStage
 from geotrain.outer.messages import Lease, update_id
 from tests.simulation.account import STEP
 from tests.simulation.network import site
 from tests.simulation.worker import HOME, REGIONS
-from tests.simulation.world import DISK_LOST, World, durable, operate
+from tests.simulation.world import World, durable, operate
 
 MEMORY = Path("/dev/shm")  # where there is one, files of a life cost no disk
 SAMPLES = (12, 24, 36)  # of a run: whole rounds
@@ -227,20 +225,9 @@ def violations(world: World) -> list[str]:
     found = [*world.faults, *(f"a handler raised: {error}" for error in world.network.errors)]
     if found:
         return found
-    applied, disks = Counter[tuple[str, str, int, int, int]](), Counter[str]()
-    for _, server, what in world.record:
-        if what == DISK_LOST:  # its workers' updates are counted anew
-            disks[server] += 1
-        elif isinstance(what, UpdateApplied):
-            applied[server, what.member, what.fragment, what.sequence, disks[server]] += 1
-    found += [f"{key[0]} applied update {update_id(*key[1:4])} twice" for key, count in applied.items() if count > 1]
-    ever = {key[:4] for key in applied}
     for worker, _, *update in sorted(world.acknowledged):
-        if (HOME[worker], worker, *update) not in ever:
+        if (HOME[worker], worker, *update) not in world.account.ever:
             found.append(f"update {update_id(worker, *update)} was acknowledged, and never applied")
-    for process in world.processes.values():
-        if process.ended and isinstance(process.host, ShardHost):
-            found += world.account.differing(process.host.setup.server, process.host.server.shard)
     top = world.processes[GLOBAL].host
     assert top is not None
     leases = top.server.lease_table  # type: ignore[attr-defined]
