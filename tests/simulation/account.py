@@ -14,8 +14,8 @@ from torch import Tensor
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig, RegionMomentumConfig
 from geotrain.config.batches import BatchSchedule
-from geotrain.outer.codec import make_codec
 from geotrain.config.cluster import shard_name
+from geotrain.outer.codec import make_codec
 from geotrain.outer.events import FactsLost, Merged, StartedOver
 from geotrain.outer.messages import (
     Answer,
@@ -266,7 +266,8 @@ class Account:
         here = {
             name
             for name, m in server.members.items()
-            if (name in joined and joined[name].incarnation) and (not m.away or (m.phase is MemberPhase.DONE and not m.quarantined))
+            if (name in joined and joined[name].incarnation)
+            and (not m.away or (m.phase is MemberPhase.DONE and not m.quarantined))
         }
         assert server.sharing == here, f"{server.sharing} take part, not {here}"
         self.spec.sharing[server.name] = len(here)

@@ -125,7 +125,13 @@ class World:
     """A whole run, which `play` plays to its end. All that happens is in `record`, what must not in `faults`."""
 
     def __init__(
-        self, seed: int, folder: Path, rule: str = "halos", train_samples: int = 48, copies: bool = False, **settings: Any
+        self,
+        seed: int,
+        folder: Path,
+        rule: str = "halos",
+        train_samples: int = 48,
+        copies: bool = False,
+        **settings: Any,
     ) -> None:
         self.random, self.folder = random.Random(seed), folder
         self.run_config, self.cluster = _configs(rule, train_samples, **settings)
@@ -282,7 +288,9 @@ class World:
         """Let a dead process find nothing of its own: a region of one process, which begins anew, or a shard, which
         comes back from its newest copy. Without a copy a region's begins anew, and a global one would be refused."""
         process, (server, _, shard) = self.processes[name], name.partition(".shard-")
-        copies = ServerSetup(self.run_config, self.cluster, server, self.folder, int(shard)).copies() if shard else None
+        copies = (
+            ServerSetup(self.run_config, self.cluster, server, self.folder, int(shard)).copies() if shard else None
+        )
         whole = copies.own.whole() if copies else []
         if shard_name(name, 0) in self.processes or (server == GLOBAL and not whole):
             return
