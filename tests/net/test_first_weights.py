@@ -21,7 +21,7 @@ from torch import Tensor
 
 from geotrain.config import OuterConfig, RunConfig, codec_config, parse
 from geotrain.net.server import first_weights
-from geotrain.net.server.first_weights import FirstDigests, initial_chunks, initial_weights
+from geotrain.net.server.first_weights import FirstDigests, initial_weights
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
 from geotrain.outer.messages import Answer, ChunkWeights, MadeWeights
@@ -111,23 +111,21 @@ def test_weights_that_differ_or_that_nobody_has_made_are_sent(tmp_path: Path, fl
     chunk_elements=st.integers(1, 40),
     dealt=st.randoms(use_true_random=False),
 )
-def test_chunks_are_parts_of_the_parameters(
+def test_fragments_are_made_of_the_parameters(
     tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, int]], chunk_elements: int, dealt: random.Random
 ) -> None:
-    """Of any chunks of any map, also where a parameter lies in several."""
+    """Of any fragments of any map, also where a parameter lies in several chunks."""
     run = Site(tmp_path_factory.mktemp("run")).run
     inits = ("normal", "ones", "zeros")
     parameters = [Parameter(f"p{i}", shape, i // 2, inits[i % 3], 0.02) for i, shape in enumerate(shapes)]
     parameter_map = ParameterMap(parameters, 1, chunk_elements)
     by_name = {p.name: initial_tensor(p, run.seed).flatten() for p in parameters}
     vectors = [torch.cat([by_name[p.name] for p in f.parameters]) for f in parameter_map.fragments]
-    chunks = [chunk for chunk in parameter_map.chunks if dealt.random() < 0.5]
-    found = initial_chunks(run, parameter_map, chunks)
-    assert found.keys() == {chunk.index for chunk in chunks}
-    for chunk in chunks:
-        there = vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel]
-        assert torch.equal(found[chunk.index], there), chunk
-    assert all(map(torch.equal, initial_weights(run, parameter_map), vectors))
+    fragments = [fragment for fragment in range(len(vectors)) if dealt.random() < 0.5]
+    found = initial_weights(run, parameter_map, fragments)
+    assert [*found] == fragments and [*initial_weights(run, parameter_map)] == [*range(len(vectors))]
+    for fragment in fragments:
+        assert torch.equal(found[fragment], vectors[fragment]), fragment
 
 
 def test_a_member_asks_again_while_its_answer_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
