@@ -135,7 +135,8 @@ class ServerHost(ProcessHost):
             trust, shard = self.trust(self.setup.server_role, self.server.name), self.setup.shard or 0
             to = shard, str(self.setup.server_address), trust
             self.ledger = ShardLink(self.server_thread, *to, self._newest_safe, self.new)
-            works += [self.ledger.run(), *self._shard_works()]
+            # Its ledger may be gone, if this shard knows already that the server has ended.
+            works += [asyncio.sleep(0) if self.ended_before else self.ledger.run(), *self._shard_works()]
         if self.setup.newest is not None:
             works.append(self._until_grown(self.setup.newest))
         if self.server.name == GLOBAL and self.server.ledger and self.setup.run.ends_at is not None:

@@ -47,6 +47,9 @@ from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
 JOIN_RETRY_S = 0.5
 MOST_FACTS = 256  # that a shard says at once
+OF_MEMBER = "applied", "contained", "refused"  # facts
+OF_FRAGMENT = "applied", "contained", "up", "lost"
+PHASES = {phase.value for phase in MemberPhase}
 
 
 @dataclass(frozen=True)
@@ -377,6 +380,8 @@ class Membership(ABC):
         """Take what the ledger says, in the place of what it said before."""
         if self.ledger:
             raise Refused("this server keeps its ledger itself")
+        if any(each.phase not in PHASES for each in standing.members) or standing.every < 0:
+            raise Refused(f"{self.name}: its ledger says what is no standing of a run: {standing.members!r:.200}")
         before, self.standing, self.open = self.standing, standing, True
         self.origin, self.data = standing.origin, standing.data
         self.stands = {each.name: each for each in standing.members}
@@ -442,6 +447,8 @@ class Membership(ABC):
     def _on_facts(self, said: Facts) -> int:
         """Note what a shard has done, each fact once. Returns how many of its facts are known."""
         numbers = self._check_shard(said.shard, said.versions)
+        if any(fact.what in OF_FRAGMENT and fact.fragment not in numbers for fact in said.facts):
+            raise Refused(f"shard {said.shard}: it says facts of fragments that are not its own, {numbers}")
         if (lost := said.since - self.taken[said.shard]) > 0:  # this ledger came back from an older state
             self._events.append(FactsLost(said.shard, lost))
             self.taken[said.shard] = said.since
@@ -449,7 +456,9 @@ class Membership(ABC):
             self.fragments.setdefault(number, Counts()).version = version
         for fact in said.facts[self.taken[said.shard] - said.since :]:
             self.taken[said.shard] += 1
-            if fact.what == "applied" and fact.member in self.members:
+            if fact.what in OF_MEMBER and fact.member not in self.members:
+                continue  # the run has it no more
+            if fact.what == "applied":
                 self._heard(fact.member)
             self._on_fact(fact)
         self.quiet[said.shard] = said.quiet
