@@ -39,12 +39,14 @@ def in_rounds(world: World) -> bool:
 
 
 async def dies(world: World) -> None:
-    """One process is killed, or two, or their machine loses power; they are started again a while later."""
+    """One process is killed, or two, or their machine loses power; they are started again a while later, perhaps
+    with an empty disk."""
     names = world.random.sample([*world.addresses, *HOME], world.random.choice([1, 1, 2]))
     await world.network.messages(world.random.randint(1, 60))
     dead = [n for n in names if world.kill(n, power_lost=n not in HOME and world.random.random() < 0.5)]
     for name in dead:
-        if name in REGIONS and not in_rounds(world) and world.random.random() < 0.2:
+        may = ".shard-" in name or (name in REGIONS and not in_rounds(world))
+        if may and world.random.random() < 0.2:
             world.lose_disk(name)
     for name in dead:
         await asyncio.sleep(world.random.choice([0.1, 0.1, 1.0, 5.0, 40.0, 90.0]))
@@ -66,7 +68,9 @@ async def dies_half_way(world: World, times: int = 3) -> None:
 
 async def is_cut_off(world: World) -> None:
     """Nothing passes over a link for a while."""
-    world.cut(*world.random.choice(LINKS), world.random.choice([0.5, 5.0, 40.0, 90.0]))
+    shards = [(name, site(name)) for name in world.addresses if ".shard-" in name]
+    below = [(name, above) for name, _ in shards for above, _ in shards if (site(name), site(above)) == ("eu", GLOBAL)]
+    world.cut(*world.random.choice([*LINKS, *shards, *below]), world.random.choice([0.5, 5.0, 40.0, 90.0]))
 
 
 async def is_slow(world: World) -> None:
@@ -260,13 +264,14 @@ def settings_of(seed: int) -> dict[str, Any]:
     drawn = random.Random(-seed)
     rule = drawn.choice(["halos", "published", "region_momentum", "sync"])
     shards = drawn.choice([(), (), (GLOBAL,), (GLOBAL, "eu")])
-    exact = "eu" in shards  # payloads that go from shard to shard are not seen by the account
     drawn_settings: dict[str, Any] = {
         "train_samples": drawn.choice(SAMPLES),
         "rule": rule.replace("published", "halos"),
-        "up": codec_config(drawn.choice(["fp32"] if exact else ["fp32", "int8"])),
-        "down": codec_config(drawn.choice(["fp32"] if exact else ["fp32", "bf16", "int4"])),
+        "up": codec_config(drawn.choice(["fp32", "int8"])),
+        "down": codec_config(drawn.choice(["fp32", "bf16", "int4"])),
         "shards": shards,
+        "pieces": drawn.choice([1, 2]) if shards else 1,
+        "copies": bool(shards) and drawn.random() < 0.5,
     }
     if rule != "sync":
         drawn_settings |= {"updates_per_send": drawn.randint(1, 3), "lease_reserve": drawn.choice([0, 0, 1, 2])}

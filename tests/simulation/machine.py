@@ -67,7 +67,7 @@ class Machine:
             (process_host, "wait", _wait),
             (process_host, "ConnectionGuard", _NoThread),
             (process_host, "raise_file_limit", lambda: None),
-            (remote_snapshots, "threading", SimpleNamespace(Thread=_DoneThread)),
+            (remote_snapshots, "threading", SimpleNamespace(Thread=_DoneThread, Lock=Lock)),
             (frozen_state, "threading", SimpleNamespace(Condition=_Condition)),
             (server_host, "TcpCounters", _Counters),
             (server_host, "TRAFFIC_EVENT_S", 60.0),

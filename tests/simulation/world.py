@@ -313,7 +313,6 @@ class World:
         server, _, shard_number = name.partition(".shard-")
         number = int(shard_number) if shard_number else None
         setup = ServerSetup(self.run_config, self.cluster, server, folder, number, launch="one")
-        copies = setup.copies()
         log = process.events = _Events(self, name)
         events: EventLog = log  # type: ignore[assignment]
         incarnation = uuid.uuid4().hex
@@ -324,6 +323,7 @@ class World:
             return made
 
         try:
+            copies = setup.copies()
             recovered = _recovered(setup, events, build, copies.own if copies else None)
             if process.expected is not None:
                 self._compare(name, process.expected, durable(recovered.server))
