@@ -19,10 +19,10 @@ from geotrain.monitor.events import (
     SnapshotWritten,
     WaitsChanged,
 )
-from geotrain.monitor.history import Facts, History, facts
+from geotrain.monitor.history import History, PageFacts, facts
 from geotrain.outer.events import Event, Joined, Steered, UpdateApplied, UpdateRefused, ValidationDone
 
-FACTS = Facts(
+FACTS = PageFacts(
     "r", 10, 8, 8000, ("all",), {n: {"region": n, "workers": 1, "gbps": None, "rtt_ms": None} for n in "ab"}
 )
 

@@ -69,7 +69,9 @@ async def dies_half_way(world: World, times: int = 3) -> None:
 async def is_cut_off(world: World) -> None:
     """Nothing passes over a link for a while."""
     shards = [(name, site(name)) for name in world.addresses if ".shard-" in name]
-    below = [(name, above) for name, _ in shards for above, _ in shards if (site(name), site(above)) == ("eu", GLOBAL)]
+    below = [
+        (name, above) for name, _ in shards for above, _ in shards if (site(name), site(above)) == ("eu", GLOBAL)
+    ]
     world.cut(*world.random.choice([*LINKS, *shards, *below]), world.random.choice([0.5, 5.0, 40.0, 90.0]))
 
 

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered, TrainedTwice
+from geotrain.outer.events import Left, Merged, SentUp, Steered, TrainedTwice
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
     ChunkDelta,
     Fact,
-    Facts,
     Finished,
     Identity,
     Join,
@@ -35,7 +34,6 @@ from geotrain.outer.messages import (
     Refused,
     RunComplete,
     Send,
-    Standing,
     TakeBack,
     TakenBack,
     Trained,
@@ -43,7 +41,6 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Validated,
     Welcome,
-    WentBack,
     update_id,
 )
 from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
@@ -315,74 +312,6 @@ class RegionServer(RegionData):
         about = {"weight": dropped, "job": min(of_all, default=0), "contains": tuple(sorted(gone)), "reason": reason}
         self._report(Fact("over", **about))
 
-    def _on_start_over(self, fact: Fact) -> None:
-        """Give back all leases, as fragments begin again from the global weights."""
-        # Of some a part of the training is dropped here: others train them anew, whatever their worker sends.
-        gone = set(fact.contains)
-        held = [number for worker in self.members for number in self.leases.of(worker)]
-        self.leases.start_over(gone)
-        for name in self.members:
-            self.wanted[name].clear()
-        if not self.rule.in_rounds:
-            self._release((*held, *sorted(self.trained & gone)))
-        self.trained -= gone
-        self.gone_up = {number: up for number, up in self.gone_up.items() if number not in gone}
-        self._events.append(StartedOver(fact.reason, fact.weight))
-
-    def _on_fact(self, fact: Fact) -> None:
-        match fact.what:
-            case "applied":
-                self._on_applied(fact)
-            case "up":
-                self._note_up(fact.fragment, fact.sequence, fact.contains)
-            case "lost":
-                self._say_again(fact.fragment)
-            case "refused":
-                about = fact.member, fact.incarnation, fact.reason, fact.fragment, fact.sequence, fact.job
-                self._on_update_rejected(UpdateRejected(*about))
-            case "over":
-                self._on_start_over(fact)
-
-    def _on_facts(self, said: Facts) -> int:
-        known = super()._on_facts(said)
-        if self.rule.in_rounds:
-            for job in [fact.job for fact in said.facts if fact.what == "over"]:
-                for own in (m.fragments[f] for m in self.members.values() for f in self.part.dealt[said.shard]):
-                    own.came = min(own.came, job)
-        self._due = True
-        return known
-
-    def _on_went_back(self, back: WentBack) -> None:
-        super()._on_went_back(back)
-        numbers, whole = set(self.part.dealt[back.shard]), set(self.all)
-        within = {**self.leases.contained, **dict.fromkeys(self.trained, whole)}
-        gone = [n for n, of in within.items() if numbers & of - self.gone_up.get(n, set())]
-        reason = f"shard {back.shard} has lost its disk"
-        self._on_start_over(Fact("over", contains=tuple(sorted(gone)), reason=reason))
-
-    def _stands(self) -> dict[str, Any]:
-        return {"every": self.every, "rest": self.rests if self._at_rest else 0}
-
-    def ends(self, name: str) -> bool:
-        if not self.ledger:
-            return self.stands[name].ends if name in self.stands else False
-        return name in self.spent and self.spent[name] == self.leases.asked.get(name) and not self.rule.in_rounds
-
-    def _on_standing(self, standing: Standing) -> None:
-        super()._on_standing(standing)
-        if standing.every and isinstance(self.rule, AsyncRegion):
-            self.every = self.rule.every = standing.every
-        self._due = True
-
-    def quiet_since(self) -> int:
-        at_work = self.in_flight or any(self.rule.pending(state) for state in self.fragments.values())
-        return 0 if at_work or self.standing is None or self._last_words() else self.standing.rest
-
-    @property
-    def _quiet(self) -> bool:
-        """Whether nothing of this region is left to go up, in no process of it."""
-        return not self.in_flight and all(quiet == self.rests for quiet in self.quiet)
-
     def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
         lacks = super().lacks_answer(name, incarnation, part, fragment, sequence)
         return lacks and not (self.final is not None and self._waits_for_final(name, fragment, sequence))
@@ -532,14 +461,6 @@ class RegionServer(RegionData):
         return [Send(GLOBAL, message) for message in said]
 
     # -- inside
-
-    @property
-    def _at_rest(self) -> bool:
-        """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
-        for some, and nobody holds a lease."""
-        if not self.ledger:
-            return self.standing is not None and self.standing.rest > 0
-        return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
 
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
