@@ -37,12 +37,12 @@ from geotrain.outer.server.member import (
     check_slices,
 )
 from geotrain.outer.server.member_phase import MemberEvent
-from geotrain.outer.server.parts import JOIN_RETRY_S, WHOLE, Parts, ServerPart
+from geotrain.outer.server.parts import JOIN_RETRY_S, WHOLE, ServerPart, ServerParts
 from geotrain.outer.server.store import Store
 from geotrain.parameters.parameter_map import ParameterMap
 
 
-class Membership(Parts):
+class Membership(ServerParts):
     """The members of a server, and the messages that change their phases.
 
     members: names of those who may join. down: codec of the link to them. rule: of the server.

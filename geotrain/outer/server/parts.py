@@ -16,6 +16,7 @@ from geotrain.parameters.parameter_map import ParameterMapError
 
 JOIN_RETRY_S = 0.5
 MOST_FACTS = 256  # that a shard says at once
+MOST_UNSAID = 8192  # that it keeps for its ledger
 OF_MEMBER = "applied", "contained", "refused"  # facts
 OF_FRAGMENT = "applied", "contained", "up", "lost"
 PHASES = {phase.value for phase in MemberPhase}
@@ -42,7 +43,7 @@ class ServerPart:
 WHOLE = ServerPart()
 
 
-class Parts(ABC):
+class ServerParts(ABC):
     """What a process knows of the other parts of its server. The base of `Membership`.
 
     part: that it is. fragments: of the model.

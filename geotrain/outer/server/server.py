@@ -49,10 +49,9 @@ from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, MemberFragment, check_part, check_round, outline
 from geotrain.outer.server.membership import WHOLE, Membership, ServerPart
+from geotrain.outer.server.parts import MOST_UNSAID
 from geotrain.outer.server.store import Store
 from geotrain.parameters.parameter_map import ParameterMap, numel
-
-MOST_UNSAID = 8192  # facts that a shard keeps for its ledger
 
 
 def identity_of(run: RunConfig, parameter_map: ParameterMap, data: str = "") -> Identity:
