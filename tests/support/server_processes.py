@@ -21,8 +21,8 @@ from geotrain.launch.check import free_ports
 from geotrain.net.server.server_process import serve as serve_process
 from geotrain.net.server.server_setup import Evaluate, ServerSetup
 from geotrain.net.transport.certs import OPERATOR, trust_between
-from geotrain.net.transport.operator_client import ask_status
 from geotrain.net.transport.fragment_links import shards_above
+from geotrain.net.transport.operator_client import ask_status
 from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.forks import FORKS, preload
