@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from geotrain.net.server.region_client import RegionClient
-from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.outer.messages import LeaseRequest, Release, Send, UpdatePart
 from tests.support.outer_world import config, halves, make
 
@@ -29,10 +28,9 @@ def test_a_request_waits_for_what_was_said_before_and_an_update_wakes_no_worker_
         async def lease(message: LeaseRequest) -> None:
             said.append(message.worker)
 
-        client = RegionClient(SimpleNamespace(persist=_plain), server, GrpcClient("127.0.0.1:1", "eu", "1"))  # type: ignore[arg-type]
-        await client.close()
         calls = dict.fromkeys(("join", "take_back", "validated"))
-        client.link = SimpleNamespace(persist=_plain, release=release, lease=lease, **calls)  # type: ignore[assignment]
+        link: Any = SimpleNamespace(persist=_plain, release=release, lease=lease, **calls)
+        client = RegionClient(SimpleNamespace(persist=_plain), server, link)  # type: ignore[arg-type]
         lanes = [asyncio.create_task(client._run_leases(lane)) for lane in client._said.values()]
         client.deliver(Send("global", Release((1,))))
         client.deliver(Send("global", LeaseRequest("a", 1)))

@@ -321,6 +321,7 @@ class LeaseTable:
                 for n in (*self.open, *self.returned, *self.recent)
                 if n in self.contained
             ],
+            "safe": sorted(self._safe.items()),
             "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
         }
 
@@ -333,6 +334,7 @@ class LeaseTable:
         self.returned = {lease.lease: lease for lease in (Lease(*saved) for saved in state["returned"])}
         self.recent = {lease.lease: lease for lease in (Lease(*saved) for saved in state["recent"])}
         self.contained = {number: dict(map(tuple, fragments)) for number, fragments in state["contained"]}
+        self._safe = dict(map(tuple, state["safe"]))
         self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}
         self._held = {}
         for lease in self.open.values():

@@ -154,7 +154,9 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, from which `load` restores what outlives the server."""
-        fragments = [[number, attributes(own, KEPT)] for number, own in sorted(self.fragments.items())]
+        # Of a fragment that was asked about only, there is nothing.
+        all_kept = ((number, attributes(own, KEPT)) for number, own in sorted(self.fragments.items()))
+        fragments = [[number, kept] for number, kept in all_kept if any(kept.values())]
         return {**attributes(self, SAVED), "phase": self.phase.value, "fragments": fragments}
 
     def load(self, state: dict[str, Any]) -> None:

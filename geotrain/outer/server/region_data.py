@@ -132,6 +132,7 @@ class RegionData(Server):
         self._forget(name)
         self._release_leases(name)
         self.leases.given_back[name].clear()
+        self._forget_training()
 
     def _begin_incarnation(self, join: Join) -> None:
         """Give back the leases of jobs that the former incarnation had begun. Those of others stay here: the link
@@ -141,6 +142,7 @@ class RegionData(Server):
         self.leases.asked.pop(name, None)
         self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
         self.leases.given_back[name].clear()  # its former incarnation trained them, if anyone
+        self._forget_training()
 
     def _release_leases(self, name: str) -> None:
         """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
@@ -149,9 +151,18 @@ class RegionData(Server):
 
     def _give_back(self, name: str, leases: Collection[int]) -> None:
         self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
+        self._forget_training()
 
     def _give_up(self, name: str, leases: Collection[int]) -> None:
         self._release(self.leases.give_back(name, leases), failed=True)
+        self._forget_training()
+
+    def _forget_training(self) -> None:
+        """Forget which fragments contain leases that no worker here has any more, as a restart would."""
+        known = self.leases.known
+        self.leases.contained = {n: within for n, within in self.leases.contained.items() if n in known}
+        known = self.trained | self.leases.contained.keys()
+        self.gone_up = {n: fragments for n, fragments in self.gone_up.items() if n in known}
 
     def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
         if untrained:

@@ -255,6 +255,7 @@ class RegionServer(RegionData):
             for f, u in self.in_flight.items():
                 self.in_flight[f] = replace(u, contains=tuple(n for n in u.contains if n not in gone))
             self._events.append(TrainedTwice(repeated))
+        self._forget_training()
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
         """Give up an update of ours that the global server refuses for good.
@@ -406,14 +407,13 @@ class RegionServer(RegionData):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, meta = super().state()
-        known = self.trained | self.leases.contained.keys()
         meta["region"] = {
             **attributes(self, SAVED),
             "fingerprints": {str(chunk): known for chunk, known in self.store.own_fingerprints().items()},
             **self.leases.state(),
             "contains": [list(leases) for leases in self.contains],
             "trained": sorted(self.trained),
-            "up": [[number, sorted(up)] for number, up in sorted(self.gone_up.items()) if number in known],
+            "up": [[number, sorted(up)] for number, up in sorted(self.gone_up.items())],
             "final": None if self.final is None else sorted(self.final),
             "in_flight": [
                 [f, u.sequence, u.weight, list(u.contains), u.metrics, u.deltas[0].anchor_version]
