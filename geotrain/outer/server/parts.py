@@ -49,6 +49,7 @@ class ServerParts(ABC):
     part: that it is. fragments: of the model.
     """
 
+    name: str
     incarnation: str
     origin: str
     data: str

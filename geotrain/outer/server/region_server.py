@@ -310,8 +310,8 @@ class RegionServer(RegionData):
             for own in member.fragments.values():
                 own.owed = False
         of_all = [member.fragments[fragment].came for member in self.members.values() for fragment in self.numbers]
-        about = {"weight": dropped, "job": min(of_all, default=0), "contains": tuple(sorted(gone)), "reason": reason}
-        self._report(Fact("over", **about))
+        job, contains = min(of_all, default=0), tuple(sorted(gone))
+        self._report(Fact("over", weight=dropped, job=job, contains=contains, reason=reason))
 
     def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
         lacks = super().lacks_answer(name, incarnation, part, fragment, sequence)

@@ -377,8 +377,8 @@ class Store:
         """Load tensors. Returns what members were sent, where none of that is missing: it is usable. meta: a server's
         JSON data. Raises ParameterMapError."""
         check_whole(tensors, meta)
-        known = {number for number, _ in meta["fragments"]}
-        for chunk in (chunk for chunk in self.chunks if chunk.fragment in known):
+        begun = {number for number, _ in meta["fragments"]}
+        for chunk in (chunk for chunk in self.chunks if chunk.fragment in begun):
             x = tensors.get(f"chunk.{chunk.index}.x")
             if x is None or x.numel() != chunk.numel:
                 raise ParameterMapError(
