@@ -21,7 +21,9 @@ def synthetic_facts(regions: int, hours: float) -> PageFacts:
         for i in range(regions)
     }
     target = int(tokens_per_s(regions) * hours * 3600 * 1.5)
-    return PageFacts("synthetic", 1_240_000_000, 2048, target, tuple(f"layers {i}" for i in range(FRAGMENTS)), members)
+    return PageFacts(
+        "synthetic", 1_240_000_000, 2048, target, tuple(f"layers {i}" for i in range(FRAGMENTS)), members
+    )
 
 
 def tokens_per_s(regions: int) -> float:

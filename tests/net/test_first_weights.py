@@ -111,11 +111,7 @@ def test_weights_that_differ_or_that_nobody_has_made_are_sent(tmp_path: Path, fl
     chunk_elements=st.integers(1, 40),
     dealt=st.randoms(use_true_random=False),
 )
-<<<<<<< HEAD
-def test_fragments_are_made_of_the_parameters(
-=======
 def test_fragments_are_parts_of_the_parameters(
->>>>>>> chaos
     tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, int]], chunk_elements: int, dealt: random.Random
 ) -> None:
     """Of any fragments of any map, also where a parameter lies in several chunks."""
@@ -125,18 +121,10 @@ def test_fragments_are_parts_of_the_parameters(
     parameter_map = ParameterMap(parameters, 1, chunk_elements)
     by_name = {p.name: initial_tensor(p, run.seed).flatten() for p in parameters}
     vectors = [torch.cat([by_name[p.name] for p in f.parameters]) for f in parameter_map.fragments]
-<<<<<<< HEAD
-    fragments = [fragment for fragment in range(len(vectors)) if dealt.random() < 0.5]
-    found = initial_weights(run, parameter_map, fragments)
-    assert [*found] == fragments and [*initial_weights(run, parameter_map)] == [*range(len(vectors))]
-    for fragment in fragments:
-        assert torch.equal(found[fragment], vectors[fragment]), fragment
-=======
     numbers = [number for number in range(len(vectors)) if dealt.random() < 0.5]
     found = initial_weights(run, parameter_map, numbers)
     assert [*found] == numbers and all(torch.equal(found[number], vectors[number]) for number in numbers)
     assert all(map(torch.equal, initial_weights(run, parameter_map).values(), vectors))
->>>>>>> chaos
 
 
 def test_a_member_asks_again_while_its_answer_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
