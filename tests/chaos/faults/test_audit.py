@@ -151,7 +151,10 @@ def contain_less(server: Server) -> None:
 
 def change_a_fact(server: Server) -> None:
     """The ledger has taken another one."""
-    put(server.ledger, Facts, lambda said: [replace(said, facts=(replace(said.facts[0], sequence=99), *said.facts[1:]))])
+    def changed(said: Facts) -> list[Facts]:
+        return [replace(said, facts=(replace(said.facts[0], sequence=99), *said.facts[1:]))]
+
+    put(server.ledger, Facts, changed)
 
 
 def leave_facts_out(server: Server) -> None:
