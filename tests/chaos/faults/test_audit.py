@@ -19,12 +19,9 @@ from grpc import aio
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config, shard_name
-from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage.journal import Journal
-from geotrain.net.storage.recovery import KINDS
 from geotrain.net.storage.snapshots import Snapshot
-from geotrain.outer.messages import Answer, UpdatePart
-from geotrain.outer.shards.protocol import Apply, Freeze, HeldPart
+from geotrain.outer.messages import Facts, UpdatePart
 from tests.chaos.faults import audit
 from tests.chaos.faults.audit import segments, snapshots
 from tests.chaos.faults.replay import ServerReplay
@@ -39,22 +36,20 @@ Journals = list[tuple[int, list[Any]]]  # segments, with their messages
 
 
 class Server:
-    """A record of all that a server's processes have ever written, to be damaged: journals of its coordinator and its
+    """A record of all that a server's processes have ever written, to be damaged: journals of its ledger and its
     shards, and how their snapshots are changed when they are read."""
 
     def __init__(self, run: Any, site: str) -> None:
         self.run, self.site = run, site
-        names = site, *run.shards[site]
-        kinds = KINDS, *[JOURNALED] * SHARDS
         self.journals: dict[str, Journals] = {
-            name: [(number, list(messages)) for number, messages in segments(run, name, kind)]
-            for name, kind in zip(names, kinds, strict=True)
+            name: [(number, list(messages)) for number, messages in segments(run, name)]
+            for name in (site, *run.shards[site])
         }
-        self.coordinator, *self.shards = self.journals.values()
+        self.ledger, *self.shards = self.journals.values()
         self.flipped = ""
 
     def audited(self) -> ServerReplay:
-        journals = patch.object(audit, "segments", lambda run, name, kinds: self.journals[name])
+        journals = patch.object(audit, "segments", lambda run, name: self.journals[name])
         with (
             journals,
             patch.object(audit, "snapshots", self.snapshots),
@@ -90,8 +85,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Server]
     folder = tmp_path_factory.mktemp("life")
     settings: Any = {"up": codec_config("int8"), "down": codec_config("int4"), "keep": 1000}
     world = World(3, folder, train_samples=1200, shards=(GLOBAL, *REGIONS), **settings)
-    unseen = patch.object(world.account, "adopts", lambda *_: None)  # codecs of payloads from shard to shard
-    with patch.object(Journal, "drop_before", lambda *_: None), unseen:
+    with patch.object(Journal, "drop_before", lambda *_: None):
         world.play(lives_and_deaths, 2_000.0)
     assert world.faults == ["enough"]
     for name in world.addresses:
@@ -110,20 +104,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Server]
 def test_what_lives_and_deaths_leave_is_whole(servers: Callable[[str], Server], site: str) -> None:
     found = servers(site).audited()
     assert found.mismatches == []
-    assert (
-        len(found.coordinator.applied) > 10 and found.coordinator.snapshots > 1 and found.coordinator.recoveries > 0
-    )
-    for shard in found.shards:
-        assert shard.now.commands == len(found.coordinator.commands) > 10
-        assert shard.others and shard.snapshots > 1 and shard.recoveries > 0
+    assert len(found.applied) > 10 and (found.ledger.committed or site != GLOBAL)
+    assert all(found.ledger.taken[number] for number in range(SHARDS))
+    for process in found.processes:
+        assert process.snapshots > 1 and process.recoveries > 0
 
 
 # --------------------------------------------------------------------------------------------- seeded damage
-
-
-def place(journals: Journals, kind: type, number: int = 3) -> Any:
-    """(journal, index) of the `number`-th such message."""
-    return [(journal, i) for _, journal in journals for i, m in enumerate(journal) if isinstance(m, kind)][number]
 
 
 def flipped(read: Callable[[], Snapshot]) -> Snapshot:
@@ -138,35 +125,15 @@ def flip_an_element(server: Server) -> None:
     server.flipped = shard_name(server.site, 0)
 
 
-def leave_a_command_out(server: Server) -> None:
-    journal, i = place(server.shards[0], Apply)
-    del journal[i]
+def put(journals: Journals, kind: type, become: Callable[[Any], list[Any]]) -> None:
+    """Put other messages in place of the fourth of that kind, wherever it was said."""
+    of_kind = [m for _, journal in journals for m in journal if isinstance(m, kind) and getattr(m, "facts", True)]
+    for _, journal in journals:
+        journal[:] = [each for m in journal for each in (become(m) if m == of_kind[3] else [m])]
 
 
-def give_a_command_twice(server: Server) -> None:
-    journal, i = place(server.shards[0], Apply)
-    journal.insert(i, journal[i])
-
-
-def give_a_command_late(server: Server) -> None:
-    """Weights are frozen after the next update, and not before."""
-    journal, i = place(server.shards[0], Freeze)
-    command = journal.pop(i)
-    i = next(i for i in range(i, len(journal)) if isinstance(journal[i], Apply))
-    journal.insert(i + 1, command)
-
-
-def put_for_a_payload(server: Server, become: Callable[[UpdatePart], list[UpdatePart]]) -> None:
-    """Put other messages in place of one with payloads, wherever it was said."""
-    at, i = place(server.shards[0], UpdatePart)
-    key = at[i].member, at[i].fragment, at[i].sequence, at[i].part
-    for _, journal in server.shards[0]:
-        here = [isinstance(m, UpdatePart) and (m.member, m.fragment, m.sequence, m.part) == key for m in journal]
-        journal[:] = [each for m, found in zip(journal, here, strict=True) for each in (become(m) if found else [m])]
-
-
-def lose_a_payload(server: Server) -> None:
-    put_for_a_payload(server, lambda part: [])
+def lose_an_update(server: Server) -> None:
+    put(server.shards[0], UpdatePart, lambda part: [])
 
 
 def change_a_payload(server: Server) -> None:
@@ -175,23 +142,32 @@ def change_a_payload(server: Server) -> None:
         payload = bytes([delta.payload[0] ^ 1, *delta.payload[1:]])
         return [replace(part, deltas=(replace(delta, payload=payload), *others))]
 
-    put_for_a_payload(server, changed)
+    put(server.shards[0], UpdatePart, changed)
 
 
-def lose_an_update(server: Server) -> None:
-    """The coordinator has it no more."""
-    journal, i = place(server.coordinator, HeldPart)
-    del journal[i]
+def contain_less(server: Server) -> None:
+    put(server.shards[0], UpdatePart, lambda part: [replace(part, contains=())])
+
+
+def change_a_fact(server: Server) -> None:
+    """The ledger has taken another one."""
+    def changed(said: Facts) -> list[Facts]:
+        return [replace(said, facts=(replace(said.facts[0], sequence=99), *said.facts[1:]))]
+
+    put(server.ledger, Facts, changed)
+
+
+def leave_facts_out(server: Server) -> None:
+    put(server.ledger, Facts, lambda said: [])
 
 
 DAMAGE = {
     flip_an_element: ("eu", r"^snapshot \d+: chunk\.\d+\.x$"),
-    leave_a_command_out: ("eu", r"^command \d+ is "),
-    give_a_command_twice: (GLOBAL, r"^command \d+ is Apply\(.*, the coordinator gave "),
-    give_a_command_late: ("eu", r"^Freeze of \w after \d+ commands: the coordinator gave it at no such place$"),
-    lose_a_payload: ("us", r"^no shard has the payload \('c', "),
-    change_a_payload: ("us", r"^no shard has said \('c', "),
-    lose_an_update: ("eu", r"^snapshot \d+: "),
+    lose_an_update: ("us", r"^fact \d+ is Fact\(.*, its shard 0 says "),
+    change_a_payload: ("us", r"^snapshot \d+: .*chunk\.\d+\."),
+    contain_less: (GLOBAL, r"^lease \d+ is committed, and fragment \d+ does not contain it$"),
+    change_a_fact: ("eu", r"^fact \d+ is Fact\(.*sequence=99"),
+    leave_facts_out: (GLOBAL, r"^shard \d: facts up to \d+ were never taken$"),
 }
 
 
@@ -202,27 +178,3 @@ def test_the_audit_finds(servers: Callable[[str], Server], damage: Callable[[Ser
     damage(server)
     found = server.audited()
     assert any(re.search(told, text) for _, text in found.mismatches), found.mismatches
-
-
-def test_an_update_whose_payload_is_lost_counts_as_lost(servers: Callable[[str], Server]) -> None:
-    server = servers("us")
-    whole = server.audited().coordinator.applied
-    lose_a_payload(server)
-    left = server.audited().coordinator.applied
-    assert len(left) == len(whole) - 1
-
-
-def test_what_a_shard_has_not_executed_yet_is_given_to_it(servers: Callable[[str], Server]) -> None:
-    """The payloads are on its disk: it comes to the state of the others."""
-    server = servers("us")
-    whole = server.audited().shards[0].now.state()
-    journal = server.shards[0][-1][1]
-    while not isinstance(journal[-1], UpdatePart | Answer):
-        journal.pop()
-    found = server.audited()
-    assert found.mismatches == [] and found.behind > 0
-    tensors, meta = found.shards[0].now.state()
-    assert meta == whole[1] and all(torch.equal(tensor, tensors[name]) for name, tensor in whole[0].items())
-
-
-# ------------------------------------------------------------------------------------------------- on a disk
