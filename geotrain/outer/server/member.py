@@ -240,8 +240,9 @@ def check_incarnation(join: Join, member: Member) -> None:
         raise Refused(f"{name}: its incarnation's name is no text of 1 to {MOST_INCARNATION} characters")
     if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
-    known = {f: own.sequence for f, own in member.fragments.items() if incarnation == member.incarnation}
-    if any(applied > known.get(f, -1) for f, applied in enumerate(join.applied)):
+    here = incarnation == member.incarnation
+    known = {f: own.sequence for f, own in member.fragments.items() if here}
+    if any(applied > known.get(f, 0 if here else -1) for f, applied in enumerate(join.applied)):
         raise Refused(f"{name}: this server's state was lost, or is older than what it acknowledged: start anew")
     if incarnation != member.incarnation and len(member.former) >= MOST_INCARNATIONS:
         raise Refused(f"{name}: more than {MOST_INCARNATIONS:,} incarnations; find out why, resume in a new folder")
