@@ -151,6 +151,7 @@ def contain_less(server: Server) -> None:
 
 def change_a_fact(server: Server) -> None:
     """The ledger has taken another one."""
+
     def changed(said: Facts) -> list[Facts]:
         return [replace(said, facts=(replace(said.facts[0], sequence=99), *said.facts[1:]))]
 
