@@ -127,12 +127,9 @@ class ShardSampled(Event):
     """A server has measured a shard that is a process of its own; every `monitor.sample_s` seconds."""
 
     shard: Annotated[int, "its place in the server's shards"]
-    up: Annotated[bool, Metric("shard_up", "1 while the shard's process is connected to this server", SHARD)]
-    commands: Annotated[int, Metric("shard_commands", "Commands that the shard has on its disk", SHARD)]
-    behind: Annotated[int, Metric("shard_commands_behind", "Commands given that it has not", SHARD)]
-    saved: Annotated[
-        int, Metric("shard_snapshot_commands", "Commands before its newest snapshot; -1: it has none", SHARD)
-    ]
+    up: Annotated[bool, Metric("shard_up", "1 while the shard's process asks this server how the run stands", SHARD)]
+    facts: Annotated[int, Metric("shard_facts", "Facts that the shard has to say: its updates, mostly", SHARD)]
+    behind: Annotated[int, Metric("shard_facts_behind", "Of these, those that the ledger does not know", SHARD)]
     journal_bytes: Annotated[int, Metric("shard_journal", "Size of its journal's open segment", SHARD, unit="bytes")]
     rss_bytes: Annotated[int, Metric("shard_memory", "Resident memory of its process", SHARD, unit="bytes")]
 

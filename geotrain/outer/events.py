@@ -74,6 +74,22 @@ class SentUp(Event):
     payload_bytes: Annotated[int, "its coded deltas"]
 
 
+class ShardWentBack(Event):
+    """A shard's disk was lost, and came back from a copy: what it had acknowledged since is gone."""
+
+    shard: Annotated[int, "its number"]
+    versions: Annotated[list[int], "of every fragment of the model, now"]
+    samples: Annotated[int, "that were committed, and are handed out again"]
+
+
+class FactsLost(Event):
+    """A server's ledger came back from an older state than its shards: it does not know what they contain of what was
+    said meanwhile, and hands that out again."""
+
+    shard: Annotated[int, "its number"]
+    facts: Annotated[int, "how many are lost"]
+
+
 class StartedOver(Event):
     """A region begins again from the global weights: an update of it was refused for good, or its own state is older
     than what it sent. Its leases went back, its workers train on."""

@@ -120,7 +120,7 @@ class Exchange:
         self.chunks, self.all = chunks, tuple(range(len(chunks)))
         self.tell: Callable[[Event], None] = _tell_nobody  # takes what happens to leases and updates
         self.incarnation = ""
-        self.server_incarnation = ""  # incarnation of the server that gave the last weights
+        self.server_incarnations = [""] * len(chunks)  # of the server that gave the last weights of each fragment
         self.sequences = [1] * len(chunks)  # of the next update of each fragment
         self.step = 0  # inner steps in this incarnation of the worker
         self.step_s = 0.0  # seconds of one inner step, exchanges not counted
@@ -144,7 +144,7 @@ class Exchange:
         slices = self.weights.pushes, self.weights.holds
         welcome = self.client.join(Join(*names, rank.rank, rank.world_size, *slices, data=i.data))
         self.sequences, self.next_job = list(welcome.sequences), welcome.job
-        self.server_incarnation = welcome.incarnation
+        self.server_incarnations = list(welcome.incarnations)
         yield from self.adopt_newest()
         return welcome.job
 
@@ -274,8 +274,8 @@ class Exchange:
         answers = []
         for pending in pulled:
             answer = yield pending
-            while not self.rank.agree(answer.incarnation == self.server_incarnation):
-                self.server_incarnation = answer.incarnation
+            while not self.rank.agree(answer.incarnation == self.server_incarnations[answer.fragment]):
+                self.server_incarnations[answer.fragment] = answer.incarnation
                 answer = yield self.client.pull(answer.fragment, answer.sequence)
             answers.append(answer)
         self.rank.settle()

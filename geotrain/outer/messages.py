@@ -108,13 +108,14 @@ class Welcome:
     """Reply to a Join. The member goes on with these updates, by fragment, and with job `job`: each is one after the
     last applied.
 
-    incarnation: names the server's present incarnation. versions: of its fragments, now; empty before it has weights.
+    incarnations: of the server that has each fragment, now; "": it is elsewhere. versions: of its fragments, now;
+    empty before it has weights.
     origin: of the run. gone: of the leases that a region named, those that went to others while it counted as dead.
     """
 
     sequences: tuple[int, ...]
     job: int
-    incarnation: str = ""
+    incarnations: tuple[str, ...] = ()
     versions: tuple[int, ...] = ()
     origin: str = ""
     gone: tuple[int, ...] = ()
@@ -390,10 +391,102 @@ class Recall:
     global server, which says so by its answers to heartbeats."""
 
 
+@dataclass(frozen=True)
+class Fact:
+    """Something that a server has done with its fragments, which its ledger must know once, whichever process has it.
+
+    what: "applied" (an update of a member: `contains` are the leases that the fragment's weights contain now),
+    "contained" (a region says so without an update), "up" (the global server has taken a region's update of the
+    fragment, which contained these), "lost" (it has lost some that it had taken), "refused" (an update, for good: why
+    is in `reason`), "over" (a region's fragments start over from the global weights, and parts of the training of
+    these are dropped; weight: how many updates, job: of synchronous rounds, the last that is whole in them).
+    version, staleness, size_bytes, norm: of the fragment with the update, and of its delta.
+    """
+
+    what: str
+    member: str = ""
+    incarnation: str = ""
+    fragment: int = 0
+    sequence: int = 0
+    job: int = 0
+    weight: int = 1
+    contains: tuple[int, ...] = ()
+    version: int = 0
+    staleness: int = 0
+    size_bytes: int = 0
+    norm: float = 0.0
+    reason: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A shard tells its server's ledger what it has done, in order; fact `since` + 1 is the first of these.
+
+    versions: of its fragments, in their order. safe: those that a copy has, from which a lost disk comes back.
+    quiet: number of the rest (`Standing.rest`) in which it has nothing left to send up; 0: of none.
+    """
+
+    shard: int
+    since: int
+    facts: tuple[Fact, ...]
+    versions: tuple[int, ...]
+    safe: tuple[int, ...]
+    quiet: int = 0
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """A shard's state is older than what its ledger knows: its disk was lost, and came back from a copy.
+
+    facts: how many it has said. versions: of its fragments. job: of synchronous rounds, the last that is whole there.
+    """
+
+    shard: int
+    facts: int
+    versions: tuple[int, ...]
+    job: int = 0
+
+
+@dataclass(frozen=True)
+class MemberStanding:
+    """How a member stands: its incarnation, and its phase (`MemberPhase`). barred: it is quarantined, or this
+    incarnation may say no more. ends: a region's worker for whose last job there was no data. round: of synchronous
+    rounds, the last whole one before the run began again."""
+
+    name: str
+    incarnation: str
+    phase: str
+    barred: bool = False
+    ends: bool = False
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the run stands, as a server's ledger says to its shards: whole each time, so that none can be missed.
+
+    incarnation: of the server. origin, data: of the run. begun: how often the run has begun again. every: K, where an
+    operator has set it. rest: number of the time in which no worker of a region adds anything, so that shards send
+    up what is pending; 0: some do. validated: number of the last validation that is done. ended: so has the server,
+    in good order.
+    """
+
+    incarnation: str
+    origin: str
+    data: str
+    members: tuple[MemberStanding, ...]
+    begun: int = 0
+    every: int = 0
+    rest: int = 0
+    validated: int = 0
+    ended: bool = False
+
+
 Message = (
     Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
     | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
-    | Recall | SkipSamples | TakeBack | TakenBack
+    | Recall | SkipSamples | TakeBack | TakenBack | Facts | WentBack | Standing
 )  # fmt: skip
 
 

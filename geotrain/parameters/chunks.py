@@ -1,4 +1,4 @@
-"""Cuts a rank's slices at chunks, and deals chunks to the shards of a server.
+"""Cuts a rank's slices at chunks, and deals fragments to the shards of a server.
 
 A fragment's vector is cut at fixed places (`ParameterMap.chunks`), which are those of the model and of no rank, so
 that all that is kept by chunk (residuals, mirrors, the state's files) stays as it is when ranks are laid out
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from geotrain.parameters.parameter_map import Chunk, ParameterMap, StridedSlice, clip_runs
+from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, clip_runs
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ def cut_slice(parameter_map: ParameterMap, fragment: int, here: StridedSlice) ->
             yield Cut(chunk.index, slices, low, high)
 
 
-def deal(chunks: Sequence[Chunk], shards: int) -> list[tuple[Chunk, ...]]:
-    """Deal chunks to so many shards: the largest first, each to the shard that has least."""
-    dealt: list[list[Chunk]] = [[] for _ in range(shards)]
+def deal(sizes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
+    """Deal fragments of these sizes to so many shards: the largest first, each to the shard that has least."""
+    dealt: list[list[int]] = [[] for _ in range(shards)]
     held = [0] * shards
-    for chunk in sorted(chunks, key=lambda p: (-p.numel, p.index)):
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
         least = held.index(min(held))
-        dealt[least].append(chunk)
-        held[least] += chunk.numel
-    return [tuple(sorted(own, key=lambda p: p.index)) for own in dealt]
+        dealt[least].append(number)
+        held[least] += sizes[number]
+    return tuple(tuple(sorted(own)) for own in dealt)
 
 
 def _before(here: StridedSlice, address: int) -> int:

@@ -144,9 +144,11 @@ class ParameterMapError(ValueError):
 
 @dataclass(frozen=True)
 class Fragment:
-    """A set of whole parameters that travels together. numel: length of its vector."""
+    """A set of whole parameters that travels together. group: of fragments that travel at the same time. numel:
+    length of its vector."""
 
     index: int
+    group: int
     name: str
     parameters: tuple[Parameter, ...]
     offsets: tuple[int, ...]  # where each parameter begins in the vector
@@ -170,6 +172,7 @@ class ParameterMap:
     (Streaming DiLoCo, arXiv 2501.18512, §3.2): with P layer fragments, layer i belongs to fragment i mod P, so that
     each fragment has layers of all depths. Embedding and head (with the final norm) are fragments of their own.
 
+    pieces: that each of these is cut into, of whole parameters and nearly equal size: they travel at the same time.
     fixed: name → fingerprint of what of the model is not trained, which the digest covers.
     """
 
@@ -178,11 +181,13 @@ class ParameterMap:
         parameters: Sequence[Parameter],
         layers_per_fragment: int | None = None,
         chunk_elements: int = 1 << 27,
+        pieces: int = 1,
         fixed: Mapping[str, int] | None = None,
     ) -> None:
         self.parameters, self.fixed = tuple(parameters), fixed or {}
         self.digest = digest(self.parameters, self.fixed)
-        self.fragments = tuple(_fragments(self.parameters, layers_per_fragment))
+        self.fragments = tuple(_fragments(self.parameters, layers_per_fragment, pieces))
+        self.groups = tuple(fragment.group for fragment in self.fragments)  # of each fragment
         self.chunk_elements = chunk_elements
         starts = [(f, start) for f in self.fragments for start in range(0, f.numel, chunk_elements)]
         self.chunks = tuple(
@@ -198,6 +203,11 @@ class ParameterMap:
     @property
     def numel(self) -> int:
         return sum(f.numel for f in self.fragments)
+
+    @property
+    def group_numel(self) -> tuple[int, ...]:
+        """Elements of each group's fragments."""
+        return tuple(sum(f.numel for f in self.fragments if f.group == group) for group in range(self.groups[-1] + 1))
 
     @property
     def chunk_numbers(self) -> list[list[int]]:
@@ -280,14 +290,14 @@ def parameter_map_of(run: RunConfig) -> ParameterMap:
     if run.model.weights is not None:
         path = Path(run.model.weights)
         return map_of_any(run, read_shapes(path), read_fixed(path))
-    cut = run.outer.fragments.layers_per_fragment, run.outer.fragments.chunk_elements
-    return ParameterMap(canonical_parameters(run.architecture), *cut)
+    f = run.outer.fragments
+    return ParameterMap(canonical_parameters(run.architecture), f.layers_per_fragment, f.chunk_elements, f.pieces)
 
 
 def map_of_any(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], fixed: dict[str, int]) -> ParameterMap:
     """Build the parameter map of any model from name → shape, and the fingerprints of what it does not train."""
-    cut = run.outer.fragments.layers_per_fragment, run.outer.fragments.chunk_elements
-    return ParameterMap(any_parameters(shapes), *cut, fixed)
+    f = run.outer.fragments
+    return ParameterMap(any_parameters(shapes), f.layers_per_fragment, f.chunk_elements, f.pieces, fixed)
 
 
 def any_parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
@@ -333,20 +343,22 @@ def scatter(values: Tensor, slices: Sequence[StridedSlice], vector: Tensor) -> N
         _view(vector, chunk).copy_(part.view(chunk.count, chunk.length))
 
 
-def fragments_due(fragment_count: int, period: int, step: int) -> tuple[int, ...]:
+def fragments_due(groups: Sequence[int], period: int, step: int) -> tuple[int, ...]:
     """Return the fragments whose delta leaves after inner step `step` (counted from 1) of a job of `period` steps.
+    groups: of each fragment.
 
-    Fragment p of P leaves when (step − offset) mod period = 0, with offset = ⌈(p + 1) · period / P⌉: evenly spread
+    Group p of P leaves when (step − offset) mod period = 0, with offset = ⌈(p + 1) · period / P⌉: evenly spread
     over the period, the last one at its end. Integers only, so that every rank computes the same schedule.
     """
+    count = groups[-1] + 1
     return tuple(
-        p
-        for p in range(fragment_count)
-        if (step - ((p + 1) * period + fragment_count - 1) // fragment_count) % period == 0
+        fragment
+        for fragment, group in enumerate(groups)
+        if (step - ((group + 1) * period + count - 1) // count) % period == 0
     )
 
 
-def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | None) -> Iterator[Fragment]:
+def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | None, pieces: int) -> Iterator[Fragment]:
     groups: dict[str, list[Parameter]] = {"all": list(parameters)}
     if layers_per_fragment is not None:
         layers = 1 + max((p.layer for p in parameters if p.layer is not None), default=-1)
@@ -363,9 +375,25 @@ def _fragments(parameters: tuple[Parameter, ...], layers_per_fragment: int | Non
         first = next(i for i, p in enumerate(parameters) if p.layer is not None)
         groups |= {"embedding": list(parameters[:first])}
         groups |= {"head": [p for p in parameters[first:] if p.layer is None]}
-    for index, (name, members) in enumerate((name, members) for name, members in groups.items() if members):
-        *offsets, total = accumulate((p.numel for p in members), initial=0)
-        yield Fragment(index, name, tuple(members), tuple(offsets), total)
+    index = 0
+    for group, (name, whole) in enumerate((name, whole) for name, whole in groups.items() if whole):
+        cut = _pieces(whole, pieces)
+        for number, members in enumerate(cut):
+            *offsets, total = accumulate((p.numel for p in members), initial=0)
+            called = name if len(cut) == 1 else f"{name}.{number}"
+            yield Fragment(index, group, called, tuple(members), tuple(offsets), total)
+            index += 1
+
+
+def _pieces(parameters: Sequence[Parameter], pieces: int) -> list[list[Parameter]]:
+    """Deal parameters, which keep their order, into so many pieces of nearly equal size: the largest first."""
+    dealt: list[list[int]] = [[] for _ in range(min(pieces, len(parameters)))]
+    held = [0] * len(dealt)
+    for i in sorted(range(len(parameters)), key=lambda i: (-parameters[i].numel, i)):
+        least = held.index(min(held))
+        dealt[least].append(i)
+        held[least] += parameters[i].numel
+    return [[parameters[i] for i in sorted(mine)] for mine in dealt]
 
 
 def _check(chunk: StridedSlice, size: int, name: str) -> None:

@@ -50,7 +50,7 @@ def as_measured(
         if len(kinds) == 1 and step_s.get(worker.name):
             found.setdefault(kinds.pop(), {})[region] = predicted.workers[worker.name].step_s / step_s[worker.name]
     raw = inventory.model_dump(by_alias=True, mode="json")
-    fragments = len(parameter_map_of(run).fragments)
+    fragments = len(parameter_map_of(run).group_numel)
     for link, (region, paced) in product(raw["links"], predicted.regions.items()):
         peak = peaks.get(region)
         if peak and region != top and set(link["regions"]) in ({region, GLOBAL}, {region, top}):

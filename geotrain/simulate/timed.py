@@ -1,5 +1,4 @@
-"""The production's servers without tensors and payloads, for timing: the coordinator is the production's, the shard
-behind it holds nothing."""
+"""The production's servers without tensors and payloads, for timing: the store behind them holds nothing."""
 
 from __future__ import annotations
 
@@ -7,24 +6,46 @@ from typing import Any
 
 from geotrain.outer.codec import Codec
 from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
+from geotrain.outer.rules.rule import Inputs
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
-from geotrain.outer.shards.local import LocalShards
-from geotrain.outer.shards.protocol import Command, Decoded
-from geotrain.outer.shards.shard import ServerShard
+from geotrain.outer.server.store import Decoded, Store
 
 
-class _EmptyShards(LocalShards):
-    """Drop commands and payloads: a simulated day has millions."""
+class _EmptyStore(Store):
+    """Drop vectors and payloads: a simulated day has millions."""
 
-    def execute(self, command: Command) -> None:
+    def apply(self, member: str, fragment: int, sequence: int, version: int, inputs: Inputs) -> None:
+        pass
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.given: dict[tuple[str, int], int] = {}  # member and fragment → version of the answer
+
+    def freeze(self, member: str, fragment: int, sequence: int, version: int) -> None:
+        self.given[member, fragment] = version
+
+    def answer(self, member: str, part: int, fragment: int) -> tuple[ChunkWeights, ...]:
+        version = self.given[member, fragment]
+        return tuple(ChunkWeights(chunk, version, b"") for chunk in self.parameter_map.chunk_numbers[fragment])
+
+    def forget(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def send_up(self, fragment: int, sequence: int, inputs: Inputs) -> None:
+        pass
+
+    def merge(self, fragment: int, first: bool, inputs: Inputs) -> None:
         pass
 
     def decode(self, member: str, fragment: int, sequence: int) -> list[Decoded]:
         return []
 
-    def receive(self, message: Join | Answer) -> list[Decoded]:
+    def receive_join(self, join: Join) -> None:
+        pass
+
+    def receive_weights(self, answer: Answer) -> list[Decoded]:
         return []
 
     def receive_part(self, part: UpdatePart) -> UpdatePart:
@@ -32,9 +53,6 @@ class _EmptyShards(LocalShards):
 
     def going_up(self, update: UpdatePart) -> UpdatePart:
         return update
-
-    def answer(self, member: str, part: int, fragment: int, version: int) -> tuple[ChunkWeights, ...]:
-        return tuple(ChunkWeights(chunk, version, b"") for chunk in self.parameter_map.chunk_numbers[fragment])
 
 
 class _NoBytes(Codec):
@@ -53,9 +71,7 @@ class _Timed(Server):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.up = _NoBytes()
-        self.shards = _EmptyShards(
-            [ServerShard(self.name, self.parameter_map, self.parameter_map.chunks, self.rule, self.up, self.down)]
-        )
+        self.store = _EmptyStore(self.name, self.parameter_map, (), self.rule, self.up, self.down)
         self.norms = None  # of nothing
 
 

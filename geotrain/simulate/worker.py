@@ -189,7 +189,7 @@ class SimWorker:
         self.uplink.leave()
 
     def _train_job(self, lease: Lease) -> Script:
-        for step, due in stops(len(self.chunks), lease.steps):
+        for step, due in stops(tuple(range(len(self.chunks))), lease.steps):
             while self._done < step:
                 if not self.in_steps:
                     left = step - self._done
@@ -214,8 +214,8 @@ class SimWorker:
 
 
 @lru_cache(maxsize=4096)
-def stops(fragments: int, period: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def stops(groups: tuple[int, ...], period: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """List where deltas leave: (inner step of a job, fragments whose delta leaves after it); the last step is always
     there."""
-    dues = ((step, fragments_due(fragments, period, step)) for step in range(1, period + 1))
+    dues = ((step, fragments_due(groups, period, step)) for step in range(1, period + 1))
     return tuple((step, due) for step, due in dues if due or step == period)

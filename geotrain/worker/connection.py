@@ -10,7 +10,7 @@ from geotrain.config import ClusterConfig, RunConfig, Topology, WorkerConfig
 from geotrain.monitor.dispatch import EventDispatcher
 from geotrain.monitor.events import EventLog, JobTrained, Trouble
 from geotrain.net.transport.certs import Trust, trust_between
-from geotrain.net.transport.sharded_link import shards_above
+from geotrain.net.transport.fragment_links import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of

@@ -192,7 +192,7 @@ class WorkerLoop:
         self.laps.lap("compute")
         self._results.append(result)
         self.step += 1
-        due = fragments_due(len(self.member.parameter_map.fragments), lease.steps, self.step)
+        due = fragments_due(self.member.parameter_map.groups, lease.steps, self.step)
         self._wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
         self.laps.lap("communication")
         if self.step < lease.steps:

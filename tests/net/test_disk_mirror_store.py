@@ -23,8 +23,7 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import Join
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.rules import global_rule
-from geotrain.outer.shards.protocol import Freeze
-from geotrain.outer.shards.shard import ServerShard
+from geotrain.outer.server.store import Store
 from tests.support.disks import cached_bytes, small_disk
 from tests.support.outer_world import parameter_map
 
@@ -203,22 +202,23 @@ def test_a_state_holds_changes_that_were_still_on_their_way_to_the_disk(tmp_path
     """And a store on the disk changes no bit of answers and state."""
     may_write, found = Event(), []
     for store in (MirrorStore(), DiskMirrorStore(tmp_path, pytest.fail)):
-        shard = ServerShard("g", LAYOUT, LAYOUT.chunks, global_rule(OuterConfig().rule, ("a", "b")), CODEC, INT4)
+        numbers = range(len(LAYOUT.fragments))
+        shard = Store("g", LAYOUT, numbers, global_rule(OuterConfig().rule, ("a", "b")), CODEC, INT4)
         shard.mirror_store = store
         shard.set_weights([torch.arange(f.numel, dtype=torch.float32) for f in LAYOUT.fragments])
         whole, payloads = tuple(map(LAYOUT.whole, range(len(LAYOUT.chunks)))), []
         for turn, name in enumerate(("a", "b") * 3):
-            shard.receive(Join("r", "c", LAYOUT.digest, "m", name, "1", 0, 1, whole, whole))
+            shard.receive_join(Join("r", "c", LAYOUT.digest, "m", name, "1", 0, 1, whole, whole))
             if turn == 5 and isinstance(store, DiskMirrorStore):
                 store.settle()
                 patched(monkeypatch, store, may_write)
             for vectors in shard.vectors.values():
                 vectors.x += 0.37
-            for fragment in range(len(LAYOUT.fragments)):
-                shard.execute(Freeze(name, fragment, turn, turn))
+            for fragment in numbers:
+                shard.freeze(name, fragment, turn, turn)
             answers = shard.members[name].answers.values()
             payloads += [bytes(w.payload) for answer in answers for w in answer.weights.values()]
-        found.append(({name: tensor.clone() for name, tensor in shard.state().items()}, payloads))
+        found.append(({name: tensor.clone() for name, tensor in shard.state()[0].items()}, payloads))
         may_write.set()
     (memory, answers), (disk, same) = found
     assert answers == same and memory.keys() == disk.keys()

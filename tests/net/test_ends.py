@@ -13,33 +13,29 @@ import pytest
 
 from geotrain.net.server.server_process import begin_server, global_server
 from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped, begin_snapshot, finish_snapshot, recover
-from geotrain.net.transport.rpc import Farewell
 from geotrain.outer.messages import Leave, OperatorCommand
 from tests.support.net_worlds import BUSY_S, side_by_side
 from tests.support.server_processes import Server, Site, dies_at
 
-HOST, SESSIONS, SHARD = (
-    "geotrain.net.server.server_host:",
-    "geotrain.net.server.shard_sessions:",
-    "geotrain.net.server.shard_host:",
-)
+HOST, LINK = "geotrain.net.server.server_host:", "geotrain.net.server.shard_link:"
 NOTED, SAVED = HOST + "ServerHost._note", HOST + "ServerHost._last_snapshot"
 # Who dies, with how many shards, and where: as `dies_at` takes it.
 PLACES = {
     "the global server, its last snapshot written": ("global", 0, SAVED, True),
     "a region's server, its last snapshot written": ("eu", 0, SAVED, True),
     "a region's server, all said": ("eu", 0, HOST + "ServerHost._last_upload", True),
-    "the global coordinator, its last snapshot written": ("global", 2, SAVED, True),
-    "the global coordinator, its shards told": ("global", 2, NOTED, False, Dismissed),
-    "a region's coordinator, its last snapshot written": ("eu", 2, SAVED, True),
-    "a region's coordinator, its shards told": ("eu", 2, NOTED, False, Dismissed),
-    "a region's coordinator, one shard let go": ("eu", 2, NOTED, True, Dismissed),
-    "a region's coordinator, all shards let go": ("eu", 2, SESSIONS + "ShardSessions.farewell", True),
-    "a shard, when it is told": ("eu.shard-1", 2, SHARD + "ShardHost._do", False, Farewell),
+    "the global ledger, its last snapshot written": ("global", 2, SAVED, True),
+    "the global ledger, a shard told": ("global", 2, NOTED, False, Dismissed),
+    "a region's ledger, its last snapshot written": ("eu", 2, SAVED, True),
+    "a region's ledger, a shard told": ("eu", 2, NOTED, False, Dismissed),
+    "a region's ledger, one shard let go": ("eu", 2, NOTED, True, Dismissed),
+    "a region's ledger, all shards let go": ("eu", 2, LINK + "ShardTable.farewell", True),
+    "a shard, its last snapshot written": ("eu.shard-1", 2, SAVED, True),
+    "a shard, its ledger told": ("global.shard-0", 2, LINK + "ShardLink.farewell", True),
 }
 
 
-SHORT = ("a region's server, its last snapshot written", "a region's coordinator, its shards told")
+SHORT = ("a region's server, its last snapshot written", "a region's ledger, a shard told")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +68,7 @@ def test_only_in_another_launch_who_had_ended_begins_again(tmp_path: Path) -> No
     site = Site(tmp_path)
 
     def lives(launch: str) -> Recovered:
-        build = partial(global_server, site.run, site.cluster, 1)
+        build = partial(global_server, site.run, site.cluster)
         return recover(build, partial(begin_server, run=site.run), tmp_path / "global", 2, launch=launch)
 
     def ends(incarnation: Recovered, launch: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from geotrain.config import OuterConfig, RunConfig, codec_config, parse
 from geotrain.net.server import first_weights
-from geotrain.net.server.first_weights import FirstDigests, initial_chunks, initial_weights
+from geotrain.net.server.first_weights import FirstDigests, initial_weights
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
 from geotrain.outer.messages import Answer, ChunkWeights, MadeWeights
@@ -54,7 +54,7 @@ def test_weights_that_a_region_makes_itself_are_not_sent(tmp_path: Path, shards:
         servers = {name: site.serve(name, first=first if name[:2] == "eu" else says_all) for name in site.processes}
         worker = site.worker("a")
         worker.join()
-        assert all(map(torch.equal, worker.anchor, initial_weights(site.run, site.parameter_map)))
+        assert all(map(torch.equal, worker.anchor, initial_weights(site.run, site.parameter_map).values()))
         if not shards:
             parts = site.status("global")["peers"]["eu"]["fragments"].values()
             sent_bytes, whole_bytes = sum(each["down_bytes"] for each in parts), 4 * site.parameter_map.numel
@@ -111,23 +111,20 @@ def test_weights_that_differ_or_that_nobody_has_made_are_sent(tmp_path: Path, fl
     chunk_elements=st.integers(1, 40),
     dealt=st.randoms(use_true_random=False),
 )
-def test_chunks_are_parts_of_the_parameters(
+def test_fragments_are_parts_of_the_parameters(
     tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, int]], chunk_elements: int, dealt: random.Random
 ) -> None:
-    """Of any chunks of any map, also where a parameter lies in several."""
+    """Of any fragments of any map, also where a parameter lies in several chunks."""
     run = Site(tmp_path_factory.mktemp("run")).run
     inits = ("normal", "ones", "zeros")
     parameters = [Parameter(f"p{i}", shape, i // 2, inits[i % 3], 0.02) for i, shape in enumerate(shapes)]
     parameter_map = ParameterMap(parameters, 1, chunk_elements)
     by_name = {p.name: initial_tensor(p, run.seed).flatten() for p in parameters}
     vectors = [torch.cat([by_name[p.name] for p in f.parameters]) for f in parameter_map.fragments]
-    chunks = [chunk for chunk in parameter_map.chunks if dealt.random() < 0.5]
-    found = initial_chunks(run, parameter_map, chunks)
-    assert found.keys() == {chunk.index for chunk in chunks}
-    for chunk in chunks:
-        there = vectors[chunk.fragment][chunk.start : chunk.start + chunk.numel]
-        assert torch.equal(found[chunk.index], there), chunk
-    assert all(map(torch.equal, initial_weights(run, parameter_map), vectors))
+    numbers = [number for number in range(len(vectors)) if dealt.random() < 0.5]
+    found = initial_weights(run, parameter_map, numbers)
+    assert [*found] == numbers and all(torch.equal(found[number], vectors[number]) for number in numbers)
+    assert all(map(torch.equal, initial_weights(run, parameter_map).values(), vectors))
 
 
 def test_a_member_asks_again_while_its_answer_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_whatever_comes_between_its_chunks_it_is_the_state_of_its_beginning(rule
     servers = world.top, world.regions["eu"]
     wanted, states = [contents(server) for server in servers], [FrozenState(server.state()[0]) for server in servers]
     for server, frozen in zip(servers, states, strict=True):
-        server.shards.watch(frozen.before_write)
+        server.store.will_change = frozen.before_write
     read = [dict.fromkeys(each, b"") for each in wanted]
     reading = [*map(chunks_of, states)]
     for step, count in [*steps, (READ, None)]:  # at last all that is left

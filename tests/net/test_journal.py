@@ -7,9 +7,11 @@ import os
 import random
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,11 +21,13 @@ from hypothesis import strategies as st
 from geotrain.common.names import GLOBAL
 from geotrain.net.storage import journal as journal_module
 from geotrain.net.storage.journal import Journal, JournalDamaged, JournalFull
-from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, recover
+from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import OtherFormatError
 from geotrain.outer.messages import ChunkDelta, LeaseRequest, Leave, UpdatePart
+from geotrain.outer.server import server as server_module
+from geotrain.outer.server.membership import ServerPart
 from tests.support.outer_world import config, halves, make, random_deltas
-from tests.support.recorded_world import JournaledWorld
+from tests.support.recorded_world import JournaledWorld, same_state
 
 BIG = 1 << 24
 
@@ -305,3 +309,29 @@ def test_a_journal_moved_away_leaves_the_snapshot(tmp_path):
     again = recover(partial(world.build, "eu"), world.begin, tmp_path / "eu", keep=2)
     assert all(torch.equal(want[name], tensor) for name, tensor in again.server.state()[0].items())
     again.journal.close()
+
+
+def test_what_a_shard_took_after_its_snapshot_is_there_again(tmp_path):
+    """Its ledger has said before, once, that the member has joined; and has answered no fact since."""
+    world = make(config(updates_per_send=1), fragments=1)
+    standing, join = world.top.stand(), world.regions["eu"].join_message()
+    build = partial(world.build, GLOBAL, ServerPart(((0,), (1,), (2,)), 1))
+    mine = [slices if chunk == 1 else () for chunk, slices in enumerate(join.pushes)]
+    shard = recover(build, lambda server: server.set_weights({1: world.start[1].clone()}), tmp_path, 2)
+
+    def handle(*messages: Any) -> None:
+        for message in messages:
+            shard.journal.append(message)
+            shard.journal.flush()
+            shard.server.handle(message)
+
+    handle(standing, replace(join, pushes=tuple(mine), holds=tuple(mine)))
+    finish_snapshot(shard.store, shard.journal, *begin_snapshot(shard.server, shard.store, shard.journal, False))
+    world.push("a", random_deltas(world, 1))
+    updates = [message for message in world.up["eu"] if isinstance(message, UpdatePart) and message.fragment == 1]
+    handle(*updates)
+    assert shard.server.members["eu"].fragments[1].sequence == 1
+    with patch.object(server_module, "MOST_UNSAID", 0):
+        again = recover(build, int, tmp_path, 2, read_only=True)
+    same_state(again.server, shard.server)
+    shard.journal.close()

@@ -43,7 +43,7 @@ def test_over_sockets_no_weights_go_whole_after_a_kill(make, killed):
     receivers = [worker.receivers[0]]
 
     def listen() -> None:
-        receivers[1:] = [cluster.regions["eu"].server.shards.all[0].downlink]
+        receivers[1:] = [cluster.regions["eu"].server.store.downlink]
         for number, receiver in enumerate(receivers):
             real = type(receiver).decode
 

@@ -20,7 +20,6 @@ from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.owner import ORIGIN, OtherOwnerError, Owner, check_origin, note_origin
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import META, DamagedSnapshot, SnapshotStore, StoreError
-from geotrain.net.storage.timeline import Timeline, go_back, read_timeline, write_timeline
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.server_processes import Site
 
@@ -66,7 +65,7 @@ def two_runs(tmp_path: Path) -> Iterator[tuple[Site, Site]]:
         if far:
             for server in (GLOBAL, "eu"):
                 setup = ServerSetup(sites[-1].run, sites[-1].cluster, server, tmp_path)
-                wait_for(lambda s=setup: s.copies().whole())
+                wait_for(lambda s=setup: s.copies().own.whole())
         worker.close()
         for server in servers:
             server.process.kill()  # type: ignore[attr-defined]
@@ -107,7 +106,7 @@ def test_a_process_takes_no_state_of_another_run_or_process(two_runs: tuple[Site
         code, said = servers[-1].ended()
         assert code not in (0, None) and words in said, said
         after = tree(place, *but)
-        if GLOBAL in others and process == "eu":  # it notes its restart before it is told
+        if GLOBAL in others:  # it notes its restart before it is told
             after = {name: after[name] for name in before if not name.startswith("journal")}
             before = {name: digest for name, digest in before.items() if not name.startswith("journal")}
         assert after == before
@@ -127,15 +126,7 @@ def test_a_copied_folder_takes_no_snapshot_of_its_twin(tmp_path: Path) -> None:
         newest_snapshot(here, copies.own)
     with pytest.raises(StoreError, match="holds 00000004-a, which another process wrote beside this one"):
         copies.check_place(here.path(2), "00000002-a")
-    write_timeline(tmp_path, Timeline("a-1"))
-    (tmp_path / "snapshots").symlink_to("here")  # as of a coordinator, one of whose shards has lost its disk
-    before = tree(tmp_path)
-    with pytest.raises(OtherOwnerError, match="this folder is an old copy of the run's"):
-        go_back(tmp_path, copies)
-    write_timeline(tmp_path, Timeline("b-1"))
-    with pytest.raises(OtherOwnerError, match="holds the state of another run of the name 'tiny'"):
-        go_back(tmp_path, copies)
-    assert tree(tmp_path, "timeline.json") == {n: d for n, d in before.items() if n != "timeline.json"}
+    assert tree(tmp_path) == before
     for number in (3, 4):  # what the disk had, and cannot read any more, comes from the store
         shutil.copytree(tmp_path / f"twin/{number:08d}", tmp_path / f"here/{number:08d}")
         (tmp_path / f"here/{number:08d}" / META).write_text("damaged")
@@ -162,22 +153,15 @@ def test_names_in_a_store_stay_inside_its_folder(tmp_path: Path, name: str) -> N
 def test_a_store_that_may_only_be_read_passes_over_a_damaged_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = store(tmp_path / "there", 2)
-    for server in (False, True):  # a server of one process, and one that goes back with its shards
-        copies = copied(tmp_path / "far", there)
-        (tmp_path / "far/00000002-a/x.safetensors").write_bytes(b"damaged")
-        before = tree(tmp_path / "far")
-        for name in ("pipe_file", "put_file", "rm_file", "rm", "makedirs"):
-            monkeypatch.setattr(copies.own._files, name, no_writing)
-        if server:
-            faults = go_back(tmp_path / "coordinator", copies)
-            assert read_timeline(tmp_path / "coordinator").checkpoint_id == "00000001-a"
-        else:
-            snapshot, faults = newest_snapshot(SnapshotStore(tmp_path / "here"), copies.own)
-            assert snapshot is not None and snapshot.tensors["x"][0] == 1
-        assert [fault for fault in faults if "cannot be written: PermissionError" in fault]
-        assert tree(tmp_path / "far") == before
-        monkeypatch.undo()
+    copies = copied(tmp_path / "far", store(tmp_path / "there", 2))
+    (tmp_path / "far/00000002-a/x.safetensors").write_bytes(b"damaged")
+    before = tree(tmp_path / "far")
+    for name in ("pipe_file", "put_file", "rm_file", "rm", "makedirs"):
+        monkeypatch.setattr(copies.own._files, name, no_writing)
+    snapshot, faults = newest_snapshot(SnapshotStore(tmp_path / "here"), copies.own)
+    assert snapshot is not None and snapshot.tensors["x"][0] == 1
+    assert [fault for fault in faults if "cannot be written: PermissionError" in fault]
+    assert tree(tmp_path / "far") == before
 
 
 def with_owner(meta: Path, owner: Owner) -> None:
@@ -211,7 +195,7 @@ def test_a_copy_that_cannot_be_asked_for_is_not_taken_for_one_that_is_not_there(
     copies, before = copied(tmp_path / "far", here), tree(tmp_path)
     monkeypatch.setattr(copies.own._files, "exists", lambda path: False)  # as fsspec answers for any error
     monkeypatch.setattr(copies.own._files, "put_file", no_writing)
-    assert copies.whole() == ["00000001-a"]
+    assert copies.own.whole() == ["00000001-a"]
     copies.upload(here.path(1), "00000001-a")
     assert tree(tmp_path) == before
 

@@ -28,10 +28,9 @@ def test_a_request_waits_for_what_was_said_before_and_an_update_wakes_no_worker_
         async def lease(message: LeaseRequest) -> None:
             said.append(message.worker)
 
-        client = RegionClient(SimpleNamespace(persist=_plain), server, "127.0.0.1:1")  # type: ignore[arg-type]
-        await client.close()
         calls = dict.fromkeys(("join", "take_back", "validated"))
-        client.link = SimpleNamespace(persist=_plain, release=release, lease=lease, **calls)  # type: ignore[assignment]
+        link: Any = SimpleNamespace(persist=_plain, release=release, lease=lease, **calls)
+        client = RegionClient(SimpleNamespace(persist=_plain), server, link)  # type: ignore[arg-type]
         lanes = [asyncio.create_task(client._run_leases(lane)) for lane in client._said.values()]
         client.deliver(Send("global", Release((1,))))
         client.deliver(Send("global", LeaseRequest("a", 1)))

@@ -292,7 +292,7 @@ def test_uploads_are_tried_again_and_told(tmp_path, monkeypatch):
         task.cancel()
 
     asyncio.run(asyncio.wait_for(work(), 2 * BUSY_S))
-    assert far.uploads == ["00000001-a", "00000002-a"] and far.copies.whole() == ["00000002-a"]
+    assert far.uploads == ["00000001-a", "00000002-a"] and far.copies.own.whole() == ["00000002-a"]
     assert [type(event) for event in told] == [Trouble, SnapshotUploaded, SnapshotUploaded, Trouble]
 
 

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 
 from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, shards_of
-from geotrain.net.server import server_process
-from geotrain.net.server.server_host import ServerHost
-from geotrain.net.server.server_setup import ServerSetup
-from geotrain.net.server.shard_sessions import ShardLost
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.authority import make_certificates
 from geotrain.net.transport.certs import open_channel, trust_between
+from geotrain.outer.messages import Facts
 from tests.support.nat import translated
 from tests.support.net_worlds import BUSY_S, side_by_side, wait_for
 from tests.support.server_processes import Server, Site
@@ -49,7 +46,7 @@ def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path) -> None:
     """In synchronous rounds, where nothing depends on time: also when each role is killed on the way, with mirrors on
     the disk."""
     settings: dict[str, Any] = {"up": codec_config("int4"), "down": codec_config("int4")}
-    wanted = trained(Site(folder(tmp_path, "one"), "sync", 24, **settings))
+    wanted = trained(Site(folder(tmp_path, "one"), "sync", 24, pieces=2, **settings))
     settings |= {"shards": 2, "mirrors": "disk", "certs": tmp_path / "certs", "host": "::1"}
     site = Site(folder(tmp_path, "two"), "sync", 24, **settings)
     make_certificates(site.cluster, tmp_path / "certs")
@@ -79,30 +76,31 @@ def test_servers_listen_on_other_addresses_than_they_are_reached_by(tmp_path: Pa
 
 
 def test_nobody_else_speaks_as_a_shard(tmp_path: Path) -> None:
+    """Nor do members ask a shard for what its ledger says."""
     site = Site(tmp_path, "sync", 24, shards=1, certs=tmp_path / "certs")
     make_certificates(site.cluster, tmp_path / "certs")
     server = site.serve("eu")
     site.status("eu")  # it listens
     said = []
+    hello = wire.pack(rpc.ShardHello(0, 0, (0,) * 4, 0, "", True, 0, 0.0, False, 0, 0, "x"))
+    facts = wire.pack(Facts(0, 0, (), (0,) * 4, (0,) * 4))
     for role, name in (("worker", "a"), ("shard", "global"), ("region", "eu")):
         trust = trust_between(site.cluster, role, name, "region", "eu")  # type: ignore[arg-type]
         channel = open_channel(grpc, site.address("eu"), trust, rpc.OPTIONS)
-        hello = wire.pack(rpc.ShardHello("eu", 0, 1, 0, ""))
-        with pytest.raises(grpc.RpcError) as refused:
-            list(channel.stream_stream("/geotrain.Outer/shard")(iter([hello]), timeout=BUSY_S))
-        said.append(str(rpc.refusal_of(refused.value)))
+        for call, message in (("standing", hello), ("facts", facts)):
+            with pytest.raises(grpc.RpcError) as refused:
+                channel.unary_unary(f"/geotrain.Outer/{call}")(message, timeout=BUSY_S)
+            said.append(str(rpc.refusal_of(refused.value)))
         channel.close()
     assert all("does not speak for shard 'eu'" in each for each in said), said
     shard, address = site.serve("eu.shard-0"), str(shards_of(site.cluster, "eu")[0])
-    for call in ("status", "join"):  # a shard is told by its coordinator who is here, and by nobody else
-        channel = open_channel(grpc, address, trust_between(site.cluster, "worker", "a", "shard", "eu"), rpc.OPTIONS)
-        grpc.channel_ready_future(channel).result(BUSY_S)
-        if call == "join":
-            with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
-                channel.unary_unary("/geotrain.Outer/join")(b"", timeout=BUSY_S)
-        else:
-            assert json.loads(channel.unary_unary("/geotrain.Outer/status")(b"", timeout=BUSY_S))["shard"] == 0
-        channel.close()
+    channel = open_channel(grpc, address, trust_between(site.cluster, "worker", "a", "shard", "eu"), rpc.OPTIONS)
+    grpc.channel_ready_future(channel).result(BUSY_S)
+    for call in ("lease", "leave", "beat", "release", "standing", "facts", "validated", "takeback"):
+        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+            channel.unary_unary(f"/geotrain.Outer/{call}")(b"", timeout=BUSY_S)
+    assert json.loads(channel.unary_unary("/geotrain.Outer/status")(b"", timeout=BUSY_S))["finished"] is False
+    channel.close()
     for each in (server, shard):
         each.send(signal.SIGKILL)
 
@@ -116,22 +114,3 @@ def test_a_region_has_no_shards_or_as_many_as_the_global_server(tmp_path: Path) 
         parse(ClusterConfig, cluster, "cluster")
     del cluster["regions"][0]["shards"]
     assert shards_of(parse(ClusterConfig, cluster, "cluster"), "eu") == ()
-
-
-def test_a_server_that_is_told_to_end_with_its_shards_begins_no_new_incarnation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever it hears first: its own signal, or that a shard's stream has ended."""
-    site, lives = Site(folder(tmp_path, "run"), "sync", 24, shards=2), []
-
-    class Told(ServerHost):
-        async def run(self) -> None:
-            lives.append(self)
-            if len(lives) == 2:
-                self.stop.set()
-            assert len(lives) < 3
-            raise ShardLost("the stream to shard 1 has ended")
-
-    monkeypatch.setattr(server_process, "ServerHost", Told)
-    assert server_process.serve(ServerSetup(site.run, site.cluster, "global", site.folder / "global"), False) == 0
-    assert len(lives) == 2  # the first was not told

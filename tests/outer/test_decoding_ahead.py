@@ -49,7 +49,7 @@ def test_what_is_decoded_ahead_changes_no_bit(seed: int) -> None:
         for part in said:
             others = [*said, *older, *(filled(each, 1) for each in said)]
             for each in drawn.sample(others, drawn.randrange(5)) + [part] * drawn.randrange(2):
-                shaken.shards.decode_ahead(each)
+                shaken.store.decode_ahead(each)
             replies.append(reply_of(calm, part))
             assert reply_of(shaken, part) == replies[-1]
             same_state(calm, shaken)
@@ -74,7 +74,7 @@ def test_nothing_is_decoded_twice_but_for_a_join(monkeypatch: pytest.MonkeyPatch
         before = [server.weights(f).clone() for f in fragments]
         first, last = worker.parts(random_deltas(server, times), incarnation="life-2")
         for part in (first, last):
-            server.shards.decode_ahead(part)
+            server.store.decode_ahead(part)
             if times == 2 and part is last:
                 server.handle(joins[0])  # whose slices may be others
             assert all(torch.equal(before[f], server.weights(f)) for f in fragments)

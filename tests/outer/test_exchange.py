@@ -57,7 +57,7 @@ class Everything:
             self.adopted.append(weights.chunk)
 
     def join(self, join: Join) -> Welcome:
-        return Welcome((1,) * 12, 1, "incarnation")
+        return Welcome((1,) * 12, 1, ("incarnation",) * 12)
 
     def push(self, part: UpdatePart) -> Any:
         self.sent.append(part)
@@ -200,7 +200,7 @@ def test_weights_are_made_whole_as_often_as_the_planner_counts(
         at_rest, world.refreshed = 0, []
         for step in range(1, steps + 1):
             world.settled = 0
-            assert not waits(exchange.after_step(fragments_due(fragments, steps, step), {}))
+            assert not waits(exchange.after_step(fragments_due(range(fragments), steps, step), {}))
             at_rest += world.settled > 0  # a second one finds nothing under way
         if job:  # in the first, nothing of an earlier one is adopted
             assert (at_rest, len(world.refreshed)) == (settles, refreshes)
@@ -285,7 +285,7 @@ class OneRank(Everything):
         return self.group.agree(self.rank, flag)
 
     def join(self, join: Join) -> Welcome:
-        return Welcome((1,), 1, f"incarnation {self.server.incarnation}")
+        return Welcome((1,), 1, (f"incarnation {self.server.incarnation}",))
 
     def refresh(self, changed: tuple[int, ...]) -> None:
         self.taken.append(self.answered)

@@ -10,7 +10,6 @@ import torch
 from geotrain.config import codec_config
 from geotrain.outer.codec import NonFiniteError
 from geotrain.outer.messages import MemberSilent
-from geotrain.outer.shards.protocol import SendUp
 from tests.support.outer_world import (
     FakeWorker,
     World,
@@ -51,9 +50,9 @@ def test_progress_that_is_not_finite_is_refused_by_the_parameters_name():
     world = make(config(up=codec_config("int4")), chunk_elements=40)
     region = world.regions["eu"]
     [*_, (name, last)] = world.parameter_map.split(0, region.weights(0))
-    region.shards.all[0].vectors[1].x[-last.numel()] = float("inf")
+    region.store.vectors[1].x[-last.numel()] = float("inf")
     with pytest.raises(NonFiniteError, match=f"region eu: parameter {name}: holds infinities"):
-        region.shards.execute(SendUp(0, 1, {}))
+        region.store.send_up(0, 1, {})
 
 
 def test_incremental_answers_track_the_weights():

@@ -124,7 +124,7 @@ def test_all_parts_see_the_weights_of_one_moment() -> None:
             cut = worker.slicings[part][w.chunk]
             values = make_codec(VALIDATION_CODEC).decode(from_bytes(w.payload), numel(cut))
             scatter(values, cut, seen[w.chunk])
-        [shard] = region.shards.all  # type: ignore[attr-defined]
+        shard = region.store
         assert shard.newest is not None
         for x in weights_of(region):
             x.add_(1.0)  # training goes on between the two
@@ -141,4 +141,4 @@ def test_a_region_that_does_not_validate_keeps_no_copy() -> None:
     lay = parameter_map()
     rule = region_rule(config(), ("a",), UPDATES)
     region = RegionServer("eu", Identity("t", "c", lay.digest, "toy"), lay, config(), rule, ("a",))
-    assert region.shards.all[0].newest is None and region.versions_to_validate() == []  # type: ignore[attr-defined]
+    assert region.store.newest is None and region.versions_to_validate() == []

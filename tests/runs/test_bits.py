@@ -25,7 +25,7 @@ from tests.support.small_runs import BATCH, LOCAL_STEPS, MODEL, losses, prepare_
 ROUNDS = 12
 ROUND = len(REGIONS) * LOCAL_STEPS * BATCH  # samples
 SYNC = {"rule": {"name": "sync"}}
-INT4 = {"outer": {**SYNC, "up": {"name": "int4"}}}
+INT4 = {"outer": {**SYNC, "up": {"name": "int4"}, "fragments": {"pieces": 2}}}
 SMALL = 14  # steps of half a batch at the beginning of runs whose batch grows: into the middle of the fourth round
 RANKS = {"hosts": [{"host": "localhost", "slots": 2}]}
 EXPERTS = {

@@ -25,8 +25,9 @@ from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.net.transport.certs import Trust, identity, load_credentials
+from geotrain.net.transport.fragment_links import ShardsAbove
+from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.net.transport.operator_client import ask_status
-from geotrain.net.transport.sharded_link import ShardsAbove
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsReceiver
@@ -142,7 +143,8 @@ class Running:
         )
         if self.above:
             trust = Trust(own, identity("global", GLOBAL)) if own else None
-            self.region_client = RegionClient(self.server_thread, self.server, self.above, trust=trust)
+            link = GrpcClient(self.above, self.server.name, self.server.incarnation, trust)
+            self.region_client = RegionClient(self.server_thread, self.server, link)
             self.region_client_task = asyncio.create_task(self.region_client.run())
         return await self.service.start(Address(port=port))
 

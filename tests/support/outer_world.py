@@ -26,6 +26,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.membership import WHOLE, ServerPart
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.chunks import cut_slice
@@ -147,12 +148,12 @@ class World(InProcess):
     def __init__(self, config: OuterConfig, regions: dict[str, list[FakeWorker]], start: list[Tensor],
                  parameter_map: ParameterMap,
                  train_samples: int = 1 << 20, samples_per_step: int = 1,
-                 momentum_decay: float | None = None, shards: int = 1,
+                 momentum_decay: float | None = None,
                  identity: Identity | None = None) -> None:  # fmt: skip
         self.parameter_map, self.config, self.start = parameter_map, config, start
         self.identity = identity or Identity("test", "config", parameter_map.digest, "toy")
         self.names = {r: tuple(w.name for w in workers) for r, workers in regions.items()}
-        self.plan, self.momentum_decay, self.shards = (train_samples, samples_per_step), momentum_decay, shards
+        self.plan, self.momentum_decay = (train_samples, samples_per_step), momentum_decay
         home = {r: GLOBAL if config.flat else r for r in regions}
         self.workers = {w.name: (home[r], w) for r, workers in regions.items() for w in workers}
         super().__init__(self.begun(GLOBAL), {r: self.begun(r) for r in home.values() if r != GLOBAL})
@@ -160,15 +161,12 @@ class World(InProcess):
             for join in w.joins(self.identity):
                 self.tell(r, join)
 
-    def build(self, name: str, shards: int | None = None) -> Any:
-        """Make a server of this world, without state."""
-        shards = shards or self.shards
+    def build(self, name: str, part: ServerPart = WHOLE) -> Any:
+        """Make a server of this world, or a part of it, without state."""
         if name == GLOBAL:
-            return GlobalServer(self.identity, self.parameter_map, self.config, self.names, *self.plan, shards=shards)
+            return GlobalServer(self.identity, self.parameter_map, self.config, self.names, *self.plan, part=part)
         rule = region_rule(self.config, self.names[name], UPDATES, self.momentum_decay)
-        server = RegionServer(
-            name, self.identity, self.parameter_map, self.config, rule, self.names[name], shards=shards
-        )
+        server = RegionServer(name, self.identity, self.parameter_map, self.config, rule, self.names[name], part=part)
         server.incarnation = "life-1"
         return server
 
@@ -321,10 +319,10 @@ def random_deltas(world: World, seed: int) -> dict[int, torch.Tensor]:
     return {f.index: torch.randn(f.numel, generator=gen) for f in world.parameter_map.fragments}
 
 
-def saved_and_loaded(world: World, name: str, shards: int | None = None) -> Any:
+def saved_and_loaded(world: World, name: str) -> Any:
     """Return the server as a restart leaves it: without joins, and with its incarnation's name."""
     tensors, meta = world.server(name).state()
-    new = world.build(name, shards)
+    new = world.build(name)
     new.load({key: tensor.clone() for key, tensor in tensors.items()}, json.loads(json.dumps(meta)))
     return new
 

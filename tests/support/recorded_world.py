@@ -15,7 +15,6 @@ from geotrain.common.names import GLOBAL
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import Refused
 from geotrain.outer.server.server import Handled
-from geotrain.outer.shards.remote import RemoteShards
 from tests.support.outer_world import World
 
 
@@ -96,20 +95,17 @@ def same_state(one: Any, other: Any) -> None:
         assert torch.equal(tensors[name], tensors2[name]), name
 
 
-def check_shards(server: Any) -> None:
-    """They hold what the coordinator knows of, and no more: what is forgotten takes no memory."""
-    if isinstance(server.shards, RemoteShards):
-        return
-    for shard in server.shards.all:
-        for name, known in shard.members.items():
-            member = server.members[name]
-            assert known.joins.keys() == member.joined.keys()
-            exchanges = member.fragments.items()
-            assert known.updates.keys() == {(f, own.sequence + 1) for f, own in exchanges if own.arriving}
-            assert known.answers.keys() <= {f for f, own in exchanges if own.answer is not None}
+def check_store(server: Any) -> None:
+    """It holds what the server knows of, and no more: what is forgotten takes no memory."""
+    for name, known in server.store.members.items():
+        member = server.members[name]
+        assert known.joins.keys() == member.joined.keys()
+        exchanges = member.fragments.items()
+        assert known.updates.keys() == {(f, own.sequence + 1) for f, own in exchanges if own.arriving}
+        assert known.answers.keys() <= {f for f, own in exchanges if own.answer is not None}
     updates = getattr(server, "in_flight", {}).values()  # of a region
     travelling = {delta.chunk for update in updates for delta in update.deltas}
-    assert {chunk for shard in server.shards.all for chunk in shard.in_flight} == travelling
+    assert server.store.in_flight.keys() == travelling
 
 
 def frozen(server: Any) -> Any:

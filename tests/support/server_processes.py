@@ -21,8 +21,8 @@ from geotrain.launch.check import free_ports
 from geotrain.net.server.server_process import serve as serve_process
 from geotrain.net.server.server_setup import Evaluate, ServerSetup
 from geotrain.net.transport.certs import OPERATOR, trust_between
+from geotrain.net.transport.fragment_links import shards_above
 from geotrain.net.transport.operator_client import ask_status
-from geotrain.net.transport.sharded_link import shards_above
 from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.forks import FORKS, preload
@@ -102,6 +102,7 @@ class Site:
         every_minutes: float = 0.01,
         validates: bool = False,
         shards: int = 0,
+        pieces: int = 0,
         certs: Path | None = None,
         snapshots: str | None = None,
         environment: dict[str, str] | None = None,
@@ -111,6 +112,8 @@ class Site:
     ) -> None:
         self.folder, self.environment = folder, environment or {}
         block = outer(rule, **outer_settings) if isinstance(rule, str) else rule
+        cut = block.fragments.model_copy(update={"pieces": pieces or max(1, shards)})
+        block = block.model_copy(update={"fragments": cut})
         regions = regions or {"eu": ("a", "b")}
         servers = 1 + len(regions)
         ports = iter(free_ports(2 * servers * (1 + shards)))

@@ -243,7 +243,7 @@ def check_validations(engine: Any, servers: LocalServers, client: LocalClient, b
     def validated(result: Any) -> None:
         own = [shard.master.clone() for shard in engine.shards()]
         assert servers.region.frozen is not None
-        weights = servers.region.shards.all[0].copy[0].float()  # type: ignore[attr-defined]
+        weights = servers.region.store.copy[0].float()
         write(engine, {name: view.clone() for name, view in servers.parameter_map.split(0, weights)})
         found.append((result.number, result.loss, engine.evaluate(batches)))
         for shard, values in zip(engine.shards(), own, strict=True):

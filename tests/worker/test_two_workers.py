@@ -71,7 +71,7 @@ class Vectors:
 
     @staticmethod
     def of(server: Any) -> Vectors:
-        shard = server.shards.all[0]
+        shard = server.store
         if 0 not in shard.vectors:
             return Vectors(torch.empty(0), {}, None)
         v, residual = shard.vectors[0], shard.residuals.get(0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,45 +22,45 @@ from geotrain.parameters.dcp import start_weights
 from geotrain.parameters.hf_checkpoint import HFCheckpointError
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_file import read_values
-from geotrain.parameters.parameter_map import Chunk, ParameterMap, StridedSlice
+from geotrain.parameters.parameter_map import ParameterMap, StridedSlice
 
 log = logging.getLogger(__name__)
 
 
-def initial_weights(run: RunConfig, parameter_map: ParameterMap) -> list[Tensor]:
+def initial_weights(
+    run: RunConfig, parameter_map: ParameterMap, fragments: Collection[int] | None = None
+) -> dict[int, Tensor]:
     """Make the run's initial weights, from its seed, its Hugging Face checkpoint or its file of any model's
-    parameters: a 1-D fp32 vector for each fragment.
+    parameters: fragment → 1-D fp32 vector. fragments: only these.
 
     Raises ConfigError.
     """
-    vectors = [torch.empty(f.numel) for f in parameter_map.fragments]
-    chunks = parameter_map.chunks
+    wanted = range(len(parameter_map.fragments)) if fragments is None else fragments
+    vectors = {number: torch.empty(parameter_map.fragments[number].numel) for number in wanted}
+    chunks = [chunk for number in wanted for chunk in parameter_map.chunks_of[number]]
     _fill(run, parameter_map, {c.index: vectors[c.fragment][c.start : c.start + c.numel] for c in chunks})
     return vectors
 
 
-def initial_chunks(run: RunConfig, parameter_map: ParameterMap, chunks: Sequence[Chunk]) -> dict[int, Tensor]:
-    """Make the initial weights of these chunks only, 1-D, fp32, by their numbers; besides them one parameter at a
-    time is in memory. Raises ConfigError."""
-    found = {chunk.index: torch.empty(chunk.numel) for chunk in chunks}
-    _fill(run, parameter_map, found)
-    return found
-
-
-def first_answers(run: RunConfig, parameter_map: ParameterMap, chunks: Sequence[Chunk]) -> dict[int, MadeWeights]:
-    """Make what the global server answers to a region's join before its first update, of these chunks, by fragment.
-    Empty: there are none, or what the run begins with is not on this machine."""
-    if not chunks:
+def first_answers(run: RunConfig, parameter_map: ParameterMap, fragments: Collection[int]) -> dict[int, MadeWeights]:
+    """Make what the global server answers to a region's join before its first update, of these fragments. Empty:
+    there are none, or what the run begins with is not on this machine."""
+    if not fragments:
         return {}
     try:
-        made = initial_chunks(run, parameter_map, chunks)
+        made = initial_weights(run, parameter_map, fragments)
     except (ConfigError, OSError) as error:
         log.info("the first weights come from the global server: %s", error)
         return {}
-    sender, found = WeightsSender(run.outer.down), defaultdict[int, list[ChunkWeights]](list)
-    for chunk in chunks:  # each goes when it is encoded, so that the weights are not in memory twice
-        found[chunk.fragment].append(sender.encode(chunk.index, 0, made.pop(chunk.index)))
-    return {fragment: MadeWeights.of(weights) for fragment, weights in found.items()}
+    sender, found = WeightsSender(run.outer.down), dict[int, MadeWeights]()
+    for number in fragments:  # each goes when it is encoded, so that the weights are not in memory twice
+        vector = made.pop(number)
+        encoded = [
+            sender.encode(chunk.index, 0, vector[chunk.start : chunk.start + chunk.numel])
+            for chunk in parameter_map.chunks_of[number]
+        ]
+        found[number] = MadeWeights.of(encoded)
+    return found
 
 
 class FirstDigests:

@@ -30,7 +30,7 @@ from geotrain.net.server.profile_requests import ProfileRequests
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.shard_sessions import ShardSessions
+from geotrain.net.server.shard_link import ShardTable
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import OPERATOR, Credentials, Role, identity
 from geotrain.net.transport.deadlines import FrameDeadline, within
@@ -40,6 +40,7 @@ from geotrain.outer.messages import (
     AnswerWanted,
     BadDelta,
     DataGone,
+    Facts,
     Finished,
     Join,
     Lease,
@@ -66,7 +67,7 @@ FIRSTS_AT_ONCE = 4  # first weights that are sent at a time: whoever has them tr
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 NOT_FINITE = "it says that its delta is not finite"
 REPLACED = "another stream of this rank took its place"
-OF_SHARDS = ("push", "pull", "weights", "status")  # the calls of a shard's service
+OF_SHARDS = ("join", "push", "pull", "trained", "weights", "status", "control")  # the calls of a shard's service
 
 
 class GrpcService:
@@ -75,7 +76,7 @@ class GrpcService:
     snapshot: writes a snapshot and returns where it is. extra_status: gives more entries for a status, whole or not.
     silent_s: a member that was not heard of for so long is taken for dead.
     credentials: None means plaintext, where everyone is believed to be who they say.
-    shards: where the server's are processes of their own. payloads_only: it is one of these.
+    shards: where the server has some, of which this process keeps the ledger.
     enroll: takes new members' enrollments (`geotrain.net.transport.enrollment`).
     """
 
@@ -87,13 +88,12 @@ class GrpcService:
         *,
         silent_s: float = WORKER_SILENT_S,
         credentials: Credentials | None = None,
-        shards: ShardSessions | None = None,
-        payloads_only: bool = False,
+        shards: ShardTable | None = None,
         enroll: Handler | None = None,
     ) -> None:
         self.server_thread, self._snapshot, self._extra_status = server_thread, snapshot, extra_status
         self.server, self.credentials, self.shards = server_thread.server, credentials, shards
-        self.payloads_only, self._enroll = payloads_only, enroll
+        self._enroll = enroll
         self.failure_detector = FailureDetector(server_thread, silent_s, lambda: shards is None or shards.ready)
         self._waits = WaitTable()
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
@@ -117,15 +117,17 @@ class GrpcService:
         """Listen; returns the port. Raises ListenError."""
         # A call's name, as `geotrain.net.transport.rpc` lists it, is that of its method here.
         calls = (
-            self._join, self._commit, self._lease, self._release, self._takeback, self._trained, self._validated,
-            self._leave, self._beat, self._status, self._control, self._pull, self._weights, self._push, self._shard,
+            self._join, self._lease, self._release, self._takeback, self._trained, self._validated,
+            self._leave, self._beat, self._status, self._control, self._pull, self._weights, self._push,
+            self._standing, self._facts,
         )  # fmt: skip
         handlers = {call.__name__[1:]: self._handled(call) for call in calls}
-        handlers = {name: call for name, call in handlers.items() if not self.payloads_only or name in OF_SHARDS}
+        handlers = {name: call for name, call in handlers.items() if self.server.ledger or name in OF_SHARDS}
         if self._enroll is not None:
             handlers[ENROLL] = self._enroll
         self._grpc, port = await open_server(address, self.credentials, handlers)
-        self.failure_detector.start()
+        if self.server.ledger:
+            self.failure_detector.start()
         return port
 
     async def stop(self, grace_s: float | None) -> None:
@@ -143,7 +145,7 @@ class GrpcService:
         """Say how the server goes, for people: its state, its members, and what it waits for; whole: also bytes."""
         said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s}
         said |= self._extra_status(whole)
-        if not self.payloads_only:
+        if self.server.ledger:
             said["members"] = self.failure_detector.judge(said)
             said["waits"] = self._waits.told(waits(said), time.time())
         return said
@@ -199,34 +201,16 @@ class GrpcService:
             await self._judged(part, self.server_thread.say(reader.message))
         return rpc.Ack(self.server.members[part.member].fragments[part.fragment].sequence)
 
-    async def _commit(self, request: bytes, context: Any) -> bytes:
-        """Take a part of an update, whose payloads go to shards, once those hold all of it."""
-        shards, reader = self._with_shards(), wire.FrameReader(UpdatePart, limit_bytes=self._update_bytes)
-        reader.feed(request)
-        part: UpdatePart = reader.header
-        self._check_speaker(context, self.server.member_role, part.member)
-        if await self._judged(part, self.server_thread.read(lambda: self.server.admit(part))):
-            self.failure_detector.heard(part.member, part.part)
-            held = await shards.part(part, rpc.MAX_WAIT_S)
-            if held is None:
-                return wire.pack(rpc.NotYet())
-            try:
-                await self._judged(part, self.server_thread.say(held))
-            except Refused as refused:
-                if refused.retry_s is None:
-                    shards.holdings.drop(part)
-                raise
-            shards.holdings.drop(part)
-        return wire.pack(rpc.Ack(self.server.members[part.member].fragments[part.fragment].sequence))
+    async def _standing(self, request: bytes, context: Any) -> bytes:
+        return await self._with_shards(context).standing(wire.unpack(request, rpc.ShardHello))
 
-    async def _shard(self, _: Any, context: Any) -> None:
-        shards = self._with_shards()
+    async def _facts(self, request: bytes, context: Any) -> bytes:
+        return wire.pack(rpc.Ack(await self._with_shards(context).facts(wire.unpack(request, Facts))))
+
+    def _with_shards(self, context: Any) -> ShardTable:
         self._check_speaker(context, "shard", self.server.name)
-        await shards.serve(context)
-
-    def _with_shards(self) -> ShardSessions:
         if self.shards is None:
-            raise Refused("this server's shards are in its own process: both ends need the same cluster file")
+            raise Refused("this server is one process: it and its shards need the same cluster file")
         return self.shards
 
     async def _opening(self, context: Any, *other_kinds: type) -> wire.FrameReader:
@@ -432,7 +416,7 @@ class GrpcService:
         try:
             return await call
         except Refused as refused:
-            judged = refused.retry_s is None and not isinstance(refused, DataGone) and not self.payloads_only
+            judged = refused.retry_s is None and not isinstance(refused, DataGone)
             if judged and said.member in self.server.members:
                 rejected = UpdateRejected(said.member, said.incarnation, refused.reason)
                 if isinstance(said, UpdatePart):

@@ -10,24 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from geotrain.common.files import locked
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, shard_name
 from geotrain.net.server import server_process as process
-from geotrain.net.server.shard_host import JOURNALED
 from geotrain.net.storage import recovery
 from geotrain.net.storage.disk_mirror_store import mirror_store_of
 from geotrain.net.storage.journal import Journal
-from geotrain.net.storage.recovery import JOURNAL, Machine, journal_limit, recover
+from geotrain.net.storage.recovery import JOURNAL, journal_limit, recover
 from geotrain.net.storage.snapshots import META, SNAPSHOTS, Snapshot, SnapshotStore, newest_whole, read_weights
 from geotrain.outer.messages import Join
-from geotrain.outer.shards.local import LocalShards
-from geotrain.outer.shards.shard import ServerShard
+from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 
 log = logging.getLogger(__name__)
@@ -80,28 +76,23 @@ def _goes_on(folder: Path, parameter_map: ParameterMap) -> bool:
 
 
 def _replayed(run: RunConfig, cluster: ClusterConfig, folder: Path, parameter_map: ParameterMap) -> Newest:
-    """Recover the server in memory, and its shards where they are processes, whose folders lie beside its own."""
+    """Recover the server in memory, and its shards, whose folders lie beside its own."""
 
-    def read(build: Callable[[], Machine], begin: Callable[..., None], place: Path, kinds: Any) -> Machine:
+    def read(shard: int | None, place: Path) -> Server:
+        build = partial(process.any_server, run, cluster, GLOBAL, shard)
         mirrors, keep = mirror_store_of(run.outer, place, log.warning), run.checkpoint.keep
-        found = recover(build, partial(begin, run=run), place, keep, None, mirrors, kinds=kinds, read_only=True)
+        begin = partial(process.begin_server, run=run)
+        found = recover(build, begin, place, keep, None, mirrors, read_only=True)
         for fault in found.faults:
             log.warning("%s", fault)
         return found.server
 
-    def of_process(index: int, coordinator: Any) -> ServerShard:
-        build, place = partial(process.shard_server, run, cluster, GLOBAL, index), shard_name(GLOBAL, index)
-        machine = read(build, process.begin_shard, folder.with_name(place), JOURNALED)
-        for command in coordinator.since(machine.commands):  # that it had not executed
-            machine.handle(command)
-        return machine.shard
-
-    build = partial(process.any_server, run, cluster, GLOBAL, process.remote_shards(run, cluster, GLOBAL))
-    top = read(build, process.begin_server, folder, recovery.KINDS)
-    shards, number = top.shards, len(cluster.global_shards)
-    held = shards.all if isinstance(shards, LocalShards) else [of_process(i, shards) for i in range(number)]
-    x = {chunk: vectors.x for shard in held for chunk, vectors in shard.vectors.items()}
-    weights = (torch.cat([x[chunk.index] for chunk in chunks]) for chunks in parameter_map.chunks_of)
-    tensors = chain.from_iterable(parameter_map.split(fragment, each) for fragment, each in enumerate(weights))
+    top = read(None, folder)
+    shards = range(len(cluster.global_shards))
+    parts = [top, *(read(shard, folder.with_name(shard_name(GLOBAL, shard))) for shard in shards)]
+    of = {number: part for part in parts for number in part.numbers}
+    every = range(len(parameter_map.fragments))
+    tensors = chain.from_iterable(parameter_map.split(number, of[number].weights(number)) for number in every)
     changed_s = max(path.stat().st_mtime for path in (folder / JOURNAL).iterdir())
-    return Newest(tensors, max(top.versions), top.status()["committed_samples"], changed_s)
+    version = max(of[number].fragments[number].version for number in every)
+    return Newest(tensors, version, top.status()["committed_samples"], changed_s)

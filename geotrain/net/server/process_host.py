@@ -1,7 +1,6 @@
-"""Runs one incarnation of a server process, a server's or a shard's, in an event loop: the frame that both share.
+"""Runs one incarnation of a server process in an event loop: the frame of `geotrain.net.server.server_host`.
 
-A state machine on its thread behind a journal, its gRPC service, its snapshots, its signals and its end are the same
-for both. What differs, `geotrain.net.server.server_host` and `geotrain.net.server.shard_host` add.
+A state machine on its thread behind a journal, its gRPC service, its snapshots, its signals and its end.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 from geotrain.common.files import write_whole
 from geotrain.config import host_port, is_loopback
@@ -27,29 +26,28 @@ from geotrain.net.server.connection_guard import ConnectionGuard, raise_file_lim
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.server_setup import LISTENING, ServerSetup
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.shard_sessions import Lineage
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.journal import JournalFull
-from geotrain.net.storage.recovery import Machine, Recovered, begin_snapshot, finish_snapshot
+from geotrain.net.storage.recovery import Recovered, begin_snapshot, finish_snapshot
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.transport.certs import Role, Trust, identity
 from geotrain.net.transport.deadlines import first_of
 from geotrain.outer.messages import Send
+from geotrain.outer.server.server import Server
 
 log = logging.getLogger(__name__)
 
 LAST_WRITE_S = 600.0  # how long a snapshot waits until the one before is written
 
 
-class ProcessHost(ABC, Generic[Machine]):
+class ProcessHost(ABC):
     """Runs a recovered state machine in one event loop, from its first answer to its end."""
 
-    def __init__(self, setup: ServerSetup, recovered: Recovered[Machine], events: EventLog) -> None:
+    def __init__(self, setup: ServerSetup, recovered: Recovered, events: EventLog) -> None:
         self.setup, self.events, self.folder = setup, events, setup.folder
         self.report = events.report
-        self.server: Machine = recovered.server
+        self.server: Server = recovered.server
         self.store, self.journal = recovered.store, recovered.journal
-        self.lineage = Lineage(self.folder)
         self.credentials = setup.credentials()
         self.stop = asyncio.Event()  # set by SIGTERM and SIGINT, among others
         self._writing: list[Future[int]] = []  # the last snapshot
@@ -60,8 +58,7 @@ class ProcessHost(ABC, Generic[Machine]):
         """Run until the machine's work is done, a signal comes, or something fails, whose exception is raised."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
-        machine: Any = self.server  # a shard has what the thread calls, too
-        self.server_thread = ServerThread(machine, self.journal, self._deliver, self.events.write)
+        self.server_thread = ServerThread(self.server, self.journal, self._deliver, self.events.write)
         self.service = self._make_service()
         listening, address, guard = self.folder / LISTENING, self.setup.address, None
         try:
@@ -106,15 +103,17 @@ class ProcessHost(ABC, Generic[Machine]):
     def _deliver(self, send: Send) -> None:
         """Take what the machine sends; in the event loop."""
 
+    @abstractmethod
     async def _before_service(self) -> None:
         """Do what must be done before anybody is answered."""
 
+    @abstractmethod
     async def _end(self) -> None:
         """Do what is left to do after an end in good order; members are still answered meanwhile."""
 
+    @abstractmethod
     def _linger_s(self) -> float:
         """Seconds that calls which are open at the end may still take."""
-        return 0.0
 
     # -- what all have
 
@@ -124,21 +123,21 @@ class ProcessHost(ABC, Generic[Machine]):
 
     async def _snapshot(self) -> str:
         """Write a snapshot; returns where it is. Raises StoreError."""
-        return await self._written(await self._save(""))
+        return await self._written(await self._save())
 
     async def _written(self, writing: asyncio.Future[int]) -> str:
         """Wait until a snapshot is written, which goes on if the caller is cancelled; returns where it is."""
         return f"{socket.gethostname()}:{self.store.path(await asyncio.shield(writing)).absolute()}"
 
-    async def _save(self, checkpoint_id: str, ended: bool = False) -> asyncio.Future[int]:
+    async def _save(self, ended: bool = False) -> asyncio.Future[int]:
         """Freeze the state between two messages, and write it while the machine goes on. The future gives the
         snapshot's number.
 
-        checkpoint_id, ended: as `begin_snapshot` takes them. Raises StoreError, as the future does.
+        ended: as `begin_snapshot` takes it. Raises StoreError, as the future does.
         """
         began_s = time.monotonic()
         try:
-            begun = await self.server_thread.alone(partial(self._begin_snapshot, checkpoint_id, ended))
+            begun = await self.server_thread.alone(partial(self._begin_snapshot, ended))
         except JournalFull as full:
             raise StoreError(str(full)) from full
         writing = asyncio.wrap_future(begun)
@@ -150,7 +149,7 @@ class ProcessHost(ABC, Generic[Machine]):
         writing.add_done_callback(done)
         return writing
 
-    def _begin_snapshot(self, checkpoint_id: str, ended: bool) -> Future[int]:
+    def _begin_snapshot(self, ended: bool) -> Future[int]:
         """Freeze the state, on the machine's thread.
 
         It is written even if the caller is cancelled: what is frozen and never written would be copied in vain.
@@ -158,8 +157,8 @@ class ProcessHost(ABC, Generic[Machine]):
         # One snapshot at a time: the one before may still be written, if its caller was cancelled.
         if wait(self._writing, timeout=LAST_WRITE_S).not_done:
             raise StoreError(f"{self.folder}: the snapshot before is still being written")
-        owner = replace(self.setup.owner, origin=self.lineage.timeline.origin)
-        how = ended, checkpoint_id, self.setup.launch, owner
+        owner = replace(self.setup.owner, origin=self.server.origin)
+        how = ended, self.setup.launch, owner
         frozen, meta = begin_snapshot(self.server, self.store, self.journal, *how)
         self._writing = [self._disk.submit(self._finish_snapshot, frozen, meta)]
         return self._writing[0]

@@ -15,14 +15,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from geotrain.net.server.relayed_link import RelayedLink
 from geotrain.net.server.server_thread import ServerThread
-from geotrain.net.server.shard_sessions import ShardSessions
 from geotrain.net.storage.remote_snapshots import beside
 from geotrain.net.transport import rpc
-from geotrain.net.transport.certs import Trust
+from geotrain.net.transport.fragment_links import join_shard
 from geotrain.net.transport.grpc_client import GOODBYE_S, AnswerPull, GrpcClient, Unreachable
-from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
@@ -43,7 +40,6 @@ from geotrain.outer.messages import (
     Validated,
 )
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.shards.remote import RemoteShards
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,34 +56,26 @@ class RegionClient:
     on_acknowledged: called with the fragment and sequence of each update that the global server has taken.
     on_joined: called when the global server has taken the region.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
-    above: the global server's shards, own: this region's, where they are processes of their own. first: makes
-    the weights that answer the join before the global server has applied an update, by fragment; empty: it cannot.
+    link: to the global server, or to the part of it that has this server's fragments. first: makes the weights that
+    answer the join before the global server has applied an update, by fragment; empty: it cannot.
     """
 
     def __init__(
         self,
         server_thread: ServerThread,
         server: RegionServer,
-        address: str,
+        link: GrpcClient,
         *,
-        trust: Trust | None = None,
         on_lost: Callable[[int], None] = lambda updates: None,
         on_acknowledged: Callable[[int, int], None] = lambda fragment, sequence: None,
         on_joined: Callable[[], None] = lambda: None,
         metrics: Callable[[], dict[str, float]] = dict,
-        above: ShardsAbove | None = None,
-        own: ShardSessions | None = None,
         first: Callable[[], dict[int, MadeWeights]] = dict,
     ) -> None:
         self.server_thread, self.server = server_thread, server
         self.on_lost, self.on_acknowledged, self.on_joined = on_lost, on_acknowledged, on_joined
         self.metrics, self.first = metrics, first
-        incarnation = self.server.name, self.server.incarnation
-        self.link: GrpcClient = GrpcClient(address, *incarnation, trust)
-        if own is not None:
-            self.link = RelayedLink(address, *incarnation, trust, own)
-        elif above is not None:
-            self.link = ShardedLink(address, *incarnation, trust, above)
+        self.link = link
         self.connected = False
         self._updates: _Lane[UpdatePart | Trained | AnswerWanted | Leave] = _Lane()
         # "" → what is said to have been done, in order; worker → its requests, which may wait for long.
@@ -114,6 +102,7 @@ class RegionClient:
         `close`, so that its bytes can be counted.
         """
         within_s = CONNECT_S
+        await self.server_thread.until(lambda: self.server.open or None, float("inf"))  # its ledger has spoken
         while not self.server.finished:
             try:
                 await self._session(within_s)  # also ends when the global server was restarted
@@ -133,7 +122,10 @@ class RegionClient:
         """Serve one incarnation of the global server: join it, send again what it may not have, then run the
         lanes until one of them learns that the server does not know this region any more."""
         join = await self.server_thread.read(self.server.join_message)
-        welcome = await self.link.persist(lambda: self.link.join(join), within_s)
+        if self.link.incarnation != join.incarnation:
+            self.link.live_as(join.incarnation)
+        attempt = self.link.join if self.server.ledger else partial(join_shard, self.link)
+        welcome = await self.link.persist(lambda: attempt(join), within_s)
         lost = await self.server_thread.persist(welcome)
         self.on_joined()
         if lost:
@@ -162,9 +154,10 @@ class RegionClient:
                 for fragment, queue in enumerate(pushed):
                     lanes.create_task(self._run_answers(fragment, queue))
                 lanes.create_task(self._run_updates(pushed))
-                for lane in self._said.values():
+                for lane in self._said.values() if self.server.ledger else ():
                     lanes.create_task(self._run_leases(lane))
-                lanes.create_task(self._run_beats())
+                if self.server.ledger:
+                    lanes.create_task(self._run_beats())
         except* (NotJoined, _SessionOver):
             pass
 
@@ -183,7 +176,7 @@ class RegionClient:
             elif isinstance(message, AnswerWanted):
                 final = self.server.final
                 if final is not None and message.fragment not in final:  # else they have come since it was said
-                    self.link.live_as(self.server.incarnation)  # with nothing of what came at the join
+                    self.link.live_as(self.server.speaks_as)  # with nothing of what came at the join
                     await self.server_thread.persist(await self._pull(message.fragment, 0))
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
             elif message.sequence > last[message.fragment]:
@@ -203,16 +196,15 @@ class RegionClient:
         """Begin again from the global weights, since an update was refused for good. The region does so as a new
         incarnation: the global server must not count on what it sent to the old one."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
-        about = self.server.name, self.server.incarnation, reason, update.fragment, update.sequence
+        about = self.server.name, self.server.speaks_as, reason, update.fragment, update.sequence
         await self.server_thread.persist(UpdateRejected(*about))
 
         def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
-            if isinstance(self.server.shards, RemoteShards):  # what they answer names it, too
-                self.server.shards.begin_incarnation(self.server.incarnation)
             return self.server.incarnation
 
-        self.link.live_as(await self.server_thread.read(new_incarnation))
+        if self.server.ledger:
+            self.link.live_as(await self.server_thread.read(new_incarnation))
         raise _SessionOver
 
     async def _run_leases(self, lane: _Lane[Join | LeaseRequest | Release | TakeBack | Validated]) -> None:

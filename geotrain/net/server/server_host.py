@@ -1,7 +1,6 @@
 """Runs a server in the frame of `geotrain.net.server.process_host`.
 
-What only servers have is here: when snapshots are due, shards in other processes, counters, the end of a run and, in
-a region, the client to the global server.
+When snapshots are due, shards, counters, the end of a run and, in a region, the client to the global server.
 """
 
 from __future__ import annotations
@@ -30,33 +29,29 @@ from geotrain.monitor.monitor import Monitor
 from geotrain.net.server.failure_detector import REGION_SILENT_S, WORKER_SILENT_S
 from geotrain.net.server.first_weights import first_answers
 from geotrain.net.server.grpc_service import GrpcService
-from geotrain.net.server.process_host import LAST_WRITE_S, ProcessHost
+from geotrain.net.server.process_host import ProcessHost
 from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.sampler import Sampler
 from geotrain.net.server.server_setup import ServerSetup
-from geotrain.net.server.shard_sessions import FAREWELL_S, ShardLost, ShardSessions
-from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.server.shard_link import FAREWELL_S, ShardLink, ShardTable
 from geotrain.net.storage.journal import JOURNAL_PER_STATE, MIN_JOURNAL_BYTES, JournalFull
-from geotrain.net.storage.owner import Owner, begun_s, note_origin
+from geotrain.net.storage.owner import begun_s, note_origin
 from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped
 from geotrain.net.storage.remote_snapshots import Copies, Uploader
 from geotrain.net.storage.snapshots import StoreError
-from geotrain.net.storage.timeline import new_timeline
-from geotrain.net.transport import rpc
 from geotrain.net.transport.deadlines import first_of, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
+from geotrain.net.transport.fragment_links import link_to, shards_above
+from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
 from geotrain.outer.messages import OperatorCommand, Refused, RunComplete, Send, SkipSamples, Validated
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.server.server import Server
-from geotrain.outer.shards.remote import RemoteShards
 
 SNAPSHOT_RETRY_S = 30.0
 TRAFFIC_EVENT_S = 5.0  # time between two events about the link's traffic
 LAST_UPLOAD_S = 120.0  # how long the process waits at its end for the last snapshot's copy
 FINAL_VALIDATION_S = 600.0  # at most, of the final weights; the launcher waits longer for its servers
 LINGER_S = 2.0  # the server goes on for so long after its end, since a member whose last answer was lost asks again
-SHARDS_LOOK_S = 0.05
 GROWN_LOOK_S = 0.1
 CLOCK_S = 10.0  # between two looks at the time
 TRAFFIC = "traffic.json"  # in the server's folder: bytes on its links so far in the run, for its next incarnation
@@ -71,29 +66,28 @@ class Grown(Exception):
         self.run, self.cluster = run, cluster
 
 
-class ServerHost(ProcessHost[Server]):
+class ServerHost(ProcessHost):
     """Runs one incarnation of a server. This is the global server's; `RegionServerHost` is a region server's."""
 
     def __init__(
         self,
         setup: ServerSetup,
-        recovered: Recovered[Server],
+        recovered: Recovered,
         events: EventLog,
         monitor: Monitor,
         copies: Copies | None,
     ) -> None:
         super().__init__(setup, recovered, events)
-        self.monitor, self.copies, self.lineage.copies = monitor, copies, copies
-        if not isinstance(self.server.shards, RemoteShards) and not self.lineage.timeline.name:
-            owner = Owner.of(recovered.snapshot or {})  # of a copy, where the disk was lost
-            self.lineage.note(replace(new_timeline(owner.origin if owner else ""), begun=True))
+        self.monitor, self.copies = monitor, copies
+        self.new = recovered.snapshot is None  # without a state
         self.ended_before, self.dismissed = recovered.ended, recovered.dismissed
         self.uploader = Uploader(self.store, copies, events.write) if copies else None
         self.region_client: RegionClient | None = None
-        self.shards: ShardSessions | None = None  # where they are in processes of their own
+        self.shards: ShardTable | None = None  # of the ledger's process, where there are any
+        self.ledger: ShardLink | None = None  # of a shard
+        # Versions of a shard's fragments in its newest snapshot, or in the newest copy where there are any.
+        self.safe: dict[int, tuple[int, ...]] = {}
         self.saved_updates, self.saved_s = self._updates(), time.monotonic()  # at the last snapshot, or the start
-        # Whether the newest snapshot is of this process alone, and its shards have none of that checkpoint id.
-        self.alone = "" in self.store.checkpoint_ids().values()
         self.carried_bytes = 0  # the size of the journal's open segment at its beginning, where messages are repeated
         self.saving = asyncio.Lock()
         self.grown = False  # whether it ends because others have joined the cluster
@@ -101,18 +95,8 @@ class ServerHost(ProcessHost[Server]):
         self.tcp_counters = TcpCounters(self._is_wide_area, self._traffic_before())
 
     def _make_service(self) -> GrpcService:
-        if isinstance(far := self.server.shards, RemoteShards):
-            names = self.server.name, self.server.incarnation
-            self.shards = ShardSessions(
-                self.server_thread,
-                far,
-                *names,
-                self.lineage,
-                lambda shard: self._note(Dismissed(shard)),
-                self.dismissed,
-            )
-            if self.uploader is not None:
-                self.uploader.shards = self.shards.upload
+        if self.server.part.dealt and self.server.ledger:
+            self.shards = ShardTable(self.server_thread, self.dismissed, lambda shard: self._note(Dismissed(shard)))
         return GrpcService(
             self.server_thread,
             self._snapshot,
@@ -144,16 +128,25 @@ class ServerHost(ProcessHost[Server]):
         )
         if self.uploader is not None:  # goes on beyond these, for the copy of the last snapshot
             self.uploading = asyncio.ensure_future(self.uploader.run())
-        works = [self._snapshots(), self._write_traffic(), self._until_finished()]
-        if self.shards is not None:
-            works.append(self.shards.until_lost())
+        works = [self._snapshots(), self._write_traffic()]
+        if self.server.ledger:
+            works.append(self._until_finished())
+        else:
+            trust, shard = self.trust(self.setup.server_role, self.server.name), self.setup.shard or 0
+            to = shard, str(self.setup.server_address), trust
+            self.ledger = ShardLink(self.server_thread, *to, self._newest_safe, self.new)
+            # Its ledger may be gone, if this shard knows already that the server has ended.
+            works += [asyncio.sleep(0) if self.ended_before else self.ledger.run(), *self._shard_works()]
         if self.setup.newest is not None:
             works.append(self._until_grown(self.setup.newest))
-        if self.server.name == GLOBAL and self.setup.run.ends_at is not None:
+        if self.server.name == GLOBAL and self.server.ledger and self.setup.run.ends_at is not None:
             works.append(self._stop_at(self.setup.run.ends_at.timestamp()))
-        return [*works, self.sampler.run()] if self.setup.run.monitor.enabled else works
+        samples = self.setup.run.monitor.enabled and self.server.ledger
+        return [*works, self.sampler.run()] if samples else works
 
     async def _before_service(self) -> None:
+        if not self.server.ledger:
+            return
         if self.server.name == GLOBAL:
             note_origin(self.folder.parent, self.server.origin)
         skip = SkipSamples(*(tuple(each[end] for each in self.setup.run.data.skip) for end in (0, 1)))
@@ -172,29 +165,42 @@ class ServerHost(ProcessHost[Server]):
             if self.region_client is not None:
                 await self.region_client.close()
 
+    def _shard_works(self) -> list[Coroutine[Any, Any, None]]:
+        """Begin what a shard does beside the link to its ledger."""
+        return []
+
+    def _newest_safe(self) -> tuple[int, ...]:
+        """Versions of a shard's fragments that its disk's loss would leave; without copies, those on the disk."""
+        number = self.uploader.uploaded if self.uploader is not None else max(self.safe, default=0)
+        return self.safe.get(number, (0,) * len(self.server.numbers))
+
     async def _end(self) -> None:
-        # Else some shards may be gone for good, and the journals hold all.
-        whole = self.shards is None or (self.shards.ready and not self.stop.is_set())
         self.doing = "its last snapshot"
+        # Else its shards may go on without it, and the journal holds all.
+        whole = not self.stop.is_set() or not self.server.part.dealt
         if whole:
             await self._last_snapshot()
         # Behind the joins with which the last snapshot's journal begins: these incarnations end with this one.
         await self._note(Stopped())
         if whole:
             await self._last_upload()
-        if self.shards is not None:
+        if self.shards is not None and not self.stop.is_set():
             self.doing = "its shards, to hear that it has ended"
-            await self._farewell(self.shards)
+            deaf = await first_of(self.stop.wait(), self.shards.farewell(FAREWELL_S))
+            for shard in [] if self.stop.is_set() else deaf:
+                self.report(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
+        if self.ledger is not None:
+            await self.ledger.farewell()
 
     def _linger_s(self) -> float:
-        return 0.0 if self.grown or (self.shards is not None and self.shards.lost.done()) else LINGER_S
+        return 0.0 if self.grown else LINGER_S
 
     async def _last_snapshot(self) -> None:
         """Write the snapshot of the end, and wait for room on the disk for it. Who stops the server need not wait:
         the journal holds all that a snapshot would."""
         while True:
             try:
-                await self._snapshot(ended=self.server.finished)
+                await self._snapshot(ended=self.server.finished if self.server.ledger else self.ledger_ended)
                 return
             except StoreError as error:
                 if not out_of_room(error):
@@ -213,19 +219,10 @@ class ServerHost(ProcessHost[Server]):
 
         await self.server_thread.alone(note)
 
-    async def _wait_for_shards(self) -> None:
-        """Wait until all shards are there. A server that had ended waits for none: to those that are left it says
-        farewell."""
-        if self.shards is not None and not self.ended_before:
-            await self.shards.wait_ready()
-
-    async def _farewell(self, shards: ShardSessions) -> None:
-        """Wait until the shards have heard that the server ended in good order, or until this process is told to
-        end, as they are then, too."""
-        said = shards.farewell(FAREWELL_S if shards.ready or self.ended_before else 0.0)
-        deaf = await first_of(self.stop.wait(), said)
-        for shard in [] if self.stop.is_set() else deaf:
-            self.report(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
+    @property
+    def ledger_ended(self) -> bool:
+        """Whether a shard's server has ended in good order."""
+        return self.server.standing is not None and self.server.standing.ended
 
     async def _last_upload(self) -> None:
         """Wait for the last snapshot's copy. Without it the snapshot is still on this machine's disk, so it is no
@@ -239,7 +236,6 @@ class ServerHost(ProcessHost[Server]):
 
     async def _until_finished(self) -> None:
         """Return when the server has finished and this process should end in good order."""
-        await self._wait_for_shards()
         while True:
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
             await self._validate_final_weights()
@@ -337,47 +333,31 @@ class ServerHost(ProcessHost[Server]):
             write_whole(self.folder / TRAFFIC, json.dumps({"links": self.tcp_counters.total.counts, "peers": peers}))
 
     def _snapshot_is_due(self) -> bool:
-        enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * self.server.parameter_map.numel)
+        enough_bytes = max(MIN_JOURNAL_BYTES, JOURNAL_PER_STATE * 4 * sum(c.numel for c in self.server.store.chunks))
         journal_bytes = self.journal.segment_bytes - self.carried_bytes
-        if self.shards is not None:
-            journal_bytes = max(journal_bytes, self.shards.journal_bytes)
         late = time.monotonic() - self.saved_s >= 60.0 * self.setup.run.checkpoint.every_minutes
-        due = (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
-        return due or (self.alone and self.uploader is not None)
+        return (late and self._updates() > self.saved_updates) or journal_bytes >= enough_bytes
 
     async def _snapshot(self, ended: bool = False) -> str:
         async with self.saving:
-            alone = self.shards is not None and not self.store.numbers()
-            if self.shards is not None and not alone:
-                await self.shards.wait_ready()
             began_s, updates = time.monotonic(), self._updates()
-            place = await self._written(await self._save("" if alone else self.store.new_checkpoint_id(), ended))
-            self.alone, self.saved_updates, self.saved_s = alone, updates, began_s
+            place = await self._written(await self._save(ended))
+            self.saved_updates, self.saved_s = updates, began_s
             if self.uploader is not None:
                 self.uploader.wake()
             return place
 
-    def _begin_snapshot(self, checkpoint_id: str, ended: bool) -> Future[int]:
-        begun = super()._begin_snapshot(checkpoint_id, ended)
+    def _begin_snapshot(self, ended: bool) -> Future[int]:
+        begun = super()._begin_snapshot(ended)
         self.carried_bytes = self.journal.segment_bytes
-        if self.shards is not None:  # they freeze theirs after the same commands
-            self.shards.send_all(rpc.Save(checkpoint_id))
+        versions = self.server.own_versions
+        begun.add_done_callback(lambda done: done.exception() or self.safe.update({done.result(): versions}))
         return begun
 
-    def _finish_snapshot(self, frozen: FrozenState, meta: dict[str, Any]) -> int:
-        """Write the coordinator's part when the shards have written theirs: no shard then asks for commands from
-        before it."""
-        checkpoint_id, deadline_s = meta["checkpoint_id"], time.monotonic() + LAST_WRITE_S
-        while checkpoint_id and self.shards is not None and not self.shards.saved(checkpoint_id):
-            if self.shards.lost.done():
-                raise ShardLost(f"{self.folder}: no snapshot, since a shard was lost")
-            if time.monotonic() > deadline_s:
-                raise StoreError(f"{self.folder}: no snapshot, since not all shards have written theirs")
-            time.sleep(SHARDS_LOOK_S)
-        return super()._finish_snapshot(frozen, meta)
-
     def _updates(self) -> int:
-        return sum(member.updates for member in self.server.members.values())
+        """Count the updates so far: of a shard, its facts."""
+        own = sum(member.updates for member in self.server.members.values())
+        return own if self.server.ledger else self.server.said + len(self.server.unsaid)
 
     def _deliver(self, send: Send) -> None:
         if send.to != GLOBAL:
@@ -452,24 +432,29 @@ class RegionServerHost(ServerHost):
     def _until_finished(self) -> Coroutine[Any, Any, None]:
         # No coroutine function: the client is made at once, not when the task first runs. What the server sends
         # before there is a client would be lost.
-        name, incarnation, parameter_map = self.server.name, self.server.incarnation, self.server.parameter_map
-        # Where they are processes of their own, shards do so.
-        first = partial(first_answers, self.setup.run, parameter_map, () if self.shards else parameter_map.chunks)
+        name, parameter_map = self.server.name, self.server.parameter_map
+        first = partial(first_answers, self.setup.run, parameter_map, self.server.numbers)
         self.region_client = self.sampler.region_client = RegionClient(
             self.server_thread,
             self.server,
-            str(self.setup.cluster.global_server),
-            trust=self.trust("global", GLOBAL),
+            self._link_above(),
             on_lost=lambda updates: self.events.write(UpdatesLost(updates)),
-            on_acknowledged=lambda *update: self.events.write(Acknowledged(name, incarnation, *update)),
+            on_acknowledged=lambda *u: self.events.write(Acknowledged(name, self.server.speaks_as, *u)),
             on_joined=lambda: note_origin(self.folder.parent, self.server.origin),
             metrics=self.sampler.metrics,
-            above=self.setup.shards_above(),
-            own=self.shards,
             first=first,
         )
-        return self._run_client(self.region_client)
+        return self.region_client.run()
 
-    async def _run_client(self, client: RegionClient) -> None:
-        await self._wait_for_shards()
-        await client.run()
+    def _link_above(self) -> GrpcClient:
+        """Make the link to the global server: of a shard, to the shard that has the same fragments there; of the
+        ledger of a region with shards, to the ledger."""
+        cluster, who, shard = self.setup.cluster, (self.server.name, self.server.speaks_as), self.setup.shard
+        if shard is not None:
+            return GrpcClient(str(cluster.global_shards[shard]), *who, self.trust("shard", GLOBAL))
+        above = shards_above(cluster, self.server.parameter_map, "region", self.server.name, GLOBAL)
+        own = None if self.server.part.dealt else above
+        return link_to(str(cluster.global_server), *who, self.trust("global", GLOBAL), own)
+
+    def _shard_works(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._until_finished()]

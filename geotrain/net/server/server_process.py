@@ -34,45 +34,33 @@ from geotrain.config import (
     parse,
     shards_of,
 )
-from geotrain.monitor.events import (
-    EventLog,
-    Recovery,
-    Trouble,
-)
-from geotrain.net.server.first_weights import initial_chunks, initial_weights
+from geotrain.monitor.events import EventLog, Recovery
+from geotrain.net.server.first_weights import initial_weights
 from geotrain.net.server.server_host import Grown, RegionServerHost, ServerHost
 from geotrain.net.server.server_setup import ServerSetup
-from geotrain.net.server.shard_host import JOURNALED, ShardHost
-from geotrain.net.server.shard_sessions import ShardLost, TimelineLost
 from geotrain.net.storage.disk_mirror_store import mirror_store_of
 from geotrain.net.storage.journal import JournalDamaged
 from geotrain.net.storage.owner import OtherOwnerError, Owner, new_origin
-from geotrain.net.storage.recovery import JOURNAL, KINDS, Machine, Recovered, recover
-from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, condemned, number_of
+from geotrain.net.storage.recovery import JOURNAL, Recovered, recover
+from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots
 from geotrain.net.storage.snapshots import (
     SNAPSHOTS,
-    DamagedSnapshot,
     OtherFormatError,
     SnapshotStore,
     StoreError,
     alone_in,
 )
-from geotrain.net.storage.timeline import Timeline, clear_void, go_back, take
 from geotrain.net.transport.certs import CertificateError
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.rpc import ListenError
-from geotrain.outer.codec import make_codec
-from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import Refused
 from geotrain.outer.rules import region_rule
 from geotrain.outer.rules.region_momentum import updates_in_run
-from geotrain.outer.rules.rule import Vectors
 from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.membership import WHOLE, ServerPart
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server, identity_of
-from geotrain.outer.server.shard_server import PayloadLost, ShardServer
-from geotrain.outer.shards.local import LocalShards
-from geotrain.outer.shards.remote import RemoteShards
+from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMapError, parameter_map_of
 
 log = logging.getLogger(__name__)
@@ -81,7 +69,6 @@ ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk
 ROOM_LOOK_S = 2.0
 # Of a run file, what decides how a server handles a message. The model cannot change.
 DECIDES = "seed", "data", "outer", "monitor", "deepspeed"
-STORE_RETRY_S = 5.0  # where the object storage does not give a shard what it is to take
 # Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
 FOR_GOOD = (
     JournalDamaged,
@@ -91,37 +78,50 @@ FOR_GOOD = (
     ParameterMapError,
     ConfigError,
     UnsupportedModelError,
-    PayloadLost,
 )
 EXPECTED = (*FOR_GOOD, Refused, ListenError, StoreError, Unreachable, OutputError)
 
 
-def global_server(run: RunConfig, cluster: ClusterConfig, shards: int | RemoteShards) -> GlobalServer:
+def part_of(run: RunConfig, cluster: ClusterConfig, server: str, shard: int | None) -> ServerPart:
+    """The part of a server that its process, or that of one of its shards, is. Raises ConfigError."""
+    if not (number := len(shards_of(cluster, server))):
+        return WHOLE
+    fragments = parameter_map_of(run).fragments
+    if len(fragments) < number:
+        raise ConfigError(
+            f"server {server!r} has {number} shards, but the model has {len(fragments)} fragments, each of which is "
+            "whole in one: set outer.fragments.pieces, which cuts them"
+        )
+    return ServerPart(deal([fragment.numel for fragment in fragments], number), shard)
+
+
+def global_server(run: RunConfig, cluster: ClusterConfig, part: ServerPart = WHOLE) -> GlobalServer:
     parameter_map, regions = parameter_map_of(run), Topology(run, cluster).regions
     samples = run.data.train_samples, run.samples_per_step
     numbers = run.monitor.validate_every_samples, run.data.sequence_length
     return GlobalServer(
-        identity_of(run, parameter_map), parameter_map, run.outer, regions, *samples, *numbers, shards,
+        identity_of(run, parameter_map), parameter_map, run.outer, regions, *samples, *numbers, part,
         run.data.rampup_batch_size,
     )  # fmt: skip
 
 
-def region_server(run: RunConfig, cluster: ClusterConfig, region: str, shards: int | RemoteShards) -> RegionServer:
+def region_server(run: RunConfig, cluster: ClusterConfig, region: str, part: ServerPart = WHOLE) -> RegionServer:
     parameter_map, all_workers = parameter_map_of(run), Topology(run, cluster).home
     workers = tuple(w.name for w in cluster.region(region).workers)
     updates = updates_in_run(run.inner_steps, run.outer.local_steps, len(workers), len(all_workers))
     rule = region_rule(run.outer, workers, updates)
     validates = run.monitor.validate_every_samples is not None
     server = RegionServer(
-        region, identity_of(run, parameter_map), parameter_map, run.outer, rule, workers, validates, shards
+        region, identity_of(run, parameter_map), parameter_map, run.outer, rule, workers, validates, part
     )
     server.leases.jobs_each = updates / len(workers)
     return server
 
 
-def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | RemoteShards) -> Server:
-    """Make the global server or a region's, without state."""
-    server = global_server(run, cluster, shards) if name == GLOBAL else region_server(run, cluster, name, shards)
+def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shard: int | None = None) -> Server:
+    """Make the global server or a region's, or one of its shards, without state."""
+    part = part_of(run, cluster, name, shard)
+    server = global_server(run, cluster, part) if name == GLOBAL else region_server(run, cluster, name, part)
     server.validation_steps = validation_steps(run)
     plain = run.model_dump(by_alias=True, mode="json", include=set(DECIDES))
     server.settings = json.dumps([plain, {r.name: [w.name for w in r.workers] for r in cluster.serving}])
@@ -130,8 +130,12 @@ def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shards: int | 
         then, regions = json.loads(settings)
         of: dict[str, Any] = {"name": run.name, "global_server": cluster.global_server.model_dump(mode="json")}
         of["regions"] = [{"name": n, "workers": [{"name": w} for w in names]} for n, names in regions.items()]
+        of |= {"global_shards": [each.model_dump(mode="json") for each in cluster.global_shards]}
+        for each in of["regions"]:
+            shards = next((r.shards for r in cluster.regions if r.name == each["name"]), ())
+            each["shards"] = [address.model_dump(mode="json") for address in shards]
         then = parse(RunConfig, {**run.model_dump(by_alias=True, mode="json"), **then}, "a server's settings")
-        return any_server(then, parse(ClusterConfig, of, "a server's members"), name, shards)
+        return any_server(then, parse(ClusterConfig, of, "a server's members"), name, shard)
 
     server.remade = remade
     return server
@@ -167,145 +171,58 @@ def _run_incarnations(setup: ServerSetup, new: bool) -> None:
     setup.credentials()  # what is wrong with them is said before a large state is read
     if here := Owner.of(SnapshotStore(folder / SNAPSHOTS).newest_meta()):
         setup.owner.check(here, folder)
-    clear_void(folder)
     if new:
         _check_is_new(folder, copies.own if copies else None)
-    if copies and copies.shards and not SnapshotStore(folder / SNAPSHOTS).numbers() and copies.whole():
-        _report(setup, go_back(folder, copies))
     while True:
         try:
-            timeline = _run_incarnation(setup, copies)
-        except ShardLost as lost:
-            _say(f"{lost}; the server begins a new incarnation")
-            if isinstance(lost, TimelineLost) and copies is not None:
-                _report(setup, go_back(folder, copies))
+            return _run_incarnation(setup, copies)
         except Grown as grown:
             _say(str(grown))
             setup = replace(setup, run=grown.run, cluster=grown.cluster)
-        else:
-            if timeline is None:
-                return
-            _report(setup, [_follow(setup, timeline, copies)])
 
 
-def _run_incarnation(setup: ServerSetup, copies: Copies | None) -> Timeline | None:
-    """Run one incarnation, from its recovery to its end. Returns the timeline that a shard must follow before its
-    next one. Raises ShardLost, Grown: a server begins another."""
-    run, cluster, name = setup.run, setup.cluster, setup.server
-    with setup.events() as events:
-        if setup.shard is not None:
-            build_shard = partial(shard_server, run, cluster, name, setup.shard)
-            shard = _recovered(setup, events, build_shard, begin_shard, kinds=JOURNALED)
-            shard_host = ShardHost(setup, shard, events, copies.own if copies else None)
-            asyncio.run(shard_host.run())
-            return shard_host.goes_back
-        with setup.monitor(events) as monitor:
-            incarnation = uuid.uuid4().hex
+def _run_incarnation(setup: ServerSetup, copies: Copies | None) -> None:
+    """Run one incarnation, from its recovery to its end. Raises Grown: a server begins another."""
+    with setup.events() as events, setup.monitor(events) as monitor:
+        incarnation = uuid.uuid4().hex
 
-            def build() -> Server:
-                server = any_server(run, cluster, name, remote_shards(run, cluster, name))
-                server.incarnation = incarnation
-                return server
+        def build() -> Server:
+            server = any_server(setup.run, setup.cluster, setup.server, setup.shard)
+            server.incarnation = incarnation
+            return server
 
-            mirror = copies.own if copies and not copies.shards else None
-            recovered = _recovered(setup, events, build, begin_server, mirror)
-            if recovered.ended:
-                log.warning("it ended in launch %s, and stays ended: only another launch begins again", setup.launch)
-            kind = ServerHost if name == GLOBAL else RegionServerHost
-            host = kind(setup, recovered, events, monitor, copies)
-            try:
-                asyncio.run(host.run())
-            except (ShardLost, Grown):
-                if not host.stop.is_set():  # else both are told to end, and no new incarnation is wanted
-                    raise
-    return None
+        recovered = _recovered(setup, events, build, copies.own if copies else None)
+        if recovered.ended:
+            log.warning("it ended in launch %s, and stays ended: only another launch begins again", setup.launch)
+        kind = ServerHost if setup.server == GLOBAL else RegionServerHost
+        host = kind(setup, recovered, events, monitor, copies)
+        try:
+            asyncio.run(host.run())
+        except Grown:
+            if not host.stop.is_set():  # else it is told to end, and no new incarnation is wanted
+                raise
 
 
 def _recovered(
-    setup: ServerSetup,
-    events: EventLog,
-    build: Callable[[], Machine],
-    begin: Callable[[Machine, RunConfig], None],
-    mirror: RemoteSnapshots | None = None,
-    kinds: tuple[type, ...] = KINDS,
-) -> Recovered[Machine]:
+    setup: ServerSetup, events: EventLog, build: Callable[[], Server], mirror: RemoteSnapshots | None
+) -> Recovered:
     """Recover the process's state machine, and report what was found."""
     run, folder = setup.run, setup.folder
     mirror_store = mirror_store_of(run.outer, folder, events.report)
-    recovered = recover(
-        build,
-        lambda machine: begin(machine, run),
-        folder,
-        run.checkpoint.keep,
-        mirror,
-        mirror_store,
-        setup.launch,
-        kinds,
-        owner=setup.owner,
-    )
+    keep, begin = run.checkpoint.keep, partial(begin_server, run=run)
+    recovered = recover(build, begin, folder, keep, mirror, mirror_store, setup.launch, owner=setup.owner)
     for fault in recovered.faults:
         events.report(fault)
     events.write(Recovery(recovered.replayed))
     return recovered
 
 
-def _follow(setup: ServerSetup, timeline: Timeline, copies: Copies | None) -> str:
-    """Take the checkpoint from which the timeline of the shard's coordinator began, if its copy is there and good;
-    else the shard stays as it was, and its coordinator decides when it looks for good copies again. Returns a
-    sentence on that. Raises StoreError, OSError."""
-    if copies is None:
-        raise StoreError(
-            f"{setup.folder}: is to go back to {timeline.checkpoint_id}, and has no checkpoint.snapshots"
-        )
-    mirror, checkpoint_id = copies.own, timeline.checkpoint_id
-    try:
-        take(setup.folder, mirror, timeline, number_of(checkpoint_id))
-    except DamagedSnapshot as error:
-        if unwritten := condemned(mirror, checkpoint_id, error):  # then its coordinator would choose it again
-            raise StoreError(f"{mirror.url}/{checkpoint_id}: damaged: {error}; {unwritten[0]}") from error
-        return f"{mirror.url}/{checkpoint_id}: damaged: {error}"
-    except StoreError as error:
-        if out_of_room(error):
-            raise
-        time.sleep(STORE_RETRY_S)
-        return str(error)
-    return f"{setup.folder}: goes back to {checkpoint_id}, which came from {mirror.url}"
-
-
 def begin_server(server: Server, run: RunConfig) -> None:
     """Give a server what it has when a run begins: the global one's first weights. A region gets its from there.
     Raises ConfigError."""
     if server.name == GLOBAL:
-        server.origin = new_origin()
-        if isinstance(server.shards, RemoteShards):  # they begin with the weights themselves
-            server.begin()
-        else:
-            server.set_weights(initial_weights(run, server.parameter_map))
-
-
-def remote_shards(run: RunConfig, cluster: ClusterConfig, server: str) -> int | RemoteShards:
-    """Make the server's shards: one in its process, or the coordinator's view of those in the cluster file."""
-    if not (number := len(shards_of(cluster, server))):
-        return 1
-    down = run.outer.down if server == GLOBAL else run.outer.local
-    return RemoteShards(parameter_map_of(run), number, make_codec(run.outer.up), sends_changes(down))
-
-
-def shard_server(run: RunConfig, cluster: ClusterConfig, server: str, index: int) -> ShardServer:
-    """Make a shard for a process of its own, without state."""
-    number = len(shards_of(cluster, server))
-    whole = any_server(run, cluster, server, number)
-    assert isinstance(whole.shards, LocalShards)
-    return ShardServer(whole.shards.all[index], index, number, tuple(whole.members), whole.member_role)
-
-
-def begin_shard(machine: ShardServer, run: RunConfig) -> None:
-    """Give a shard in a process of its own the first weights of its chunks, if it is the global server's. Raises
-    ConfigError."""
-    if machine.name != GLOBAL:
-        return
-    shard = machine.shard
-    shard.vectors |= {i: Vectors(x) for i, x in initial_chunks(run, machine.parameter_map, shard.chunks).items()}
+        server.origin = new_origin() if server.ledger else ""
+        server.set_weights(initial_weights(run, server.parameter_map, server.numbers))
 
 
 def validation_steps(run: RunConfig) -> int:
@@ -330,14 +247,6 @@ def wait_for_room(folder: Path) -> None:
         with suppress(OSError), tempfile.TemporaryFile(dir=place) as trial:
             os.posix_fallocate(trial.fileno(), 0, ROOM_BYTES)
             return
-
-
-def _report(setup: ServerSetup, troubles: list[str]) -> None:
-    """Tell people of trouble between two incarnations."""
-    with setup.events() as events:
-        for trouble in troubles:
-            _say(trouble)
-            events.write(Trouble(trouble))
 
 
 def _say(what: str) -> None:

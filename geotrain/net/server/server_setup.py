@@ -17,7 +17,6 @@ from geotrain.monitor.monitor import Monitor
 from geotrain.net.storage.owner import Owner
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots
 from geotrain.net.transport.certs import Credentials, Role, load_credentials
-from geotrain.net.transport.sharded_link import ShardsAbove, shards_above
 from geotrain.parameters.parameter_map import parameter_map_of
 
 EVENTS = "events.jsonl"
@@ -70,7 +69,7 @@ class ServerSetup:
 
     @property
     def server_address(self) -> Address:
-        """Address of the server, which is its shards' coordinator."""
+        """Address of the server, which is its shards' ledger."""
         return self.cluster.global_server if self.server == GLOBAL else self.cluster.region(self.server).server
 
     @property
@@ -84,18 +83,11 @@ class ServerSetup:
         security = self.cluster.security
         return load_credentials(Path(security.folder), role, self.server) if security else None
 
-    def shards_above(self) -> ShardsAbove | None:
-        """List the shards of the global server, for a region's server. Raises CertificateError."""
-        return shards_above(self.cluster, parameter_map_of(self.run), "region", self.server, GLOBAL)
-
     def copies(self) -> Copies | None:
-        """Open the object storage for copies of this process's and its shards' snapshots. Raises ConfigError."""
+        """Open the object storage for copies of this process's snapshots. Raises ConfigError."""
         if (url := self.run.checkpoint.snapshots) is None:
             return None
-        shards = range(len(shards_of(self.cluster, self.server))) if self.shard is None else ()
-        names = [self.name, *(shard_name(self.server, shard) for shard in shards)]
-        own, *others = [RemoteSnapshots(f"{url.rstrip('/')}/{self.run.name}/{name}") for name in names]
-        return Copies(own, self.run.checkpoint.keep, others)
+        return Copies(RemoteSnapshots(f"{url.rstrip('/')}/{self.run.name}/{self.name}"), self.run.checkpoint.keep)
 
     def events(self) -> EventLog:
         return EventLog(self.folder / EVENTS, source=self.name, enabled=self.run.monitor.enabled)
@@ -103,6 +95,9 @@ class ServerSetup:
     def monitor(self, events: EventLog) -> Monitor:
         """Make the server's page and metrics. Raises ConfigError."""
         parameter_map = parameter_map_of(self.run)
+        if self.shard is not None:  # its ledger shows what it does
+            quiet = self.run.monitor.model_copy(update={"enabled": False})
+            return Monitor(self.run.model_copy(update={"monitor": quiet}), self.cluster, self.name, events)
         names = tuple(fragment.name for fragment in parameter_map.fragments)
         top = facts(self.run, self.cluster, parameter_map.numel, names) if self.server == GLOBAL else None
         return Monitor(self.run, self.cluster, self.name, events, top)

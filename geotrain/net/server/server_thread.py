@@ -21,7 +21,6 @@ from geotrain.net.transport.deadlines import within
 from geotrain.outer.events import Event
 from geotrain.outer.messages import Refused, Send, UpdatePart
 from geotrain.outer.server.server import Handled, Server
-from geotrain.outer.shards.local import LocalShards
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -163,6 +162,10 @@ class ServerThread:
         """Number of messages and calls that wait for the thread."""
         return self._queue.qsize()
 
+    def look_again(self) -> None:
+        """See to those who wait (`until`), as what they wait for has changed outside of the server."""
+        self._queue.put(_Work((), self._look, Future()))
+
     def close(self) -> None:
         """End the thread after everything that was asked of it before."""
         self._queue.put(None)
@@ -264,12 +267,12 @@ class ServerThread:
             else:
                 self._note_room(None)
                 parts += [message for message in work.messages if isinstance(message, UpdatePart)]
-        if parts and isinstance(shards := self.server.shards, LocalShards):
+        if parts:
             # Their payloads are decoded while the disk writes. That changes no state, and nothing leaves.
             flushed = self._flusher.submit(self._flush)
             try:
                 for part in parts:
-                    shards.decode_ahead(part)
+                    self.server.store.decode_ahead(part)
             finally:
                 flushed.result()
         elif group:
@@ -326,4 +329,4 @@ class ServerThread:
     def _deliver_all(self, sends: tuple[Send, ...]) -> None:
         for send in sends:
             self.deliver(send)
-        self._queue.put(_Work((), self._look, Future()))  # what was delivered may be waited for
+        self.look_again()  # what was delivered may be waited for

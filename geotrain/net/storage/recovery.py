@@ -1,4 +1,4 @@
-"""Recovers a server or a shard after its process died: loads the newest whole snapshot, then handles all later
+"""Recovers a server after its process died: loads the newest whole snapshot, then handles all later
 messages again, which it reads from the journal, through the same `handle`."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,10 +23,6 @@ from geotrain.outer.messages import Join, MemberSilent, Message, Refused
 from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.server import Server
-from geotrain.outer.server.shard_server import ShardServer
-from geotrain.outer.shards.local import LocalShards
-from geotrain.outer.shards.protocol import FromShards, HeldPart
-from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.parameter_map import ParameterMap
 
 JOURNAL = "journal"  # within a server's folder
@@ -63,13 +59,12 @@ class Dismissed:
     shard: int
 
 
-KINDS = (Restarted, Stopped, StillJoined, Dismissed, *typing.get_args(Message), *typing.get_args(FromShards))
-Machine = TypeVar("Machine", Server, ShardServer)
+KINDS = (Restarted, Stopped, StillJoined, Dismissed, *typing.get_args(Message))
 
 
 @dataclass
-class Recovered(Generic[Machine]):
-    """Holds a recovered state machine and where its state is kept.
+class Recovered:
+    """Holds a recovered server and where its state is kept.
 
     server: the state machine as it was when the last message in the journal had been applied, but with no member
     joined. faults: sentences about what was found damaged and passed over. replayed: how many messages were handled
@@ -77,7 +72,7 @@ class Recovered(Generic[Machine]):
     ended: the server had ended in this launch, and stays ended. dismissed: which of its shards know that, then.
     """
 
-    server: Machine
+    server: Server
     store: SnapshotStore
     journal: Journal
     faults: list[str]
@@ -88,39 +83,35 @@ class Recovered(Generic[Machine]):
 
 
 def recover(
-    build: Callable[[], Machine],
-    begin: Callable[[Machine], None],
+    build: Callable[[], Server],
+    begin: Callable[[Server], None],
     folder: Path,
     keep: int,
     mirror: RemoteSnapshots | None = None,
     mirror_store: MirrorStore | None = None,
     launch: str = "",
-    kinds: tuple[type, ...] = KINDS,
     read_only: bool = False,
     owner: Owner | None = None,
-) -> Recovered[Machine]:
-    """Bring a server or a shard back from its folder, or begin a new one in an empty folder.
+) -> Recovered:
+    """Bring a server back from its folder, or begin a new one in an empty folder.
 
     A server that had ended begins again, perhaps with more data; but in the launch in which it ended it was started
     again because its process died too early, and stays ended.
 
     build: makes the state machine, without state. begin: gives a new one what it starts from. keep: how many
-    snapshots stay. mirror: where copies of the snapshots are, for a folder that has lost its own; None: there are
-    none, or several processes must go back together (see `geotrain.net.storage.timeline`). mirror_store: where the
-    machine's mirrors lie. launch: names that which this process is started by; "": one of its own. kinds: the types
-    of messages in its journal. read_only: nothing is written, and the machine must not go on. owner: whose state it
-    is to be.
+    snapshots stay. mirror: where copies of the snapshots are, for a folder that has lost its own. mirror_store: where
+    the server's mirrors lie. launch: names that which this process is started by; "": one of its own. read_only:
+    nothing is written, and the machine must not go on. owner: whose state it is to be.
     Raises StoreError, OtherOwnerError among them, JournalDamaged, ParameterMapError, OSError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)
 
-    def built(settings: str = "") -> Machine:
+    def built(settings: str = "") -> Server:
         machine = build()
-        if isinstance(machine, Server) and settings not in ("", machine.settings):
+        if settings not in ("", machine.settings):
             machine, incarnation = machine.remade(settings), machine.incarnation
             machine.incarnation = incarnation
-        if isinstance(machine.shards, LocalShards):
-            machine.shards.set_mirror_store(store.mirror_store)
+        machine.store.set_mirror_store(store.mirror_store)
         return machine
 
     snapshot, faults = newest_snapshot(store, mirror, owner)
@@ -129,35 +120,33 @@ def recover(
     if snapshot is not None:
         server.load(snapshot.tensors, snapshot.meta["state"])
         ended = snapshot.meta["ended"] and launch != "" and snapshot.meta["launch"] == launch
-        if isinstance(server, Server) and snapshot.meta["ended"] and not ended:
+        if snapshot.meta["ended"] and not ended:
             server.begin_again()
     elif faults:
         faults.append(f"{store.folder}: no snapshot is whole: docs/servers.md says what to do")
         raise StoreError("\n".join(faults))
     else:
         begin(server)
-    journal = Journal(folder / JOURNAL, kinds, journal_limit(server.parameter_map), read_only)
+    journal = Journal(folder / JOURNAL, KINDS, journal_limit(server.parameter_map), read_only)
     replayed, dismissed = 0, set[int]()
     for message in journal.replay(meta["segment"] if meta else 1):
         replayed += 1
         with suppress(Refused):  # what is refused now was refused then
             match message:
-                case Restarted(settings) if isinstance(server, Server):
+                case Restarted(settings):
                     server = restarted(partial(built, bytes(settings).decode() or server.settings), server)
-                case Stopped() if isinstance(server, Server):
+                case Stopped():
                     end_incarnations(server)
-                case StillJoined(join) if isinstance(server, Server):
+                case StillJoined(join):
                     server.note_joined(join)
                 case Dismissed(shard):
                     dismissed.add(shard)
                 case _:  # what it sends is dropped: it was sent then, or will be sent again after the next join
                     server.handle(message)
-    if isinstance(server, Server) and (meta is not None or replayed):
+    if meta is not None or replayed:
         check_origin(folder, server.origin)  # before anything is written
     if read_only:
         journal.close()
-    elif isinstance(server, ShardServer):
-        server.end_incarnation()  # nothing else is lost with its process, and its journal says when the next begins
     else:
         before, now = server.settings, build().settings
         server = restarted(built, server) if replayed or before != now else server
@@ -182,18 +171,15 @@ def end_incarnations(server: Server) -> None:
 def restarted(build: Callable[[], Server], server: Server) -> Server:
     """Make a server with nothing but this one's durable state, as after the death of its process."""
     fresh = build()
-    if isinstance(fresh.shards, RemoteShards) and isinstance(server.shards, RemoteShards):
-        fresh.shards.kept = server.shards.kept  # the shards live on, and may lack these commands
     fresh.load(*server.state())
     return fresh
 
 
 def begin_snapshot(
-    server: Server | ShardServer,
+    server: Server,
     store: SnapshotStore,
     journal: Journal,
     ended: bool,
-    checkpoint_id: str | None = None,
     launch: str = "",
     owner: Owner | None = None,
 ) -> tuple[FrozenState, dict[str, Any]]:
@@ -210,7 +196,7 @@ def begin_snapshot(
     store.check_room(sum(tensor.nbytes for tensor in tensors.values()))
     state = copy.deepcopy(state)  # it is written while the server goes on
     segment = journal.rotate()
-    for message in server.left_out() if isinstance(server, ShardServer) else left_out(server):
+    for message in left_out(server):
         journal.append(message)
     journal.flush()
     # Coded payloads are read first: the server drops them soon, and then they take memory for the snapshot alone.
@@ -219,15 +205,13 @@ def begin_snapshot(
     tensors = {name: tensors[name] for name in order}
     share = max(f.numel for f in server.parameter_map.fragments) / server.parameter_map.numel
     frozen = FrozenState(tensors, largest_share=share, done=store.mirror_store.release)
-    if isinstance(server.shards, LocalShards):
-        server.shards.watch(frozen.before_write)
-    checkpoint_id = store.new_checkpoint_id() if checkpoint_id is None else checkpoint_id
+    server.store.will_change = frozen.before_write
     return frozen, {
         "state": state,
-        "settings": "" if isinstance(server, ShardServer) else server.settings,
+        "settings": server.settings,
         "segment": segment,
         "ended": ended,
-        "checkpoint_id": checkpoint_id,
+        "checkpoint_id": store.new_checkpoint_id(),
         "launch": launch,
         "owner": owner and owner.plain(),
     }
@@ -238,14 +222,17 @@ def _chunk_of(tensor: str) -> int:
     return int(next(filter(str.isdecimal, reversed(tensor.split(".")))))
 
 
-def left_out(server: Server) -> list[Message | HeldPart | StillJoined]:
+def left_out(server: Server) -> list[Message | StillJoined]:
     """List the messages with which a journal that follows the state must begin, so that its replay knows what the
-    state leaves out: who had joined, and the updates of which not all parts had arrived."""
-    messages: list[Message | HeldPart | StillJoined] = []
+    state leaves out: that a shard's ledger has spoken, who had joined, and the updates of which not all parts had
+    arrived."""
+    messages: list[Message | StillJoined] = []
+    if server.standing is not None and server.open:
+        messages.append(server.standing)
     for name, member in server.members.items():
         messages += map(StillJoined, member.joined.values())
         messages += server.left_out(name)
-        if member.silent:  # to be said last: whoever joins or sends a part of an update is alive
+        if member.silent and server.ledger:  # to be said last: whoever joins or sends a part of an update is alive
             messages.append(MemberSilent(name, member.incarnation))
     return messages
 

@@ -7,9 +7,6 @@ while all other files are: object stores cannot rename a folder, so it marks a c
 content stands in `begun.json`: an upload that broke goes on with the files that are not there, a download with the
 bytes. A copy that was found damaged gets a file `damaged.txt`, and is whole no more. Credentials, end points and the
 like come from the environment, as each of fsspec's file systems documents.
-
-A server with shards in processes of their own has copies for each process. A checkpoint is whole where all of them
-have it. The coordinator's copy is made last and removed first, as `meta.json` is.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -217,23 +214,15 @@ class RemoteSnapshots:
 
 
 class Copies:
-    """Joins all copies of a server's snapshots. own: those of its process, or of its coordinator's. shards: of its
-    shards' processes. keep: how many checkpoints stay. All methods block, and raise StoreError."""
+    """The copies of a process's snapshots, of which the newest `keep` stay. All methods block, and raise
+    StoreError."""
 
-    def __init__(self, own: RemoteSnapshots, keep: int, shards: Sequence[RemoteSnapshots] = ()) -> None:
-        self.own, self.keep, self.shards, self.all = own, keep, tuple(shards), (own, *shards)
+    def __init__(self, own: RemoteSnapshots, keep: int) -> None:
+        self.own, self.keep = own, keep
 
     @property
     def url(self) -> str:
         return self.own.url
-
-    def whole(self) -> list[str]:
-        """List the checkpoint ids of which all have whole copies, ascending."""
-        return whole([mirror.whole() for mirror in self.all])
-
-    def every(self) -> set[str]:
-        """List the checkpoint ids of which there is something."""
-        return {checkpoint_id for mirror in self.all for checkpoint_id in mirror.checkpoint_ids()}
 
     def check_place(self, folder: Path, checkpoint_id: str) -> None:
         """Raise StoreError where the copies are not of the state whose snapshot this is: copied there, it would push
@@ -247,42 +236,19 @@ class Copies:
             )
 
     def upload(self, folder: Path, checkpoint_id: str) -> int:
-        """Copy this process's snapshot of a checkpoint that all shards have copied already; then remove what is not
-        wanted any more. Returns the snapshot's size in bytes."""
+        """Copy a snapshot, then remove what is not wanted any more. Returns the snapshot's size in bytes."""
         size = self.own.upload(folder, checkpoint_id)
-        there = [mirror.checkpoint_ids() for mirror in self.all]
-        all_have = whole([[name for name, is_whole in each.items() if is_whole] for each in there])
-        if checkpoint_id not in all_have:
-            lacking = [m.url for m, each in zip(self.all, there, strict=True) if not each.get(checkpoint_id)]
-            raise StoreError(
-                f"checkpoint.snapshots: {', '.join(lacking)}: "
-                f"has no whole copy of {checkpoint_id}, which was copied: "
-                "do all processes of this server mean the same store by this URL?"
-            )
-        for old in superfluous(there, all_have, checkpoint_id, self.keep):
-            for mirror in self.all:
-                mirror.drop(old)
+        there = self.own.checkpoint_ids()
+        stay = {checkpoint_id, *sorted(name for name, is_whole in there.items() if is_whole)[-self.keep :]}
+        for old in sorted(set(there) - stay):
+            self.own.drop(old)
         return size
-
-
-def whole(stores: Sequence[Collection[str]]) -> list[str]:
-    """List the checkpoint ids, ascending, that are in every process's store of whole copies."""
-    return sorted(set.intersection(*(set(store) for store in stores)))
-
-
-def superfluous(
-    there: Sequence[Collection[str]], all_have: Sequence[str], checkpoint_id: str, keep: int
-) -> list[str]:
-    """List what may go, oldest first, now that `checkpoint_id` is whole: all but it and the newest `keep` of those
-    that all have. there: the checkpoint ids of which each store has something."""
-    stay = {checkpoint_id, *all_have[-keep:]}
-    return sorted({name for store in there for name in store} - stay)
 
 
 def newest_snapshot(
     store: SnapshotStore, mirror: RemoteSnapshots | None, own: Owner | None = None
 ) -> tuple[Snapshot | None, list[str]]:
-    """Load the newest whole snapshot of a server that is one process; returns also what is wrong with newer ones.
+    """Load the newest whole snapshot of a server; returns also what is wrong with newer ones.
 
     It comes from this machine's disk or, if that has none or its newest is damaged, from the copies. Where they go
     further than all that the disk ever had, the folder is a copy of another that went on, or an old backup, and what
@@ -358,17 +324,11 @@ def number_of(checkpoint_id: str) -> int:
 class Uploader:
     """Copies the newest snapshot of a store whenever there is a new one, while the server works.
 
-    A copy that fails is tried again after growing pauses. Where the server has shards in other processes, the
-    coordinator says which checkpoint is copied, one at a time: copies that take unlike times would never meet
-    otherwise. write_event: called with events. shards: lets the shards copy theirs of a checkpoint id; raises
-    StoreError. Belongs to one event loop.
+    A copy that fails is tried again after growing pauses. write_event: called with events. Belongs to one event loop.
     """
 
-    def __init__(
-        self, store: SnapshotStore, copies: Copies, write_event: Callable[[Event], None],
-        shards: Callable[[str], Awaitable[None]] | None = None,
-    ) -> None:  # fmt: skip
-        self.store, self.copies, self.write_event, self.shards = store, copies, write_event, shards
+    def __init__(self, store: SnapshotStore, copies: Copies, write_event: Callable[[Event], None]) -> None:
+        self.store, self.copies, self.write_event = store, copies, write_event
         self.uploaded = 0  # number of the newest snapshot that the mirror has whole
         self.trouble: str | None = None  # why the last attempt failed; None if it did not
         self._work, self._done = asyncio.Event(), asyncio.Event()
@@ -419,8 +379,6 @@ class Uploader:
         began_s = time.monotonic()
         with self.store.kept(number) as folder:
             await beside(lambda: self.copies.check_place(folder, checkpoint_id))
-            if self.shards is not None:
-                await self.shards(checkpoint_id)
             size = await beside(lambda: self.copies.upload(folder, checkpoint_id))
         self.uploaded = number
         self.write_event(SnapshotUploaded(number, size, time.monotonic() - began_s))

@@ -1,4 +1,4 @@
-"""Writes and reads snapshots of a server's or a shard's state. Each is a folder that exists whole or not at all.
+"""Writes and reads snapshots of a server's state. Each is a folder that exists whole or not at all.
 
     <folder>/<number>/meta.json            the format number, the JSON part of the state, and the length and checksum
                                            of every file, behind a checksum of its own
@@ -7,9 +7,8 @@
 `Server.state()` names the tensors. `chunk.<i>.x` is the fp32 vector of chunk i of the parameter map, which export
 reads.
 
-`meta["checkpoint_id"]` is the same in the snapshots that a server's coordinator and its shards took after the same
-commands, and nowhere else, also where the server went back to an older checkpoint and counts from there again. "":
-the first snapshot of a coordinator or a shard, which it takes by itself.
+`meta["checkpoint_id"]` names a snapshot in object storage, also where a server went back to an older one and counts
+from there again. Each shard of a server writes snapshots of its own, when they are due there.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ from geotrain.common.files import locked, make_folder, size_and_checksum, sync
 from geotrain.config import shard_name
 from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.outer.mirror_store import MirrorStore
-from geotrain.outer.shards.local import check_whole
-from geotrain.outer.shards.shard import DISPENSABLE, MIRRORS
-from geotrain.parameters.chunks import deal
+from geotrain.outer.server.store import DISPENSABLE, MIRRORS, check_whole
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
 FORMAT = 5  # number of the format; a snapshot with another one is refused
@@ -252,7 +249,7 @@ def read_weights(
     snapshots = snapshots or (newest_whole(store),)
     if snapshots[-1].meta["state"]["parameter_map_digest"] != parameter_map.digest:
         raise ParameterMapError(f"{folder}: holds weights of another model than the run file's")
-    places = [_places(folder, parameter_map, snapshot) for snapshot in snapshots]
+    places = _places(folder, parameter_map, snapshots)
     for fragment in parameter_map.fragments:
         names = {f"chunk.{chunk.index}.x": chunk.index for chunk in parameter_map.chunks_of[fragment.index]}
         vectors = [_mean(name, [where[chunk] for where in places]) for name, chunk in names.items()]
@@ -290,14 +287,25 @@ def _committed(snapshot: Snapshot) -> int:
     return int(snapshot.meta["state"]["leases"]["committed_samples"])
 
 
-def _places(folder: Path, parameter_map: ParameterMap, snapshot: Snapshot) -> dict[int, Path]:
-    """Find the folder of each chunk's weights, which shards may hold."""
-    if "shards" in snapshot.meta["state"]:
-        number = snapshot.meta["state"]["shards"]["number"]
-        return _in_shards(folder, parameter_map, number, snapshot.meta["checkpoint_id"])
-    return dict.fromkeys(
-        (c.index for c in parameter_map.chunks), SnapshotStore(folder / SNAPSHOTS).path(snapshot.number)
-    )
+def _places(folder: Path, parameter_map: ParameterMap, snapshots: Sequence[Snapshot]) -> list[dict[int, Path]]:
+    """Find, for each of a server's snapshots, the folder of each chunk's weights. Of a server whose shards have them,
+    the newest of each shard, whose folders lie beside the server's: as many. Raises StoreError."""
+    dealt = snapshots[-1].meta["state"]["part"]["dealt"]
+    if not dealt:
+        store, chunks = SnapshotStore(folder / SNAPSHOTS), [chunk.index for chunk in parameter_map.chunks]
+        return [dict.fromkeys(chunks, store.path(snapshot.number)) for snapshot in snapshots]
+    places: list[dict[int, Path]] = [{} for _ in snapshots]
+    for shard, fragments in enumerate(dealt):
+        store = SnapshotStore(folder.with_name(shard_name(folder.name, shard)) / SNAPSHOTS)
+        newest = store.numbers()[-len(snapshots) :]
+        if len(newest) < len(snapshots):
+            raise StoreError(
+                f"{store.folder}: holds {len(newest)} snapshots, {len(snapshots)} are wanted: bring the shards' "
+                "folders here, beside the server's"
+            )
+        for where, number in zip(places, newest, strict=True):
+            where |= {c.index: store.path(number) for f in fragments for c in parameter_map.chunks_of[f]}
+    return places
 
 
 def _mean(name: str, places: Sequence[Path]) -> Tensor:
@@ -306,22 +314,6 @@ def _mean(name: str, places: Sequence[Path]) -> Tensor:
     for count, place in enumerate(places[1:], 2):
         mean.lerp_(_load(place, 0, (name,)).tensors[name], 1 / count)
     return mean
-
-
-def _in_shards(folder: Path, parameter_map: ParameterMap, number: int, checkpoint_id: str) -> dict[int, Path]:
-    """Find, for each chunk, the snapshot with that checkpoint id that its shard wrote. folder: the server's; those of
-    its shards are beside it. Raises StoreError, when one of them is not here or not whole."""
-    places: dict[int, Path] = {}
-    for shard, own in enumerate(deal(parameter_map.chunks, number)):
-        store = SnapshotStore(folder.with_name(shard_name(folder.name, shard)) / SNAPSHOTS)
-        alike = [n for n, of in store.checkpoint_ids().items() if of == checkpoint_id]
-        if not alike:
-            raise StoreError(
-                f"{store.folder}: holds no whole snapshot of the server's last: bring the shards' folders here, "
-                "beside the server's"
-            )
-        places.update({chunk.index: store.path(max(alike)) for chunk in own})
-    return places
 
 
 # ---------------------------------------------------------------------------------------------------- files

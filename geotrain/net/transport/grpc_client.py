@@ -156,15 +156,6 @@ class GrpcClient:
         del self._broken[part.part]
         return reply.applied
 
-    async def commit(self, part: UpdatePart) -> int:
-        """Tell the coordinator of a part whose payloads go to shards, until it has taken it. Returns what `push`
-        does."""
-        header = next(wire.frames(part))
-        while True:
-            reply = await self._call("commit", header, rpc.Ack, rpc.NotYet, within_s=rpc.MAX_WAIT_S + REPLY_S)
-            if isinstance(reply, rpc.Ack):
-                return reply.applied
-
     async def _resume(self, call: Any, part: UpdatePart, header: int) -> int:
         """Ask how many data frames of this update the server has already."""
         resume = rpc.Resume(self.member, self.incarnation, part.part, header)

@@ -4,8 +4,6 @@ method    request                    answer
 join      Join                       Welcome
 push      UpdatePart, streamed       Ack or Refusal, which may come before the whole update was sent
           Resume, UpdatePart …       Have, then as above; the update goes on with data frame number `Have.data_frames`
-commit    the header of an UpdatePart whose payloads go to shards
-                                     Ack, or NotYet: not all is held
 pull      Pull                       Answer, streamed, or NotYet
 lease     AskLease                   Lease, Finished or NotYet
 release   ReleaseLeases              Ack
@@ -18,9 +16,8 @@ beat      Beat                       Ack
 status    nothing                    JSON
 control   Control                    ControlReply
 enroll    (`geotrain.net.transport.enrollment`)
-shard     ShardHello, then what it holds, streamed
-                                     commands, and Belong, Bring, Fetch, Save, Upload, Farewell, streamed, several in
-                                     a bundle; or GoBack alone
+standing  ShardHello                 Standing, once it has changed
+facts     Facts                      Ack; applied: how many facts of the shard the ledger has
 
 A call that is refused ends with a gRPC status and a `Refusal` in its trailing metadata.
 """
@@ -37,13 +34,11 @@ from geotrain.common.ports import why_not_bound
 from geotrain.config import Address, host_port
 from geotrain.net.transport import wire
 from geotrain.outer.messages import (
-    Answer,
     LeaseRequest,
     NotJoined,
     Refused,
     Release,
     TakeBack,
-    UpdatePart,
     Validated,
 )
 
@@ -223,95 +218,27 @@ class ControlReply:
 
 @dataclass(frozen=True)
 class ShardHello:
-    """Opens a shard's stream to its coordinator. commands: how many it has executed that count, and has on disk.
-    timeline: the name of the one that its state belongs to (`geotrain.net.storage.timeline`)."""
+    """A shard asks its ledger how the run stands.
 
-    server: str
+    facts: how many it has to say since the run began, said or not. versions: of its fragments. job: of synchronous
+    rounds, the last that is whole in them. origin: of the run that its state is of; "": of none yet. new: it began
+    without a state. seen: checksum of the `Standing` that it has; 0: of none in this incarnation. wait_s: how long
+    the ledger may wait until there is another. ended: it knows that the server has, and ends. journal_bytes,
+    rss_bytes: of its process. incarnation: names the process.
+    """
+
     shard: int
-    shards: int
-    commands: int
-    timeline: str
-
-
-@dataclass(frozen=True)
-class ShardState:
-    """Says how far a shard is on disk. saved: after how many commands its newest snapshot was taken. rss_bytes: its
-    process's memory. checkpoint_id: of that snapshot."""
-
-    commands: int
-    saved: int
+    facts: int
+    versions: tuple[int, ...]
+    job: int
+    origin: str
+    new: bool
+    seen: int
+    wait_s: float
+    ended: bool
     journal_bytes: int
     rss_bytes: int
-    checkpoint_id: str
-
-
-@dataclass(frozen=True)
-class Bring:
-    """Asks a region's shard to push its chunks of an update to the shard of the same chunks above."""
-
-    update: UpdatePart
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Asks a region's shard to pull its chunks of an answer from above. answer: without payloads."""
-
     incarnation: str
-    answer: Answer
-
-
-@dataclass(frozen=True)
-class Belong:
-    """Says that the shard's state belongs to this timeline of its server from here on. The shard answers with the
-    same when that is on its disk."""
-
-    timeline: str
-
-
-@dataclass(frozen=True)
-class GoBack:
-    """Asks a shard that does not fit its coordinator to take its copy of this checkpoint, from which the
-    coordinator's timeline began."""
-
-    checkpoint_id: str
-    timeline: str
-
-
-@dataclass(frozen=True)
-class Save:
-    """Asks a shard to write a snapshot of its state, as it is after the commands before this."""
-
-    checkpoint_id: str
-
-
-@dataclass(frozen=True)
-class Upload:
-    """Asks a shard to copy its snapshot of this checkpoint id to object storage. It answers with Uploaded."""
-
-    checkpoint_id: str
-
-
-@dataclass(frozen=True)
-class Uploaded:
-    """Answers Upload. trouble: why there is no whole copy; "": there is."""
-
-    checkpoint_id: str
-    trouble: str = ""
-
-
-@dataclass(frozen=True)
-class Unsaved:
-    """Tells a coordinator that its shard has no snapshot of this checkpoint id. full: since its disk has no room."""
-
-    checkpoint_id: str
-    trouble: str
-    full: bool
-
-
-@dataclass(frozen=True)
-class Farewell:
-    """Says that the server has ended in good order, and so shall its shards. Each answers with the same before it
-    goes."""
 
 
 @dataclass(frozen=True)

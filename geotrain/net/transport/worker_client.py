@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust
+from geotrain.net.transport.fragment_links import ShardsAbove, link_to
 from geotrain.net.transport.grpc_client import GOODBYE_S, AnswerPull, ConnectionLost, GrpcClient, Unreachable
-from geotrain.net.transport.sharded_link import ShardedLink, ShardsAbove
 from geotrain.outer.messages import (
     Answer,
     Finished,
@@ -208,8 +208,7 @@ class WorkerClient:
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
             raise RuntimeError(f"{join.member} has joined already; a new incarnation needs a client of its own")
-        end = self.address, join.member, join.incarnation, self.trust
-        link = ShardedLink(*end, self.shards) if self.shards else GrpcClient(*end)
+        link = link_to(self.address, join.member, join.incarnation, self.trust, self.shards)
         try:
             welcome = await link.persist(lambda: link.join(join), self.connect_s)
         except BaseException:

@@ -11,9 +11,11 @@ from torch import Tensor
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
 from geotrain.config.batches import Ramp
-from geotrain.outer.events import SetAside, Steered, ValidationDone
+from geotrain.outer.events import SetAside, ShardWentBack, Steered, ValidationDone
 from geotrain.outer.messages import (
     DataGone,
+    Fact,
+    Facts,
     Finished,
     Identity,
     Join,
@@ -30,9 +32,10 @@ from geotrain.outer.messages import (
     TakeBack,
     TakenBack,
     Trained,
-    UpdatePart,
+    UpdateRejected,
     Validated,
     Welcome,
+    WentBack,
 )
 from geotrain.outer.metrics import credible
 from geotrain.outer.rules import global_rule
@@ -41,10 +44,9 @@ from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.loss_watch import LossWatch
 from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
 from geotrain.outer.server.member_phase import MemberEvent
-from geotrain.outer.server.membership import JOIN_RETRY_S
+from geotrain.outer.server.membership import JOIN_RETRY_S, WHOLE, ServerPart
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.validations import Validations
-from geotrain.outer.shards.protocol import Shards
 from geotrain.parameters.parameter_map import ParameterMap
 
 MOST_SHOWN = 64  # ranges that are set aside, in the status
@@ -64,7 +66,7 @@ class GlobalServer(Server):
         self, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, regions: dict[str, tuple[str,
         ...]],
         train_samples: int, samples_per_step: int, validate_every_samples: int | None = None,
-        sample_tokens: int = 1, shards: int | Shards = 1, ramp: Ramp | None = None,
+        sample_tokens: int = 1, part: ServerPart = WHOLE, ramp: Ramp | None = None,
     ) -> None:  # fmt: skip
         workers = {w: (w,) for names in regions.values() for w in names}
         self._workers_of = workers if config.flat else regions  # member → workers that it speaks for
@@ -74,14 +76,14 @@ class GlobalServer(Server):
         rule = global_rule(config.rule, members)
         role: Literal["worker", "region"] = "worker" if config.flat else "region"
         super().__init__(
-            GLOBAL, role, identity, parameter_map, rule, members, config.up, config.down, config.limits, shards,
+            GLOBAL, role, identity, parameter_map, rule, members, config.up, config.down, config.limits, part,
             bf16_state=config.server_state == "bf16",
         )  # fmt: skip
         self.sample_tokens = sample_tokens
         rounds = tuple(workers) if config.rule.synchronous else None
         self.lease_table = LeaseTable(
             train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds, ramp,
-            len(parameter_map.fragments),
+            len(parameter_map.fragments), bool(part.dealt),
         )  # fmt: skip
         self.validations = Validations(validate_every_samples)
         self.losses = LossWatch()
@@ -100,7 +102,10 @@ class GlobalServer(Server):
                 return self._on_take_back(message)
             case Trained():
                 self._present(message.member)
-                self._contain(message.member, message.leases, message.fragment)
+                about = message.member, "", message.fragment
+                self._report(
+                    Fact("contained", *about, contains=message.leases, version=self._version(message.fragment))
+                )
                 return None
             case OperatorCommand() if message.what != "expel":
                 return self._on_operator_command(message)
@@ -281,19 +286,45 @@ class GlobalServer(Server):
         workers = self._workers_of[member]
         return tuple(n for n in dict.fromkeys(leases) if self.lease_table.given_to(n) in workers)
 
-    def _contain(self, member: str, leases: tuple[int, ...], fragment: int) -> int:
-        """Note that the fragment contains those of the leases that went to the member. Returns the samples of those
-        that are committed with it."""
-        return self.lease_table.contain(self._given_to(member, leases), fragment)
+    def _version(self, fragment: int) -> int:
+        return self.fragments[fragment].version if fragment in self.fragments else 0
 
-    def _count_trained(self, part: UpdatePart) -> tuple[int, int]:
+    def _on_fact(self, fact: Fact) -> None:
+        match fact.what:
+            case "applied":
+                self._on_applied(fact)
+            case "contained":
+                leases = self._given_to(fact.member, fact.contains)
+                self.lease_table.contain(leases, fact.fragment, fact.version)
+            case "refused":
+                about = fact.member, fact.incarnation, fact.reason, fact.fragment, fact.sequence, fact.job
+                self._on_update_rejected(UpdateRejected(*about))
+
+    def _on_facts(self, said: Facts) -> int:
+        known = super()._on_facts(said)
+        self.lease_table.forget_safe(dict(zip(self.part.dealt[said.shard], said.safe, strict=True)))
+        return known
+
+    def _on_went_back(self, back: WentBack) -> None:
+        """Hand out again what is trained in updates that a shard has no more."""
+        super()._on_went_back(back)
+        again = self.lease_table.go_back(dict(zip(self.part.dealt[back.shard], back.versions, strict=True)))
+        self._events.append(ShardWentBack(back.shard, list(self.versions), again))
+
+    def _stands(self) -> dict[str, Any]:
+        last = self.validations.latest
+        return {"validated": last["number"] if last else 0}
+
+    def _count_trained(self, applied: Fact) -> tuple[int, int]:
         # A flat run's worker may name a lease of before this server came back from a backup, whose number is now that
         # of a later job.
-        later = {n for n, lease in self.holds(part.member).items() if lease.job > part.job}
-        own = part.contains if self.member_role == "region" else tuple(n for n in part.contains if n not in later)
-        samples = self._contain(part.member, own, part.fragment)
+        later = {n for n, lease in self.holds(applied.member).items() if lease.job > applied.job}
+        region = self.member_role == "region"
+        own = applied.contains if region else tuple(n for n in applied.contains if n not in later)
+        given = self._given_to(applied.member, own)
+        samples = self.lease_table.contain(given, applied.fragment, applied.version)
         tokens = self.lease_table.committed_samples * self.sample_tokens
-        loss = credible(part.metrics).get("loss") if self.reports_updates else None
+        loss = credible(applied.metrics).get("loss") if self.reports_updates else None
         if loss is not None and (spike := self.losses.note(loss, tokens)):
             self._events.append(spike)
         return samples, tokens

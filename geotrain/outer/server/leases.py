@@ -7,7 +7,7 @@ pool and be trained by another worker. So each sample is counted once, whoever d
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import astuple
 from heapq import nsmallest
 from math import ceil, inf
@@ -16,6 +16,7 @@ from typing import Any
 from geotrain.config.batches import BatchSchedule, Ramp
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
 from geotrain.outer.server.member import MOST_JOBS, attributes, set_attributes
+from geotrain.outer.server.ranges import Range, take_out
 
 RETURNED_KEPT = 4096  # leases that came back, which a late update may still name as trained
 FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
@@ -29,14 +30,14 @@ LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
 SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s"
 RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
-Range = tuple[int, int]  # start, samples
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
 
 class LeaseTable:
     """The leases of one run: what is left to hand out, what is out, and how much is committed.
 
-    fragments: of the model. A lease is committed when the updates of all of them contain it.
+    fragments: of the model. A lease is committed when the updates of all of them contain it. may_go_back: their
+    weights are in processes, each of which may lose its disk: what is committed is remembered until a copy has it.
     train_samples: samples in the run, a whole number of steps of any worker, of samples_per_step each.
     local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
     speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135).
@@ -55,6 +56,7 @@ class LeaseTable:
         rounds: tuple[str, ...] | None = None,
         ramp: Ramp | None = None,
         fragments: int = 1,
+        may_go_back: bool = False,
     ) -> None:
         self.batches = BatchSchedule(samples_per_step, ramp)
         if self.batches.after(train_samples, 0) != train_samples:
@@ -76,9 +78,12 @@ class LeaseTable:
         self.open: dict[int, Lease] = {}  # lease number → lease that is handed out and not committed
         self.returned: dict[int, Lease] = {}  # lease number → lease that came back, the newest ones
         self.fragments = fragments
-        # Lease number → fragments whose global weights contain all of its training. A state leaves out what is
-        # neither open nor returned.
-        self.contained: dict[int, set[int]] = {}
+        # Lease number → fragments whose global weights contain all of its training → version that does. A state
+        # leaves out what is neither open, returned nor `recent`.
+        self.contained: dict[int, dict[int, int]] = {}
+        self.may_go_back = may_go_back
+        self.recent: dict[int, Lease] = {}  # committed leases that not every fragment's copy contains
+        self._safe: dict[int, int] = {}  # fragment → version of its copy
         self.committed_samples = 0
         self.trained_s = 0.0  # seconds of inner steps in what is committed, over all workers, by what each last said
         self.dismissed: dict[str, int] = {}  # worker → last job for which it got Finished
@@ -133,7 +138,7 @@ class LeaseTable:
         self.dismissed[request.worker] = request.job
         return Finished(request.worker, request.job)
 
-    def contain(self, leases: Collection[int], fragment: int) -> int:
+    def contain(self, leases: Collection[int], fragment: int, version: int = 0) -> int:
         """Note that the global weights of a fragment contain the training of these leases, and commit those of which
         all fragments do. Returns how many samples that are. Saying it again changes nothing; leases that are unknown
         or committed already count 0, so that no sample is counted twice.
@@ -143,16 +148,47 @@ class LeaseTable:
         """
         known = [number for number in dict.fromkeys(leases) if number in self.open or number in self.returned]
         for number in known:
-            self.contained.setdefault(number, set()).add(fragment)
+            self.contained.setdefault(number, {})[fragment] = version
         whole = [number for number in known if len(self.contained[number]) == self.fragments]
         self.take_back(whole)
         closed = [lease for number in whole if (lease := self._close(number))]
+        if self.may_go_back:
+            self.recent |= {lease.lease: lease for lease in closed}
         samples = sum(lease.samples for lease in closed if not self._repeats(lease))
         self.committed_samples += samples
         self.trained_s += sum(
             lease.samples / self.samples_per_step * self.step_s.get(lease.worker, 0.0) for lease in closed
         )
         return samples
+
+    def forget_safe(self, versions: Mapping[int, int]) -> None:
+        """Forget which of a lease's training may be lost: copies of fragments have these versions."""
+        if versions.items() <= self._safe.items():
+            return
+        self._safe |= versions
+        for number in list(self.recent):
+            left = {f: v for f, v in self.contained[number].items() if v > versions.get(f, -1)}
+            self.contained[number] = left
+            if not left:
+                del self.recent[number], self.contained[number]
+
+    def go_back(self, versions: Mapping[int, int]) -> int:
+        """Hand out again the leases of whose training fragments that went back to these versions lack a part. Returns
+        how many samples that are. In rounds a lease stays its worker's."""
+        again = 0
+        for number, within in list(self.contained.items()):
+            lost = {f for f, version in within.items() if version > versions.get(f, version)}
+            if lost and (lease := self.recent.pop(number, None)) is not None:
+                again += lease.samples
+                if self.rounds is None:
+                    del self.contained[number]
+                    self.pool = sorted([*self.pool, (lease.start, lease.samples)])
+                    continue
+                self.open[number] = self._held.setdefault(lease.worker, {})[lease.job] = lease
+                within = {f: within.get(f, 0) for f in range(self.fragments)}
+            self.contained[number] = {f: version for f, version in within.items() if f not in lost}
+        self.committed_samples -= again
+        return again
 
     def gone(self, leases: Collection[int]) -> tuple[int, ...]:
         """Return those of these leases that came back and cannot be had again: some of their samples are with others,
@@ -279,9 +315,13 @@ class LeaseTable:
             **{name: [list(r) for r in getattr(self, name)] for name in RANGES},
             "open": [list(astuple(lease)) for lease in self.open.values()],
             "returned": [list(astuple(lease)) for lease in self.returned.values()],
+            "recent": [list(astuple(lease)) for lease in self.recent.values()],
             "contained": [
-                [n, sorted(self.contained[n])] for n in (*self.open, *self.returned) if n in self.contained
+                [n, sorted(self.contained[n].items())]
+                for n in (*self.open, *self.returned, *self.recent)
+                if n in self.contained
             ],
+            "safe": sorted(self._safe.items()),
             "laid_out": {str(job): {w: list(place) for w, place in p.items()} for job, p in self.laid_out.items()},
         }
 
@@ -292,7 +332,9 @@ class LeaseTable:
             setattr(self, name, [(start, samples) for start, samples in state[name]])
         self.open = {lease.lease: lease for lease in (Lease(*saved) for saved in state["open"])}
         self.returned = {lease.lease: lease for lease in (Lease(*saved) for saved in state["returned"])}
-        self.contained = {number: set(fragments) for number, fragments in state["contained"]}
+        self.recent = {lease.lease: lease for lease in (Lease(*saved) for saved in state["recent"])}
+        self.contained = {number: dict(map(tuple, fragments)) for number, fragments in state["contained"]}
+        self._safe = dict(map(tuple, state["safe"]))
         self.laid_out = {int(job): {w: (p[0], p[1]) for w, p in ps.items()} for job, ps in state["laid_out"].items()}
         self._held = {}
         for lease in self.open.values():
@@ -414,19 +456,6 @@ class LeaseTable:
         self._held.setdefault(request.worker, {})[request.job] = lease
         self.next_lease += 1
         return lease
-
-
-def take_out(ranges: list[Range], start: int, samples: int) -> tuple[list[Range], list[Range]]:
-    """Cut disjoint ranges into what lies outside of that range, and what lies within it."""
-    end, outside, inside = start + samples, list[Range](), list[Range]()
-    for at, size in ranges:
-        first, last = max(at, start), min(at + size, end)
-        if first >= last:
-            outside.append((at, size))
-            continue
-        inside.append((first, last - first))
-        outside += [(a, b - a) for a, b in ((at, first), (last, at + size)) if a < b]
-    return outside, inside
 
 
 def check_numbers(request: LeaseRequest) -> None:

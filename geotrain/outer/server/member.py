@@ -21,7 +21,7 @@ from geotrain.outer.messages import Identity, Join, Refused, UpdatePart
 from geotrain.outer.metrics import SUMS
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
 from geotrain.parameters import coverage
-from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError, numel
+from geotrain.parameters.parameter_map import Chunk, ParameterMap, ParameterMapError, numel
 
 MOST_METRICS = 64  # of an update
 MOST_NAME = 64  # characters of a metric's name
@@ -154,7 +154,9 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, from which `load` restores what outlives the server."""
-        fragments = [[number, attributes(own, KEPT)] for number, own in sorted(self.fragments.items())]
+        # Of a fragment that was asked about only, there is nothing.
+        all_kept = ((number, attributes(own, KEPT)) for number, own in sorted(self.fragments.items()))
+        fragments = [[number, kept] for number, kept in all_kept if any(kept.values())]
         return {**attributes(self, SAVED), "phase": self.phase.value, "fragments": fragments}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -238,8 +240,9 @@ def check_incarnation(join: Join, member: Member) -> None:
         raise Refused(f"{name}: its incarnation's name is no text of 1 to {MOST_INCARNATION} characters")
     if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
-    known = {f: own.sequence for f, own in member.fragments.items() if incarnation == member.incarnation}
-    if any(applied > known.get(f, -1) for f, applied in enumerate(join.applied)):
+    here = incarnation == member.incarnation
+    known = {f: own.sequence for f, own in member.fragments.items() if here}
+    if any(applied > known.get(f, 0 if here else -1) for f, applied in enumerate(join.applied)):
         raise Refused(f"{name}: this server's state was lost, or is older than what it acknowledged: start anew")
     if incarnation != member.incarnation and len(member.former) >= MOST_INCARNATIONS:
         raise Refused(f"{name}: more than {MOST_INCARNATIONS:,} incarnations; find out why, resume in a new folder")
@@ -258,28 +261,29 @@ def check_parts(join: Join, parts: int, role: str, slices: Mapping[int, int]) ->
         raise Refused(f"{join.member}: its ranks name {named:,} slices; at most {MOST_SLICES:,}")
 
 
-def check_slices(join: Join, parameter_map: ParameterMap, down: CodecConfig) -> None:
-    """Raise Refused unless this part's slices lie within the fragments and suit the codec of the way down."""
+def check_slices(join: Join, parameter_map: ParameterMap, down: CodecConfig, chunks: Sequence[Chunk]) -> None:
+    """Raise Refused unless this part's slices lie within the fragments and suit the codec of the way down. chunks:
+    those of this server."""
     wanted = len(parameter_map.chunks)
     if len(join.pushes) != wanted or len(join.holds) != wanted:
         raise Refused(f"{join.member}: slices for {len(join.pushes)} chunks, the run has {wanted}")
     try:
-        for i in range(wanted):
+        for i in (chunk.index for chunk in chunks):
             parameter_map.check_slices(i, join.pushes[i])
             parameter_map.check_slices(i, join.holds[i])
     except ParameterMapError as error:
         raise Refused(f"{join.member}, part {join.part}: {error}") from None
-    whole = all(join.holds[i] == parameter_map.whole(i) for i in range(wanted))
+    whole = all(join.holds[chunk.index] == parameter_map.whole(chunk.index) for chunk in chunks)
     if sends_changes(down) and not (join.parts == 1 and whole):
         # Ranks that hold copies of one parameter have it at different places of their vectors, thus in different
         # blocks with different scales: with a lossy codec their copies would drift apart.
         raise Refused(f"{join.member}: codec {down.name!r} downwards needs a member that holds everything")
 
 
-def check_coverage(name: str, joined: dict[int, Join], parameter_map: ParameterMap) -> None:
-    """Raise Refused unless all parts' slices together are the model, each element exactly once."""
+def check_coverage(name: str, joined: dict[int, Join], parameter_map: ParameterMap, chunks: Sequence[Chunk]) -> None:
+    """Raise Refused unless all parts' slices together are these chunks, each element exactly once."""
     try:
-        for chunk in range(len(parameter_map.chunks)):
+        for chunk in (chunk.index for chunk in chunks):
             coverage.check_coverage(parameter_map, chunk, [s for join in joined.values() for s in join.pushes[chunk]])
     except ParameterMapError as error:
         raise Refused(f"{name}: its ranks do not cover the model: {error}") from None

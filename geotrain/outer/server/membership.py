@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterable
 from math import inf
 from statistics import median_low
@@ -12,6 +12,7 @@ from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
 from geotrain.outer.events import Event, Joined, Left, Quarantined, SentWhole, Unbanned, UpdateRefused
 from geotrain.outer.messages import (
+    Fact,
     Identity,
     Join,
     Lease,
@@ -24,7 +25,7 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
-from geotrain.outer.rules import Counts, Rule
+from geotrain.outer.rules import Rule
 from geotrain.outer.server.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
 from geotrain.outer.server.member import (
     Member,
@@ -36,25 +37,25 @@ from geotrain.outer.server.member import (
     check_slices,
 )
 from geotrain.outer.server.member_phase import MemberEvent
-from geotrain.outer.shards.protocol import Forget, Shards
+from geotrain.outer.server.parts import JOIN_RETRY_S, WHOLE, ServerPart, ServerParts
+from geotrain.outer.server.store import Store
 from geotrain.parameters.parameter_map import ParameterMap
 
-JOIN_RETRY_S = 0.5
 
-
-class Membership(ABC):
+class Membership(ServerParts):
     """The members of a server, and the messages that change their phases.
 
     members: names of those who may join. down: codec of the link to them. rule: of the server.
     """
 
-    shards: Shards
+    store: Store
     member_role: Literal["region", "worker"]
 
     def __init__(
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
-        down: CodecConfig, limits: LimitsConfig,
+        down: CodecConfig, limits: LimitsConfig, part: ServerPart = WHOLE,
     ) -> None:  # fmt: skip
+        super().__init__(part, len(parameter_map.fragments))
         self.identity, self.parameter_map, self.rule, self.down = identity, parameter_map, rule, down
         # incarnation: names the server's present one; its process sets it, since drawing it is not pure.
         # settings: all that it takes from configuration, as text. remade: makes it, without state, from another text.
@@ -65,18 +66,10 @@ class Membership(ABC):
         self.members = {name: Member() for name in members}
         # Names of those that take part (`Member.takes_part`), by whose number a rule that averages divides deltas.
         self.sharing: set[str] = set()
-        self.numbers = range(len(parameter_map.fragments))  # of the fragments
-        self.fragments: dict[int, Counts] = {}  # of the fragments whose first weights are known
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
         self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
         self.validation_steps = 0  # inner steps that cost as much as a validation, or more
         self._events: list[Event] = []  # what `Server.handle` is about to return
-
-    @property
-    def versions(self) -> list[int]:
-        """Versions by fragment; empty before the server has all weights."""
-        all_here = len(self.fragments) == len(self.numbers)
-        return [self.fragments[number].version for number in self.numbers] if all_here else []
 
     @property
     def empty(self) -> bool:
@@ -96,6 +89,7 @@ class Membership(ABC):
         """
         member = self._member(name)
         check_quarantine(name, member, incarnation, self.limits)
+        self._check_known(name, incarnation)
         if member.incarnation == incarnation:
             if member.complete and part not in (None, *member.joined):
                 raise Refused(f"{name}: part {part} has not joined")
@@ -140,6 +134,7 @@ class Membership(ABC):
         check_identity(join, self.identity, self.data, self.origin)
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
+        self._check_known(join.member, join.incarnation)
         check_incarnation(join, member)
         new = join.incarnation != member.incarnation
         if new and self.ending:
@@ -149,33 +144,36 @@ class Membership(ABC):
         parts = join.parts if new or not member.joined else member.parts
         slices = {**({} if new else member.slices), join.part: sum(map(len, (*join.pushes, *join.holds)))}
         check_parts(join, parts, self.member_role, slices)
-        check_slices(join, self.parameter_map, self.down)
+        check_slices(join, self.parameter_map, self.down, self.store.chunks)
         joined = {**({} if new else member.joined), join.part: join}
         if len(joined) == parts:
-            check_coverage(join.member, joined, self.parameter_map)
+            check_coverage(join.member, joined, self.parameter_map, self.store.chunks)
         known = self._holds_what_was_sent(join) if sends_changes(self.down) else not new
         if not known and any(join.mirrors):
             self._events.append(SentWhole(join.member))
         if new:
             member.begin_incarnation(join.incarnation)
         # Where it has what it was sent in its former incarnation, it is owed the answers that are frozen.
-        self._forget(join.member, joins=new, sent=not known and (new or self.shards.was_sent(join.member)))
+        self._forget(
+            join.member, joins=new, sent=not known and (new or bool(self.store.fingerprints_of(join.member)))
+        )
         if new:
             self._begin_incarnation(join)
         else:
-            member.meet(MemberEvent.HEARD)
+            self._heard(join.member)
         self._note_share(join.member)
         self.note_joined(join)
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
-        sequences = tuple(member.fragments[number].sequence + 1 for number in self.numbers)
-        return Welcome(sequences, self.next_job(join.member), self.incarnation, tuple(self.versions), self.origin)
+        sequences = tuple(member.fragments[number].sequence + 1 for number in self.all)
+        here = tuple(self.incarnation if number in self.numbers else "" for number in self.all)
+        return Welcome(sequences, self.next_job(join.member), here, tuple(self.versions), self.origin)
 
     def note_joined(self, join: Join) -> None:
         """Note that a rank has joined. Nothing of what its member was sent changes by that. Raises Refused where
         nobody is called so."""
         member = self._member(join.member)
-        self.shards.receive(join)
+        self.store.receive_join(join)
         for update in [update for update in member.admitted if update[1] == join.part]:
             del member.admitted[update]  # that check was made with the slices of an earlier join
         member.parts, member.joined[join.part] = join.parts, join
@@ -191,7 +189,7 @@ class Membership(ABC):
         if not self.rule.in_rounds:
             return member.job + 1
         held = [lease.job for lease in self.holds(name).values()]
-        return min([*held, 1 + member.last_round(len(self.numbers))])
+        return min([*held, 1 + member.last_round(len(self.all))])
 
     def _on_leave(self, leave: Leave) -> None:
         """Let the member leave, and release leases that were reserved for it and that it did not come to."""
@@ -213,6 +211,12 @@ class Membership(ABC):
     def _on_update_rejected(self, strike: UpdateRejected) -> bool:
         """Count the strike. Returns whether the member is quarantined for it now; then others get its leases."""
         member = self._member(strike.member)
+        if not self.ledger:
+            if strike.sequence and self.member_role == "worker" and member.incarnation == strike.incarnation:
+                member.banned = strike.incarnation
+            about = strike.member, strike.incarnation, strike.fragment, strike.sequence, strike.job
+            self.unsaid.append(Fact("refused", *about, reason=strike.reason))
+            return False
         ours = not member.quarantined and member.incarnation == strike.incarnation != member.banned
         if ours and strike.job:
             begun = [number for number, lease in self.holds(strike.member).items() if lease.job <= strike.job]
@@ -266,17 +270,14 @@ class Membership(ABC):
     def _holds_what_was_sent(self, join: Join) -> bool:
         """Whether the next weights may be changes of what the member was sent.
 
-        So they may when its fingerprints are those of the shards, or will be once it was given the last weights of
+        So they may when its fingerprints are those of the store, or will be once it was given the last weights of
         fragments that are still frozen in an answer.
         """
-        fingerprints, settled = self.shards.fingerprints_of(join.member), self.shards.settled(join.member)
+        fingerprints = self.store.fingerprints_of(join.member)
         own = self.members[join.member].fragments
-        frozen = {number for number in self.numbers if own[number].version is not None}
         for chunk, (now, before) in fingerprints.items():
-            waits = settled and self.parameter_map.chunks[chunk].fragment in frozen
+            waits = own[self.parameter_map.chunks[chunk].fragment].version is not None
             if chunk >= len(join.mirrors) or join.mirrors[chunk] not in ((now, before) if waits else (now,)):
-                if not settled:
-                    raise Refused(f"{join.member}: what it was sent last is being coded", JOIN_RETRY_S)
                 return False
         return bool(fingerprints) and any(join.mirrors)
 
@@ -286,9 +287,8 @@ class Membership(ABC):
         sent: what it holds is not known any more: its answers are frozen anew, with whole weights.
         """
         member = self.members[name]
-        all_sent = tuple(self.numbers) if sent else ()
-        judged = tuple((number, member.fragments[number].sequence) for number in self.numbers)
-        self.shards.execute(Forget(name, joins, all_sent, all_sent, judged))
+        all_sent = self.numbers if sent else ()
+        self.store.forget(name, joins, all_sent, all_sent)
         if joins:
             for table in (member.joined, member.slices, member.admitted):
                 table.clear()
@@ -302,13 +302,17 @@ class Membership(ABC):
 
     def begin_again(self) -> None:
         """Resume a saved run that had ended, perhaps with more data: members that left may come back."""
-        for name, member in self.members.items():
+        self.begun += self.ledger
+        for name, member in self.members.items() if self.ledger else ():
             member.meet(MemberEvent.RESUMES)
             self._note_share(name)
-            # Synchronous workers sent some fragments once more after their last job. The next job is a whole one.
-            whole = member.last_round(len(self.numbers))
-            for own in member.fragments.values():
-                own.came = whole
+            self._begin_rounds(name, member.last_round(len(self.all)))
+
+    def _begin_rounds(self, name: str, whole: int) -> None:
+        """Synchronous workers sent some fragments once more after their last job. The next job is a whole one."""
+        self.rounds[name] = whole
+        for own in self.members[name].fragments.values():
+            own.came = min(own.came, whole)
 
     @abstractmethod
     def _release_leases(self, name: str) -> None:
@@ -327,6 +331,12 @@ class Membership(ABC):
     @abstractmethod
     def _begin_incarnation(self, join: Join) -> None:
         """Clear what a member's former incarnation had begun, as a new one joins, after a death or at first."""
+
+    def _heard(self, name: str) -> None:
+        """Note a sign of life. A shard's members are in the phase that its ledger says."""
+        if self.ledger:
+            self.members[name].meet(MemberEvent.HEARD)
+            self._note_share(name)
 
     def _note_share(self, name: str) -> None:
         """Note whether the member takes part now; by name, since an update must not look at all members."""

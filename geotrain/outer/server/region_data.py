@@ -3,11 +3,16 @@ of `RegionServer`."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from geotrain.common.names import GLOBAL
+from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import (
+    Fact,
+    Facts,
     Finished,
     Join,
     Lease,
@@ -17,9 +22,14 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     Send,
+    Standing,
     TakenBack,
+    Trained,
     UpdatePart,
+    UpdateRejected,
+    WentBack,
 )
+from geotrain.outer.rules import AsyncRegion, RegionRule
 from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.region_leases import RegionLeases
@@ -30,14 +40,19 @@ class RegionData(Server):
     """Forwards workers' requests for data and remembers what came, until the update that contains its training is
     committed. The attributes are those of `RegionServer`."""
 
+    rule: RegionRule
     leases: RegionLeases
     in_flight: dict[int, UpdatePart]
     contains: list[list[int]]
+    sequences: list[int]
     trained: set[int]
+    gone_up: dict[int, set[int]]
     wanted: dict[str, set[int]]
     spent: dict[str, int]
     asking_back: set[str]
     final: set[int] | None
+    every: int
+    rests: int
     _due: bool
 
     def holds(self, name: str) -> dict[int, Lease]:
@@ -45,12 +60,7 @@ class RegionData(Server):
 
     def uncommitted(self) -> tuple[int, ...]:
         """Numbers of the leases that are trained here and not known to be committed."""
-        return tuple(sorted(self.trained & self._on_their_way()))
-
-    def _on_their_way(self) -> set[int]:
-        """Numbers of the leases of whose training a part is here, or travels, and is not known to be committed."""
-        in_flight = [update.contains for update in self.in_flight.values()]
-        return {number for numbers in (*self.contains, *in_flight) for number in numbers}
+        return tuple(sorted(self.trained))
 
     def _check_own(self, name: str, leases: tuple[int, ...] = ()) -> None:
         if self.leases.given_back[name]:
@@ -122,6 +132,7 @@ class RegionData(Server):
         self._forget(name)
         self._release_leases(name)
         self.leases.given_back[name].clear()
+        self._forget_training()
 
     def _begin_incarnation(self, join: Join) -> None:
         """Give back the leases of jobs that the former incarnation had begun. Those of others stay here: the link
@@ -131,6 +142,7 @@ class RegionData(Server):
         self.leases.asked.pop(name, None)
         self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
         self.leases.given_back[name].clear()  # its former incarnation trained them, if anyone
+        self._forget_training()
 
     def _release_leases(self, name: str) -> None:
         """Give the worker's untrained leases back to the global server; in synchronous rounds they stay its own."""
@@ -139,9 +151,18 @@ class RegionData(Server):
 
     def _give_back(self, name: str, leases: Collection[int]) -> None:
         self._release(() if self.rule.in_rounds else self.leases.give_back(name, leases))
+        self._forget_training()
 
     def _give_up(self, name: str, leases: Collection[int]) -> None:
         self._release(self.leases.give_back(name, leases), failed=True)
+        self._forget_training()
+
+    def _forget_training(self) -> None:
+        """Forget which fragments contain leases that no worker here has any more, as a restart would."""
+        known = self.leases.known
+        self.leases.contained = {n: within for n, within in self.leases.contained.items() if n in known}
+        known = self.trained | self.leases.contained.keys()
+        self.gone_up = {n: fragments for n, fragments in self.gone_up.items() if n in known}
 
     def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
         if untrained:
@@ -151,13 +172,118 @@ class RegionData(Server):
     def _say_again(self, fragment: int) -> None:
         """Say once more, with the next update of a fragment, which leases it contains, since updates that had said so
         are lost: leases of which other fragments have gone up could not be committed otherwise."""
-        said = {*self.contains[fragment], *(u.contains if (u := self.in_flight.get(fragment)) else ())}
         held = [number for number, fragments in self.leases.contained.items() if fragment in fragments]
-        self.contains[fragment] += sorted({*self.trained, *held} - said)
+        leases = tuple(sorted({*self.trained, *held}))
+        for number in leases:
+            self.gone_up.get(number, set()).discard(fragment)
+        if fragment not in self.numbers:  # its shard knows of no lease
+            self._sends.append(Send(GLOBAL, Trained(self.name, fragment, leases)))
+            return
+        in_flight = u.contains if (u := self.in_flight.get(fragment)) else ()
+        self._take_up(fragment, [number for number in leases if number not in in_flight])
 
-    def _count_trained(self, part: UpdatePart) -> tuple[int, None]:
+    def _note_up(self, fragment: int, sequence: int, leases: Collection[int]) -> None:
+        """Note that the global server has taken a fragment's update, which contains these leases."""
+        self.sequences[fragment] = max(self.sequences[fragment], sequence)
+        for number in {*leases} & (self.trained | self.leases.contained.keys()):
+            fragments = self.gone_up.setdefault(number, set())
+            fragments.add(fragment)
+            if len(fragments) == len(self.all):
+                self.trained.discard(number)
+                del self.gone_up[number]
+
+    def _on_start_over(self, fact: Fact) -> None:
+        """Give back all leases, as fragments begin again from the global weights."""
+        # Of some a part of the training is dropped here: others train them anew, whatever their worker sends.
+        gone = set(fact.contains)
+        held = [number for worker in self.members for number in self.leases.of(worker)]
+        self.leases.start_over(gone)
+        for name in self.members:
+            self.wanted[name].clear()
+        if not self.rule.in_rounds:
+            self._release((*held, *sorted(self.trained & gone)))
+        self.trained -= gone
+        self.gone_up = {number: up for number, up in self.gone_up.items() if number not in gone}
+        self._events.append(StartedOver(fact.reason, fact.weight))
+
+    def _on_fact(self, fact: Fact) -> None:
+        match fact.what:
+            case "applied":
+                self._on_applied(fact)
+            case "up":
+                self._note_up(fact.fragment, fact.sequence, fact.contains)
+            case "lost":
+                self._say_again(fact.fragment)
+            case "refused":
+                about = fact.member, fact.incarnation, fact.reason, fact.fragment, fact.sequence, fact.job
+                self._on_update_rejected(UpdateRejected(*about))
+            case "over":
+                self._on_start_over(fact)
+
+    def _on_facts(self, said: Facts) -> int:
+        known = super()._on_facts(said)
+        if self.rule.in_rounds:
+            for job in [fact.job for fact in said.facts if fact.what == "over"]:
+                for own in (m.fragments[f] for m in self.members.values() for f in self.part.dealt[said.shard]):
+                    own.came = min(own.came, job)
+        self._due = True
+        return known
+
+    def _on_went_back(self, back: WentBack) -> None:
+        super()._on_went_back(back)
+        numbers, whole = set(self.part.dealt[back.shard]), set(self.all)
+        within = {**self.leases.contained, **dict.fromkeys(self.trained, whole)}
+        gone = [n for n, of in within.items() if numbers & of - self.gone_up.get(n, set())]
+        reason = f"shard {back.shard} has lost its disk"
+        self._on_start_over(Fact("over", contains=tuple(sorted(gone)), reason=reason))
+
+    def _stands(self) -> dict[str, Any]:
+        return {"every": self.every, "rest": self.rests if self._at_rest else 0}
+
+    def ends(self, name: str) -> bool:
+        if not self.ledger:
+            return self.stands[name].ends if name in self.stands else False
+        return name in self.spent and self.spent[name] == self.leases.asked.get(name) and not self.rule.in_rounds
+
+    def _on_standing(self, standing: Standing) -> None:
+        super()._on_standing(standing)
+        if standing.every and isinstance(self.rule, AsyncRegion):
+            self.every = self.rule.every = standing.every
+        self._due = True
+
+    @property
+    def _at_rest(self) -> bool:
+        """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
+        for some, and nobody holds a lease."""
+        if not self.ledger:
+            return self.standing is not None and self.standing.rest > 0
+        return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
+
+    @abstractmethod
+    def _last_words(self) -> list[Send]:
+        """Return, at the end, what of this server's fragments no update will bring."""
+
+    def quiet_since(self) -> int:
+        at_work = self.in_flight or any(self.rule.pending(state) for state in self.fragments.values())
+        return 0 if at_work or self.standing is None or self._last_words() else self.standing.rest
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether nothing of this region is left to go up, in no process of it."""
+        return not self.in_flight and all(quiet == self.rests for quiet in self.quiet)
+
+    def _report(self, fact: Fact) -> None:
+        if not self.ledger and fact.what == "applied":
+            self._take_up(fact.fragment, fact.contains)
+        super()._report(fact)
+
+    def _take_up(self, fragment: int, leases: Collection[int]) -> None:
         """Note which leases the fragment's weights contain now: the region's next update of it says so."""
-        mine, trained = self.leases.contain(part.member, part.contains, part.fragment, len(self.numbers))
-        self.contains[part.fragment] += [number for number in mine if number not in self.contains[part.fragment]]
+        self.contains[fragment] += [number for number in leases if number not in self.contains[fragment]]
+
+    def _count_trained(self, applied: Fact) -> tuple[int, None]:
+        mine, trained = self.leases.contain(applied.member, applied.contains, applied.fragment, len(self.all))
+        if applied.fragment in self.numbers:
+            self._take_up(applied.fragment, mine)
         self.trained |= {lease.lease for lease in trained}
         return sum(lease.samples for lease in trained), None

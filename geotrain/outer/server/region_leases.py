@@ -36,6 +36,11 @@ class RegionLeases:
         """Return the leases that the worker holds, by their numbers."""
         return {lease.lease: lease for lease in self.held[worker].values()}
 
+    @property
+    def known(self) -> set[int]:
+        """Numbers of the leases that a worker holds, or that it may hold again."""
+        return {number for worker in self.held for number in (*self.of(worker), *self.given_back[worker])}
+
     def reserve(self, worker: str, step_s: float) -> int:
         """Return how many jobs of the worker are to have leases here beside the one that it asks for.
 
@@ -142,8 +147,7 @@ class RegionLeases:
             name: [list(astuple(lease)) for leases in table.values() for lease in leases.values()]
             for name, table in tables.items()
         }
-        known = {number for worker in self.held for number in (*self.of(worker), *self.given_back[worker])}
-        contained = [[number, sorted(self.contained[number])] for number in sorted(known & self.contained.keys())]
+        contained = [[number, sorted(within)] for number, within in sorted(self.contained.items())]
         return {**kept, "asked": dict(self.asked), "contained": contained}
 
     def load(self, state: dict[str, Any]) -> None:

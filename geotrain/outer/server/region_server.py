@@ -15,11 +15,12 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered, TrainedTwice
+from geotrain.outer.events import Left, Merged, SentUp, Steered, TrainedTwice
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
     ChunkDelta,
+    Fact,
     Finished,
     Identity,
     Join,
@@ -45,14 +46,17 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
 from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
+from geotrain.outer.server.membership import WHOLE, ServerPart
 from geotrain.outer.server.region_data import RegionData
 from geotrain.outer.server.region_leases import RegionLeases
 from geotrain.outer.server.server import Handled
-from geotrain.outer.shards.protocol import Merge, SendUp, Shards, StartOver
 from geotrain.parameters.parameter_map import ParameterMap
 
 # Attributes that a snapshot keeps as they are.
-SAVED = "sequences", "first_versions", "over", "gone", "done", "global_versions", "spent", "every", "dropped"
+SAVED = (
+    *("sequences", "first_versions", "over", "gone", "done", "global_versions", "spent", "every", "dropped"),
+    *("rests", "at_rest"),
+)
 
 
 class RegionServer(RegionData):
@@ -67,15 +71,15 @@ class RegionServer(RegionData):
 
     def __init__(
         self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, rule: RegionRule,
-        workers: tuple[str, ...], validates: bool = False, shards: int | Shards = 1,
+        workers: tuple[str, ...], validates: bool = False, part: ServerPart = WHOLE,
     ) -> None:  # fmt: skip
         super().__init__(
-            name, "worker", identity, parameter_map, rule, workers, config.local, config.local, config.limits, shards,
+            name, "worker", identity, parameter_map, rule, workers, config.local, config.local, config.limits, part,
             (config.up, config.down), validates, config.server_state == "bf16",
         )  # fmt: skip
         self.global_versions = [0] * len(parameter_map.fragments)
         self.sequences = [0] * len(parameter_map.fragments)  # of the last update of each that was sent up
-        # Fragment → update whose answer has not come yet, without its payloads, which are in the shards; in the order
+        # Fragment → update whose answer has not come yet, without its payloads, which are in the store; in the order
         # in which they were sent.
         self.in_flight: dict[int, UpdatePart] = {}
         self.leases = RegionLeases(workers, config, rule.in_rounds)
@@ -84,7 +88,8 @@ class RegionServer(RegionData):
         # Fragment → leases whose training the region's weights contain, and that go up with its next update.
         self.contains: list[list[int]] = [[] for _ in parameter_map.fragments]
         self.trained: set[int] = set()  # leases trained here, of which not all fragments have gone up with them
-        # Fragments whose newest global weights the shards have kept for validation, since this process began.
+        self.gone_up: dict[int, set[int]] = {}  # lease → fragments that have
+        # Fragments whose newest global weights the store has kept for validation, since this process began.
         self.newest: set[int] | None = set() if validates else None
         # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
         self.first_versions = [0] * len(parameter_map.fragments)
@@ -96,6 +101,7 @@ class RegionServer(RegionData):
         # The global weights with which workers end that ask for the server's once more: the fragments of which they
         # have taken the place of the region's. None: nobody has asked.
         self.final: set[int] | None = None
+        self.at_rest, self.rests = False, 0  # for shards: whether it is (`_at_rest`), and how often it came to be so
         self._due = False  # `go_on` is to look for what must be sent up
         # Workers whose leases are asked for again. Lasts as long as the process: one request of each is under way.
         self.asking_back: set[str] = set()
@@ -156,6 +162,8 @@ class RegionServer(RegionData):
         return reply
 
     def go_on(self) -> Handled:
+        if self.ledger and self.part.dealt and self.at_rest != (rests := self._at_rest):
+            self.at_rest, self.rests = rests, self.rests + rests
         if self._due:
             self._due = False
             self._send_what_is_due()
@@ -173,14 +181,19 @@ class RegionServer(RegionData):
 
     # -- upwards
 
+    @property
+    def speaks_as(self) -> str:
+        """The incarnation under which the region speaks to the global server: that of its ledger."""
+        return self.incarnation if self.standing is None else self.standing.incarnation
+
     def join_message(self) -> Join:
         """Build the Join to the global server. It names all leases for which this region answers, be they not
         trained, trained and not sent, or in flight; the global server gives every other lease of the region to
         others."""
         whole = tuple(self.parameter_map.whole(chunk.index) for chunk in self.parameter_map.chunks)
-        i, known = self.identity, self.shards.own_fingerprints()
+        i, known = self.identity, self.store.own_fingerprints()
         mirrors = tuple(known.get(chunk.index, 0) for chunk in self.parameter_map.chunks) if known else ()
-        names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.incarnation
+        names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.speaks_as
         return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors, self.origin)
 
     def _answered_for(self) -> tuple[int, ...]:
@@ -198,7 +211,7 @@ class RegionServer(RegionData):
         that state holds as pending went up later, so sending it would count it twice: the region begins again from
         the global weights.
         """
-        every = len(self.numbers)
+        every = len(self.all)
         wrong_versions = len(welcome.versions) not in (0, every)
         if len(welcome.sequences) != every or min(welcome.sequences) < 1 or wrong_versions:
             wrong = f"sequences {welcome.sequences}, versions {welcome.versions}"
@@ -223,7 +236,7 @@ class RegionServer(RegionData):
                     deltas = tuple(replace(d, anchor_version=least) for d in update.deltas)
                     self.in_flight[f] = replace(update, deltas=deltas)
             if missing:
-                self._say_again(f)
+                self._report(Fact("lost", fragment=f))
             lost += missing
         self._drop_gone(welcome.gone)
         return lost
@@ -236,12 +249,13 @@ class RegionServer(RegionData):
             begun = [lease.job <= self.leases.asked.get(name, 0) for lease in self.leases.drop(name, gone)]
             if any(begun):
                 self._shut_out(name)
-        if repeated := sorted(set(self.uncommitted()) & set(gone)):
+        if repeated := sorted(set(self.trained) & set(gone)):
             self.trained.difference_update(repeated)
             self.contains = [[n for n in numbers if n not in gone] for numbers in self.contains]
             for f, u in self.in_flight.items():
                 self.in_flight[f] = replace(u, contains=tuple(n for n in u.contains if n not in gone))
             self._events.append(TrainedTwice(repeated))
+        self._forget_training()
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
         """Give up an update of ours that the global server refuses for good.
@@ -278,26 +292,26 @@ class RegionServer(RegionData):
         Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So are the
         numbers of the last updates that were answered: those in flight count as never sent.
         """
-        held = () if self.rule.in_rounds else self._answered_for()
-        self.leases.start_over(self._on_their_way())
+        in_flight = [update.contains for update in self.in_flight.values()]
+        gone = {number for numbers in (*self.contains, *in_flight) for number in numbers}
         dropped = self.pending + sum(update.weight for update in self.in_flight.values())
         self.dropped = self.lost_updates + dropped  # beside what was lost without the ledger
         for fragment in self.in_flight:
             self.sequences[fragment] -= 1
-        for fragment, state in self.fragments.items():
-            self.first_versions[fragment] = state.version
+        for fragment in self.numbers:
+            if fragment in self.fragments:
+                self.first_versions[fragment] = self.fragments[fragment].version
         self.fragments.clear()
         self.in_flight.clear()
-        self.contains = [[] for _ in self.numbers]
-        self.trained.clear()
-        self.shards.execute(StartOver())
+        self.contains = [[] for _ in self.all]
+        self.store.start_over()
         for name, member in self.members.items():
             self._forget(name)
             for own in member.fragments.values():
                 own.owed = False
-            self.wanted[name].clear()
-        self._release(held)
-        self._events.append(StartedOver(reason, dropped))
+        of_all = [member.fragments[fragment].came for member in self.members.values() for fragment in self.numbers]
+        job, contains = min(of_all, default=0), tuple(sorted(gone))
+        self._report(Fact("over", weight=dropped, job=job, contains=contains, reason=reason))
 
     def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
         lacks = super().lacks_answer(name, incarnation, part, fragment, sequence)
@@ -306,8 +320,7 @@ class RegionServer(RegionData):
     def _waits_for_final(self, name: str, fragment: int, sequence: int) -> bool:
         """Whether this worker asks for the weights with which it ends, and they are not here: there was no data for
         the job that it has asked for last. In rounds the region's weights are the global ones."""
-        ends = sequence == 0 and name in self.spent and self.spent[name] == self.leases.asked.get(name)
-        return ends and fragment not in (self.final or ()) and not self.rule.in_rounds
+        return sequence == 0 and self.ends(name) and fragment not in (self.final or ())
 
     def _on_global_weights(self, answer: Answer) -> None:
         """Merge the answer to an update of ours, or begin with that to our join (sequence 0) or the last weights.
@@ -325,17 +338,17 @@ class RegionServer(RegionData):
             update = update_id(self.name, fragment, answer.sequence)
             raise Refused(f"{self.name}: the answer to update {update} is not of fragment {fragment}")
         # All are checked before any is decoded, since decoding changes the mirror.
-        for fault in self.shards.receive(answer):
+        for fault in self.store.receive_weights(answer):
             where = self.parameter_map.called(fault.chunk)
             raise Refused(f"{self.name}: {where} of the global server: {fault.fault}")
         if self.newest is not None:
             self.newest.add(fragment)
         (self.global_versions[fragment],) = versions
         inputs, answered = ({}, ()) if first else self.rule.on_global_weights(self.fragments[fragment])
-        self.shards.execute(Merge(fragment, first, inputs))
+        self.store.merge(fragment, first, inputs)
         if not first:
-            del self.in_flight[fragment]
-            self.trained &= {*self.uncommitted()}
+            contains = self.in_flight.pop(fragment).contains
+            self._report(Fact("up", fragment=fragment, sequence=answer.sequence, contains=contains))
             self.answer_members(answered, fragment)
         else:
             if self.final is not None:
@@ -347,7 +360,7 @@ class RegionServer(RegionData):
         self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
 
     def versions_to_validate(self) -> list[int]:
-        return self.global_versions if len(self.newest or ()) == len(self.global_versions) else []
+        return self.global_versions if len(self.newest or ()) == len(self.numbers) else []
 
     # -- members
 
@@ -396,10 +409,11 @@ class RegionServer(RegionData):
         tensors, meta = super().state()
         meta["region"] = {
             **attributes(self, SAVED),
-            "fingerprints": {str(chunk): known for chunk, known in self.shards.own_fingerprints().items()},
+            "fingerprints": {str(chunk): known for chunk, known in self.store.own_fingerprints().items()},
             **self.leases.state(),
             "contains": [list(leases) for leases in self.contains],
             "trained": sorted(self.trained),
+            "up": [[number, sorted(up)] for number, up in sorted(self.gone_up.items())],
             "final": None if self.final is None else sorted(self.final),
             "in_flight": [
                 [f, u.sequence, u.weight, list(u.contains), u.metrics, u.deltas[0].anchor_version]
@@ -417,6 +431,7 @@ class RegionServer(RegionData):
         self.leases.load(saved)
         self.contains = [list(leases) for leases in saved["contains"]]
         self.trained = set(saved["trained"])
+        self.gone_up = {number: set(fragments) for number, fragments in saved["up"]}
         self.final = None if saved["final"] is None else set(saved["final"])
         for fragment, sequence, weight, contains, metrics, anchor in saved["in_flight"]:
             update = self._update(fragment, sequence, anchor, weight, tuple(contains), metrics)
@@ -425,9 +440,9 @@ class RegionServer(RegionData):
     def resend(self) -> list[Send]:
         """Return the updates in flight, under this incarnation's name, to be sent again after a join. The global
         server knows by their numbers which of them it has applied already."""
-        self.in_flight = {f: replace(u, incarnation=self.incarnation) for f, u in self.in_flight.items()}
+        self.in_flight = {f: replace(u, incarnation=self.speaks_as) for f, u in self.in_flight.items()}
         return [
-            *(Send(GLOBAL, self.shards.going_up(update)) for update in self.in_flight.values()),
+            *(Send(GLOBAL, self.store.going_up(update)) for update in self.in_flight.values()),
             *self._last_words(),
         ]
 
@@ -442,27 +457,21 @@ class RegionServer(RegionData):
                 parts = [tuple(leases[at : at + MOST_LEASES]) for at in range(0, len(leases), MOST_LEASES)]
                 said += [Trained(self.name, fragment, part) for part in parts]
         if (final := self.final) is not None:
-            said += [AnswerWanted(self.name, self.incarnation, f, 0) for f in self.numbers if f not in final]
+            said += [AnswerWanted(self.name, self.speaks_as, f, 0) for f in self.numbers if f not in final]
         return [Send(GLOBAL, message) for message in said]
 
     # -- inside
 
-    @property
-    def _at_rest(self) -> bool:
-        """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
-        for some, and nobody holds a lease."""
-        return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
-
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
         at_rest = self._at_rest
-        for fragment, state in sorted(self.fragments.items()):
+        for fragment, state in sorted((f, self.fragments[f]) for f in self.numbers if f in self.fragments):
             if not self.rule.may_send(state, flush=at_rest):
                 continue
             inputs, weight = self.rule.on_send(state)
             self.sequences[fragment] += 1
             sequence = self.sequences[fragment]
-            self.shards.execute(SendUp(fragment, sequence, inputs))
+            self.store.send_up(fragment, sequence, inputs)
             contains, self.contains[fragment] = self.contains[fragment], self.contains[fragment][MOST_LEASES:]
             # Metrics of those who are at work; at the end, when all have left, of everybody.
             here = [m for m in self.members.values() if not m.left] or list(self.members.values())
@@ -470,12 +479,12 @@ class RegionServer(RegionData):
             anchor = self.global_versions[fragment]
             update = self._update(fragment, sequence, anchor, weight, tuple(contains[:MOST_LEASES]), metrics)
             self.in_flight[fragment] = update
-            update = self.shards.going_up(update)
+            update = self.store.going_up(update)
             self._sends.append(Send(GLOBAL, update))
             size = sum(len(delta.payload) for delta in update.deltas)
             self._events.append(SentUp(fragment, sequence, weight, size))
         self._sends += self._last_words()
-        if (self.empty or (self.over and self.idle)) and not self.gone and not self.in_flight:
+        if self.ledger and (self.empty or (self.over and self.idle)) and not self.gone and self._quiet:
             self.gone = True
             self._sends.append(Send(GLOBAL, Leave(self.name)))
 
@@ -486,6 +495,6 @@ class RegionServer(RegionData):
         """Build an update of ours, without its payloads. anchor: version of the global weights it starts from."""
         deltas = tuple(ChunkDelta(chunk, anchor, b"") for chunk in self.parameter_map.chunk_numbers[fragment])
         return UpdatePart(
-            self.name, self.incarnation, fragment, sequence, 0, deltas, weight=weight, contains=contains,
+            self.name, self.speaks_as, fragment, sequence, 0, deltas, weight=weight, contains=contains,
             metrics=metrics,
         )  # fmt: skip

@@ -1,11 +1,10 @@
 """The base of region and global servers: a state machine that takes members' updates and answers them.
 
-It decides; its vectors are in its shards (`geotrain.outer.shards`), to which it gives commands.
-
 `Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
 send, and what happened. `geotrain.net` calls it, in two parts, behind a journal and sockets, `geotrain.simulate`
 under a virtual clock, tests as a plain function. The journal holds messages, not states: recovery handles them again,
-so what `handle` does, and what it refuses, must follow from the durable state and the message alone.
+so what `handle` does, and what it refuses, must follow from the durable state and the message alone. Its vectors are
+in its store (`geotrain.outer.server.store`); it may be several processes (`geotrain.outer.server.parts`).
 
 Every update of a fragment is applied whole (all its parts) and once (by its sequence number) or not at all.
 """
@@ -13,6 +12,7 @@ Every update of a fragment is applied whole (all its parts) and once (by its seq
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, Literal
@@ -27,6 +27,8 @@ from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
     BadDelta,
+    Fact,
+    Facts,
     Identity,
     Join,
     Leave,
@@ -36,20 +38,19 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Refused,
     Send,
+    Standing,
     UpdatePart,
     UpdateRejected,
+    WentBack,
     update_id,
 )
 from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, MemberFragment, check_part, check_round, outline
-from geotrain.outer.server.member_phase import MemberEvent
-from geotrain.outer.server.membership import Membership
-from geotrain.outer.shards.local import LocalShards
-from geotrain.outer.shards.protocol import Apply, Copy, Forget, Freeze, FromShards, HeldPart, Shards
-from geotrain.outer.shards.shard import ServerShard
-from geotrain.parameters.chunks import deal
+from geotrain.outer.server.membership import WHOLE, Membership, ServerPart
+from geotrain.outer.server.parts import MOST_UNSAID
+from geotrain.outer.server.store import Store
 from geotrain.parameters.parameter_map import ParameterMap, numel
 
 
@@ -82,7 +83,7 @@ class Server(Membership):
     that callers need not ask which kind it is.
 
     name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
-    the links to them. shards: how many to create in this process, or remote ones; it changes nothing else.
+    the links to them. part: of the server that this is.
     """
 
     reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
@@ -90,31 +91,27 @@ class Server(Membership):
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
         rule: Rule, members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
-        shards: int | Shards, above: tuple[CodecConfig, CodecConfig] | None = None,
+        part: ServerPart = WHOLE, above: tuple[CodecConfig, CodecConfig] | None = None,
         validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(identity, parameter_map, rule, members, down, limits)
+        super().__init__(identity, parameter_map, rule, members, down, limits, part)
         self.name, self.member_role = name, member_role
         self.up: Codec = make_codec(up)
-        if isinstance(shards, int):
-            settings = rule, self.up, down, above, validates, bf16_state
-            dealt = deal(parameter_map.chunks, shards)
-            shards = LocalShards([ServerShard(name, parameter_map, chunks, *settings) for chunks in dealt])
-        self.shards = shards
-        # Number and versions of the global weights that a worker evaluates at present. The shards keep a copy.
+        self.store = Store(name, parameter_map, self.numbers, rule, self.up, down, above, validates, bf16_state)
+        # Number and versions of the global weights that a worker evaluates at present. The store keeps a copy.
         self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
         self.norms = NormLimits(limits, len(parameter_map.fragments), len(members)) if judged else None
         self._sends: list[Send] = []  # what `handle` is about to return
 
-    def handle(self, message: Message | FromShards) -> Handled:
+    def handle(self, message: Message) -> Handled:
         """Process a message. Raises Refused; then nothing has changed."""
         taken, rest = self.take(message), self.go_on()
         return Handled(taken.reply, taken.sends + rest.sends, taken.events + rest.events)
 
-    def take(self, message: Message | FromShards) -> Handled:
+    def take(self, message: Message) -> Handled:
         """Do the part of `handle` for which the sender waits. `go_on` must be called before the next message."""
-        return self._handled(None if (inner := self.shards.unwrap(message)) is None else self._route(inner))
+        return self._handled(self._route(message))
 
     def go_on(self) -> Handled:
         """Do what the message makes due for others, such as a region's update for the global server."""
@@ -145,6 +142,12 @@ class Server(Membership):
                 return self._on_lift_quarantine(message)
             case OperatorCommand(what="expel"):
                 return self._on_expel(message.region)
+            case Standing():
+                return self._on_standing(message)
+            case Facts():
+                return self._on_facts(message)
+            case WentBack():
+                return self._on_went_back(message)
         raise Refused(f"a {type(message).__name__} means nothing to this server")
 
     @property
@@ -197,12 +200,11 @@ class Server(Membership):
         parts = member.fragments[part.fragment].arriving
         if part.part in parts:
             return False
-        parts[part.part] = self.shards.receive_part(part)
+        parts[part.part] = self.store.receive_part(part)
         if len(parts) < member.parts:
             if len(parts) == 1:
                 self._note_stage(part.member, part.fragment, part.sequence, "arrived")
-            member.meet(MemberEvent.HEARD)
-            self._note_share(part.member)
+            self._heard(part.member)
             return False
         self._apply(part.member, member, [parts[i] for i in range(member.parts)])
         return True
@@ -216,6 +218,8 @@ class Server(Membership):
         member = self._expecting(part)
         if member is None:
             return False
+        if len(self.unsaid) >= MOST_UNSAID:  # not in `handle`: no journal has what the ledger knows
+            raise Refused(f"{self.name}: this shard's ledger has not answered for {MOST_UNSAID} updates", retry_s=5.0)
         self._check(part, member)
         if part.part in member.fragments[part.fragment].arriving:
             return False
@@ -246,7 +250,8 @@ class Server(Membership):
 
     def _exchange_of(self, name: str, fragment: int) -> MemberFragment:
         if fragment not in self.numbers:
-            raise Refused(f"{name}: no fragment {fragment}; the run has {len(self.numbers)}")
+            here = "this shard does not have it" if fragment in self.all else f"the run has {len(self.all)}"
+            raise Refused(f"{name}: no fragment {fragment}; {here}")
         return self.members[name].fragments[fragment]
 
     def answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> Answer | None:
@@ -263,7 +268,7 @@ class Server(Membership):
         own = self.members[name].fragments[fragment]
         if own.answer != sequence or own.version is None:
             return None  # no weights yet, or the update's other parts, or those of others, are still on their way
-        return Answer(fragment, sequence, self.shards.answer(name, part, fragment, own.version), self.incarnation)
+        return Answer(fragment, sequence, self.store.answer(name, part, fragment), self.incarnation)
 
     def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
         """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
@@ -283,7 +288,7 @@ class Server(Membership):
         own = member.fragments[fragment]
         if own.answer != sequence:
             if sequence == 0:  # it begins anew
-                self.shards.execute(Forget(name, mirrors=(fragment,)))
+                self.store.forget(name, mirrors=(fragment,))
             own.answer, own.version = sequence, None
         if not own.owed:
             self._freeze(name, fragment)
@@ -306,13 +311,13 @@ class Server(Membership):
             self.copy_weights((number, list(versions)) if versions else None)
         if self.frozen is None or self.frozen[0] != number:
             return Answer(0, number, (), self.incarnation)
-        return Answer(0, number, self.shards.copied(name, part, self.frozen[1]), self.incarnation)
+        return Answer(0, number, self.store.copied(name, part, dict(enumerate(self.frozen[1]))), self.incarnation)
 
     def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
-        """Have the shards copy the newest global weights, for validation. of: its number and the weights' versions;
+        """Copy the newest global weights, for validation. of: its number and the weights' versions;
         None: drop the copy, which nobody needs any more."""
         self.frozen = of
-        self.shards.execute(Copy(of[0] if of else 0))
+        self.store.copy_newest(of is not None)
 
     @abstractmethod
     def versions_to_validate(self) -> list[int]:
@@ -321,17 +326,18 @@ class Server(Membership):
     # -- state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return (tensors, JSON data), from which `load` restores the server with any number of local shards."""
-        tensors, of_shards = self.shards.state()
+        """Return (tensors, JSON data), from which `load` restores the server."""
+        tensors, of_store = self.store.state()
         return tensors, {
-            **of_shards,
+            **of_store,
             "parameter_map_digest": self.parameter_map.digest,
             "data": self.data,
             "origin": self.origin,
             "fragments": [[number, asdict(counts)] for number, counts in sorted(self.fragments.items())],
             "members": {name: member.state() for name, member in self.members.items()},
-            "sent": {name: self._sent(name) for name in self.members if self.shards.was_sent(name)},
+            "sent": {name: self._sent(name) for name in self.members if self.store.fingerprints_of(name)},
             "norms": self.norms.state() if self.norms else None,
+            **self._part_state(),
         }
 
     def _sent(self, name: str) -> dict[str, Any]:
@@ -340,9 +346,9 @@ class Server(Membership):
         answers = []
         for fragment, own in sorted(self.members[name].fragments.items()):
             if own.answer is not None:
-                sent = () if own.version is None else self.shards.answer(name, 0, fragment, own.version)
+                sent = () if own.version is None else self.store.answer(name, 0, fragment)
                 answers.append([fragment, own.answer, [[w.chunk, w.version, w.increment] for w in sent]])
-        fingerprints = [[chunk, *both] for chunk, both in self.shards.fingerprints_of(name).items()]
+        fingerprints = [[chunk, *both] for chunk, both in self.store.fingerprints_of(name).items()]
         return {"fingerprints": fingerprints, "answers": answers}
 
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -356,7 +362,8 @@ class Server(Membership):
             if name in self.members:
                 self.members[name].load(saved)
                 self._note_share(name)
-        for name, saved in self.shards.load(tensors, meta, self.members).items():
+        self._load_part(meta)
+        for name, saved in self.store.load(tensors, meta, self.members).items():
             member = self.members[name]
             member.parts = 1  # where weights travel as changes
             for fragment, sequence, sent in saved["answers"]:
@@ -364,9 +371,8 @@ class Server(Membership):
                 own.answer, own.version = sequence, sent[0][1] if sent else None
 
     def weights(self, fragment: int) -> Tensor:
-        """Return the fragment's weights, of shards in this process: fp32, 1-D; not to be written."""
-        assert isinstance(self.shards, LocalShards)
-        return self.shards.weights(fragment)
+        """Return the fragment's weights: fp32, 1-D; not to be written."""
+        return self.store.weights(fragment)
 
     def status(self) -> dict[str, Any]:
         """Return plain data for people and tests. sharing: how many have a share, where the rule averages."""
@@ -382,21 +388,15 @@ class Server(Membership):
     # -- for subclasses
 
     @abstractmethod
-    def _count_trained(self, part: UpdatePart) -> tuple[int, int | None]:
-        """Note that the leases of an update, whose part 0 this is, are trained.
+    def _count_trained(self, applied: Fact) -> tuple[int, int | None]:
+        """Note that the leases of an update are trained.
 
         Returns (their samples, tokens committed in the run so far or None where that is not known).
         """
 
-    def set_weights(self, vectors: list[Tensor]) -> None:
-        """Begin with these weights, one fp32 vector a fragment, in shards in this process."""
-        assert isinstance(self.shards, LocalShards)
-        for shard in self.shards.all:
-            shard.set_weights(vectors)
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin the run: the shards have its first weights."""
+    def set_weights(self, vectors: Mapping[int, Tensor] | Sequence[Tensor]) -> None:
+        """Begin with these weights: an fp32 vector for each fragment."""
+        self.store.set_weights(vectors)
         self.fragments = {number: Counts() for number in self.numbers}
 
     def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
@@ -410,10 +410,10 @@ class Server(Membership):
             ):  # else it asks when it has joined this incarnation of the server
                 self._freeze(name, fragment)
 
-    def left_out(self, name: str) -> list[UpdatePart | HeldPart]:
+    def left_out(self, name: str) -> list[UpdatePart]:
         """Return the parts of the member's updates that are not whole yet, as they came."""
         arriving = [part for own in self.members[name].fragments.values() for part in own.arriving.values()]
-        return [self.shards.as_received(part) for part in arriving]
+        return [self.store.as_received(part) for part in arriving]
 
     # -- inside
 
@@ -427,40 +427,53 @@ class Server(Membership):
                 raise Refused(f"{name}: the parts of update {update_id(name, *update)} speak of different leases")
             self._judge(name, own, first)
         except Refused as refused:
-            self.shards.execute(Forget(name, updates=(update,)))
+            self.store.forget(name, updates=(update,))
             if len(parts) > 1:
                 own.refused = first.sequence, refused
             raise
-        member.meet(MemberEvent.HEARD)  # not before: what is refused is no sign of life
-        self._note_share(name)
-        member.job = first.job
-        member.updates += 1
+        self._heard(name)  # not before: what is refused is no sign of life
         own.sequence, own.answer, own.version = first.sequence, first.sequence, None
         own.staleness = state.version - first.deltas[0].anchor_version
         if not (self.rule.in_rounds and 0 < first.job <= own.came):
             own.owed = True  # until the rule says that it is to be answered, perhaps at once
             own.came = first.job
             inputs, answered = self.rule.on_delta(state, name, first.weight, len(self.sharing))
-            self.shards.execute(Apply(name, *update, state.version, inputs))
+            self.store.apply(name, *update, state.version, inputs)
         else:
             # A former incarnation sent this round's delta. This one is only answered, now or when it is complete.
             answered = () if own.owed else (name,)
         # Before answers take memory. Every part has adopted the answer before, or would not have sent this update.
-        self.shards.execute(Forget(name, answers=(fragment,), updates=(update,)))
+        self.store.forget(name, answers=(fragment,), updates=(update,))
         self.answer_members(answered, fragment)
-        metrics = {name: value for name, value in credible(first.metrics).items() if name != "staleness"}
-        if first.metrics:
-            member.metrics = {**metrics, "staleness": float(own.staleness)}
-        samples, tokens = self._count_trained(first)
+        size_bytes = 0
         if self.reports_updates:
             pushes = [join.pushes[delta.chunk] for join in member.joined.values() for delta in first.deltas]
             size_bytes = sum(self.up.encoded_bytes(numel(slices)) for slices in pushes)
-            applied = name, *update, first.job, self.versions, own.staleness, samples, size_bytes
-            self._events.append(UpdateApplied(*applied, metrics.get("loss"), metrics, own.norm, tokens))
+        fact = Fact(
+            "applied", name, member.incarnation, fragment, first.sequence, first.job, first.weight, first.contains,
+            state.version, own.staleness, size_bytes, own.norm, metrics=first.metrics,
+        )  # fmt: skip
+        self._report(fact)
+
+    def _on_applied(self, fact: Fact) -> None:
+        """Account for an update that was applied, here or by a shard."""
+        name, member = fact.member, self.members[fact.member]
+        member.job, member.updates = fact.job, member.updates + 1
+        own = member.fragments[fact.fragment]
+        own.sequence, own.came = fact.sequence, max(own.came, fact.job)
+        metrics = {key: value for key, value in credible(fact.metrics).items() if key != "staleness"}
+        if fact.metrics:
+            member.metrics = {**metrics, "staleness": float(fact.staleness)}
+        samples, tokens = self._count_trained(fact)
+        if self.reports_updates:
+            applied = name, fact.fragment, fact.sequence, fact.job, self.versions, fact.staleness, samples
+            self._events.append(
+                UpdateApplied(*applied, fact.size_bytes, metrics.get("loss"), metrics, fact.norm, tokens)
+            )
 
     def _judge(self, name: str, own: MemberFragment, first: UpdatePart) -> None:
         """Raise Refused when the update is not finite, or its norm not to be believed."""
-        decoded = self.shards.decode(name, first.fragment, first.sequence)
+        decoded = self.store.decode(name, first.fragment, first.sequence)
         for each in decoded:
             if each.fault:
                 raise BadDelta(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
@@ -478,7 +491,7 @@ class Server(Membership):
         """Encode the fragment's weights for all parts at once, as the member's answer."""
         own, version = self.members[name].fragments[fragment], self.fragments[fragment].version
         assert own.answer is not None
-        self.shards.execute(Freeze(name, fragment, own.answer, version))
+        self.store.freeze(name, fragment, own.answer, version)
         own.version, own.owed = version, False
         self._note_stage(name, fragment, own.answer, "answered")
 

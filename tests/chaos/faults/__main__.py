@@ -3,7 +3,7 @@ corrupted; then its accounts.
 
 Two regions of two workers each, linked by TLS. Nothing that was acknowledged may be missing or counted twice, no
 sample may be skipped, and every recovered state must be, bit for bit, what an uninterrupted replay of the whole
-journal gives. With shards, the journals of a server's coordinator and shards are replayed side by side, by commands.
+journal gives. With shards, so is each of these, and their ledger must have taken what they did, each fact once.
 
     python -m tests.chaos.faults [--profile short|minutes|hour] [--seed 1] [--pace 0.3]
     python -m tests.chaos.faults --shards 2            # each server's shards are that many processes, killed as well

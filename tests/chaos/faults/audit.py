@@ -13,12 +13,12 @@ from typing import Any, cast
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import load_run, shard_name
-from geotrain.net.server.server_process import any_server, begin_server, begin_shard, remote_shards, shard_server
-from geotrain.net.server.shard_host import JOURNALED
+from geotrain.net.server.server_process import any_server, begin_server
 from geotrain.net.storage.journal import Journal
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.storage.snapshots import META, Snapshot, SnapshotStore, checked_meta
 from geotrain.outer.server.global_server import GlobalServer
+from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.chaos.faults.replay import ServerReplay, Written
@@ -28,32 +28,21 @@ from tests.chaos.faults.runner import FaultyRun
 def replayed(run: FaultyRun, site: str) -> ServerReplay:
     """A server, with its shards."""
     config, cluster = load_run(run.folder / "run.json"), run.cluster  # as launched: with the data's digest
-
-    def build() -> Server:
-        """Make the server that `geotrain serve` makes, without state."""
-        return any_server(config, cluster, site, remote_shards(config, cluster, site))
-
     kept = snapshots(run, site)
 
     def begin(server: Server) -> None:
         begin_server(server, config)
-        if site == GLOBAL:  # it was drawn at random
+        if site == GLOBAL and server.ledger:  # it was drawn at random
             server.origin = kept[min(kept)]().meta["state"]["origin"]
 
-    coordinator = Written(build, begin, segments(run, site, KINDS), kept)
-    shards = [
-        Written(
-            partial(shard_server, config, cluster, site, index),
-            partial(begin_shard, run=config),
-            segments(run, name, JOURNALED),
-            snapshots(run, name),
-        )
-        for index, name in enumerate(run.shards[site])
-    ]
-    return ServerReplay(coordinator, shards)
+    def written(name: str, shard: int | None = None) -> Written:
+        build = partial(any_server, config, cluster, site, shard)
+        return Written(build, begin, segments(run, name), snapshots(run, name))
+
+    return ServerReplay(written(site), [written(name, shard) for shard, name in enumerate(run.shards[site])])
 
 
-def segments(run: FaultyRun, name: str, kinds: tuple[type, ...]) -> Iterator[tuple[int, Iterator[Any]]]:
+def segments(run: FaultyRun, name: str) -> Iterator[tuple[int, Iterator[Any]]]:
     """(number, messages) of each segment of the journal. Each is read in a folder of its own, because the journal's
     reader refuses gaps, and the first segment may be missing: it ends before a new server listens, so that the server
     may drop it before it was linked into the archive.
@@ -67,7 +56,7 @@ def segments(run: FaultyRun, name: str, kinds: tuple[type, ...]) -> Iterator[tup
     for path in paths:
         with tempfile.TemporaryDirectory() as alone:
             os.link(path, Path(alone) / path.name) if _same_disk(path, alone) else _copy(path, Path(alone))
-            journal = Journal(Path(alone), kinds, limit_bytes)
+            journal = Journal(Path(alone), KINDS, limit_bytes)
             yield int(path.stem), journal.replay(int(path.stem), is_whole=False)
             journal.close()
 
@@ -100,26 +89,28 @@ def _read(snapshot: Path) -> Snapshot:
 def accounts(run: FaultyRun) -> dict[str, Any]:
     """The figures of a run that has ended."""
     servers = {site: replayed(run, site) for site in (GLOBAL, *run.regions)}
-    coordinators = {site: server.coordinator for site, server in servers.items()}
-    top = coordinators[GLOBAL]
+    top = servers[GLOBAL]
+    above = Counter((member, fragment, sequence) for member, _, fragment, sequence, _ in top.applied)
     acknowledged = lost = twice = 0
     for region, workers in run.regions.items():
-        below = coordinators[region]
+        below = servers[region]
         told = {
             (w, e["incarnation"], e["fragment"], e["sequence"]) for w in workers for e in _acknowledgements(run, w)
         }
         lost += len(told - {tuple(update) for *update, _ in below.applied})
-        told_up = {(e["fragment"], e["sequence"]) for e in _acknowledgements(run, region)}
-        lost += len(told_up - {(fragment, sequence) for m, _, fragment, sequence, _ in top.applied if m == region})
-        lost += below.now.lost_updates
+        processes = (region, *run.shards[region])
+        told_up = {(e["fragment"], e["sequence"]) for name in processes for e in _acknowledgements(run, name)}
+        lost += sum((region, *update) not in above for update in {*told_up, *below.sent_up})
+        lost += sum(cast(RegionServer, process.now).lost_updates for process in below.processes)
         acknowledged += len(told) + len(told_up)
-    for history in coordinators.values():
-        numbers = Counter((member, fragment, sequence) for member, _, fragment, sequence, _ in history.applied)
-        contents = Counter((member, digest) for member, *_, digest in history.applied)
+    for server in servers.values():
+        numbers = Counter((member, fragment, sequence) for member, _, fragment, sequence, _ in server.applied)
+        contents = Counter((member, digest) for member, *_, digest in server.applied)
         twice += max(sum(numbers.values()) - len(numbers), sum(contents.values()) - len(contents))
-    leases = cast(GlobalServer, top.now).lease_table
+    leases = cast(GlobalServer, top.ledger.now).lease_table
     out = [(lease.start, lease.samples) for lease in leases.open.values()]
-    once, overlapping = coverage([*top.committed, *leases.pool, *leases.aside, *out])
+    committed = [(lease.start, lease.samples) for lease in top.ledger.committed.values()]
+    once, overlapping = coverage([*committed, *leases.pool, *leases.aside, *out])
     wrong = [
         f"{site if shard is None else shard_name(site, shard)}: {text}"
         for site, server in servers.items()
@@ -131,8 +122,8 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
         "applied_twice": twice,
         "replay_mismatches": len(wrong),
         "mismatches": wrong[:10],
-        "server_deaths": sum(coordinator.recoveries for coordinator in coordinators.values()),
-        "snapshots_compared": sum(coordinator.snapshots for coordinator in coordinators.values()),
+        "server_deaths": sum(server.ledger.recoveries for server in servers.values()),
+        "snapshots_compared": sum(server.ledger.snapshots for server in servers.values()),
         "samples_skipped": leases.next_start - once,
         "samples_twice_uncounted": overlapping,
         "committed_samples": leases.committed_samples,
@@ -145,7 +136,7 @@ def _of_shards(servers: list[ServerReplay]) -> dict[str, Any]:
     shards = [shard for server in servers for shard in server.shards]
     figures = {
         "processes": len(shards),
-        "commands": sum(len(shard.commands) for shard in shards),
+        "facts": sum(len(shard.facts) for shard in shards),
         "behind": sum(server.behind for server in servers),
         "snapshots_compared": sum(shard.snapshots for shard in shards),
         "recoveries_compared": sum(shard.recoveries for shard in shards),

@@ -1,144 +1,114 @@
 """Replay what a server's processes have written in all incarnations, without an interruption, and hold it against
 each snapshot that they wrote and each state that a recovery had. Bit for bit. Pure.
 
-A server of one process is replayed by its journal. Where shards are processes of their own, the journals of its
-coordinator and of each shard are replayed side by side and compared by commands. Those that count have a number: each
-shard must have executed what the coordinator gave, all of it, in that sequence. The others must stand where the
-coordinator gave them, between two that count. What the coordinator took from shards (sizes, sums of squares,
-fingerprints) they must have said, and the payload of each update that it took must be in a shard's journal.
+Where a server is several processes, each is a server of some of its fragments: the journal of each is replayed alone.
+Then the ledger must have taken the facts that its shards' journals give, each once and in their order.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
 import torch
 
 from geotrain.net.storage.recovery import Dismissed, Restarted, StillJoined, Stopped, end_incarnations, restarted
 from geotrain.net.storage.snapshots import Snapshot
-from geotrain.net.transport import wire
-from geotrain.outer.messages import Join, Refused, UpdatePart
+from geotrain.outer.messages import Fact, Facts, Lease, Refused, UpdatePart
+from geotrain.outer.server.leases import LeaseTable
 from geotrain.outer.server.server import Server
-from geotrain.outer.server.shard_server import PayloadLost, ShardServer
-from geotrain.outer.shards.protocol import (
-    Forget,
-    Freeze,
-    Froze,
-    HeldAnswer,
-    HeldPart,
-    NewIncarnation,
-    ShardCommand,
-    counts,
-)
-from geotrain.outer.shards.remote import RemoteShards
 
-Payload = tuple[str, str, int, int, int]  # member, incarnation, sequence, part, chunk
-Machine = TypeVar("Machine", Server, ShardServer)
+UNSAID = "said", "unsaid"  # of a shard's state: how far its ledger has answered is in no journal
 
 
 @dataclass(frozen=True)
-class Written(Generic[Machine]):
+class Written:
     """The record that one process has written in all its incarnations.
 
     build: makes its state machine, without state. begin: gives that what it has when a run begins. segments: (number,
     messages) of its journal, without a gap. snapshots: by the segment that follows each; read when they are compared.
     """
 
-    build: Callable[[], Machine]
-    begin: Callable[[Machine], None]
+    build: Callable[[], Server]
+    begin: Callable[[Server], None]
     segments: Iterable[tuple[int, Iterable[Any]]]
     snapshots: Mapping[int, Callable[[], Snapshot]]
 
 
-class Replay(ABC, Generic[Machine]):
-    """Replays the record of one process. now: its state, as if it had never ended. snapshots, recoveries: how many
-    states were compared."""
+class Replay:
+    """Replays the record of one process.
 
-    def __init__(self, written: Written[Machine]) -> None:
-        self.build, self.now = written.build, written.build()
-        written.begin(self.now)
-        self._shadow: Machine | None = None  # what a recovery would have: the newest snapshot, then the journal
+    now: its state, as if it had never ended. snapshots, recoveries: how many states were compared. applied: (member,
+    incarnation, fragment, sequence, digest of its payloads) of each update. facts: all that it has reported. taken:
+    of a ledger, by shard, the facts that it has taken. committed: of the global server, leases by their numbers.
+    """
+
+    def __init__(self, written: Written) -> None:
+        self.build, self._written = written.build, written
+        self._shadow: Server | None = None  # what a recovery would have: the newest snapshot, then the journal
         self.snapshots = self.recoveries = 0
         self.mismatches: list[str] = []
-
-    def play(self, written: Written[Machine]) -> None:
+        self.applied: list[tuple[str, str, int, int, str]] = []
+        self.facts: list[Fact] = []
+        self.taken: defaultdict[int, list[Fact]] = defaultdict(list)
+        self.committed: dict[int, Lease] = {}
+        self._digests: dict[tuple[str, int, int], str] = {}
+        begun = self.build()
+        written.begin(begun)
+        self._live_on(begun)
         for segment, messages in written.segments:
             if segment in written.snapshots:
                 self._meet(written.snapshots[segment]())
             for message in messages:
                 self._take(message)
 
+    def _live_on(self, server: Server) -> None:
+        self.now = server
+        if server.ledger:
+            report = server._report
+
+            def noting(fact: Fact) -> None:
+                self.facts.append(fact)
+                report(fact)
+
+            server._report = noting  # type: ignore[method-assign]
+        else:
+            self.facts = server.unsaid  # nobody says to this one what its ledger has
+        if (leases := getattr(server, "lease_table", None)) is not None:
+            self._watch(leases)
+
+    def _watch(self, leases: LeaseTable) -> None:
+        """Note which leases are committed, and which no more, as a shard has lost its disk."""
+        contain, go_back = leases.contain, leases.go_back
+
+        def contains(numbers: Collection[int], *where: int) -> int:
+            before = {n: lease for n in numbers if (lease := leases.open.get(n) or leases.returned.get(n))}
+            samples = contain(numbers, *where)
+            left = before.keys() - leases.open.keys() - leases.returned.keys()
+            self.committed |= {number: before[number] for number in sorted(left)}
+            return samples
+
+        def goes_back(versions: Mapping[int, int]) -> int:
+            before = {*leases.recent}
+            again = go_back(versions)
+            for number in before - leases.recent.keys():
+                del self.committed[number]
+            return again
+
+        leases.contain, leases.go_back = contains, goes_back  # type: ignore[method-assign]
+
     def _meet(self, saved: Snapshot) -> None:
         self.snapshots += 1
         self._compare(saved.tensors, saved.meta["state"], f"snapshot {saved.number}")
         self._shadow = self.build()
         self._shadow.load({name: t.clone() for name, t in saved.tensors.items()}, saved.meta["state"])
-
-    @abstractmethod
-    def _take(self, message: Any) -> None:
-        """One message of the journal."""
-
-    def _recovered(self) -> None:
-        """At this point a recovery had what the shadow has."""
-        if self._shadow is not None:
-            self.recoveries += 1
-            self._compare(*self._shadow.state(), f"recovery {self.recoveries}")
-
-    def _compare(self, tensors: Mapping[str, torch.Tensor], meta: Any, what: str) -> None:
-        ours, state = self.now.state()
-        differing = list(_paths(*(json.loads(json.dumps(plain)) for plain in (state, meta))))
-        differing += [name for name in ours.keys() | tensors.keys() if not _equal(ours.get(name), tensors.get(name))]
-        if differing:
-            self.mismatches.append(f"{what}: {', '.join(sorted(differing)[:5])}")
-
-
-class CoordinatorReplay(Replay[Server]):
-    """Replays a server's process, with or without shards in it.
-
-    applied: (member, incarnation, sequence, digest of its payloads) of each update. committed: ranges of samples
-    (global server). commands: to shards elsewhere, those that count. others: the rest, packed, and how many that
-    count came before. saved_after: how many had come at each snapshot. payloads: digests of what the shards have.
-    said: what those have said, as `facts` gives it.
-    """
-
-    def __init__(
-        self, written: Written[Server], payloads: Mapping[Payload, str] | None = None, said: Collection[Any] = ()
-    ) -> None:
-        super().__init__(written)
-        self.applied: list[tuple[str, str, int, int, str]] = []
-        self.committed: list[tuple[int, int]] = []
-        self.commands: list[ShardCommand] = []
-        self.others: set[tuple[int, bytes]] = set()
-        self.saved_after: set[int] = set()
-        self._written = written
-        self._payloads, self._said = payloads or {}, said
-        self._digests: dict[tuple[str, int], str] = {}
-        self._live_on(self.now)
-        self.play(written)
-
-    def _live_on(self, server: Server) -> None:
-        self.now = server
-        if isinstance(server.shards, RemoteShards):
-            server.shards.emit = self._give
-
-    def _give(self, command: ShardCommand | Join) -> None:
-        if counts(command, cast(RemoteShards, self.now.shards).changes):
-            self.commands.append(cast(ShardCommand, command))
-        else:
-            self.others.add((len(self.commands), wire.pack(command)))
-
-    def _meet(self, saved: Snapshot) -> None:
-        super()._meet(saved)
-        self.saved_after.add(len(self.commands))
         if saved.meta.get("ended") and self._launch_after(saved) not in ("", saved.meta["launch"]):
             for server in (self.now, self._shadow):  # as `recover` does in a later launch
-                assert server is not None
                 server.begin_again()
 
     def _launch_after(self, saved: Snapshot) -> str:
@@ -148,172 +118,95 @@ class CoordinatorReplay(Replay[Server]):
 
     def _take(self, message: Any) -> None:
         shadow = self._shadow
+        both = [self.now, *([] if shadow is None else [shadow])]
         if isinstance(message, Restarted):
-            self._recovered()
+            if shadow is not None:
+                self.recoveries += 1
+                self._compare(*shadow.state(), f"recovery {self.recoveries}")
+                self._shadow = restarted(self.build, shadow)
             self._live_on(restarted(self.build, self.now))
-            self._shadow = None if shadow is None else restarted(self.build, shadow)
         elif isinstance(message, Stopped):
-            for server in (self.now, *([] if shadow is None else [shadow])):
+            for server in both:
                 end_incarnations(server)
         elif isinstance(message, StillJoined):
-            for server in (self.now, *([] if shadow is None else [shadow])):
+            for server in both:
                 server.note_joined(message.join)
         elif not isinstance(message, Dismissed):  # that changes no state
             if shadow is not None:
                 _deliver(shadow, message)
             self._note(message)
 
-    def _recovered(self) -> None:
-        super()._recovered()
-        far = None if self._shadow is None else self._shadow.shards
-        kept = [c for _, c in far.kept if not isinstance(c, Join)] if isinstance(far, RemoteShards) else []
-        if kept != self.commands[len(self.commands) - len(kept) :]:
-            self.mismatches.append(f"recovery {self.recoveries}: the commands that it would give again")
+    def _compare(self, tensors: Mapping[str, torch.Tensor], meta: Any, what: str) -> None:
+        ours, state = self.now.state()
+        states = [json.loads(json.dumps(plain)) for plain in (state, meta)]
+        differing = [*_unlike_facts(*[{name: plain["part"].pop(name) for name in UNSAID} for plain in states])]
+        differing += _paths(*states)
+        differing += [name for name in ours.keys() | tensors.keys() if not _equal(ours.get(name), tensors.get(name))]
+        if differing:
+            self.mismatches.append(f"{what}: {', '.join(sorted(differing)[:5])}")
 
     def _note(self, message: Any) -> None:
-        leases = getattr(self.now, "lease_table", None)  # the global server's
-        before = {**leases.returned, **leases.open} if leases else {}
+        before = list(self.now.taken)
         reply = _deliver(self.now, message)
-        if isinstance(message, HeldPart | HeldAnswer | Froze):
-            self.mismatches += [f"no shard has said {fact}" for fact in facts(message) if fact not in self._said]
-        if not isinstance(message, UpdatePart | HeldPart):
-            return
-        part, content = self._content(message)
-        key = part.member, part.fragment, part.sequence
-        self._digests[key] = hashlib.sha256(self._digests.get(key, "").encode() + (content or b"")).hexdigest()
-        if reply and content is not None:  # else it is lost, whatever the coordinator has
-            self.applied.append((part.member, part.incarnation, part.fragment, part.sequence, self._digests[key]))
-        if reply and leases:
-            done = [before[n] for n in part.contains if n in before and n not in {**leases.returned, **leases.open}]
-            self.committed += [(lease.start, lease.samples) for lease in done]
-
-    def _content(self, message: UpdatePart | HeldPart) -> tuple[UpdatePart, bytes | None]:
-        """The part, and its payloads or their digests; None: not all of them are in a shard's journal."""
+        if isinstance(message, Facts) and reply is not None:
+            if message.since > before[message.shard]:
+                self.mismatches.append(f"shard {message.shard}: facts up to {message.since} were never taken")
+            self.taken[message.shard] += message.facts[before[message.shard] - message.since :]
         if isinstance(message, UpdatePart):
-            return message, b"".join(bytes(delta.payload) for delta in message.deltas)
-        part = message.part
-        keys = [_payload(part, delta.chunk) for delta in part.deltas]
-        lost = [key for key in keys if key not in self._payloads]
-        self.mismatches += [f"no shard has the payload {key}" for key in lost]
-        return part, None if lost else "".join(self._payloads[key] for key in keys).encode()
-
-
-class ShardReplay(Replay[ShardServer]):
-    """Replays a shard's process. commands: those that count, as it has executed them. others: the rest, and how many
-    that count came before. saved_after: how many had come at each snapshot. payloads: digests of what members sent.
-    said: what it has said to its coordinator, as `facts` gives it."""
-
-    def __init__(self, written: Written[ShardServer]) -> None:
-        super().__init__(written)
-        self.commands: list[ShardCommand] = []
-        self.others: list[tuple[int, Join | Forget | Freeze]] = []
-        self.saved_after: set[int] = set()
-        self._written = written
-        self.payloads: dict[Payload, str] = {}
-        self.said: set[Any] = set()
-        self._stopped = False  # at a command for which it lacks a payload; what comes after is not compared any more
-        self.play(written)
-
-    def _meet(self, saved: Snapshot) -> None:
-        if not self._stopped:
-            super()._meet(saved)
-            self.saved_after.add(self.now.commands)
-
-    def _take(self, message: Any) -> None:
-        if isinstance(message, UpdatePart):
-            for delta in message.deltas:
-                self.payloads[_payload(message, delta.chunk)] = hashlib.sha256(delta.payload).hexdigest()
-        try:
-            if not self._stopped:
-                self._follow(message)
-        except PayloadLost as lost:
-            self._stopped = True
-            self.mismatches.append(f"after {self.now.commands} commands: {lost}")
-
-    def _follow(self, message: Any) -> None:
-        # it follows every death: the shard's own, its coordinator's or another shard's
-        if isinstance(message, NewIncarnation):
-            self._recovered()
-        if self._shadow is not None:
-            with suppress(Refused):
-                self._shadow.handle(message)
-        if counts(message, self.now.changes):
-            self.commands.append(message)
-        elif isinstance(message, Forget | Freeze) or (isinstance(message, Join) and not self._has_received(message)):
-            self.others.append((self.now.commands, message))
-        self.execute(message)
-
-    def _has_received(self, join: Join) -> bool:
-        """Whether it was received before: it is repeated at the beginning of a segment."""
-        known = self.now.shard.members.get(join.member)
-        return known is not None and known.joins.get(join.part) == join
-
-    def execute(self, message: Any) -> None:
-        with suppress(Refused):
-            for send in self.now.handle(message).sends:
-                self.said.update(facts(send.message))
+            key = message.member, message.fragment, message.sequence
+            content = b"".join(bytes(delta.payload) for delta in message.deltas)
+            self._digests[key] = hashlib.sha256(self._digests.get(key, "").encode() + content).hexdigest()
+            if reply:
+                self.applied.append((key[0], message.incarnation, *key[1:], self._digests[key]))
 
 
 class ServerReplay:
-    """Replays a server's coordinator, and its shards where they are processes of their own. behind: number of
-    commands that they had not executed; the replay did."""
+    """Replays a server: its process, or its ledger and its shards. behind: number of facts that the ledger had not
+    taken."""
 
-    def __init__(self, coordinator: Written[Server], shards: Sequence[Written[ShardServer]] = ()) -> None:
-        self.shards = [ShardReplay(written) for written in shards]
-        payloads = {key: digest for shard in self.shards for key, digest in shard.payloads.items()}
-        self.coordinator = CoordinatorReplay(
-            coordinator, payloads, frozenset().union(*(shard.said for shard in self.shards))
-        )
-        self.behind = sum(max(0, len(self.coordinator.commands) - shard.now.commands) for shard in self.shards)
-        for shard in self.shards:
-            shard.mismatches += hold_together(self.coordinator, shard)
+    def __init__(self, ledger: Written, shards: Sequence[Written] = ()) -> None:
+        self.ledger, self.shards = Replay(ledger), [Replay(written) for written in shards]
+        self.processes = [self.ledger, *self.shards]
+        self.applied = [update for process in self.processes for update in process.applied]
+        self.behind = 0
+        for number, shard in enumerate(self.shards):
+            taken = self.ledger.taken[number]
+            self.behind += len(shard.facts) - len(taken)
+            wrong = next((i for i, fact in enumerate(taken) if shard.facts[i : i + 1] != [fact]), None)
+            if wrong is not None:
+                fact = f"fact {wrong + 1} is {taken[wrong]}"
+                self.ledger.mismatches.append(f"{fact}, its shard {number} says {shard.facts[wrong : wrong + 1]}")
+        fragments = range(len(self.ledger.now.parameter_map.fragments))
+        within: dict[int, set[int]] = {fragment: set() for fragment in fragments}
+        for fact in (fact for process in self.processes for fact in process.facts):
+            if fact.what in ("applied", "contained"):
+                within[fact.fragment].update(fact.contains)
+        self.ledger.mismatches += [
+            f"lease {number} is committed, and fragment {fragment} does not contain it"
+            for number in self.ledger.committed
+            for fragment in fragments
+            if number not in within[fragment]
+        ]
+
+    @property
+    def sent_up(self) -> list[tuple[int, int]]:
+        """(fragment, sequence) of each update of a region that the global server has taken, as the region knows."""
+        facts = [fact for process in self.processes for fact in process.facts]
+        return [(fact.fragment, fact.sequence) for fact in facts if fact.what == "up"]
 
     @property
     def mismatches(self) -> list[tuple[int | None, str]]:
-        """Each with its shard; None: of the coordinator."""
+        """Each with its shard; None: of the server's process, or its ledger's."""
         of_shards = [(i, text) for i, shard in enumerate(self.shards) for text in shard.mismatches]
-        return [(None, text) for text in self.coordinator.mismatches] + of_shards
+        return [(None, text) for text in self.ledger.mismatches] + of_shards
 
 
-def hold_together(coordinator: CoordinatorReplay, shard: ShardReplay) -> list[str]:
-    """List what is wrong with the shard's commands. It then executes those that it lacks."""
-    for number, (executed, given) in enumerate(zip(shard.commands, coordinator.commands, strict=False), 1):
-        if executed != given:
-            return [f"command {number} is {executed}, the coordinator gave {given}"]
-    done, all_given = len(shard.commands), len(coordinator.commands)
-    if done > all_given:
-        return [f"it has executed {done} commands, the coordinator gave {all_given}"]
-    wrong = [
-        f"{type(command).__name__} of {command.member} after {at} commands: the coordinator gave it at no such place"
-        for at, command in shard.others
-        if (at, wire.pack(command)) not in coordinator.others
-    ]
-    lacking = sorted(coordinator.saved_after - shard.saved_after)
-    wrong += [f"it has no snapshot after {commands} commands, as its coordinator has" for commands in lacking]
-    try:
-        for command in coordinator.commands[len(shard.commands) :]:
-            shard.execute(command)
-    except PayloadLost as lost:
-        wrong.append(f"after {shard.now.commands} commands, at one that it lacked: {lost}")
-    return wrong
-
-
-def facts(said: Any) -> Iterator[tuple[Any, ...]]:
-    """Facts that shards tell a coordinator, and the coordinator has from them, in parts that may come to it in other
-    messages."""
-    match said:
-        case HeldPart(part):
-            for measured in said.measured:
-                yield part.member, part.incarnation, part.fragment, part.sequence, part.part, measured
-        case HeldAnswer(answer):
-            for checked in said.checked:
-                yield answer.fragment, answer.sequence, answer.incarnation, checked
-        case Froze():
-            yield (said,)
-
-
-def _payload(part: UpdatePart, chunk: int) -> Payload:
-    return part.member, part.incarnation, part.sequence, part.part, chunk
+def _unlike_facts(ours: Any, saved: Any) -> Iterator[str]:
+    """What differs in the facts that two states of a shard have, as far as both name them."""
+    if ours["said"] + len(ours["unsaid"]) != saved["said"] + len(saved["unsaid"]):
+        yield "number of facts"
+    elif saved["unsaid"] != ours["unsaid"][saved["said"] - ours["said"] :][: len(saved["unsaid"])]:
+        yield "facts"
 
 
 def _deliver(server: Server, message: Any) -> Any:

@@ -18,10 +18,10 @@ def make_world(
 ) -> tuple[Path, Path]:
     """Data, run file and cluster file in the folder. One worker has two ranks: its updates come in halves.
 
-    pace_s: least seconds of an inner step. shards: of each server, in processes of their own; the model is
-    cut into small chunks then, so that each has some. outer: keys of the run's outer block in place of those here.
+    pace_s: least seconds of an inner step. shards: of each server, in processes of their own; fragments are
+    cut into as many pieces. outer: keys of the run's outer block in place of those here.
     """
-    fragments = {"layers_per_fragment": 1, **({"chunk_elements": CHUNK_ELEMENTS} if shards else {})}
+    fragments = {"layers_per_fragment": 1, "chunk_elements": CHUNK_ELEMENTS, "pieces": max(1, shards)}
     run = run_file(folder, "faults", samples, (4, 2), (50, 20000))
     run["outer"] = {
         "rule": {"name": "halos", "updates_per_send": 3, "region": {"lr_per_update": 0.2, "beta": 0.5, "buffer": 2}},

@@ -12,10 +12,13 @@ from typing import Any
 import msgpack
 import torch
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.net.storage.recovery import KINDS
 from geotrain.net.transport import rpc, wire
 from geotrain.outer.messages import (
+    Fact,
+    Facts,
     Finished,
     Join,
     Lease,
@@ -32,17 +35,23 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
     Welcome,
+    WentBack,
 )
+from geotrain.outer.server.membership import ServerPart
 from tests.support.outer_world import FakeWorker, World, config, parameter_map, whole
 
 LIMIT_BYTES = 65536
 NUMBERS = (-1, 0, 1, 2, 63, 2**31, 2**62, -(2**63), 1.5, float("nan"), float("inf"))
 ODD = (*NUMBERS, "", "a", "b", "eu", "x" * 5000, None, True, [], [[]], {}, {"loss": 1e308}, b"", b"\xff" * 9)
-CALLS = (rpc.Pull, rpc.AskLease, rpc.ReleaseLeases, rpc.SayLeave, rpc.Beat, rpc.Resume, rpc.Control)
+CALLS = (
+    rpc.Pull, rpc.AskLease, rpc.ReleaseLeases, rpc.SayLeave, rpc.Beat, rpc.Resume, rpc.Control, rpc.ShardHello
+)  # fmt: skip
+DEALT = (0, 2), (1, 3)  # fragments of a server's shards
 
 
 class Servers(World):
-    """A region server with two workers joined, and the global server above it: fresh ones, always the same."""
+    """A region server with two workers joined, and the global server above it; then the ledger and a shard of another
+    global server. Fresh ones, always the same."""
 
     def __init__(self) -> None:
         shape = parameter_map(1)
@@ -52,6 +61,18 @@ class Servers(World):
         self.region = self.regions["eu"]
         self.first_lease = self.lease("a")
         self.tell("eu", self.update("a", 0, 1, 0.1))
+        self.ledger, self.shard = (self.build(GLOBAL, ServerPart(DEALT, number)) for number in (None, 0))
+        join = self.region.join_message()
+        self.ledger.handle(join)
+        self.shard.set_weights({number: self.start[number].clone() for number in DEALT[0]})
+        self.standing = self.ledger.stand()
+        only = tuple(join.pushes[i] if i in DEALT[0] else () for i in range(len(join.pushes)))
+        for message in (self.standing, replace(join, pushes=only, holds=only)):
+            self.shard.handle(message)
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        return self.top, self.region, self.ledger, self.shard
 
     def join(self, name: str) -> Join:
         return self.workers[name][1].joins(self.identity)[0]
@@ -73,13 +94,13 @@ def digest(server: Any) -> int:
     for name, member in server.members.items():
         # Of fragments that were asked about only, there is nothing.
         exchanges = [(f, sorted(own.arriving), own.answer, own.version) for f, own in member.fragments.items()]
-        held = sorted(member.joined), sorted(exchanges), server.shards.fingerprints_of(name)
+        held = sorted(member.joined), sorted(exchanges), server.store.fingerprints_of(name)
         crc = zlib.crc32(repr(held).encode(), crc)
     return crc
 
 
 class Messages:
-    """kinds: what a server may be told, and what its calls carry; each mutated and given to one of two servers."""
+    """kinds: what a server may be told, and what its calls carry; each mutated and given to one of the servers."""
 
     def __init__(self) -> None:
         self._begin()
@@ -88,7 +109,7 @@ class Messages:
         samples: list[Any] = [worker] * 4
         samples += [servers.join("a"), servers.region.join_message(), servers.update("b", 2, 1, 1.0)]
         samples += [
-            Welcome((3,) * 4, 1, "1", (0,) * 4),
+            Welcome((3,) * 4, 1, ("1",) * 4, (0,) * 4),
             servers.top.answer("eu", "life-1", 0, 1, 0),
             LeaseRequest("a", 2, 0.5),
             servers.first_lease,
@@ -111,17 +132,20 @@ class Messages:
             rpc.Beat("a", "life-1", 0),
             rpc.Resume("a", "life-1", 0, 7),
         ]
+        facts = Fact("applied", "eu", "life-1", 0, 1, 1, contains=(1,), metrics={"loss": 1.0}), Fact("up", fragment=2)
+        samples += [Facts(0, 0, facts, (1, 0), (0, 0)), WentBack(0, 0, (0, 0))] * 2 + [servers.standing] * 4
+        samples += [rpc.ShardHello(0, 1, (1, 0), 0, "o", False, 7, 1.0, False, 9, 9, "x")]
         samples += [rpc.ReleaseLeases("a", "life-1", Release((1,))), rpc.Control("stop"), Lease("b", 1, 9, 0, 8, 4)]
         self._samples = [list(wire.frames(sample)) for sample in samples]
 
     def _begin(self) -> None:
         self.servers = Servers()
-        self._digests = {id(s): digest(s) for s in (self.servers.top, self.servers.region)}
+        self._digests = {id(s): digest(s) for s in self.servers.all}
         self._changes = 0
 
     def attempt(self, rng: random.Random) -> str:
         frames = mutate(rng, rng.choice(self._samples))
-        server: Any = rng.choice((self.servers.top, self.servers.region))
+        server: Any = rng.choice(self.servers.all)
         try:
             reader = wire.FrameReader(*KINDS, *CALLS, limit_bytes=LIMIT_BYTES)
             for frame in frames:

@@ -1,0 +1,115 @@
+"""Links a member to a server whose fragments are in several processes: a table fragment → link."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from geotrain.config import ClusterConfig, shards_of
+from geotrain.net.transport.certs import Role, Trust, trust_between
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
+from geotrain.outer.messages import Answer, Join, NotJoined, Refused, UpdatePart, Welcome
+from geotrain.parameters.chunks import deal
+from geotrain.parameters.parameter_map import ParameterMap
+
+SHARD_S = 60.0  # how long a shard may take to hear from its ledger that a member has joined, and to be reached
+
+
+@dataclass(frozen=True)
+class ShardsAbove:
+    """The shards of the server above. dealt: the fragments of each. chunks: chunk → its shard."""
+
+    addresses: tuple[str, ...]
+    dealt: tuple[tuple[int, ...], ...]
+    chunks: tuple[int, ...]
+    trust: Trust | None
+
+
+def shards_above(
+    cluster: ClusterConfig, parameter_map: ParameterMap, role: Role, name: str, server: str
+) -> ShardsAbove | None:
+    """List what the member needs to reach the shards of that server; None: the server is one process. Raises
+    CertificateError."""
+    if not (addresses := shards_of(cluster, server)):
+        return None
+    dealt = deal([fragment.numel for fragment in parameter_map.fragments], len(addresses))
+    of = {fragment: shard for shard, fragments in enumerate(dealt) for fragment in fragments}
+    chunks = tuple(of[chunk.fragment] for chunk in parameter_map.chunks)
+    return ShardsAbove(tuple(map(str, addresses)), dealt, chunks, trust_between(cluster, role, name, "shard", server))
+
+
+class FragmentLinks(GrpcClient):
+    """Calls a server's ledger, and for each fragment the shard that has it. trust: to the ledger, as for
+    `GrpcClient`."""
+
+    def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None, above: ShardsAbove) -> None:
+        super().__init__(address, member, incarnation, trust)
+        self.above = above
+        self.shards = [GrpcClient(each, member, incarnation, above.trust) for each in above.addresses]
+        self.of = {fragment: self.shards[i] for i, fragments in enumerate(above.dealt) for fragment in fragments}
+        for shard in self.shards:  # they count what they carry as this link does
+            shard.fragment_bytes = self.fragment_bytes
+
+    def live_as(self, incarnation: str) -> None:
+        for link in self.shards:
+            link.incarnation = incarnation
+        super().live_as(incarnation)
+
+    async def close(self) -> None:
+        for shard in self.shards:
+            await shard.close()
+        await super().close()
+
+    async def join(self, join: Join) -> Welcome:
+        """Join the ledger, then each shard with the slices of its chunks. What shards say of their fragments is in
+        the Welcome."""
+        welcome = await super().join(replace(join, applied=(0,) * len(join.applied)))  # who knows of none by itself
+        each = await asyncio.gather(*(self._join_shard(i, join) for i in range(len(self.shards))))
+        of = {fragment: each[i] for i, fragments in enumerate(self.above.dealt) for fragment in fragments}
+        every = range(len(of))
+        versions = tuple(of[f].versions[f] for f in every) if all(told.versions for told in each) else ()
+        incarnations = tuple(of[f].incarnations[f] for f in every)
+        sequences = tuple(of[f].sequences[f] for f in every)
+        return replace(welcome, sequences=sequences, versions=versions, incarnations=incarnations)
+
+    async def _join_shard(self, i: int, join: Join) -> Welcome:
+        own = [shard == i for shard in self.above.chunks]
+
+        def only(slices: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(each if mine else () for each, mine in zip(slices, own, strict=True))
+
+        applied = tuple(each if f in self.above.dealt[i] else -1 for f, each in enumerate(join.applied))
+        said = replace(join, pushes=only(join.pushes), holds=only(join.holds), applied=applied)
+        return await self.shards[i].persist(lambda: join_shard(self.shards[i], said), SHARD_S)
+
+    async def push(self, part: UpdatePart) -> int:
+        return await self.of[part.fragment].push(part)
+
+    async def pull(self, wanted: AnswerPull) -> Answer | None:
+        return await self.of[wanted.fragment].pull(wanted)
+
+    async def global_weights(self, part: int, number: int, limit_bytes: int) -> Answer:
+        found = await asyncio.gather(*(shard.global_weights(part, number, limit_bytes) for shard in self.shards))
+        weights = sorted((each for answer in found for each in answer.weights), key=lambda each: each.chunk)
+        whole = len(weights) == len(self.above.chunks)
+        return replace(found[0], weights=tuple(weights) if whole else ())
+
+
+async def join_shard(link: GrpcClient, join: Join) -> Welcome:
+    """Make an attempt to join a shard, whose ledger may not have told it yet that the member has joined: then it is
+    to be repeated."""
+    try:
+        return await link.join(join)
+    except NotJoined as refused:
+        raise Refused(refused.reason, refused.retry_s) from None
+
+
+def link_to(
+    address: str, member: str, incarnation: str, trust: Trust | None, above: ShardsAbove | None
+) -> GrpcClient:
+    """Make the link of a member to a server."""
+    if above is None:
+        return GrpcClient(address, member, incarnation, trust)
+    return FragmentLinks(address, member, incarnation, trust, above)

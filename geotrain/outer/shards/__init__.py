@@ -1,1 +1,0 @@
-"""A server's shards: vectors, and the arithmetic on them."""
