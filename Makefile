@@ -1,7 +1,7 @@
-# make train · make test · make test-all · make mutants · make lint · make bench · make bench-quick · make bench-test ·
+# make train · make quick · make test · make test-all · make mutants · make lint · make bench · make bench-quick · make bench-test ·
 # make gpu · make docs; each installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 # 1: .venv sees what PYTHON has installed, such as a container's torch, Transformer Engine and apex
@@ -14,14 +14,28 @@ KERNELS := $(filter-out kernels/__init__.py,$(wildcard kernels/*.py))
 export PATH := $(PATH):/usr/sbin:/sbin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: install train test-packages test test-all mutants lint bench bench-quick bench-test gpu docs clean
+ifeq ($(origin PYTHON) $(wildcard $(BIN)/python),command line $(BIN)/python)
+ifneq ($(shell $(PYTHON) -V),$(shell $(BIN)/python -V))
+$(error $(VENV) has $(shell $(BIN)/python -V), and $(PYTHON) is $(shell $(PYTHON) -V): name another folder, VENV=…)
+endif
+endif
+
+.PHONY: install constraints train test-packages quick test test-all mutants lint bench bench-quick bench-test gpu docs clean
 
 install: $(VENV)/.installed
-
 $(VENV)/.installed: setup.py constraints.txt launch/install.sh launch/cuda_driver.py
 	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" SYSTEM_SITE_PACKAGES="$(SYSTEM_SITE_PACKAGES)" \
 	  TORCH_VERSION="$(TORCH_VERSION)" bash launch/install.sh $(VENV)
 	touch $@
+
+# One file for each Python that setup.py allows; of a package that differs by Python, a line each. Pins stay where they
+# can: UV_ARGS="--upgrade" takes the newest, UV_ARGS="--upgrade-package NAME" those of one package.
+UV ?= uv
+constraints:
+	$(UV) pip compile --quiet setup.py --extra dev --universal --python-version 3.11 --no-annotate --no-header \
+	  -c constraints.in -o constraints.txt $(UV_ARGS)
+	sed -i -E "/^(nvidia|cuda)-/d; s/ ; python_full_version < '3.14'.*//; s/ ; (python_full_version [<>=]+ '[0-9.]+').*/ ; \1/" \
+	  constraints.txt
 
 train: install
 	$(BIN)/geotrain quickstart
@@ -43,9 +57,16 @@ test-all: test-packages install
 	bash launch/test_skypilot.sh $(BIN)/python $(VENV)/skypilot
 	$(PYTEST) --all tests benchmarks/tests/test_gpu.py $(PYTEST_ARGS)
 
-# Seeds known faults, one at a time: the tests must notice each of them (tests/mutants/faults.toml).
+# The tests that execute what has changed since a commit (SINCE; default: where the branch left main), within a minute.
+# RENEW=--renew records anew which lines each test executes, where that is not known (build/contexts); at first, all.
+quick: install
+	$(BIN)/python -m tests.contexts $(if $(SINCE),--since $(SINCE)) $(RENEW)
+
+# Seeds faults, one at a time: SAMPLE of them, drawn over the product's lines by SEED, or without a SAMPLE those of
+# tests/mutants/faults.toml. The last line counts what the tests noticed.
 mutants: test-packages install
-	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+	$(if $(SAMPLE),$(BIN)/python -m tests.contexts --renew)
+	$(BIN)/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(or $(SEED),0)) $(MUTANTS_ARGS)
 
 # mypy sees the packages as they are installed: kernels and launch inside geotrain.
 lint: install

@@ -44,7 +44,7 @@ setup(
     version="0.1.0",
     description="Pretrain language models on GPU clusters in different regions, joined by slow links",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
     packages=PACKAGES,
     package_dir={"geotrain.kernels": "kernels", "geotrain.launch": "launch", "geotrain.configs": "configs"},
     package_data={
@@ -55,7 +55,9 @@ setup(
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",
-        "megatron-core>=0.16.1,<0.17",
+        # Python 3.11 has no wheel of 0.17 or newer
+        "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
+        "megatron-core>=0.19.2,<0.20; python_version >= '3.12'",
         "transformers>=5.17,<6",
         "triton>=3.6; platform_system == 'Linux'",
         "tokenizers>=0.22",
@@ -81,6 +83,7 @@ setup(
         "dev": [
             "accelerate>=1.1",
             "pytest>=8",
+            "coverage>=7.10",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

@@ -89,7 +89,6 @@ PARTS = (
             Goal("recovery_s_per_gb"),
             Goal("bitwise_equal_over_shards", least=1, timed=False),
             Goal("mirrors.disk.bytes_per_parameter", most=16),
-            Goal("shards.coordinator_growth", most=1.2),
             Goal("shards.1.parameters_per_s"),
             Goal("shards.2.parameters_per_s"),
         ),

@@ -12,8 +12,8 @@ set -euo pipefail
 venv=$1
 python=${PYTHON:-python3}
 
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-  echo "install: $python is older than 3.11; set PYTHON to a newer one" >&2
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
+  echo "install: $python is none of 3.11 to 3.13, which Megatron-core has wheels for; set PYTHON to one of these" >&2
   exit 1
 }
 options=() pins=constraints.txt kept=

@@ -46,7 +46,6 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     with loading():  # they import torch
-        from geotrain.net.transport.worker_client import ServerForgot
         from geotrain.outer.messages import Refused
     try:
         run = load_run(args.run)
@@ -55,7 +54,7 @@ def main() -> int:
         leave_worker()
     except ValueError as error:  # ConfigError is one
         return failed(args.region, error, EXIT_FOR_GOOD)
-    except (Refused, OSError, TimeoutError, ServerForgot) as error:  # a restart may help, also after a quarantine
+    except (Refused, OSError, TimeoutError) as error:  # a restart may help, also after a quarantine
         return failed(args.region, error, 1)
     except RuntimeError as error:
         from geotrain.inner.runtime.parallel import lost_rank

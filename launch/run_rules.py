@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import (
     SHORT_RUN,
     ClusterConfig,
@@ -20,6 +21,7 @@ FEW = 10  # exchanges of a region: momentum and merging then do next to nothing
 
 def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
     """Find what keeps this cluster from training this run. The files must go together (`check_together`)."""
+    from geotrain.net.server.server_process import part_of
     from geotrain.plan.model.memory import tightest_rank
     from geotrain.plan.model.server_hosts import too_small_hosts
 
@@ -33,6 +35,11 @@ def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
                 "model.recompute 'full' or a smaller train_micro_batch_size_per_gpu (`geotrain plan` finds a "
                 "parallel layout that fits)"
             )
+    if cluster.global_shards:
+        try:
+            part_of(run, cluster, GLOBAL, None)
+        except ConfigError as error:
+            yield error
     yield from too_small_hosts(run, cluster)
     yield from _shared_devices(cluster)
     steps, local_steps, count = run.inner_steps, run.outer.local_steps, len(cluster.workers)

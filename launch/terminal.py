@@ -144,7 +144,7 @@ def shard_lines(statuses: Mapping[str, Status]) -> list[str]:
     found = []
     for site, status in statuses.items():
         words = [
-            f"{v['shard']} {v['commands']:,} commands, {size(v['rss_bytes'])}, snapshot after {v['saved']:,}"
+            f"{v['shard']} {v['facts']:,} facts, {v['behind']:,} not in the ledger, {size(v['rss_bytes'])}"
             if v["up"]
             else f"{v['shard']} DOWN"
             for v in status.get("shards", ())

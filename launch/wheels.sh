@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 verb=$1 folder=$2
 
 pinned() {
-  grep -iE "^$(tr '_-' '..' <<<"$1")==" constraints.txt | head -1
+  grep -iE "^$(tr '_-' '..' <<<"$1")==" constraints.txt | grep -v "< '3.12'" | cut -d ' ' -f 1
 }
 
 collect() {

@@ -41,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files with slow tests come first: processes that take files in turn then end at about the same time. Those that
     state timeouts play whole runs, which wait for much: between them come those that compute. Long ones begin."""
     leave_out_long(config, items)
+    if config.option.only:
+        return only(items, config.option.only.read_text().splitlines())
     asked_s, slow = Counter[Path](), Counter[Path]()
     for item in items:
         if timeout := item.get_closest_marker("timeout"):
@@ -51,6 +53,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [path for path, _ in slow.most_common() if path not in asked_s]
     place = {path: i / len(kind) for kind in (runs, others) for i, path in enumerate(kind)}
     items.sort(key=lambda item: place.get(item.path, 1.0))
+
+
+def only(items: list[pytest.Item], tests: list[str]) -> None:
+    """Keep, in their order, those that are named: each by itself, without its case, or by its file."""
+    place = {test: i for i, test in enumerate(tests)}
+
+    def where(item: pytest.Item) -> int:
+        names = item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
+        return next((place[name] for name in names if name in place), -1)
+
+    items[:] = sorted((item for item in items if where(item) >= 0), key=where)
 
 
 @pytest.fixture
@@ -67,6 +80,8 @@ def geotrain() -> Any:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="long tests too, and Hypothesis' full profile")
     parser.addoption("--rewrite", action="store_true", help="scenarios are written anew (see tests/scenarios)")
+    parser.addoption("--only", type=Path, metavar="FILE", help="the tests in its lines, in their order")
+    parser.addoption("--contexts", action="store_true", help="record which lines each test executes")
     parser.addoption("--since", metavar="COMMIT", help="long tests too of what differs from this commit")
 
 
@@ -78,6 +93,10 @@ def changed_since(commit: str) -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("all" if config.option.all else "suite")
+    if config.option.contexts and (not config.getoption("tx", None) or hasattr(config, "workerinput")):
+        from tests.contexts.recorder import Recorder
+
+        config.pluginmanager.register(Recorder())
 
 
 @pytest.hookimpl(tryfirst=True)

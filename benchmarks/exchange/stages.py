@@ -75,8 +75,8 @@ def sent(folder: Path, numel: int, rounds: int) -> dict[str, float]:
         for server in servers:
             server.start()
         worker = Worker(run_path, "w0", servers[1].address)
-        total = sum(worker.fragment_sizes)
-        times = [[worker.timed(f) for f in range(len(worker.fragment_sizes))] for _ in range(rounds + 1)][1:]
+        total = sum(worker.sizes)
+        times = [[worker.timed(f) for f in range(len(worker.sizes))] for _ in range(rounds + 1)][1:]
         worker.close()
     finally:
         for server in servers:

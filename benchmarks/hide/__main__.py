@@ -8,7 +8,7 @@ Every way is compared with the plain engine's overlapped ZeRO-1 and with DeepSpe
     python -m benchmarks.hide [--quick] [--record]                              two ranks, ten minutes
     python -m benchmarks.hide --ranks 4 --step-s 2 --steps 3 --ratios 1 2 --ways zero1 delayed_8_4
     python -m benchmarks.hide --ratios 1 --step-s 1.2 --steps 3  --gloo   over real gloo between namespaces
-    python -m benchmarks.hide.loss, .layouts                                    what each way costs in loss
+    python -m benchmarks.hide.loss                                              what each way costs in loss
 """
 
 from __future__ import annotations

@@ -57,22 +57,12 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """A training to its end. layout: "tensor 2" or "experts". rate: the learning rate's peak."""
-
-    layout: str
-    seed: int
-    steps: int
-    rate: float
-
-
-@dataclass(frozen=True)
 class Job:
     """A job of the ranks. hold_s: seconds of a micro-batch, nearly all of them waited. bf16: compute in it, and
     otherwise in fp32. bytes_per_s: of ideal links, one of each rank, which pace its collectives; infinite: they are
     counted only. steps: of a block that is timed."""
 
-    what: Literal["time", "hidden", "learned"]
+    what: Literal["time", "hidden"]
     size: Size
     ways: tuple[str, ...] = ()
     rounds: int = 0
@@ -82,7 +72,6 @@ class Job:
     bytes_per_s: float = math.inf
     optimizer: Literal["muon", "adamw"] = "muon"
     ranks: int = 2
-    lesson: Lesson | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,8 +79,7 @@ class Job:
     @staticmethod
     def from_json(text: str) -> Job:
         raw = json.loads(text)
-        lesson = raw["lesson"] and Lesson(**raw["lesson"])
-        return Job(**{**raw, "size": Size(**raw["size"]), "ways": tuple(raw["ways"]), "lesson": lesson})
+        return Job(**{**raw, "size": Size(**raw["size"]), "ways": tuple(raw["ways"])})
 
 
 def main() -> None:
@@ -108,8 +96,7 @@ def main() -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=port)
     # all ranks stand on this machine, with the slow link of gloo between them: not on one GPU, which NCCL refuses
     os.environ.update(GLOO_SOCKET_IFNAME=named[address], DS_ACCELERATOR="cpu")
-    if job.lesson is None:
-        pace(job, rank)
+    pace(job, rank)
     found = Rank(job, rank).measure()
     if rank == 0:
         answer.write_text(json.dumps(found))
@@ -125,9 +112,8 @@ class Rank:
 
         torch.set_num_threads(1)
         self.job, self.rank = job, rank
-        if job.lesson is None:
-            parallel.join(120.0)
-            self.mesh = parallel.initialize(ParallelConfig(), 120.0)
+        parallel.join(120.0)
+        self.mesh = parallel.initialize(ParallelConfig(), 120.0)
         text = "\n".join(documents(1_000_000)).encode()
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -216,13 +202,6 @@ class Rank:
         return deepspeed_block(batch, size.samples, 2e-3, zero_optimization=zero, **more)
 
     # ------------------------------------------------------------------------------------------------ figures
-
-    def learned(self) -> float:
-        """Held-out loss after a training, as runs build their engine."""
-        from benchmarks.hide.lessons import loss_of
-
-        assert self.job.lesson is not None
-        return loss_of(self.job, self.job.lesson, self.text)
 
     def compute_s(self, engine: Any) -> float:
         """Seconds of a step's forward and backward alone."""

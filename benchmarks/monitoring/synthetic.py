@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from geotrain.monitor.events import LivenessChanged, MemberSampled, Record, Recovery, ServerSampled, SnapshotWritten
-from geotrain.monitor.history import Facts
+from geotrain.monitor.history import PageFacts
 from geotrain.outer.events import UpdateApplied, ValidationDone
 
 FRAGMENTS = 4
@@ -15,20 +15,22 @@ SAMPLE_S, MERGE_S = 30.0, 60.0  # of each member
 MODEL_BYTES = 700_000_000
 
 
-def synthetic_facts(regions: int, hours: float) -> Facts:
+def synthetic_facts(regions: int, hours: float) -> PageFacts:
     members = {
         f"region-{i:02d}": {"region": f"region-{i:02d}", "workers": 2, "gbps": 1.0, "rtt_ms": 80.0}
         for i in range(regions)
     }
     target = int(tokens_per_s(regions) * hours * 3600 * 1.5)
-    return Facts("synthetic", 1_240_000_000, 2048, target, tuple(f"layers {i}" for i in range(FRAGMENTS)), members)
+    return PageFacts(
+        "synthetic", 1_240_000_000, 2048, target, tuple(f"layers {i}" for i in range(FRAGMENTS)), members
+    )
 
 
 def tokens_per_s(regions: int) -> float:
     return 41_000.0 * regions
 
 
-def synthetic_events(facts: Facts, end_s: float, hours: float, seed: int = 0) -> Iterator[Record]:
+def synthetic_events(facts: PageFacts, end_s: float, hours: float, seed: int = 0) -> Iterator[Record]:
     """Make events in order of time, the last one at end_s. Each region merges once a minute; one in sixteen is lost
     now and then, and one in ten is slow."""
     rng = random.Random(seed)

@@ -12,10 +12,7 @@ all; `kinds`: by kind.
 With root, on emulated links (planner/runs.py): `placement_speedup`, measured step time of the naive rank order over
 the planned one; `prediction_error`, the median of |predicted − measured| / measured over `runs`.
 
-`sailor`: scenarios of Sailor's artifact, by its simulator (planner/sailor.py). `spot`: hosts that come and go, as in
-its availability trace (planner/spot.py).
-
-    python -m benchmarks.planner [--only search random runs sailor spot] [--sailor] [--spot] [--quick] [--record]
+    python -m benchmarks.planner [--only search random runs] [--quick] [--record]
     python -m benchmarks.planner --only random --each 10     a hundred matrices: some forty minutes of processor time
 
 `--only random` may be recorded from a machine that does other work besides: it counts processor time.
@@ -31,20 +28,18 @@ import json
 import sys
 from typing import Any
 
-KINDS = ("search", "random", "runs", "sailor", "spot")
+KINDS = ("search", "random", "runs")
 
 
 def main() -> None:
     from benchmarks.common import command_line, report
-    from benchmarks.planner import placements, random_matrices, runs, sailor, spot
+    from benchmarks.planner import placements, random_matrices, runs
     from benchmarks.planner.random_matrices import ALL
     from geotrain.emulate.wan import cannot_emulate
 
     parser = command_line(__doc__, quick={})
     parser.add_argument("--only", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--each", type=int, default=1, help="random matrices of each kind")
-    parser.add_argument("--sailor", action="store_const", dest="only", const=["sailor"], help="--only sailor")
-    parser.add_argument("--spot", action="store_const", dest="only", const=["spot"], help="--only spot")
     args = parser.parse_args()
     if not 1 <= args.each <= ALL:
         parser.error(f"--each: 1 to {ALL}")
@@ -58,11 +53,6 @@ def main() -> None:
         print("random_matrices", json.dumps(found["random_matrices"]), flush=True)
     if "runs" in args.only:
         found |= runs.measure(args.quick)
-    if "sailor" in args.only:
-        found["sailor"] = sailor.measure(args.quick)
-    if "spot" in args.only:
-        found["spot"] = spot.measure()
-        print("spot", json.dumps(found["spot"]), flush=True)
     report("planner", found, args, unit, left_out=("planned_order",), timed=[*args.only] != ["random"])
 
 

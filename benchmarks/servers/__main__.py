@@ -27,8 +27,7 @@ recovery_s_per_gb    of the region's server, killed with -9: seconds until it li
 shards               by their number a server (1: in its process; more: processes), at 17 M parameters: parameters a
                      second of updates that come one after another, each until what it sends up has come down; ns a
                      parameter by stage (until it is on disk, until its answer, the way up and down) and of each
-                     role's processor time. coordinator_growth: processor time of the region's coordinator an update,
-                     over that at a quarter of the parameters
+                     role's processor time
 bitwise_equal_over_shards
                      all that both servers hold for good is the same with each number, though a process of each role
                      was killed with -9 on the way, where shards are processes
@@ -103,7 +102,7 @@ def main() -> None:
     parser = command_line(__doc__, quick=QUICK)
     parser.add_argument("--parameters", type=float, default=0.5e9)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of them; 2 among them")
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of them")
     parser.add_argument("--sharded", type=float, default=1.6e7, help="parameters in the worlds with shards")
     parser.add_argument("--mirrored", type=float, default=4.8e7, help="parameters beside four regions")
     parser.add_argument("--encrypted", type=float, default=6.4e7, help="parameters where links have TLS")
@@ -113,8 +112,6 @@ def main() -> None:
     only.add_argument("--members", action="store_true", help="measure `members_200_over_1` alone")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary one")
     options = parser.parse_args()
-    if 2 not in options.shards:
-        parser.error("--shards: 2 must be among them; the coordinator's work is that beside two")
     folder = Path(tempfile.mkdtemp(prefix="servers-", dir=options.folder))
     servers: list[ServerProcess] = []
     try:

@@ -41,7 +41,7 @@ def _live(folder: Path, parameters: float, rounds: int, where: str) -> dict[str,
             PeakMemory({"global": lambda mapped=mapped: server.resident_bytes(mapped)}) for mapped in (False, True)
         )
         members += [Worker(run_path, name, server.address, ranks=1) for name in MEMBERS]
-        sizes = members[0].fragment_sizes
+        sizes = members[0].sizes
         numel = sum(sizes)
         times = []
         for number in range(rounds + 1):

@@ -1,5 +1,4 @@
-"""Servers with shards in processes of their own: speed, what coordinators and shards work, whether the bits are the
-same."""
+"""Servers with shards in processes of their own: speed, work of ledgers and shards, whether bits are the same."""
 
 from __future__ import annotations
 
@@ -34,10 +33,7 @@ from geotrain.net.transport.operator_client import command
 from geotrain.parameters.parameter_map import parameter_map_of
 
 SERVERS = "global", REGION
-CHUNKS = 8  # of a fragment of layers, so that each shard has some of every fragment
-IDLE_S = 3.0
-ASKED = 100  # times, to see what an answer costs
-SMALLER = 4  # the second size for the coordinator's work
+PIECES = 4  # of a fragment, with any number of shards: each shard has some of every fragment of layers
 QUIET_S = 120.0
 SEED = 24
 
@@ -51,8 +47,7 @@ class Lived:
 
 
 def measure(folder: Path, parameters: float, rounds: int, numbers: Sequence[int]) -> dict[str, Any]:
-    """`shards`, `coordinator_growth` and `bitwise_equal_over_shards`, as `benchmarks.servers` tells them."""
-    smaller = live(folder / "smaller", parameters / SMALLER, rounds, 2, kills=False).figures
+    """`shards` and `bitwise_equal_over_shards`, as `benchmarks.servers` tells them."""
     found, first, equal = {}, None, True
     for number in numbers:
         lived = live(folder / str(number), parameters, rounds, number)
@@ -60,62 +55,42 @@ def measure(folder: Path, parameters: float, rounds: int, numbers: Sequence[int]
         found[str(number)] = lived.figures
         first = first or lived.state
         equal &= same(first, lived.state)
-    coordinator = found["2"]["coordinator_ms_per_update"]
-    return {
-        "shards": {
-            **found,
-            "parameters": found["2"]["parameters"],
-            "coordinator_ms_per_update": {"smaller": smaller["coordinator_ms_per_update"], "larger": coordinator},
-            "parameters_smaller": smaller["parameters"],
-            "coordinator_growth": coordinator / smaller["coordinator_ms_per_update"],
-        },
-        "bitwise_equal_over_shards": equal,
-    }
+    return {"shards": found, "bitwise_equal_over_shards": equal}
 
 
-def live(folder: Path, parameters: float, rounds: int, number: int, kills: bool = True) -> Lived:
+def live(folder: Path, parameters: float, rounds: int, number: int) -> Lived:
     """A whole world: a round that warms up, those that are measured, and one in which every role is killed, where
     shards are processes. One update after another, and nothing depends on time. number: of shards a server; 1: in its
     process."""
     folder.mkdir(parents=True)
     far = number if number > 1 else 0
-    run_path = write_files(folder, parameters, shards=far, chunks=CHUNKS)
+    run_path = write_files(folder, parameters, shards=far, pieces=PIECES)
     parameter_map = parameter_map_of(load_run(run_path))
-    sizes = [fragment.numel for fragment in parameter_map.fragments]
+    sizes = parameter_map.group_numel
     names = [*SERVERS, *(shard_name(server, i) for server in SERVERS for i in range(far))]
     servers = {name: ServerProcess(run_path, name) for name in names}
     pipes: list[Connection] = []
     try:
         with ThreadPoolExecutor(len(servers)) as starting:
             list(starting.map(ServerProcess.start, servers.values()))
-        region = servers[REGION]
-        pipes = [start_worker(run_path, name, region.address) for name in WORKERS]
-        turns = [(fragment, pipe) for fragment in range(len(sizes)) for pipe in pipes]
+        pipes = [start_worker(run_path, name, servers[REGION].address) for name in WORKERS]
+        below = [servers[shard_name(REGION, i)] for i in range(far)] or [servers[REGION]]
+        turns = [(group, pipe) for group in range(len(sizes)) for pipe in pipes]
         for turn in turns:
-            update(region, *turn)
-        idle_s = processor([region], lambda: time.sleep(IDLE_S))[REGION] / IDLE_S
-        begin = time.perf_counter()
-        asking = processor([region], lambda: [wait_until_quiet(region) for _ in range(ASKED)])[REGION]
-        asking_s = max(0.0, asking - idle_s * (time.perf_counter() - begin)) / ASKED
-        times: list[tuple[int, float, float, float, int]] = []
+            update(below, *turn)
+        times: list[tuple[int, float, float, float]] = []
         begin = time.perf_counter()
         spent = processor(
             servers.values(),
-            lambda: times.extend((sizes[turn[0]], *update(region, *turn)) for _ in range(rounds) for turn in turns),
+            lambda: times.extend((sizes[turn[0]], *update(below, *turn)) for _ in range(rounds) for turn in turns),
         )
-        wall_s = time.perf_counter() - begin
-        # What the coordinator does for its members, without what it does all the time, and for whoever asks it here.
-        coordinator_s = spent[REGION] - wall_s * idle_s - asking_s * sum(asked for *_, asked in times)
-        figures = _figures(times, spent, wall_s) | {
-            "parameters": parameter_map.numel,
-            "coordinator_ms_per_update": 1e3 * coordinator_s / len(times),
-        }
+        figures = _figures(times, spent, time.perf_counter() - begin)
         dice = random.Random(SEED + number)
         killed = dict(zip(dice.sample(range(len(turns)), len(roles(servers))), roles(servers), strict=True))
         for i, turn in enumerate(turns):
-            victim = servers[killed[i]] if kills and far and i in killed else None
-            update(region, *turn, victim, figures["update_s"], dice)
-        return Lived(figures, state_of(servers))
+            victim = servers[killed[i]] if far and i in killed else None
+            update(below, *turn, victim, figures["update_s"], dice)
+        return Lived(figures | {"parameters": parameter_map.numel}, state_of(servers))
     finally:
         for pipe in pipes:
             with suppress(BrokenPipeError):
@@ -132,21 +107,22 @@ def roles(servers: dict[str, ServerProcess]) -> list[str]:
 
 
 def update(
-    region: ServerProcess, fragment: int, pipe: Connection, victim: ServerProcess | None = None, usual_s: float = 0.0,
-    dice: random.Random | None = None,
-) -> tuple[float, float, float, int]:  # fmt: skip
+    below: Sequence[ServerProcess], group: int, pipe: Connection, victim: ServerProcess | None = None,
+    usual_s: float = 0.0, dice: random.Random | None = None,
+) -> tuple[float, float, float]:  # fmt: skip
     """Send one update of a worker: seconds until it is on disk, until it is answered, and until what follows of it
-    has come down; and how often the region was asked whether it has. victim: is killed on the way, and started
+    has come down to `below`, the region's processes with fragments. victim: is killed on the way, and started
     again."""
     begin = time.perf_counter()
-    pipe.send(fragment)
+    pipe.send(group)
     if victim is not None and dice is not None:
         time.sleep(dice.uniform(0, usual_s))
         victim.kill()
         victim.start(resume=True)
     pushed_s, took_s = answered(pipe)
-    asked = wait_until_quiet(region)
-    return pushed_s, took_s, time.perf_counter() - begin, asked
+    for server in below:
+        wait_until_quiet(server)
+    return pushed_s, took_s, time.perf_counter() - begin
 
 
 def processor(servers: Any, work: Any) -> dict[str, float]:
@@ -157,13 +133,11 @@ def processor(servers: Any, work: Any) -> dict[str, float]:
     return {server.name: server.cpu_s() - before[server.name] for server in servers}
 
 
-def _figures(
-    times: list[tuple[int, float, float, float, int]], spent: dict[str, float], wall_s: float
-) -> dict[str, Any]:
+def _figures(times: list[tuple[int, float, float, float]], spent: dict[str, float], wall_s: float) -> dict[str, Any]:
     done = sum(size for size, *_ in times)
 
     def share(of_shards: bool, server: str) -> float:
-        """ns of processor time a parameter, of a server's coordinator or all its shards together."""
+        """ns of processor time a parameter, of a server's own process or all its shards together."""
         own = [s for n, s in spent.items() if n.partition(".shard-")[0] == server and (".shard-" in n) == of_shards]
         return 1e9 * sum(own) / done
 
@@ -171,25 +145,23 @@ def _figures(
     large = [each for each in times if each[0] > max(size for size, *_ in times) / 2]
     stages = {
         "push": median(1e9 * pushed / size for size, pushed, *_ in large),
-        "answer": median(1e9 * (took - pushed) / size for size, pushed, took, *_ in large),
-        "up_and_down": sum(1e9 * (all_s - took) for _, _, took, all_s, _ in times) / done,
+        "answer": median(1e9 * (took - pushed) / size for size, pushed, took, _ in large),
+        "up_and_down": sum(1e9 * (all_s - took) for _, _, took, all_s in times) / done,
     }
-    stages |= {
-        f"processor_of_{'coordinator' if far else 'server'}_{server}": share(False, server) for server in SERVERS
-    }
+    stages |= {f"processor_of_{'ledger' if far else 'server'}_{server}": share(False, server) for server in SERVERS}
     if far:
         stages |= {f"processor_of_shards_{server}": share(True, server) for server in SERVERS}
     return {
         "parameters_per_s": done / wall_s,
-        "update_s": median(all_s for *_, all_s, _ in large),
+        "update_s": median(all_s for *_, all_s in large),
         "ns_per_parameter": stages,
     }
 
 
 def state_of(servers: dict[str, ServerProcess]) -> dict[str, Tensor]:
     """Read all that both servers and their shards hold for good, after a snapshot of now."""
-    for name in SERVERS:
-        command(servers[name].address, rpc.Control("snapshot"), QUIET_S)
+    for server in servers.values():
+        command(server.address, rpc.Control("snapshot"), QUIET_S)
     state: dict[str, Tensor] = {}
     for name, server in servers.items():
         newest, faults = SnapshotStore(server.folder / SNAPSHOTS).load_newest()

@@ -20,8 +20,7 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.downlink import WeightsSender
 from geotrain.outer.messages import Answer, ChunkDelta, Join, UpdatePart
 from geotrain.outer.rules import Counts, region_rule
-from geotrain.outer.shards.protocol import Apply, Forget, Freeze, Merge, SendUp
-from geotrain.outer.shards.shard import ServerShard
+from geotrain.outer.server.store import Store
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
 from geotrain.staging.interface import to_bytes
 
@@ -44,18 +43,18 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
     parameter_map = ParameterMap([Parameter("a", (numel,), None, "zeros")])
     whole = (parameter_map.whole(0),)
     rule, counts = region_rule(outer, ("w",), 1e3), Counts()
-    shard = ServerShard(
-        "eu", parameter_map, parameter_map.chunks, rule, make_codec(local), local, (wide, outer.down), False,
+    store = Store(
+        "eu", parameter_map, (0,), rule, make_codec(local), local, (wide, outer.down), False,
         outer.server_state == "bf16",
     )  # fmt: skip
-    shard.receive(Join("r", "c", parameter_map.digest, "m", "w", "1", 0, 1, whole, whole))
+    store.receive_join(Join("r", "c", parameter_map.digest, "m", "w", "1", 0, 1, whole, whole))
     above = WeightsSender(outer.down)
 
     def heard(version: int, x: Tensor) -> Answer:
         return Answer(0, version, (above.encode(0, version, x),))
 
-    shard.receive(heard(0, torch.randn(numel)))
-    shard.execute(Merge(0, first=True, inputs={}))
+    store.receive_weights(heard(0, torch.randn(numel)))
+    store.merge(0, True, {})
     rule.start(counts)
     noise = to_bytes(make_codec(local).encode(1e-4 * torch.randn(numel)).payload)
     journal = Journal(folder / "stages", (UpdatePart,), 8 * numel)
@@ -79,24 +78,24 @@ def _timed(folder: Path, numel: int) -> dict[str, list[float]]:
             journal.append(part)
         with stage("journal_flush"):
             journal.flush()
-        shard.receive(part)
+        store.receive_part(part)
         with stage("decode_and_norm"):
-            shard.decode("w", 0, number)
+            store.decode("w", 0, number)
         with stage("rule"):
-            told, _ = rule.on_delta(counts, "w", 1, 1)
-            shard.execute(Apply("w", 0, number, counts.version, told))
+            inputs, _ = rule.on_delta(counts, "w", 1, 1)
+            store.apply("w", 0, number, counts.version, inputs)
         with stage("answer"):
-            shard.execute(Freeze("w", 0, number, counts.version))
-        answer = shard.members["w"].answers[0].weights[0, 0]
+            store.freeze("w", 0, number, counts.version)
+        [answer] = store.answer("w", 0, 0)
         with stage("frames_out"):
             list(wire.frames(Answer(0, number, (answer,))))
-        shard.execute(Forget("w", answers=(0,), updates=((0, number),)))
+        store.forget("w", answers=(0,), updates=((0, number),))
         with stage("up_encode"):
-            shard.execute(SendUp(0, number, rule.on_send(counts)[0]))
-        change = heard(number, shard.vectors[0].x + 1e-5)
+            store.send_up(0, number, rule.on_send(counts)[0])
+        change = heard(number, store.vectors[0].x + 1e-5)
         with stage("merge"):
-            shard.receive(change)
-            shard.execute(Merge(0, first=False, inputs=rule.on_global_weights(counts)[0]))
+            store.receive_weights(change)
+            store.merge(0, False, rule.on_global_weights(counts)[0])
         mirror_store.settle()
         with stage("mirror"):  # read from the disk, changed, and written there again
             mirror_store.page_in(mirror).neg_()

@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, run_path: Path, name: str, address: str, ranks: int = RANKS) -> None:
         run = load_run(run_path)
         parameter_map, self.name, self.incarnation = parameter_map_of(run), name, uuid.uuid4().hex
-        self.fragment_sizes = [fragment.numel for fragment in parameter_map.fragments]
+        self.sizes, self.groups = parameter_map.group_numel, parameter_map.groups
         cuts = [[p.numel * rank // ranks for rank in range(ranks + 1)] for p in parameter_map.chunks]
         self.chunks_of = [[chunk.index for chunk in chunks] for chunks in parameter_map.chunks_of]
         cluster = load_cluster(run_path.parent / "cluster.json")
@@ -59,26 +59,29 @@ class Worker:
         coded = {n: to_bytes(codec.encode(noise[:n]).payload) for each in sizes for n in set(each)}
         self.noise = [[coded[n] for n in each] for each in sizes]  # by chunk and rank
 
-    def timed(self, fragment: int) -> tuple[float, float]:
-        """Seconds from the first byte that is pushed until the server has all on its disk, and to the last byte of
-        the answer."""
+    def timed(self, group: int) -> tuple[float, float]:
+        """Seconds from the first byte of a group's fragments that is pushed until the server has all on its disk, and
+        to the last byte of the answers."""
+        fragments = [fragment for fragment, its in enumerate(self.groups) if its == group]
         parts = [
             UpdatePart(
                 self.name, self.incarnation, fragment, self.sequences[fragment], rank,
                 tuple(self._delta(chunk, rank) for chunk in self.chunks_of[fragment]),
             )
+            for fragment in fragments
             for rank in range(len(self.clients))
         ]  # fmt: skip
         begin = time.perf_counter()
-        pushed = [client.push(part) for client, part in zip(self.clients, parts, strict=True)]
-        answers = [client.pull(fragment, self.sequences[fragment]) for client in self.clients]
+        pushed = [self.clients[part.part].push(part) for part in parts]
+        answers = [self.clients[part.part].pull(part.fragment, part.sequence) for part in parts]
         for done in pushed:
             done.result(600)
         pushed_s = time.perf_counter() - begin
-        weights = [answer.result(600).weights for answer in answers]
+        found = [answer.result(600) for answer in answers]
         took_s = time.perf_counter() - begin
-        self.versions |= {w.chunk: w.version for w in weights[0]}
-        self.sequences[fragment] += 1
+        self.versions |= {w.chunk: w.version for answer in found for w in answer.weights}
+        for fragment in fragments:
+            self.sequences[fragment] += 1
         return pushed_s, took_s
 
     def _delta(self, chunk: int, rank: int) -> ChunkDelta:
@@ -90,11 +93,11 @@ class Worker:
 
 
 def main(pipe: Connection, run_path: Path, name: str, address: str) -> None:
-    """Does what comes through the pipe: a fragment to update, or None to end. Says "ready", then what `timed`
-    gives."""
+    """Does what comes through the pipe: a group of fragments to update, or None to end. Says "ready", then what
+    `timed` gives."""
     torch.set_num_threads(1)
     worker = Worker(run_path, name, address)
     pipe.send("ready")
-    while (fragment := pipe.recv()) is not None:
-        pipe.send(worker.timed(fragment))
+    while (group := pipe.recv()) is not None:
+        pipe.send(worker.timed(group))
     worker.close()

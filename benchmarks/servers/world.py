@@ -38,20 +38,18 @@ START_S = 600.0  # a server writes its first weights to the disk before it liste
 
 def write_files(
     folder: Path, parameters: float, workers: dict[str, Sequence[str]] | None = None, name: str = "servers",
-    shards: int = 0, chunks: int = 0, encrypted: bool = False,
+    shards: int = 0, pieces: int = 1, encrypted: bool = False,
 ) -> Path:  # fmt: skip
     """The run's and the cluster's files, with the settings of OUTER; returns the run's.
 
     workers: the names of each region's; None: REGION with WORKERS. shards: processes beside each server; 0: one
-    in its own. chunks: into how many a fragment of layers is cut; 0: as the product does by default. encrypted: links
+    in its own. pieces: of each fragment. encrypted: links
     have TLS, with certificates in `folder`."""
     of_regions = workers or {REGION: WORKERS}
     width = min(WIDTH, 64 * max(1, round((parameters / FRAGMENTS / 16) ** 0.5 / 64)))
     layer_numel = 16 * width**2  # attention's four matrices, and three of four times the width
     layers = max(FRAGMENTS, round(parameters / layer_numel / FRAGMENTS) * FRAGMENTS)
-    fragments = {"layers_per_fragment": layers // FRAGMENTS}
-    if chunks:
-        fragments["chunk_elements"] = layers // FRAGMENTS * layer_numel // chunks // 4096 * 4096
+    fragments = {"layers_per_fragment": layers // FRAGMENTS, "pieces": pieces}
     run = {
         "name": name, "folder": str(folder / "run"),
         "model": {"config": llama(width, layers, 8, 4 * width, 4096, 128)},
@@ -104,17 +102,9 @@ def answered(pipe: Connection) -> tuple[float, float]:
     return found
 
 
-def wait_until_quiet(region: ServerProcess) -> int:
-    """Until nothing of the region is on its way up or down. Returns how often it was asked. Raises RuntimeError."""
-    asked = 0
-
-    def quiet() -> bool:
-        nonlocal asked
-        asked += 1
-        return not status(region)["in_flight"]
-
-    wait_for(quiet, QUIET_S, lambda: "the region's update is not answered")
-    return asked
+def wait_until_quiet(region: ServerProcess) -> None:
+    """Until nothing of the region, or its shard, is on its way up or down. Raises RuntimeError."""
+    wait_for(lambda: not status(region)["in_flight"], QUIET_S, lambda: "the region's update is not answered")
 
 
 class ServerProcess:

@@ -18,7 +18,7 @@ import benchmarks.hide.__main__ as hide
 from benchmarks import __main__ as bench
 from benchmarks import codec, common
 from benchmarks.goals import PARTS, Goal, Part
-from benchmarks.servers.shards import CHUNKS, roles, same
+from benchmarks.servers.shards import PIECES, roles, same
 from benchmarks.servers.world import write_files
 from geotrain.config import load_cluster, load_run, shard_name, shards_of
 from geotrain.outer.codec import make_codec
@@ -99,12 +99,12 @@ def test_the_table_says_what_was_found_and_what_was_not(monkeypatch: pytest.Monk
 
 
 def test_worlds_with_shards_divide_every_large_fragment_and_tell_states_apart(tmp_path: Path) -> None:
-    cluster = load_cluster((path := write_files(tmp_path, 2e6, shards=4, chunks=CHUNKS)).parent / "cluster.json")
+    cluster = load_cluster((path := write_files(tmp_path, 2e6, shards=4, pieces=PIECES)).parent / "cluster.json")
     assert len(shards_of(cluster, "global")) == len(shards_of(cluster, "eu")) == 4
     parameter_map = parameter_map_of(load_run(path))
-    whole = [f for f in parameter_map.fragments if f.numel > max(g.numel for g in parameter_map.fragments) / 2]
-    for own in deal(parameter_map.chunks, 4):
-        assert {chunk.fragment for chunk in own} >= {fragment.index for fragment in whole}
+    large = {g for g, numel in enumerate(parameter_map.group_numel) if numel > max(parameter_map.group_numel) / 2}
+    for own in deal([fragment.numel for fragment in parameter_map.fragments], 4):
+        assert {parameter_map.groups[fragment] for fragment in own} >= large
     names = ["global", "eu", *(shard_name(server, i) for server in ("global", "eu") for i in range(2))]
     assert roles(dict.fromkeys(names)) == ["global", "eu", "global.shard-1", "eu.shard-1"]  # type: ignore[arg-type]
     one = {"a": torch.zeros(2)}

@@ -76,7 +76,7 @@ def on_meta() -> Iterator[None]:
         import deepspeed.ops
         from deepspeed.accelerator import get_accelerator
 
-        from geotrain.inner.model import model
+        from geotrain.inner.model import attention, model
 
         replace(deepspeed.ops, "__compatible_ops__", {})
         for name in ("device_name", "current_device_name", "current_device", "device"):
@@ -90,7 +90,7 @@ def on_meta() -> Iterator[None]:
                 return made(**settings)
 
         replace(model, "GPTModel", on_device)
-        replace(model, "suits_varlen", lambda query, value: query.shape[-1] == value.shape[-1])
+        replace(attention, "suits_varlen", lambda query, value: query.shape[-1] == value.shape[-1])
         yield
 
 

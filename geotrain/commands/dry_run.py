@@ -77,7 +77,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     be trained on this cluster."""
     check_together(run, cluster)
     parameter_map, outer = parameter_map_of(run), run.outer
-    sizes = Sizes(outer, tuple(f.numel for f in parameter_map.fragments))
+    sizes = Sizes(outer, parameter_map.group_numel)
     wide = sum(sizes.wide.up), sum(sizes.wide.down)
     to_server = wide if outer.flat else (sum(sizes.local.up), sum(sizes.local.down))
     workers = []
@@ -233,7 +233,8 @@ def show_forecast(run: RunConfig, cluster: ClusterConfig, console: Console) -> d
     if busy > SERVER_BUSY and (more := [number for number in SHARDS if number >= shards * busy / SERVER_BUSY]):
         console.print(
             f"{name} works {busy:.0%} of the time: at least {more[0]} shards a server (global_shards, and each "
-            "region's shards) would let it rest for half of it; `geotrain plan` places them",
+            "region's shards; as many outer.fragments.pieces) would let it rest for half of it; `geotrain plan` "
+            "places them",
             style="yellow",
             highlight=False,
         )

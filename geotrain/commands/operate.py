@@ -19,7 +19,7 @@ from rich.text import Text
 
 from geotrain.common.files import try_lock
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run, shards_of
 from geotrain.launch.launcher import OUTCOME
 from geotrain.launch.terminal import (
     Eta,
@@ -172,9 +172,12 @@ class LiveRun:
         return where
 
     def snapshot_of(self, site: str) -> str:
-        """Have a site's server write a snapshot; returns where it lies. Raises Refused, Unreachable,
-        CertificateError, ConfigError."""
-        return self._tell(site, rpc.Control("snapshot"), SNAPSHOT_S)
+        """Have a site's server, and each of its shards, write a snapshot; returns where they lie. Raises Refused,
+        Unreachable, CertificateError, ConfigError."""
+        trust = trust_between(self.cluster, "operator", OPERATOR, "shard", site)
+        snapshot, shards = rpc.Control("snapshot"), shards_of(self.cluster, site)
+        of_shards = [command(str(address), snapshot, SNAPSHOT_S, trust) for address in shards]
+        return ", ".join([self._tell(site, snapshot, SNAPSHOT_S), *of_shards])
 
     def wait(self, until: Callable[[RunStatus], bool], within_s: float, every_s: float = 0.5) -> RunStatus:
         """Ask until a status satisfies `until`. Raises TimeoutError."""

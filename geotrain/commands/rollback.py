@@ -49,7 +49,7 @@ def roll_back(folder: Path, number: int, out: Path) -> int:
                 f"{folder}: its global server did not end in good order, so that it is not known which data came "
                 "last: `geotrain launch … --resume`, then `geotrain stop`"
             )
-        if "shards" in newest["state"]:
+        if newest["state"]["part"]["dealt"]:
             raise ConfigError(f"{folder}: its vectors are in shards of their own, of which no branch can be made")
         skipped = 0
 

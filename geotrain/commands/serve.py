@@ -44,7 +44,7 @@ def run_server(
     """Run the server of a site, GLOBAL or a region, or one of its shards. Returns the exit code. Raises ConfigError.
 
     launch: name of the launch, by which a server that had ended in it stays ended. A shard needs none, since it ends
-    when its coordinator says so.
+    when its ledger says so.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     run, cluster = load_run(run_path), load_cluster(cluster_path or run_path.parent / "cluster.json")

@@ -109,7 +109,7 @@ def question(
         for name in names:
             if not seconds.get(name, 0.0) > 0:
                 raise ConfigError(f"step_s: worker {name!r} needs the seconds of an inner step, a number above 0")
-    spec = world_of_cluster(cluster, seconds, run.seed, predicted)
+    spec = world_of_cluster(run, cluster, seconds, predicted)
     if change.without is not None:
         try:
             spec = spec.without(change.without)

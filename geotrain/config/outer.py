@@ -133,8 +133,8 @@ class FragmentConfig(Block):
 
     layers_per_fragment: PositiveInt | None = Field(None, description="None: the whole model is one fragment.")
     pieces: PositiveInt = Field(
-        1, description="Cuts each into so many fragments of one schedule, so that several shards of a server share its "
-        "work; a shard has whole fragments."
+        1, description="Cuts each into so many fragments of one schedule, so that several shards of a server share "
+        "its work; a shard has whole fragments."
     )  # fmt: skip
     chunk_elements: Annotated[int, Field(ge=4096, le=1 << 27, multiple_of=4096)] = Field(
         1 << 27, description="Fragments are coded, sent and stored in chunks of so many elements."

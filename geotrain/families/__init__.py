@@ -6,47 +6,50 @@ docs/extending.md says how to add one. No torch here: launching and planning ask
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import import_module
 from typing import Any
 
 from geotrain.common.entry_points import registered
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, UnsupportedModelError
-from geotrain.families.deepseek_v3 import DeepseekV3
 from geotrain.families.family import Family
-from geotrain.families.granite import Granite
-from geotrain.families.llama import Llama
-from geotrain.families.mistral import Mistral
-from geotrain.families.mixtral import Mixtral
-from geotrain.families.qwen2 import Qwen2
-from geotrain.families.qwen2_moe import Qwen2Moe
-from geotrain.families.qwen3 import Qwen3
-from geotrain.families.qwen3_moe import Qwen3Moe
-from geotrain.families.smollm3 import SmolLM3
 from geotrain.families.weights import Weight
 
 __all__ = ["Architecture", "Family", "UnsupportedModelError", "architecture_from_hf", "family_of", "layer_weights"]
 
-_BUILT_IN = (
-    *(Llama(), Qwen2(), Qwen3(), Mistral(), SmolLM3(), Granite()),
-    *(Qwen3Moe(), Mixtral(), Qwen2Moe(), DeepseekV3()),
-)
-FAMILIES = {family.model_type: family for family in _BUILT_IN}
+# model_type → class, in a file of that name without "_text", which is imported when a model of it is met.
+FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "deepseek_v3": "DeepseekV3",
+}
 _GROUP = "geotrain.families"
 
 
 def family_of(model_type: Any) -> Family:
     """Find the family of this name, which may be another package's. Raises UnsupportedModelError."""
-    known = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if known is not None:
-        return known
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return _built_in(model_type)
     try:
         plugged = registered(_GROUP, model_type, Family) if isinstance(model_type, str) else None
     except ValueError as error:
         raise UnsupportedModelError(f"model config: model_type: {error}") from None
     if plugged is None:
         raise UnsupportedModelError(
-            f"model config: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"model config: model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}; of a model "
+            "of text and images give its text_config alone"
         )
     if getattr(plugged, "model_type", None) != model_type:
         raise UnsupportedModelError(
@@ -54,6 +57,13 @@ def family_of(model_type: Any) -> Family:
             "under that one"
         )
     return plugged()
+
+
+@cache
+def _built_in(model_type: str) -> Family:
+    module = import_module(f"geotrain.families.{model_type.removesuffix('_text')}")
+    family: Family = getattr(module, FAMILIES[model_type])()
+    return family
 
 
 @lru_cache(maxsize=128)  # the planner asks for the same layers again and again

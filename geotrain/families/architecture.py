@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 class UnsupportedModelError(ValueError):
@@ -52,12 +52,13 @@ class LatentAttention:
 @dataclass(frozen=True)
 class Multipliers:
     """Factors of embeddings, of the products of queries and keys, and of what layers add to the residual stream; and
-    by what logits are divided."""
+    by what logits are divided. rounded: whether that of embeddings is rounded to the type of the weights."""
 
     embedding: float
     attention: float
-    residual: float
-    logits_divisor: float
+    residual: float = 1.0
+    logits_divisor: float = 1.0
+    rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,16 @@ class Architecture:
     head_dim: of a head's query, key and value; with latent attention of what is rotated of query and key.
 
     rope_scaling: the rotary embedding as `rope_parameters` has it, without `rope_theta`, in (key, value) pairs; empty
-    for the plain one. qkv_bias: whether the projections to q, k and v have a bias. sliding_window: so many tokens,
-    itself the last of them, are seen by a token; None: all before it. unrotated: layers, by their numbers, that do
-    not rotate queries and keys. multipliers: None: 1, but for the usual one of attention.
+    for the plain one. qk_norm: of what queries and keys have a norm each: of a head, or of all of a token's heads
+    together. qkv_bias: whether the projections to q, k and v have a bias. sliding_window: so many tokens, itself the
+    last of them, are seen by a token; None: all before it. unwindowed: layers, by their numbers, that see all tokens
+    although there is a window. local_theta: base of the plain rotary embedding of layers with a window; None: they
+    have that of the others. unrotated: layers that do not rotate queries and keys. multipliers: None: 1, but for the
+    usual one of attention.
+
+    norms: where attention and MLP have a norm: of what they take, of what they give, or of both. centered_norms:
+    whether norms multiply by 1 + their weight. activation: of the gate of MLPs. score_cap, logit_cap: c, where scores
+    of attention, or logits, x are c · tanh(x / c); None: they are x.
     """
 
     model_type: str
@@ -86,7 +94,7 @@ class Architecture:
     rope_scaling: tuple[tuple[str, Any], ...]
     max_positions: int
     tied_embeddings: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "projection"] | None
     qkv_bias: bool
     sliding_window: int | None
     init_std: float
@@ -94,6 +102,33 @@ class Architecture:
     latent: LatentAttention | None = None
     unrotated: tuple[int, ...] = ()
     multipliers: Multipliers | None = None
+    unwindowed: tuple[int, ...] = ()
+    local_theta: float | None = None
+    norms: Literal["before", "behind", "around"] = "before"
+    centered_norms: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    score_cap: float | None = None
+    logit_cap: float | None = None
+
+    @property
+    def own_modules(self) -> str | None:
+        """What its layers have that Megatron-core's specification for Transformer Engine has no place for; None: no
+        such thing."""
+        found = {
+            "latent attention": self.latent is not None,
+            "norms behind layers": self.norms != "before",
+            "norms over whole projections": self.qk_norm == "projection",
+            "capped scores": self.score_cap is not None,
+        }
+        return next((what for what, there in found.items() if there), None)
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer's attention; None: it sees all tokens before."""
+        return None if layer in self.unwindowed else self.sliding_window
+
+    def rotates_locally(self, layer: int) -> bool:
+        """Whether a layer rotates queries and keys by `local_theta`."""
+        return self.local_theta is not None and self.window_of(layer) is not None
 
     @property
     def residual_std(self) -> float:

@@ -133,13 +133,13 @@ class DeepseekV3(Family):
         ranks = latent.query_rank, latent.key_value_rank
         if latent.query_rank:
             yield _copied(f"{here}.q_a_proj.weight", ranks[0], h, f"{there}.linear_q_down_proj.weight", std)
-            yield norm(f"{here}.q_a_layernorm.weight", ranks[0], f"{there}.q_layernorm.weight")
+            yield norm(a, f"{here}.q_a_layernorm.weight", ranks[0], f"{there}.q_layernorm.weight")
             yield matrix(f"{here}.q_b_proj.weight", queries, ranks[0], f"{there}.linear_q_up_proj.weight", std)
         else:
             yield matrix(f"{here}.q_proj.weight", queries, h, f"{there}.linear_q_proj.weight", std)
         down, up = f"{there}.linear_kv_down_proj.weight", f"{there}.linear_kv_up_proj.weight"
         yield _copied(f"{here}.kv_a_proj_with_mqa.weight", ranks[1] + a.head_dim, h, down, std)
-        yield norm(f"{here}.kv_a_layernorm.weight", ranks[1], f"{there}.kv_layernorm.weight")
+        yield norm(a, f"{here}.kv_a_layernorm.weight", ranks[1], f"{there}.kv_layernorm.weight")
         made = a.heads * (latent.plain_dim + latent.value_dim)
         yield matrix(f"{here}.kv_b_proj.weight", made, ranks[1], up, std)
         values, out = a.heads * latent.value_dim, f"{there}.linear_proj.weight"

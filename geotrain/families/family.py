@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from geotrain.families import reading, weights
 from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
@@ -41,7 +41,9 @@ class Family:
     count_key: ClassVar[str] = "num_experts"  # of config.json: how many there are, if there are any
     loss_key: ClassVar[str] = "router_aux_loss_coef"
     tied: ClassVar[bool] = False
-    qk_norm: ClassVar[bool] = False
+    qk_norm: ClassVar[Literal["head", "projection"] | None] = None
+    norms: ClassVar[Literal["before", "behind", "around"]] = "before"
+    full_every: ClassVar[int | None] = None  # of so many layers the last sees all tokens; None: all have one window
     qkv_bias: ClassVar[bool] = False
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
@@ -54,14 +56,8 @@ class Family:
         reading.must_be(config, self.only)
         layers = reading.whole(config, "num_hidden_layers", most=reading.MOST_LAYERS)
         positions = reading.whole(config, "max_position_embeddings", self.positions)
-        theta, scaling = reading.rope(config, self.theta, positions)
+        theta, scaling, local_theta = self.rope(config, positions)
         window = self.sliding_window(config)
-        kind, types = "full_attention" if window is None else "sliding_attention", config.get("layer_types")
-        if types not in (None, [kind] * layers):
-            raise UnsupportedModelError(
-                f"model config: layer_types = {types!r:.80} must be {kind!r}, num_hidden_layers = {layers} times; "
-                "leave it out"
-            )
         heads, hidden = reading.whole(config, "num_attention_heads"), reading.whole(config, "hidden_size")
         # Without a number, each head has its own keys and values.
         kv_heads = reading.whole(config, "num_key_value_heads", heads)
@@ -89,6 +85,9 @@ class Family:
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
             sliding_window=window,
+            unwindowed=self.full_layers(config, layers, window),
+            local_theta=local_theta,
+            norms=self.norms,
             init_std=reading.number(config, "initializer_range", 0.02, most=1.0),
             experts=self.experts(config),
         )
@@ -108,8 +107,18 @@ class Family:
         return reading.whole(config, "head_dim", usual or max(hidden // heads, 1))
 
     def sliding_window(self, config: Mapping[str, Any]) -> int | None:
-        """Read the window of all layers; None: there is none."""
+        """Read the window of all layers that have one; None: there is none."""
         return None
+
+    def full_layers(self, config: Mapping[str, Any], layers: int, window: int | None) -> tuple[int, ...]:
+        """Read the layers that see all tokens although there is a window."""
+        return reading.full_layers(config, layers, window, self.full_every)
+
+    def rope(
+        self, config: Mapping[str, Any], positions: int
+    ) -> tuple[float, tuple[tuple[str, Any], ...], float | None]:
+        """Read the rotary embedding: `rope_theta`, `rope_scaling` and `local_theta` of `Architecture`."""
+        return *reading.rope(config, self.theta, positions), None
 
     def hf_config(self, a: Architecture) -> dict[str, Any]:
         """State the model as an exported config.json: what was read, and nothing else.
@@ -158,10 +167,18 @@ class Family:
 
     def layer(self, a: Architecture, layer: int) -> Iterator[Weight]:
         """List a layer's weights, in Hugging Face's order."""
-        yield norm("input_layernorm.weight", a.hidden_size, "input_layernorm.weight")
+        h, before, behind = a.hidden_size, a.norms != "behind", a.norms != "before"
+        if before:
+            yield norm(a, "input_layernorm.weight", h, "input_layernorm.weight")
         yield from self.attention(a, layer)
-        yield norm("post_attention_layernorm.weight", a.hidden_size, "pre_mlp_layernorm.weight")
+        if behind:
+            yield norm(a, "post_attention_layernorm.weight", h, "self_attention.linear_proj.norm.weight")
+        if before:
+            name = "pre_feedforward_layernorm.weight" if behind else "post_attention_layernorm.weight"
+            yield norm(a, name, h, "pre_mlp_layernorm.weight")
         yield from self.mlp(a, layer)
+        if behind:
+            yield norm(a, "post_feedforward_layernorm.weight", h, "mlp.linear_fc2.norm.weight")
 
     def weights(self, a: Architecture) -> Iterator[tuple[int | None, Weight]]:
         """List every weight of the model once, in Hugging Face's order, with the number of its layer."""
@@ -177,7 +194,7 @@ class Family:
         return matrix(name, a.vocab_size, a.hidden_size, within, a.init_std)
 
     def final_norm(self, a: Architecture) -> Weight:
-        return norm("model.norm.weight", a.hidden_size, "decoder.final_layernorm.weight")
+        return norm(a, "model.norm.weight", a.hidden_size, "decoder.final_layernorm.weight")
 
     def head(self, a: Architecture) -> Weight:
         """Describe the head; not asked for where it is the embedding."""

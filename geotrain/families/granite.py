@@ -19,7 +19,8 @@ class Granite(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """Read the model. Raises UnsupportedModelError."""
-        multipliers = Multipliers(*(reading.number(config, key, 1.0, 1e-9) for key in KEYS))
+        embedding, attention, residual, logits = (reading.number(config, key, 1.0, 1e-9) for key in KEYS)
+        multipliers = Multipliers(embedding, attention, residual, logits)
         return replace(super().architecture(config), multipliers=multipliers)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Qwen2Moe(Qwen3Moe):
     model_type = "qwen2_moe"
     transformers_class = "Qwen2MoeForCausalLM"
     per_token = 4
-    qk_norm = False
+    qk_norm = None
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         return replace(super().architecture(config), qkv_bias=reading.flag(config, "qkv_bias", True))

@@ -1,6 +1,6 @@
 """Qwen3 (arXiv 2505.09388): queries and keys are normalized, head by head."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from geotrain.families.family import Family
 from geotrain.families.qwen2 import Qwen2
@@ -12,4 +12,4 @@ class Qwen3(Family):
     idle = Qwen2.idle
     positions = 32768
     usual_head_dim: ClassVar[int | None] = 128
-    qk_norm = True
+    qk_norm: ClassVar[Literal["head", "projection"] | None] = "head"

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from geotrain.families.architecture import Experts, UnsupportedModelError
+from geotrain.families.architecture import Architecture, Experts, UnsupportedModelError
 
 # Rotary embeddings whose frequencies do not depend on a sequence's length, each with the keys that it needs.
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -170,6 +170,60 @@ def _scaling(rope: Mapping[str, Any], positions: int) -> tuple[tuple[str, Any], 
             f"{given['high_freq_factor']}"
         )
     return () if kind == "default" else (("rope_type", kind), *sorted(given.items()))
+
+
+def rope_by_kind(
+    config: Mapping[str, Any], theta: float, local_theta: float, positions: int
+) -> tuple[float, tuple[tuple[str, Any], ...], float]:
+    """Read two rotary embeddings: that of layers that see all tokens, as `rope` does, and the base of the plain one
+    of layers with a window. transformers 5 writes both into `rope_parameters`."""
+    nested = config.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or not all(isinstance(each, dict | None) for each in nested.values()):
+        raise UnsupportedModelError(
+            f"model config: rope_parameters = {nested!r:.80} must have an object for full_attention and one for "
+            "sliding_attention"
+        )
+    local, key = nested.get("sliding_attention") or {}, "rope_local_base_freq"
+    must_be(local, {"rope_type": "default"})
+    stated = [(config, key), (local, "rope_theta")]
+    bases = {number(each, name, local_theta, 1) for each, name in stated if name in each} or {local_theta}
+    if len(bases) > 1:
+        raise UnsupportedModelError(f"model config: {key} and rope_parameters differ; state one of them")
+    full = {name: config.get(name) for name in ("rope_theta", "rope_scaling")}
+    return *rope({**full, "rope_parameters": nested.get("full_attention")}, theta, positions), bases.pop()
+
+
+def full_layers(config: Mapping[str, Any], layers: int, window: int | None, every: int | None) -> tuple[int, ...]:
+    """Read which layers see all tokens although others have a window. every: the last of so many layers does, where
+    the config is silent; None: all layers are alike."""
+    kinds = "sliding_attention", "full_attention"
+    if every is None or window is None:
+        usual = [kinds[window is None]] * layers
+    else:
+        usual = [kinds[(layer + 1) % every == 0] for layer in range(layers)]
+    types = usual if config.get("layer_types") is None else config["layer_types"]
+    if every is None and types != usual:
+        raise UnsupportedModelError(
+            f"model config: layer_types = {types!r:.80} must be {usual[0]!r}, num_hidden_layers = {layers} times; "
+            "leave it out"
+        )
+    if not isinstance(types, list) or len(types) != layers or any(kind not in kinds for kind in types):
+        raise UnsupportedModelError(
+            f"model config: layer_types = {types!r:.80} must be one of {' and '.join(map(repr, kinds))} for each of "
+            f"num_hidden_layers = {layers} layers"
+        )
+    return () if window is None else tuple(i for i, kind in enumerate(types) if kind == kinds[1])
+
+
+def kinds_of_layers(a: Architecture) -> dict[str, Any]:
+    """State windows and rotary embeddings of a model whose layers differ in them, for an exported config.json."""
+    full, local = {"rope_type": "default", "rope_theta": a.rope_theta, **dict(a.rope_scaling)}, a.local_theta
+    plain = {"rope_type": "default", "rope_theta": local}
+    return {
+        "sliding_window": a.sliding_window,
+        "layer_types": [("sliding" if a.window_of(i) else "full") + "_attention" for i in range(a.layers)],
+        **({"rope_parameters": {"full_attention": full, "sliding_attention": plain}} if local else {}),
+    }
 
 
 def sliding_window(config: Mapping[str, Any], default: int | None) -> int | None:

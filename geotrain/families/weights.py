@@ -53,9 +53,10 @@ class Weight:
         return replace(self, name=name, within=within)
 
 
-def norm(name: str, size: int, within: str, per_head: bool = False) -> Weight:
+def norm(a: Architecture, name: str, size: int, within: str, per_head: bool = False) -> Weight:
     """Describe a norm. per_head: of queries or keys, of which a tensor rank sees its own heads only."""
-    return Weight(name, (size,), within, "ones", "whole", decays=False, summed="always" if per_head else "sequence")
+    init: Init = "zeros" if a.centered_norms else "ones"
+    return Weight(name, (size,), within, init, "whole", decays=False, summed="always" if per_head else "sequence")
 
 
 def matrix(
@@ -80,10 +81,13 @@ def grouped_attention(a: Architecture) -> Iterator[Weight]:
                 f"{name}.bias", (rows,), f"{qkv}.bias", "zeros", "rows", decays=False, interleaved=a.kv_heads
             )
     yield matrix("self_attn.o_proj.weight", h, q, "self_attention.linear_proj.weight", a.residual_std, "columns")
-    if a.qk_norm:
-        for kind in "qk":
-            local = f"self_attention.{kind}_layernorm.weight"
-            yield norm(f"self_attn.{kind}_norm.weight", a.head_dim, local, per_head=True)
+    for kind, size in (("q", q), ("k", kv)) if a.qk_norm else ():
+        within = f"self_attention.{kind}_layernorm.weight"
+        whole = norm(a, f"self_attn.{kind}_norm.weight", size, within, per_head=True)
+        if a.qk_norm == "head":
+            yield replace(whole, shape=(a.head_dim,))
+        else:  # each tensor rank has the weights of its own heads
+            yield replace(whole, cut="rows", summed="never")
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -56,7 +56,7 @@ STATE_MARKS = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class PageFacts:
     """The facts of a run, which do not change while it goes on. target_tokens: 0 of a run without an end. members:
     name → its region, its workers, and its link to the global server. flat: whether members are workers."""
 
@@ -69,7 +69,7 @@ class Facts:
     flat: bool = True
 
 
-def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tuple[str, ...]) -> Facts:
+def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tuple[str, ...]) -> PageFacts:
     """The facts of a run, for the global server: its members are regions or, in a flat run, workers."""
     links = {
         end: {"gbps": link.gbps, "rtt_ms": link.rtt_ms}
@@ -84,7 +84,7 @@ def facts(run: RunConfig, cluster: ClusterConfig, parameters: int, fragments: tu
         members[name] = {"region": region, "workers": len(workers), **of_link}
     length, samples = run.data.sequence_length, run.data.train_samples
     target = length * samples if samples < ENDLESS_SAMPLES else 0
-    return Facts(run.name, parameters, length, target, fragments, members, run.outer.flat)
+    return PageFacts(run.name, parameters, length, target, fragments, members, run.outer.flat)
 
 
 def titles(metrics: Mapping[str, Metric]) -> dict[str, list[str]]:
@@ -117,7 +117,7 @@ class History:
     anew.
     """
 
-    def __init__(self, facts: Facts, incarnation: str) -> None:
+    def __init__(self, facts: PageFacts, incarnation: str) -> None:
         self.facts, self._incarnation = facts, incarnation
         self._lock = threading.Lock()
         self._compactions = 0

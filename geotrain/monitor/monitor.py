@@ -15,7 +15,7 @@ from geotrain.config import ClusterConfig, RunConfig
 from geotrain.monitor.board import TensorBoard, Wandb
 from geotrain.monitor.dispatch import STOP_S, EventDispatcher, Sink, end_within
 from geotrain.monitor.events import EventLog
-from geotrain.monitor.history import Facts, History
+from geotrain.monitor.history import History, PageFacts
 from geotrain.monitor.http import HttpServer, Route, read_token
 from geotrain.monitor.metrics import Metrics
 from geotrain.monitor.narrator import Narrator
@@ -35,7 +35,7 @@ class Monitor:
     """
 
     def __init__(
-        self, run: RunConfig, cluster: ClusterConfig, site: str, events: EventLog, facts: Facts | None = None
+        self, run: RunConfig, cluster: ClusterConfig, site: str, events: EventLog, facts: PageFacts | None = None
     ) -> None:
         config = run.monitor
         self.page_url: str | None = None

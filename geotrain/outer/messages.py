@@ -29,8 +29,7 @@ class Refused(Exception):
 
     def __init__(self, reason: str, retry_s: float | None = None) -> None:
         super().__init__(reason)
-        self.reason = reason
-        self.retry_s = retry_s
+        self.reason, self.retry_s = reason, retry_s
 
 
 class BadDelta(Refused):
@@ -72,7 +71,8 @@ class Join:
     leases that a region server still answers for (granted or trained, not yet committed). data: sha256 of the
     training data; "" when it is not known here. mirrors: fingerprints of what it was last sent of each chunk, where
     weights travel as changes (see `outer.downlink`). origin: of the run that a region's state belongs to; "": of none
-    yet.
+    yet. applied: where a rank joins once more in its incarnation, by fragment, the last update
+    of which it knows that it was applied.
     """
 
     run: str
@@ -89,6 +89,7 @@ class Join:
     data: str = ""
     mirrors: tuple[int, ...] = ()
     origin: str = ""
+    applied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -397,8 +398,8 @@ class Fact:
     what: "applied" (an update of a member: `contains` are the leases that the fragment's weights contain now),
     "contained" (a region says so without an update), "up" (the global server has taken a region's update of the
     fragment, which contained these), "lost" (it has lost some that it had taken), "refused" (an update, for good: why
-    is in `reason`), "over" (a region's fragments start over from the global weights; weight: updates that are dropped,
-    job: of synchronous rounds, the last that is whole in them).
+    is in `reason`), "over" (a region's fragments start over from the global weights, and parts of the training of
+    these are dropped; weight: how many updates, job: of synchronous rounds, the last that is whole in them).
     version, staleness, size_bytes, norm: of the fragment with the update, and of its delta.
     """
 

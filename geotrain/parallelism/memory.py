@@ -98,6 +98,7 @@ def memory_of_stages(
     zero, size = zero_stage(block), 2 if trains_in_bf16(block) else _FP32_BYTES
     kept = _FP32_BYTES if accumulates_in_fp32(block) else size  # bytes of an accumulated gradient
     masked = mask_elements(architecture, block, sequence_length, documents)
+    scored = score_bytes(architecture, parallel, block, sequence_length)
     stages = []
     for stage in of:
         parameters = stage_parameters(architecture, parallel, stage)
@@ -125,6 +126,8 @@ def memory_of_stages(
         in_flight = min(accumulation_steps(block, dp), parallel.pipeline - stage)  # of a 1F1B schedule
         tokens = sequence_length // parallel.context * int(block["train_micro_batch_size_per_gpu"])
         activations = activation_bytes(architecture, parallel, tokens, size, recompute, stage, in_flight, fp8, masked)
+        of_layers = in_flight * len(parallel.layers_of(stage, architecture.layers)) if recompute == "none" else 1
+        activations += scored * of_layers
         weights = size * held + (2 * fp8_weights(architecture, parallel, stage) if fp8 else 0)
         held_bytes = weights, gradients, optimizer, buffers, activations, saved_bytes(shard, block)
         stages.append(MemoryPerRank(parameters, stage, *held_bytes))
@@ -162,6 +165,17 @@ def mask_elements(a: Architecture, block: dict[str, Any], length: int, documents
     return length**2 * (int(block["train_micro_batch_size_per_gpu"]) if documents else 1)
 
 
+def score_bytes(a: Architecture, parallel: ParallelConfig, block: dict[str, Any], length: int) -> int:
+    """Count the bytes that one layer's attention keeps of a micro-batch's scores, where it must make them all: what
+    caps give, and shares in fp32 and in the type of the weights; 0 where a fused attention makes none."""
+    if a.score_cap is None:
+        return 0
+    size = 2 if trains_in_bf16(block) else _FP32_BYTES
+    each = size + _FP32_BYTES + (size if size < _FP32_BYTES else 0)
+    heads = a.heads // (parallel.tensor * parallel.context)
+    return each * heads * length**2 * int(block["train_micro_batch_size_per_gpu"])
+
+
 def activation_bytes(
     a: Architecture,
     parallel: ParallelConfig,
@@ -180,7 +194,8 @@ def activation_bytes(
     2205.05198, section 4), for this model's layers: fused attention keeps no scores, SwiGLU has three matrices.
     Elements a token, of a layer:
 
-    - 4h, divided by sequence parallelism: the inputs of both norms, and of the linear layers behind them
+    - 4h, divided by sequence parallelism: the inputs of both norms, and of the linear layers behind them; 6h where
+      there are norms behind attention and MLP, too
     - 3q + 3kv, divided by tensor parallelism: the fused q, k, v; q and k after rotation; the attention's output
     - q, divided likewise: the input of the query norm, where there is one
     - with context parallelism 3q + 2kv in their place: q, k and v as they were exchanged, and the attention's output
@@ -211,6 +226,7 @@ def activation_bytes(
     masks = masked * (size * (in_flight * len(layers) if recompute == "none" else 1) + 2)
     if stage == parallel.pipeline - 1:
         logit_bytes = _FP32_BYTES + (size if size < _FP32_BYTES else 0)
+        logit_bytes += size if a.logit_cap is not None else 0
         total += 2 * whole * size + vocabulary_rows(a.vocab_size, tp) * logit_bytes
     return int(tokens * total) + masks
 
@@ -221,7 +237,7 @@ def _layer_elements(
     """Activation elements kept per token in one layer (listed at `activation_bytes`). sparse: it has experts."""
     h, tp, tokens = a.hidden_size, parallel.tensor, parallel.tensor if parallel.sequence else 1
     q, kv, v = a.heads * a.query_dim, a.kv_heads * a.head_dim, a.heads * a.value_dim
-    total = 4 * h / tokens + 3 * a.active_ffn_size(sparse) / tp
+    total = (6 if a.norms == "around" else 4) * h / tokens + 3 * a.active_ffn_size(sparse) / tp
     if a.latent is None:
         total += (3 * q + 3 * kv + (q if a.qk_norm else 0)) / tp
         if parallel.context > 1 and recompute != "selective":  # that keeps what goes into the exchange instead

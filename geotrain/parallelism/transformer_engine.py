@@ -69,9 +69,9 @@ def check_transformer_engine(
     asked = asked_by(precision, parallel)
     if asked is None:
         return
-    if architecture.latent is not None:
+    if (own := architecture.own_modules) is not None:
         raise ConfigError(
-            f"{asked[0]} does not go with the latent attention of a {architecture.model_type}, whose layers are "
+            f"{asked[0]} does not go with the {own} of a {architecture.model_type}, whose layers are "
             "built without Transformer Engine; leave it out"
         )
     if not bf16:
@@ -88,7 +88,7 @@ def _check_fp8(a: Architecture, parallel: ParallelConfig, precision: PrecisionCo
     sizes = {"the tokens of a micro-batch on a rank": tokens // (parallel.tensor if parallel.sequence else 1)}
     for layer in range(a.layers):
         for weight in layer_weights(a, layer):
-            if weight.cut != "whole":  # norms, and routers, which stay as they are
+            if weight.cut != "whole" and len(weight.shape) == 2:  # norms, biases and routers stay as they are
                 sizes |= {f"{weight.name}: {which}": size for which, size in _divided(weight, parallel.tensor)}
     for what, size in sizes.items():
         if size % multiple:

@@ -139,8 +139,8 @@ class ParameterMapError(ValueError):
 
 @dataclass(frozen=True)
 class Fragment:
-    """A set of whole parameters that travels together. group: of fragments that travel at the same time. numel: length
-    of its vector."""
+    """A set of whole parameters that travels together. group: of fragments that travel at the same time. numel:
+    length of its vector."""
 
     index: int
     group: int

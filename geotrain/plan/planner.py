@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from geotrain.common.names import GLOBAL
@@ -40,6 +41,7 @@ from geotrain.plan.settings import (
     TRAFFIC,
     ServerPlace,
     Setting,
+    cut,
     line_to,
     places,
     settings,
@@ -220,12 +222,16 @@ def resolve(
 ) -> tuple[RunConfig, ClusterConfig]:
     """Write the plan into run and cluster: regions that neither have a worker nor lend a host to one are left out.
     shards: of each server, at least; 1: in its process. More where hosts' memory asks for it."""
-    run, cluster = _run(task, workers, outer, tokens), _cluster(task, workers, place)
+    cluster = _cluster(task, workers, place)
+
+    def run_of(shards: int) -> RunConfig:
+        return _run(task, workers, cut(task, outer, shards), tokens)
+
     if not cluster.global_shards and (shards > 1 or cluster.server_memory):
         homes = {region.name: region.name for region in cluster.serving}
         hosts = {name: shard_hosts(task.cluster, home) for name, home in {GLOBAL: place, **homes}.items()}
-        cluster = _with_shards(cluster, spread(run, cluster, hosts, shards))
-    return run, cluster
+        cluster = _with_shards(cluster, spread(cache(run_of), cluster, hosts, shards))
+    return run_of(max(1, len(cluster.global_shards))), cluster
 
 
 def _run(task: PlanTask, workers: Mapping[str, Worker], outer: OuterConfig, tokens: float) -> RunConfig:

@@ -22,6 +22,7 @@ from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.memory import tightest_rank
 from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, server_times, worker_timing
+from geotrain.plan.model.server_hosts import fullest_share
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.sizes import Sizes
 from geotrain.plan.model.step import PARTS, StepTime, step_time
@@ -148,10 +149,13 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         homes = {region: [ranks[name] for name, (home, _) in placed.items() if home == region] for region in regions}
         inside = {region: _to_server(region, homes[region], network) for region in regions}
     timings = [worker_timing(name, region, steps[name]) for name, (region, _) in placed.items()]
-    sizes = Sizes(run.outer, parameter_map_of(run).group_numel)
-    shards = {region: max(1, len(shards_of(cluster, region))) for region in regions}
+    parameter_map = parameter_map_of(run)
+    sizes = Sizes(run.outer, parameter_map.group_numel)
+    shares = {
+        name: fullest_share(parameter_map, max(1, len(shards_of(cluster, name)))) for name in (GLOBAL, *regions)
+    }
     rates = MEASURED.over(cluster.security is not None)
-    servers = server_times(run.outer, sizes, shards, max(1, len(cluster.global_shards)), rates)
+    servers = server_times(run.outer, sizes, shares, shares[GLOBAL], rates)
     found = pace(run.outer, sizes, timings, wide, inside, servers)
     workers = {
         name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name], memory[name])

@@ -12,7 +12,8 @@ the global server (the freshest weights; docs/algorithms.md), then the more prec
 the smaller H. Where no setting is good enough, the nearest one is taken, and the plan says so.
 
 A server's shards are as few as keep it at rest for half of the time, since members do not send evenly spread, and
-fit the memory of their hosts (`geotrain.plan.model.server_hosts`).
+fit the memory of their hosts (`geotrain.plan.model.server_hosts`); each fragment is cut into as many pieces, so that
+all of them share its work.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.rounds import WorkerTiming, pace, server_times, worker_timing
-from geotrain.plan.model.server_hosts import PER_HOST
+from geotrain.plan.model.server_hosts import PER_HOST, fullest_share
 from geotrain.plan.model.server_rates import MEASURED
 from geotrain.plan.model.sizes import Sizes
 
@@ -143,7 +144,8 @@ def settings(
         numels = fragment_sizes(task.architecture, outer.fragments.layers_per_fragment)
         sizes = Sizes(outer, numels)
         for shards in numbers_of_shards(task, outer, numels, hosts):
-            servers = server_times(outer, sizes, dict.fromkeys(homes, shards), shards, rates)
+            share = _share(task.architecture, cut(task, outer, shards).fragments, shards)
+            servers = server_times(outer, sizes, dict.fromkeys(homes, share), share, rates)
             paced = pace(outer, sizes, timings, wide, near, servers)
             server_busy = max(paced.global_busy, *(region.server_busy for region in paced.regions.values()))
             if server_busy <= SERVER_BUSY:
@@ -158,6 +160,7 @@ def settings(
         dear = 0.0 if not usd_per_hour else max(0.0, traffic / usd_per_hour - TRAFFIC)
         late = max(0.0, server_busy - SERVER_BUSY)
         misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear + late
+        outer = cut(task, outer, shards)
         found.append(Setting(outer, shards, utilization, busy, server_busy, steps, traffic, misses))
         if misses <= 0:
             most = min(most, RANKED * steps)
@@ -185,11 +188,20 @@ def shard_hosts(cluster: ClusterConfig, region: str) -> tuple[str, ...]:
 
 def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int], hosts: int = 1) -> list[int]:
     """List the numbers of shards to try, the smallest first: that of the cluster file, or while each has a whole
-    chunk, and hosts no more than PER_HOST of a server. hosts: of the server that has fewest."""
+    chunk and a fragment, and hosts no more than PER_HOST of a server. hosts: of the server that has fewest."""
     if given := len(task.cluster.global_shards):
         return [given]
     chunks = sum(numels) // outer.fragments.chunk_elements
-    return [number for number in SHARDS if number <= min(max(1, chunks), PER_HOST * hosts)]
+    numbers = [number for number in SHARDS if number <= min(max(1, chunks), PER_HOST * hosts)]
+    of = {number: _map_of(task.architecture, cut(task, outer, number).fragments).fragments for number in numbers}
+    return [number for number in numbers if number <= len(of[number])]
+
+
+def cut(task: PlanTask, outer: OuterConfig, shards: int) -> OuterConfig:
+    """Cut each fragment into as many pieces as servers have shards, unless the fragments are pinned."""
+    if "fragments" in task.pins.outer or shards == outer.fragments.pieces:
+        return outer
+    return outer.model_copy(update={"fragments": outer.fragments.model_copy(update={"pieces": shards})})
 
 
 def outers(task: PlanTask) -> Iterator[OuterConfig]:
@@ -228,3 +240,14 @@ def outers(task: PlanTask) -> Iterator[OuterConfig]:
 def fragment_sizes(architecture: Architecture, layers_per_fragment: int | None) -> tuple[int, ...]:
     """Count the elements of each fragment."""
     return tuple(f.numel for f in ParameterMap(canonical_parameters(architecture), layers_per_fragment).fragments)
+
+
+@lru_cache(maxsize=64)
+def _map_of(architecture: Architecture, fragments: FragmentConfig) -> ParameterMap:
+    f = fragments
+    return ParameterMap(canonical_parameters(architecture), f.layers_per_fragment, f.chunk_elements, f.pieces)
+
+
+@lru_cache(maxsize=64)
+def _share(architecture: Architecture, fragments: FragmentConfig, shards: int) -> float:
+    return fullest_share(_map_of(architecture, fragments), shards)

@@ -23,7 +23,7 @@ MIN_JOBS, MIN_ROUNDS = 16, 8  # of each worker, and of each region, all the same
 def forecast_run(run: RunConfig, cluster: ClusterConfig, predicted: RunPrediction) -> dict[str, Any]:
     """Forecast a run on the cluster that `predicted` is of. Raises ConfigError."""
     step_s = {name: worker.step_s for name, worker in predicted.workers.items()}
-    return forecast(run, run.outer, world_of_cluster(cluster, step_s, run.seed, predicted))
+    return forecast(run, run.outer, world_of_cluster(run, cluster, step_s, predicted))
 
 
 def forecast(

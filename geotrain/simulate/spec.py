@@ -3,10 +3,12 @@ goes wrong at what time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from geotrain.config import ClusterConfig, ConfigError
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig
+from geotrain.parameters.parameter_map import parameter_map_of
+from geotrain.plan.model.server_hosts import fullest_share
 from geotrain.plan.predict import RunPrediction
 from geotrain.simulate.links import LinkSpec, Star
 
@@ -29,29 +31,29 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class RegionSpec:
-    """A simulated region. link: to the global server. local: between its workers and its region server. shards: of
-    that server."""
+    """A simulated region. link: to the global server. local: between its workers and its region server. share: of
+    the model, that the fullest of that server's shards has."""
 
     name: str
     workers: tuple[WorkerSpec, ...]
     link: LinkSpec
     local: LinkSpec = LOCAL
-    shards: int = 1
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
 class WorldSpec:
     """A simulated world. home: the region that the global server stands in, if in any. trunk: a link that all other
     regions share on their way to it. speeds_known: measured before the run: the first leases are cut by all workers'
-    speeds already. Otherwise, as in production, a speed is known once its worker has trained a job. shards: of the
-    global server. encrypted: whether links are."""
+    speeds already. Otherwise, as in production, a speed is known once its worker has trained a job. share: as of a
+    region. encrypted: whether links are."""
 
     regions: tuple[RegionSpec, ...]
     seed: int = 0
     home: str | None = None
     trunk: LinkSpec | None = None
     speeds_known: bool = True
-    shards: int = 1
+    share: float = 1.0
     encrypted: bool = False
 
     @property
@@ -74,13 +76,18 @@ class WorldSpec:
 
 
 def world_of_cluster(
-    cluster: ClusterConfig, step_s: Mapping[str, float], seed: int = 0, predicted: RunPrediction | None = None
+    run: RunConfig, cluster: ClusterConfig, step_s: Mapping[str, float], predicted: RunPrediction | None = None
 ) -> WorldSpec:
     """Build the world of a cluster file. step_s: seconds of an inner step of each worker. predicted: gives what stops
     workers between steps, and the links inside regions; None: nothing does, and these are `LOCAL`.
 
     Raises ConfigError when a region's link to "global" is not described.
     """
+    parameter_map = parameter_map_of(run)
+
+    def share(shards: Sequence[Address]) -> float:
+        return fullest_share(parameter_map, max(1, len(shards)))
+
     links = {name: link for link in cluster.links for name in link.regions if "global" in link.regions}
     regions = []
     for region in cluster.serving:
@@ -100,6 +107,6 @@ def world_of_cluster(
             if line := predicted.inside.get(region.name):
                 local = LinkSpec(line.gbps, line.latency_s)
         wide = LinkSpec(link.gbps, link.rtt_ms / 2000)
-        regions.append(RegionSpec(region.name, workers, wide, local, max(1, len(region.shards))))
-    shards, encrypted = max(1, len(cluster.global_shards)), cluster.security is not None
-    return WorldSpec(tuple(regions), seed, shards=shards, encrypted=encrypted)
+        regions.append(RegionSpec(region.name, workers, wide, local, share(region.shards)))
+    encrypted = cluster.security is not None
+    return WorldSpec(tuple(regions), run.seed, share=share(cluster.global_shards), encrypted=encrypted)

@@ -126,7 +126,7 @@ class VirtualWorld:
         server.set_weights([v.clone() for v in task.start])
         # When all have left, the clock forgets the deaths and returns that were still to come.
         members = len(spec.workers) if task.outer.flat else len(spec.regions)
-        work = self._work("global", members, spec.shards)
+        work = self._work("global", members, spec.share)
         self.top = GlobalNode(server, task.sizes.wide, work, self._applied, self.clock.end)
         if spec.speeds_known:
             for worker in spec.workers:
@@ -192,12 +192,12 @@ class VirtualWorld:
 
     # -- building
 
-    def _work(self, role: Literal["region", "global"], members: int, shards: int) -> ServerWork:
+    def _work(self, role: Literal["region", "global"], members: int, share: float) -> ServerWork:
         sizes, rates = self.task.sizes, self.task.server_rates
         if rates is None:
             return ServerWork(self.clock, ServerSeconds())
         seconds = server_seconds(place_of(role, sizes.config, members), sizes, rates.over(self.spec.encrypted))
-        return ServerWork(self.clock, seconds.over(shards))
+        return ServerWork(self.clock, seconds.over(share))
 
     def _build_region(self, region: RegionSpec) -> None:
         name, workers = region.name, tuple(w.name for w in region.workers)
@@ -209,7 +209,7 @@ class VirtualWorld:
         server = task.region_server(name, self.identity, task.parameter_map, task.outer, rule, workers)
         server.incarnation, server.leases.jobs_each = f"{name}-1", updates / len(workers)
         uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)
-        work = self._work("region", len(workers), region.shards)
+        work = self._work("region", len(workers), region.share)
         node = self.regions[name] = RegionNode(server, task.sizes.local, work, uplink)
         self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"), self.spec.seed)
         self.clock.at(0.0, node.start)

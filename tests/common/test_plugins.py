@@ -19,7 +19,7 @@ from geotrain.parallelism.memory import memory_per_rank
 from geotrain.parameters.parameter_map import canonical_parameters
 from tests.support.checkpoints import load, save
 from tests.support.command_line import say
-from tests.support.families import transformers_experts
+from tests.support.families import transformers_model
 from tests.support.inner_worlds import (
     QWEN_2,
     batch,
@@ -313,7 +313,7 @@ def beside_transformers(plugin: str) -> Any:
 
     sys.path.insert(0, plugin)
     engine = start(SEED_OSS, ParallelConfig(), deepspeed_block(1))
-    theirs, tokens = transformers_experts(SEED_OSS, canonical_weights(engine.architecture)), batch(7)[:2]
+    theirs, tokens = transformers_model(SEED_OSS, canonical_weights(engine.architecture)), batch(7)[:2]
     with torch.no_grad(), platform.megatron_runtime():
         logits = engine.module(tokens, None, None), theirs(tokens).logits
     losses = [loss for loss, _ in train(engine, range(4))]

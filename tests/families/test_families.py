@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from geotrain.families import FAMILIES, architecture_from_hf
+from geotrain.families import FAMILIES, Family, UnsupportedModelError, architecture_from_hf, family_of
+from geotrain.families.deepseek_v3 import DeepseekV3
+from geotrain.families.gemma2 import Gemma2
+from geotrain.families.gemma3 import Gemma3
+from geotrain.families.granite import Granite
+from geotrain.families.llama import Llama
+from geotrain.families.mistral import Mistral
+from geotrain.families.mixtral import Mixtral
+from geotrain.families.olmo2 import Olmo2
+from geotrain.families.olmo3 import Olmo3
+from geotrain.families.qwen2 import Qwen2
+from geotrain.families.qwen2_moe import Qwen2Moe
+from geotrain.families.qwen3 import Qwen3
+from geotrain.families.qwen3_moe import Qwen3Moe
+from geotrain.families.smollm3 import SmolLM3
 from geotrain.parameters.parameter_map import canonical_parameters, digest
+from tests.support.real_models import REFUSED
 
 BASE = {
     "vocab_size": 96,
@@ -39,23 +55,41 @@ OWN: dict[str, dict[str, Any]] = {
     "mixtral": MIXTURE,
     "qwen2_moe": {**SPARSE, "shared_expert_intermediate_size": 40},
     "deepseek_v3": LATENT,
+    "gemma2": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8},
 }
-DIGESTS = {
-    "llama": "99187fc9993c8f11",
-    "qwen2": "1fbeb3c3ef5aac3f",
-    "qwen3": "6d37c0e627b50cb3",
-    "mistral": "99187fc9993c8f11",
-    "smollm3": "d33c4dac3934fd51",
-    "granite": "99187fc9993c8f11",
-    "qwen3_moe": "b3986efd1bb62d41",
-    "mixtral": "39d738d3bc1390ee",
-    "qwen2_moe": "fac4502f6a7b986d",
-    "deepseek_v3": "daee3ca4ca6547aa",
+DIGESTS: dict[type[Family], str] = {
+    Llama: "99187fc9993c8f11",
+    Qwen2: "1fbeb3c3ef5aac3f",
+    Qwen3: "6d37c0e627b50cb3",
+    Mistral: "99187fc9993c8f11",
+    SmolLM3: "d33c4dac3934fd51",
+    Granite: "99187fc9993c8f11",
+    Olmo2: "f99546801190bf4f",
+    Olmo3: "f99546801190bf4f",
+    Gemma2: "57f1955e0885022d",
+    Gemma3: "5942a3f48873455b",
+    Qwen3Moe: "b3986efd1bb62d41",
+    Mixtral: "39d738d3bc1390ee",
+    Qwen2Moe: "fac4502f6a7b986d",
+    DeepseekV3: "daee3ca4ca6547aa",
 }
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_names_and_shapes_never_change(model_type: str) -> None:
+def test_all_are_here() -> None:
+    assert [type(family_of(model_type)) for model_type in FAMILIES] == list(DIGESTS)
+
+
+@pytest.mark.parametrize("family", DIGESTS)
+def test_names_and_shapes_never_change(family: type[Family]) -> None:
     """Checkpoints, snapshots and the servers of running runs know elements by them."""
+    model_type = family.model_type
     config: dict[str, Any] = {**BASE, **OWN.get(model_type, {}), "model_type": model_type}
-    assert digest(canonical_parameters(architecture_from_hf(config))) == DIGESTS[model_type]
+    assert digest(canonical_parameters(architecture_from_hf(config))) == DIGESTS[family]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_built_is_refused_with_the_reason(name: str) -> None:
+    config, reason = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
+        architecture_from_hf(config)

@@ -10,12 +10,16 @@ import torch
 from geotrain.config import ParallelConfig
 from tests.support.families import (
     DEEPSEEK,
+    GEMMA2,
+    GEMMA3,
     GRANITE,
     LATENT_YARN,
     LINEAR,
     LLAMA_3,
     MISTRAL,
     MIXTRAL,
+    OLMO2,
+    OLMO3,
     QWEN2,
     QWEN2_MOE,
     QWEN_MOE,
@@ -24,7 +28,6 @@ from tests.support.families import (
     biased_gates,
     losses,
     move_biases,
-    transformers_experts,
     transformers_model,
 )
 from tests.support.inner_worlds import (
@@ -41,6 +44,7 @@ from tests.support.inner_worlds import (
     train,
     write,
 )
+from tests.support.real_models import MODELS
 
 
 def reference_curve(model: Any, config: dict[str, Any], steps: range) -> list[tuple[float, float]]:
@@ -72,6 +76,7 @@ SMOLLM3_YARN = {**SMOLLM3, "rope_scaling": YARN["rope_scaling"], "hidden_size": 
 DENSE = (
     *(LLAMA, QWEN, LLAMA_3, YARN, LINEAR, QWEN2, MISTRAL),
     *(SMOLLM3, {**SMOLLM3, "no_rope_layers": [1] * 4}, GRANITE, SMOLLM3_YARN),
+    *(OLMO2, OLMO3, GEMMA2, GEMMA3),
 )
 SPARSE = (
     QWEN_MOE,
@@ -81,7 +86,7 @@ SPARSE = (
     DEEPSEEK,
     {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": LATENT_YARN},  # as Moonlight
 )
-STEPS = range(5)
+STEPS = range(10)
 
 
 def with_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -98,12 +103,11 @@ def beside_transformers() -> list[dict[str, Any]]:
 
     results = []
     for config in (*DENSE, *SPARSE):
-        sparse = config in SPARSE
-        parallel = ParallelConfig(dispatcher="allgather") if sparse else ParallelConfig()
+        parallel = ParallelConfig(dispatcher="allgather") if config in SPARSE else ParallelConfig()
         engine = start(config, parallel, deepspeed_block(0))
         weights = with_biases(canonical_weights(engine.architecture))
         write(engine, weights)
-        theirs = (transformers_experts if sparse else transformers_model)(config, weights)
+        theirs = transformers_model(config, weights)
         tokens = batch(7)[:2]
         with torch.no_grad(), platform.megatron_runtime():
             logits = engine.module(tokens, None, None), theirs(tokens).logits
@@ -120,18 +124,38 @@ def beside_transformers() -> list[dict[str, Any]]:
     return results
 
 
+def real_models() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Logits of each of them, and transformers'."""
+    from geotrain.inner.runtime import platform
+
+    found = {}
+    for name, config in MODELS.items():
+        engine = start(config, ParallelConfig(), deepspeed_block(0))
+        weights, tokens = canonical_weights(engine.architecture), batch(7)[:2]
+        write(engine, weights)
+        with torch.no_grad(), platform.megatron_runtime():
+            found[name] = engine.module(tokens, None, None), transformers_model(config, weights)(tokens).logits
+        stop(engine)
+    return found
+
+
+def test_real_models_are_built_as_transformers_has_them() -> None:
+    for name, logits in run_world(1, real_models)[0].items():
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4, msg=name)
+
+
 def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> None:
     (results,) = run_world(1, beside_transformers)
     ours = [result["logits"][0] for result in results]
-    for plain, variants in ((0, (2, 4, 6, 9)), (1, (3,)), (8, (7,)), (11, (12,))):
+    for plain, variants in ((0, (2, 4, 6, 9)), (1, (3,)), (8, (7,)), (15, (16,))):
         assert all((ours[plain] - ours[i]).abs().max() > 1e-3 for i in variants), "the variant has an effect"
     for result in results:
         assert result["logits"][1].std() > 0.1
-        torch.testing.assert_close(*result["logits"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*result["logits"], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(*result["loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
         assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
-    assert [len(result["biases"]) for result in results] == [0] * 15 + [1, 1]
+    assert [len(result["biases"]) for result in results] == [0] * 19 + [1, 1]
     for result in results:
         for before, ours, expected in result["biases"].values():
             torch.testing.assert_close(ours, expected)

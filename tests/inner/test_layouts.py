@@ -37,7 +37,7 @@ from tests.support.layouts import CHOICES, DENSE, MODELS, PACKED, PADDED, SPARSE
 
 FIRST, THEN = range(3), range(3, 6)
 END_OF_DOCUMENT = 0
-SHORT = 19  # so many rows of the table `make test` plays: all values of all choices, and seven of ten pairs
+SHORT = 22  # so many rows of the table `make test` plays: all values of all choices, and seven of ten pairs
 
 # ------------------------------------------------------------------------------------------- what each rank plays
 

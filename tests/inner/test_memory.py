@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from geotrain.config import ConfigError, ParallelConfig, architecture_from_hf
-from geotrain.parallelism.memory import activation_bytes, memory_per_rank
+from geotrain.parallelism.memory import activation_bytes, memory_per_rank, score_bytes
 from geotrain.parameters.parameter_map import parameter_count
-from tests.support.families import DEEPSEEK, QWEN_MOE
+from tests.support.families import DEEPSEEK, GEMMA2, OLMO2, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
@@ -41,6 +41,8 @@ TWO: list[Case] = [
     ({**DEEPSEEK, **WIDE, **LATENT}, ParallelConfig(expert=2), 1),
     ({**LLAMA, **WIDE}, ParallelConfig(context=2), 1),
     ({**QWEN, **WIDE}, ParallelConfig(context=2), 0),
+    ({**OLMO2, **WIDE}, ParallelConfig(tensor=2), 1),
+    ({**GEMMA2, **WIDE, "sliding_window": 64}, ParallelConfig(tensor=2, sequence=True), 1),
 ]
 FOUR: list[Case] = [  # two ranks have the same experts
     (SPARSE, ParallelConfig(expert=2), 1),
@@ -77,7 +79,7 @@ def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) 
     heads = (a.heads + a.kv_heads) * a.head_dim if a.qk_norm else 0
     latents = a.latent.query_rank + a.latent.key_value_rank if a.latent else 0
     between = sum(a.active_ffn_size(a.has_experts(i)) for i in range(a.layers))
-    normed = a.layers * (2 * whole + latents) + whole
+    normed = a.layers * ((4 if a.norms == "around" else 2) * whole + latents) + whole
     return 4 * tokens * (normed + (a.layers * heads + between) / parallel.tensor)
 
 
@@ -89,6 +91,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(ranks: int, cases: l
     for (model, parallel, _), *kept in zip(cases, *measured, strict=True):
         tokens = 2 * 16 // parallel.context
         counted = activation_bytes(architecture(model), parallel, tokens, 4, "none", 0, 1)
+        counted += 2 * score_bytes(architecture(model), parallel, deepspeed_block(0), 16)  # of both layers
         expected = counted + unfused_bytes(model, parallel, tokens)
         assert sum(kept) / ranks == pytest.approx(expected, rel=0.04), (model["model_type"], parallel)
 

@@ -62,9 +62,7 @@ def test_the_model_uses_it_where_megatrons_takes_the_same_arguments(monkeypatch:
 
     name = "_apply_rotary_pos_emb_bshd"
     assert getattr(rope_utils, name) is rotary.rotated
-    monkeypatch.setattr(rope_utils, name, lambda t, freqs, rotary_interleaved, mla_rotary_interleaved: t)
-    says = (
-        f"Megatron-core .*rope_utils.{name} takes t, .*, mla_rotary_interleaved; GeoTrain knows 0.16, where it takes"
-    )
+    monkeypatch.setattr(rope_utils, name, lambda t, freqs, rotary_interleaved, pairs: t)
+    says = f"Megatron-core .*rope_utils.{name} takes t, .*, pairs; GeoTrain knows 0.16 to 0.19, where it takes"
     with pytest.raises(ImportError, match=says):
         importlib.reload(replaced)

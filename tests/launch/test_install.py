@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tests.support.programs import program
 
@@ -102,9 +104,20 @@ def test_uv_finds_what_pip_would(tmp_path: Path) -> None:
     assert (tmp_path / "found").read_text() == "a b c f first-index\n"
 
 
-@pytest.mark.skipif("+cpu" not in metadata.version("torch"), reason="torch's other builds bring more")
+def pinned(python: str) -> dict[str, str]:
+    """The version of each package for a Python, such as "3.12"."""
+    pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    here = {"python_full_version": f"{python}.0"}
+    return {
+        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+        for pin in pins
+        if pin.marker is None or pin.marker.evaluate(here)
+    }
+
+
 def test_every_package_of_the_environment_is_pinned_and_no_other() -> None:
-    """What geotrain[dev] brings, with all that comes along. Triton is pinned for torch's CUDA build."""
+    """What geotrain[dev] brings, with all that comes along. Triton is pinned for torch's CUDA build, which by itself
+    requires one version of each of CUDA's libraries."""
     todo, needed = [("geotrain", "dev")], dict[str, str]()
     seen = set(todo)
     while todo:
@@ -117,12 +130,20 @@ def test_every_package_of_the_environment_is_pinned_and_no_other() -> None:
                 new = {(canonicalize_name(wanted.name), each) for each in ("", *wanted.extras)} - seen
                 todo.extend(new)
                 seen |= new
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {
-        canonicalize_name(name): version for name, is_pin, version in (x.partition("==") for x in lines) if is_pin
-    }
+    needed = {name: version for name, version in needed.items() if not name.startswith(("nvidia-", "cuda-"))}
+    pins = pinned("{}.{}".format(*sys.version_info))
     assert pins.pop("triton") and needed.pop("geotrain") and needed.pop("triton")
     assert pins == needed
+
+
+@pytest.mark.parametrize(("python", "megatron"), [("3.11", "0.16.1"), ("3.12", "0.19.2"), ("3.13", "0.19.2")])
+def test_each_python_has_a_pin_for_each_requirement_in_its_range(python: str, megatron: str) -> None:
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": "dev"}
+    pins, asked = pinned(python), [Requirement(line) for line in metadata.requires("geotrain") or ()]
+    wanted = [each for each in asked if each.marker is None or each.marker.evaluate(environment)]
+    outside = [str(each) for each in wanted if not each.specifier.contains(pins[canonicalize_name(each.name)])]
+    assert outside == [] and len(wanted) > 40 and pins["megatron-core"] == megatron
+    assert Version(python) in SpecifierSet(str(metadata.metadata("geotrain")["Requires-Python"]))
 
 
 @pytest.mark.parametrize(

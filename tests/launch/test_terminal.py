@@ -106,13 +106,13 @@ def test_what_servers_that_answer_wait_for() -> None:
 
 def test_a_shard_that_is_down_is_seen() -> None:
     shards = [
-        {"shard": 0, "up": True, "commands": 1200, "rss_bytes": 3_000_000, "saved": 40},
-        {"shard": 1, "up": False, "commands": 0, "rss_bytes": 0, "saved": 0},
+        {"shard": 0, "up": True, "facts": 1200, "behind": 2, "rss_bytes": 3_000_000},
+        {"shard": 1, "up": False, "facts": 0, "behind": 0, "rss_bytes": 0},
     ]
     console = new_console()
     with console.capture() as shown:
         console.print(draw("r", cluster(), {"global": TOP, "eu": {**EU, "shards": shards}}))
-    assert "shards of eu: 0 1,200 commands, 3.0 MB, snapshot after 40; 1 DOWN" in shown.get()
+    assert "shards of eu: 0 1,200 facts, 2 not in the ledger, 3.0 MB; 1 DOWN" in shown.get()
 
 
 @pytest.mark.parametrize("phase", ["paused", "stopping"])

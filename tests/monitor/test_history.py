@@ -19,10 +19,10 @@ from geotrain.monitor.events import (
     SnapshotWritten,
     WaitsChanged,
 )
-from geotrain.monitor.history import Facts, History, facts
+from geotrain.monitor.history import History, PageFacts, facts
 from geotrain.outer.events import Event, Joined, Steered, UpdateApplied, UpdateRefused, ValidationDone
 
-FACTS = Facts(
+FACTS = PageFacts(
     "r", 10, 8, 8000, ("all",), {n: {"region": n, "workers": 1, "gbps": None, "rtt_ms": None} for n in "ab"}
 )
 
@@ -80,10 +80,10 @@ def test_what_the_server_waits_for_is_shown_until_it_does_not() -> None:
 
 
 def test_the_last_sample_of_each_shard_is_told() -> None:
-    up, down = ShardSampled(1, True, 9, 0, 7, 50, 60), ShardSampled(1, False, 0, 0, 0, 0, 0)
-    zero = ShardSampled(0, True, 9, 0, 7, 50, 60)
+    up, down = ShardSampled(1, True, 9, 0, 50, 60), ShardSampled(1, False, 0, 0, 0, 0)
+    zero = ShardSampled(0, True, 9, 0, 50, 60)
     shards = told(up, zero, down).state(9)["shards"]
-    assert [(each["shard"], each["up"], each["commands"]) for each in shards] == [(0, True, 9), (1, False, 0)]
+    assert [(each["shard"], each["up"], each["facts"]) for each in shards] == [(0, True, 9), (1, False, 0)]
 
 
 def test_only_what_is_new_is_told_to_who_knows_the_rest() -> None:

@@ -64,7 +64,7 @@ def test_events_become_metrics() -> None:
         ProcessStarted("eu-0", "worker"), ProcessEnded("eu-0", 3), LivenessChanged("us", "cut off", 6.0),
         LivenessChanged("us", "lost", 60.0), LivenessChanged("af", "up", 0.0), LivenessChanged("af", "left", 0.0),
         WaitsChanged([{"what": "lease"}]), ValidationDone("eu", 1, 4, 2.25, 3.0, 4096),
-        ShardSampled(1, True, 9, 2, 7, 50, 60), ShardSampled(0, False, 0, 0, 0, 0, 0),
+        ShardSampled(1, True, 9, 2, 50, 60), ShardSampled(0, False, 0, 0, 0, 0),
     ):  # fmt: skip
         metrics.on(Record(1000.0, "global", event))
     found = told(metrics)
@@ -80,8 +80,8 @@ def test_events_become_metrics() -> None:
         ("validation_loss",): 2.25, ("waits",): 1,
         ("open_leases",): 9, ("snapshots_total",): 1, ("snapshot_seconds",): 1.5, ("process_up", "eu-0"): 0,
         ("process_exits_total", "eu-0", "3"): 1, ("fragment_version", "2"): 4, ("disk_free_bytes",): 2,
-        ("events_total", "ServerSampled"): 2, ("shard_up", "0"): 0, ("shard_up", "1"): 1, ("shard_commands", "1"): 9,
-        ("shard_commands_behind", "1"): 2, ("shard_snapshot_commands", "1"): 7, ("shard_memory_bytes", "1"): 60,
+        ("events_total", "ServerSampled"): 2, ("shard_up", "0"): 0, ("shard_up", "1"): 1, ("shard_facts", "1"): 9,
+        ("shard_facts_behind", "1"): 2, ("shard_memory_bytes", "1"): 60,
     }  # fmt: skip
     for (name, *labels), value in wanted.items():
         assert found.get((name, *sorted(labels))) == value, (name, labels)

@@ -1,12 +1,16 @@
-"""Seeds known faults one at a time and runs the tests that should notice them: `python -m tests.mutants [-k NAME]`.
+"""Seeds faults one at a time and runs the tests that should notice them: `python -m tests.mutants [-k NAME]` those of
+the kept list, `--sample 200 --seed 7` those drawn over the whole product, each with the tests that execute its line.
 
-Each fault is run in a fork of this process, which has imported the libraries but nothing of the product, so the fork
-imports the product with the fault in it. First the tests run without a fault, since a red test notices nothing.
+Each fault is run in a fork of this process, which has imported the libraries but nothing of the product. In the
+fork's own mount namespace the changed file lies over the checkout's, so that every process it starts has the fault,
+also a wheel's; other processes do not see it. Tests that noticed something then run without a fault: a red test
+notices nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import json
 import multiprocessing
@@ -28,13 +32,23 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+from tests.contexts.kept import Contexts, file_of
+from tests.mutants.drawn import draw
 from tests.mutants.faults import FAULTS, ROOT, Fault, read_faults
+from tests.support.process_trees import MARK, marked
 
-LIBRARIES = ("torch", "numpy", "grpc", "pydantic", "cryptography.x509", "msgpack", "psutil")
+LIBRARIES = (
+    *("torch", "numpy", "grpc", "pydantic", "cryptography.x509", "msgpack", "psutil", "scipy.optimize", "triton"),
+    *("fsspec", "pyarrow.parquet", "prometheus_client", "typer", "rich.live"),
+)
 FORKS = multiprocessing.get_context("fork")
 # A hang, or a wait for what never comes, is ended after this and a multiple of the tests' own time without a fault.
-GRACE_S, GRACE_TIMES = 20.0, 4.0
+GRACE_S, GRACE_TIMES = 30.0, 4.0
+FILES = 4  # of tests are collected at a time: the first often notice
 SHOWN = 200  # characters of a failure
+UNABLE = 70  # the exit code of a fork that could not lay the fault over the file
+CLONE_NEWNS, CLONE_NEWUSER, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x1000, 0x4000, 0x40000
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
@@ -52,9 +66,14 @@ class Fork:
 
     tests: tuple[str, ...]
     fault: Fault | None
-    within_s: float
+    contexts: Contexts
     told: Path
     begun_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        files = {file_of(test) for test in self.tests}
+        usual_s = sum(map(self.contexts.usual_s, self.tests)) + sum(map(self.contexts.usual_s, files))
+        self.within_s = GRACE_S * len(files) + GRACE_TIMES * usual_s
 
     def start(self) -> BaseProcess:
         self.process = FORKS.Process(target=self._run)
@@ -64,52 +83,81 @@ class Fork:
     def _run(self) -> None:
         """Run the tests, and end without Python's own end, which would wait for what a fault has left behind."""
         os.setsid()
+        os.environ[MARK] = self.told.name
         with self.told.with_suffix(".log").open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         os.chdir(ROOT)
         if self.fault is not None:
             self._seed(self.fault)
-        os._exit(self.judge(Told(self.told)))
+        os._exit(self.judge())
 
-    def judge(self, told: Told) -> int:
-        """Run the tests with the fault, and tell what notices it. Returns an exit code."""
-        code = pytest.main(
-            ["-x", "-p", "no:cacheprovider", f"--basetemp={self.told.with_suffix('')}", *self.tests], [told]
-        )
-        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-            told.write(f"pytest ended with {code!r}")
-        return code
+    def judge(self) -> int:
+        """Run the tests with the fault, some files at a time, and tell what notices it. Returns an exit code."""
+        files, only = list(dict.fromkeys(map(file_of, self.tests))), self.told.with_suffix(".tests")
+        only.write_text("\n".join(self.tests))
+        for begin in range(0, len(files), FILES):
+            told = Told(self.told, self.contexts)
+            words = (
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                f"--only={only}",
+                f"--basetemp={self.told.with_suffix('')}-{begin}",
+            )
+            code = pytest.main([*words, *files[begin : begin + FILES]], [told])
+            if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+                told.write(f"pytest ended with {code!r}")
+            if code != pytest.ExitCode.OK:
+                return code
+        return 0
 
     def _seed(self, fault: Fault) -> None:
-        from tests.mutants.hook import sitecustomize
-
         source = self.told.with_suffix(".py")
         source.write_text(fault.mutated())
-        os.environ[sitecustomize.MUTATED] = str(ROOT / fault.file)
-        os.environ[sitecustomize.SOURCE] = str(source)
-        paths = [str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        sitecustomize.install()
+        moment = int(self.told.stem) + 1  # of its own: what Python has compiled of other sources is not of this one
+        os.utime(source, (moment, moment))
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        lay_over(ROOT / fault.file, source)
 
     def end(self, hung: bool) -> Outcome:
-        """End the fork, and all that it has started and that did not leave its group."""
+        """End the fork, and all that it has started."""
         seconds = time.monotonic() - self.begun_s
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()  # it may not have made its group yet
         self.process.join()
+        for pid in marked({MARK: self.told.name}):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process.exitcode == UNABLE:
+            raise RuntimeError(self.told.with_suffix(".log").read_text())
         noticed = self.told.read_text() if self.told.exists() else ""
         if self.process.exitcode and not noticed:
             noticed = "no answer" if hung else f"the process ended with {self.process.exitcode}"
         return Outcome(noticed, seconds, hung)
 
 
-class Told:
-    """A plug-in of pytest: writes the first failure to a file. Hypothesis neither shrinks nor remembers here."""
+def lay_over(file: Path, source: Path) -> None:
+    """Show this process, and those it starts, the source as the file's content."""
+    user, root = os.geteuid(), os.geteuid() == 0
+    if _libc.unshare(CLONE_NEWNS | (0 if root else CLONE_NEWUSER)) == 0:
+        if not root:
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        _libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        _libc.mount(bytes(source), bytes(file), None, MS_BIND, None)
+    if file.read_bytes() != source.read_bytes():
+        print(f"no mount namespace: {os.strerror(ctypes.get_errno())}", file=sys.stderr, flush=True)
+        os._exit(UNABLE)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+
+class Told:
+    """A plug-in of pytest: writes the first failure to a file, and ends what takes much longer than usual. Hypothesis
+    neither shrinks nor remembers here."""
+
+    def __init__(self, path: Path, contexts: Contexts) -> None:
+        self.path, self.contexts = path, contexts
 
     def write(self, what: str) -> None:
         if not self.path.exists():
@@ -122,6 +170,10 @@ class Told:
         )
         settings.load_profile("mutants")
 
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        usual_s = self.contexts.usual_s(file_of(item.nodeid))  # any may be the first to ask for what the file shares
+        item.add_marker(pytest.mark.timeout(GRACE_S + GRACE_TIMES * usual_s), append=False)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.write(report.nodeid)
@@ -131,11 +183,13 @@ class Told:
             self.write(f"collecting {report.nodeid}")
 
 
-def outcomes(forks: Iterable[Callable[[], Fork]], at_once: int) -> Iterator[tuple[Fork, Outcome]]:
-    """Run so many forks at a time; give each when it has ended or its time is over."""
+def outcomes(
+    forks: Iterable[Callable[[], Fork]], at_once: int, until_s: float = float("inf")
+) -> Iterator[tuple[Fork, Outcome]]:
+    """Run so many forks at a time; give each when it has ended or its time is over. None begins after `until_s`."""
     todo, running = deque(forks), dict[int, Fork]()
-    while todo or running:
-        while todo and len(running) < at_once:
+    while running or (todo and time.monotonic() < until_s):
+        while todo and len(running) < at_once and time.monotonic() < until_s:
             fork = todo.popleft()()
             running[fork.start().sentinel] = fork
         first_s = min(fork.begun_s + fork.within_s for fork in running.values())
@@ -146,69 +200,86 @@ def outcomes(forks: Iterable[Callable[[], Fork]], at_once: int) -> Iterator[tupl
             yield fork, fork.end(hung=sentinel not in ended)
 
 
-def without_faults(faults: list[Fault], make: Callable[..., Fork], at_once: int) -> dict[str, Outcome]:
-    """Run all the faults' tests as the code is, those of one file in one fork. Returns the outcomes by file."""
-    by_file: dict[str, dict[str, None]] = {}
-    for test in (test for fault in faults for test in fault.tests):
-        by_file.setdefault(file_of(test), {})[test] = None
-    # a whole file has all its tests
-    forks = [partial(make, (f,) if f in tests else tuple(tests)) for f, tests in by_file.items()]
-    healthy = {}
-    for fork, outcome in outcomes(forks, at_once):
-        file = file_of(fork.tests[0])
-        healthy[file] = outcome
-        said = f"red: {outcome.noticed}" if outcome.noticed else "green"
-        print(f"         {outcome.seconds:6.1f} s  {file}, without a fault: {said}", flush=True)
-    return healthy
-
-
-def file_of(test: str) -> str:
-    return test.partition("::")[0]
-
-
-def run(faults: list[Fault], at_once: int) -> dict[str, float]:
-    """Print what became of each fault. Returns how many there were, how many survived, and the seconds."""
-    begin_s, survived = time.monotonic(), 0
+def run(faults: list[Fault], contexts: Contexts, at_once: int, minutes: float) -> dict[str, float]:
+    """Print what became of each fault, and last those that survived. Returns how many there were of each kind."""
+    begin_s = time.monotonic()
     for library in LIBRARIES:
         importlib.import_module(library)
+    noticed, survived = dict[str, str](), list[Fault]()
     with tempfile.TemporaryDirectory() as folder:
         numbers = count()
 
-        def make(tests: tuple[str, ...], fault: Fault | None = None, within_s: float = 600.0) -> Fork:
-            return Fork(tests, fault, within_s, Path(folder) / f"{next(numbers)}.told")
+        def make(tests: tuple[str, ...], fault: Fault | None = None) -> Fork:
+            return Fork(tests, fault, contexts, Path(folder) / f"{next(numbers)}.told")
 
-        healthy = without_faults(faults, make, at_once)
-
-        def seeded(fault: Fault) -> Fork:
-            usual_s = sum(healthy[file].seconds for file in {file_of(test) for test in fault.tests})
-            return make(fault.tests, fault, GRACE_S + GRACE_TIMES * usual_s)
-
-        for fork, outcome in outcomes([partial(seeded, fault) for fault in faults], at_once):
+        until_s = begin_s + 60 * minutes
+        for fork, outcome in outcomes([partial(make, fault.tests, fault) for fault in faults], at_once, until_s):
             fault = fork.fault
             assert fault is not None
-            red = any(healthy[file_of(test)].noticed for test in fault.tests)
-            lives = red or not outcome.noticed
-            survived += lives
-            verdict = "survived" if lives else "hung" if outcome.hung else "killed"
-            by = f"{fault.breaks}" if lives else f"by {outcome.noticed}"
-            print(f"{verdict:8} {outcome.seconds:6.1f} s  {fault.name}: {by}", flush=True)
-    return {"mutants": len(faults), "survived": survived, "seconds": round(time.monotonic() - begin_s, 1)}
+            if outcome.noticed:
+                noticed[fault.name] = outcome.noticed
+            else:
+                survived.append(fault)
+            verdict = "survived" if not outcome.noticed else "hung" if outcome.hung else "noticed"
+            print(f"{verdict:8} {outcome.seconds:6.1f} s  {fault.name}: {fault.breaks}", flush=True)
+            print(f"{'':20}{outcome.noticed or f'of {len(fork.tests)} tests'}", flush=True)
+        red = red_without(noticed, make, at_once)
+    ended = {fault.name for fault in survived} | noticed.keys()
+    why = {
+        **{name: f"{test} is red without it" for name, test in noticed.items() if test in red},
+        **{fault.name: f"{fault.left_out} more tests execute it" for fault in survived if fault.left_out},
+        **{fault.name: "there was no time for it" for fault in faults if fault.name not in ended},
+    }
+    for fault in faults:
+        if fault.name in why:
+            print(f"undecided {fault.name}: {fault.breaks}; {why[fault.name]}")
+        elif fault in survived:
+            print(f"survived {fault.name}: {fault.breaks}{'' if fault.tests else '; no test executes it'}")
+    lived = len({fault.name for fault in survived} - why.keys())
+    return {
+        "drawn": len(faults),
+        "noticed": len(faults) - lived - len(why),
+        "survived": lived,
+        "undecided": len(why),
+        "seconds": round(time.monotonic() - begin_s, 1),
+    }
+
+
+def red_without(noticed: dict[str, str], make: Callable[..., Fork], at_once: int) -> set[str]:
+    """Those of the tests which noticed faults that are red without one, too."""
+    by_file: dict[str, list[str]] = {}
+    for test in sorted({test.removeprefix("collecting ") for test in noticed.values()}):
+        if (ROOT / file_of(test)).is_file():
+            by_file.setdefault(file_of(test), []).append(test)
+    red = set[str]()
+    for fork, outcome in outcomes([partial(make, tuple(tests)) for tests in by_file.values()], at_once):
+        if outcome.noticed:
+            print(f"red without a fault, after {outcome.seconds:.1f} s: {outcome.noticed}", flush=True)
+            later = fork.tests.index(outcome.noticed) if outcome.noticed in fork.tests else 0
+            red |= set(fork.tests[later:])  # none of them was played
+    return red
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument(
-        "-k", nargs="*", default=[""], metavar="NAME", help="only faults with one of these in the name"
+        "-k", nargs="*", default=[""], metavar="NAME", help="only those with one of these in the name"
     )
     parser.add_argument("--list", type=Path, default=FAULTS, metavar="FILE", help="in place of the kept list")
+    parser.add_argument("--sample", type=int, default=0, help="draw so many faults, in place of a list")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of tests for each fault that is drawn, at most")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no more faults begin")
     parser.add_argument("-n", type=int, default=2, metavar="FORKS", help="at a time")
     args = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    faults = [fault for fault in read_faults(args.list) if any(name in fault.name for name in args.k)]
+    contexts = Contexts()
+    found = draw(args.sample, args.seed, contexts, args.seconds) if args.sample else read_faults(args.list)
+    faults = [fault for fault in found if any(name in fault.name for name in args.k)]
     for fault in faults:
         fault.mutated()  # the whole list follows the code, or nothing runs
-    result = run(faults, args.n)
+    result = run(faults, contexts, args.n, args.minutes)
     print(json.dumps(result))
     return min(1, int(result["survived"]))
 

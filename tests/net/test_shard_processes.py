@@ -82,7 +82,7 @@ def test_nobody_else_speaks_as_a_shard(tmp_path: Path) -> None:
     server = site.serve("eu")
     site.status("eu")  # it listens
     said = []
-    hello = wire.pack(rpc.ShardHello(0, 0, (0,) * 4, 0, "", True, 0, 0.0, False, 0, 0))
+    hello = wire.pack(rpc.ShardHello(0, 0, (0,) * 4, 0, "", True, 0, 0.0, False, 0, 0, "x"))
     facts = wire.pack(Facts(0, 0, (), (0,) * 4, (0,) * 4))
     for role, name in (("worker", "a"), ("shard", "global"), ("region", "eu")):
         trust = trust_between(site.cluster, role, name, "region", "eu")  # type: ignore[arg-type]

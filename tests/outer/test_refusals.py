@@ -144,8 +144,10 @@ JOINS = {
     ),
     "very many ranks": ({"parts": MOST_PARTS + 1}, f"part 0 of {MOST_PARTS + 1} .* has at most {MOST_PARTS}"),
     "more ranks than numbers": ({"parts": 1 << 61, "part": 1 << 60}, f"has at most {MOST_PARTS}"),
-    "an incarnation's long name": ({"incarnation": "x" * 257}, "is no text of at most 256 characters"),
-    "an incarnation's name with escapes": ({"incarnation": "life\x1b[2J"}, "is no text of at most 256"),
+    "an incarnation's long name": ({"incarnation": "x" * 257}, "is no text of 1 to 256 characters"),
+    "an incarnation's name with escapes": ({"incarnation": "life\x1b[2J"}, "is no text of 1 to 256"),
+    "one of before the server's state was lost": ({"applied": (0,)}, "a: this server's state was lost, or is older"),
+    "one that has sent more": ({"incarnation": "life-1", "applied": (1,)}, "a: this server's state was lost, or is"),
     "the state of another run": ({"origin": "another"}, "a: its state is of another run of the name 'test'"),
 }  # fmt: skip
 

@@ -30,18 +30,20 @@ from tests.support import families, real_models
 from tests.support.hub import LFS_POINTER
 
 SMALL = {"vocab_size": 264, "num_hidden_layers": 2}
-LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN = (
-    {**getattr(families, name), **SMALL} for name in ("LLAMA", "LLAMA_3", "MIXTRAL", "QWEN_MOE", "QWEN2_MOE", "YARN")
+LLAMA, LLAMA_3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, YARN, OLMO2, GEMMA2, GEMMA3 = (
+    {**getattr(families, name), **SMALL}
+    for name in ("LLAMA", "LLAMA_3", "MIXTRAL", "QWEN_MOE", "QWEN2_MOE", "YARN", "OLMO2", "GEMMA2", "GEMMA3")
 )
+OLMO3 = {**families.OLMO3, **SMALL, "layer_types": families.ALTERNATING[:2]}
 QWEN3 = {key: value for key, value in families.QWEN.items() if key != "head_dim"} | SMALL | {"torch_dtype": "float16"}
 QWEN2 = {**families.QWEN2, **SMALL, "rope_theta": 1e6}
 MISTRAL = {**families.MISTRAL, **SMALL, "sliding_window": None}
 SMOLLM3, GRANITE = {**families.SMOLLM3, **SMALL}, {**families.GRANITE, **SMALL}
 DEEPSEEK = {key: value for key, value in families.DEEPSEEK.items() if key != "num_key_value_heads"} | SMALL
 FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, QWEN3_MOE, MIXTRAL, LLAMA_3, YARN, QWEN2_MOE, DEEPSEEK]
-FAMILIES += [SMOLLM3, GRANITE]
+FAMILIES += [SMOLLM3, GRANITE, OLMO2, OLMO3, GEMMA2, GEMMA3]
 NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn", "qwen2_moe", "deepseek_v3"]
-NAMES += ["smollm3", "granite"]
+NAMES += ["smollm3", "granite", "olmo2", "olmo3", "gemma2", "gemma3"]
 
 TOKENS = torch.arange(96)[None] * 7 % 264
 
@@ -140,7 +142,8 @@ def test_an_export_of_a_real_config_is_the_model_that_transformers_makes_of_that
     assert written["rope_theta"] == a.rope_theta
     assert (written["rope_scaling"] or {}) == dict(a.rope_scaling)
     known = {*AutoConfig.for_model(a.model_type).to_dict(), "head_dim", "num_experts", "rope_theta", "rope_scaling"}
-    assert set(written) - known <= {"aux_loss_alpha", "router_bias_update_rate"}  # DeepSeek's, and our own
+    # DeepSeek's and our own; version 4's
+    assert set(written) - known <= {"aux_loss_alpha", "router_bias_update_rate", "hidden_act", "rope_local_base_freq"}
 
 
 OLDER = """
@@ -181,12 +184,13 @@ def test_the_exported_config_states_what_was_trained(tmp_path: Path, tokenizer: 
     a, loaded = architecture_from_hf(config), AutoConfig.from_pretrained(tmp_path / "out")
     assert (loaded.head_dim, loaded.num_key_value_heads, loaded.rms_norm_eps) == (a.head_dim, a.kv_heads, a.norm_eps)
     assert (loaded.max_position_embeddings, loaded.tie_word_embeddings) == (a.max_positions, a.tied_embeddings)
-    assert loaded.rope_parameters["rope_theta"] == a.rope_theta
+    rope = loaded.rope_parameters.get("full_attention", loaded.rope_parameters)
+    assert rope["rope_theta"] == a.rope_theta
     # As its `padding_idx` the eos token's embedding would not be trained any more.
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (None, 256, None)
-    name = {"smollm3": "SmolLM3"}.get(a.model_type, a.model_type.title().replace("_", ""))
+    name = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}.get(a.model_type, a.model_type.title().replace("_", ""))
     assert loaded.architectures == [f"{name}ForCausalLM"]
-    assert loaded.rope_parameters.items() >= dict(a.rope_scaling).items()
+    assert rope.items() >= dict(a.rope_scaling).items()
     assert architecture_from_hf(json.loads((tmp_path / "out/config.json").read_text())) == a
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert generation["eos_token_id"] == generation["pad_token_id"] == 256

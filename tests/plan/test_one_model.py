@@ -81,9 +81,9 @@ def test_a_servers_shards_divide_its_work_in_the_simulator_too(tmp_path: Path) -
     cluster = json.loads(files[1].read_text())
     assert len(cluster["global_shards"]) == 16
     _, _, spec = question(*files)
-    assert spec.encrypted and spec.shards == 16
+    assert spec.encrypted and 1 / 16 <= spec.share < 1.1 / 16
     for region in spec.regions:  # as the cluster file has them
-        assert region.shards == 16 and region.local.gbps == {"us-west": 200.0}.get(region.name, 400.0)
+        assert region.share == spec.share and region.local.gbps == {"us-west": 200.0}.get(region.name, 400.0)
         assert all(worker.refresh_s > 0 for worker in region.workers)
     shared = simulate(*files)
     cluster["global_shards"] = []

@@ -44,7 +44,7 @@ def closed_form(
     workers = [WorkerTiming(f"{name}-{i}", name, s) for name, steps in STEPS_S.items() for i, s in enumerate(steps)]
     lines = [Line((), spec.gbps, spec.latency_s) for spec in (wide, local)]
     sizes = Sizes(outer, tuple(f.numel for f in layout(outer).fragments))
-    servers = rates and server_times(outer, sizes, dict.fromkeys(STEPS_S, 1), 1, rates)
+    servers = rates and server_times(outer, sizes, dict.fromkeys(STEPS_S, 1.0), 1.0, rates)
     return pace(outer, sizes, workers, *({name: line for name in STEPS_S} for line in lines), servers)
 
 

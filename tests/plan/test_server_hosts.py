@@ -14,8 +14,9 @@ from benchmarks.servers.rates import run_of as large
 from geotrain.commands import dry_run
 from geotrain.commands.plan import default_run
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, RunConfig, parse
+from geotrain.config import ClusterConfig, FragmentConfig, RunConfig, parse
 from geotrain.launch.run_rules import misfits
+from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.inventory import Pins, PlanError
 from geotrain.plan.model.server_hosts import PER_HOST, host_bytes, servers, shard_bytes, spread, too_small_hosts
@@ -46,19 +47,23 @@ def test_a_shards_share_is_what_it_holds_at_most() -> None:
     """Of 1 to 4 shards, each one's live vectors and payloads lie below what is planned for the fullest."""
     layout = small_map(1, 4)
     settings = config("region_momentum", updates_per_send=2)
+    fakes = {"eu": [FakeWorker(name, layout, whole(layout)) for name in "ab"]}
+    world = World(settings, fakes, [start_vector()[: f.numel].clone() for f in layout.fragments], layout)
+    for worker in world.workers:
+        world.weights(worker, dict.fromkeys(range(len(layout.fragments)), 0))
+        for fragment, delta in random_deltas(world, 0).items():
+            world.push(worker, {fragment: delta})
     for number in (1, 2, 3, 4):
-        fakes = {"eu": [FakeWorker(name, layout, whole(layout)) for name in "ab"]}
-        start = [start_vector()[: f.numel].clone() for f in layout.fragments]
-        world = World(settings, fakes, start, layout, shards=number)
-        for worker in world.workers:
-            world.weights(worker, dict.fromkeys(range(len(layout.fragments)), 0))
-            for fragment, delta in random_deltas(world, 0).items():
-                world.push(worker, {fragment: delta})
+        dealt = deal([fragment.numel for fragment in layout.fragments], number)
         for role, server in (("region", world.regions["eu"]), ("global", world.top)):
             members = 2 if role == "region" else 1
             needs = server_needs(place_of(role, settings, members), settings, layout, 1)  # type: ignore[arg-type]
-            live = [sum(t.nbytes for t in shard.state().values()) for shard in server.shards.all]
-            assert len(live) == number and sum(live) > needs.kept["vectors"] / 2
+            live = [0] * number
+            for name, tensor in server.state()[0].items():
+                chunk = int(name.split(".")[1 if name.startswith("chunk.") else -1])
+                fragment = layout.chunks[chunk].fragment
+                live[next(i for i, own in enumerate(dealt) if fragment in own)] += tensor.nbytes
+            assert sum(live) > needs.kept["vectors"] / 2
             beside = sum(needs.passing[part] for part in ("process", "computing"))
             assert max(live) <= shard_bytes(needs, layout, number) - beside
 
@@ -72,12 +77,17 @@ def test_shards_are_spread_by_memory(seed: int) -> None:
     room = {name: [(f"{name}-m{i}", float(gb)) for i, gb in enumerate(rng.uniform(30, 200, 8))] for name in "ab"}
     cluster = planned(small_run(), with_hosts(cluster, **room)).cluster
     hosts = {name: [host for host, _ in room["a" if name == GLOBAL else name]] for name in (GLOBAL, "a", "b")}
-    parameter_map = parameter_map_of(run)
-    needs = servers(run, cluster, parameter_map)
-    found = spread(run, cluster, hosts, 1)
+
+    def cut(shards: int) -> RunConfig:
+        fragments = run.outer.fragments.model_copy(update={"pieces": shards})
+        return run.model_copy(update={"outer": run.outer.model_copy(update={"fragments": fragments})})
+
+    found = spread(cut, cluster, hosts, 1)
     assert len({len(mine) for mine in found.values()}) == 1
     assert all(set(mine) <= set(hosts[name]) for name, mine in found.items())
     number = len(found["a"])
+    parameter_map = parameter_map_of(cut(number))
+    needs = servers(run, cluster, parameter_map)
     used = Counter[str]()
     for name, mine in found.items():
         for host in mine:
@@ -86,7 +96,7 @@ def test_shards_are_spread_by_memory(seed: int) -> None:
     over = [host for host, count in used.items() if count > memory[host]]
     total = sum(memory[host] for host in hosts["a"])
     if over:  # no more shards could be made, or all of them need more than there is
-        assert 2 * number > min(len(parameter_map.chunks), PER_HOST * 8) or sum(used.values()) > total
+        assert 2 * number > PER_HOST * 8 or sum(used.values()) > total
     elif number > 1:
         assert max(shard_bytes(needs[n], parameter_map, number // 2) for n in found) > min(memory.values()) / 3
 
@@ -106,6 +116,10 @@ def test_a_plan_puts_shards_where_there_is_memory() -> None:
     taken = {host: sum(parts.values()) for host, parts in host_bytes(plan.run, plan.cluster).items()}
     assert all(taken[host] <= room for host, room in plan.cluster.server_memory.items() if host in taken)
     assert list(misfits(plan.run, plan.cluster)) == []
+    assert plan.run.outer.fragments.pieces == plan.setting.shards
+    whole_model = plan.run.outer.model_copy(update={"fragments": FragmentConfig()})
+    [refused] = misfits(plan.run.model_copy(update={"outer": whole_model}), plan.cluster)
+    assert "the model has 1 fragments" in str(refused) and "set outer.fragments.pieces" in str(refused)
     output = StringIO()
     dry_run.show(dry_run.needs(plan.run, plan.cluster), Console(file=output, width=250))
     assert f"{top}-mem1" in output.getvalue() and "20.0 GB" in output.getvalue()

@@ -16,8 +16,8 @@ from geotrain.commands.dry_run import needs, show
 from geotrain.config import codec_config, load_cluster, load_run
 from geotrain.net.storage.disk_mirror_store import DiskMirrorStore, on_disk
 from geotrain.outer import downlink
+from geotrain.outer.server import store
 from geotrain.outer.server.server import Server
-from geotrain.outer.shards import shard as shard
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.model.servers import place_of, server_needs
@@ -51,11 +51,11 @@ def held(server: Server) -> Iterator[tuple[str, Tensor]]:
             yield COMING if ".waiting." in name else "vectors", tensor
         elif not name.startswith(("answer.", "in_flight.")):
             yield next(part for head, part in PARTS.items() if name.startswith(head)), tensor
-    for each in server.shards.all:  # payloads as they lie in memory, not as the state names some of them
-        yield from ((COMING, from_bytes(payload)) for payload in each.in_flight.values())
-        for known in each.members.values():
-            for answer in known.answers.values():
-                yield from ((COMING, from_bytes(weights.payload)) for weights in answer.weights.values())
+    # Payloads as they lie in memory, not as the state names some of them.
+    yield from ((COMING, from_bytes(payload)) for payload in server.store.in_flight.values())
+    for known in server.store.members.values():
+        for answer in known.answers.values():
+            yield from ((COMING, from_bytes(weights.payload)) for weights in answer.weights.values())
 
 
 def play(world: World) -> Iterator[int]:
@@ -97,7 +97,7 @@ def test_a_servers_memory_is_that_of_its_live_tensors(
     more = {} if rule == "sync" else {"updates_per_send": 2}
     codecs = {"up": codec_config(up), "down": codec_config(down)}
     settings = config(rule, **codecs, server_state=state, mirrors=mirrors, **more)
-    for module in (shard, downlink) if mirrors == "disk" else ():
+    for module in (store, downlink) if mirrors == "disk" else ():
         monkeypatch.setattr(module, "MirrorStore", lambda: DiskMirrorStore(tmp_path, pytest.fail))
     workers = {"eu": ("a", "b"), "us": ("c", "d")}
     fakes = {r: [FakeWorker(name, LAYOUT, whole(LAYOUT)) for name in names] for r, names in workers.items()}
@@ -114,9 +114,8 @@ def test_a_servers_memory_is_that_of_its_live_tensors(
     for role, server in servers.items():
         needs = server_needs(place_of(role, settings, 2), settings, LAYOUT, snapshots=2)
         assert most[role] == dict.fromkeys(most[role], 0) | needs.kept | {ON_DISK: needs.mirrors_bytes}, role
-        [of_server] = server.shards.all
         assert largest[role] <= needs.snapshot_bytes <= 1.25 * largest[role]
-        buffers = sum(buffer.nbytes for buffer in (*of_server._spare, *of_server._deltas.values()))
+        buffers = sum(buffer.nbytes for buffer in (*server.store._spare, *server.store._deltas.values()))
         assert buffers == needs.passing["decoding"]
 
 

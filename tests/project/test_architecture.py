@@ -56,7 +56,7 @@ SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 # push: a sum, with what is left of its grants, never rises.
 GRANTED = {
     "waiting answers": {"product": 300, "benchmarks": 100, "tests": 200},
-    "today's stack": {"product": 900, "benchmarks": 300, "tests": 600},
+    "today's stack": {"product": 559, "benchmarks": 300, "tests": 424},
     "healing": {"product": 1_200, "benchmarks": 400, "tests": 800},
 }
 # Each sum with its grants where git knows no other commit to compare with, such as on main itself in CI.
@@ -71,6 +71,7 @@ CALLED_BY_LIBRARIES = [
     *("create_grad_acc_hooks", "_scheduler_from_config"),
     *("get_model_parallel_rank", "get_model_parallel_world_size"),
     *("get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
+    "_resolve_qk_norm_config",  # Megatron-core: of latent attention
     *("on_train_begin", "on_step_end", "on_train_end"),  # transformers: of a callback
     "intercept_service",  # gRPC: of an interceptor
 ]
@@ -355,7 +356,7 @@ def test_files_can_be_read_in_a_sitting() -> None:
     assert not long, f"over 500 lines: {long}"
 
 
-SHARED = ("support", "chaos", "mutants", "simulation")  # folders of tests/ whose modules others import
+SHARED = ("support", "chaos", "contexts", "mutants", "simulation")  # folders of tests/ whose modules others import
 
 
 def test_tests_share_through_support() -> None:

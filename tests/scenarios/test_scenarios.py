@@ -51,11 +51,6 @@ def test_over_sockets(file: Path, transport: str, tmp_path: Path, request: pytes
     check(file, transport, tmp_path, request)
 
 
-@played_over("processes")
-def test_as_processes(file: Path, transport: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    check(file, transport, tmp_path, request)
-
-
 def states() -> str:
     """A digest of all states that servers come to in the stories that are told in memory."""
     found, rest = hashlib.sha256(), InMemory.rest

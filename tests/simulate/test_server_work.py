@@ -30,14 +30,14 @@ SIZES = Sizes(OUTER, (NUMEL,))
 
 
 def simulated(
-    workers: int, rates: ServerRates | None, shards: int = 1, encrypted: bool = False, **stops: Any
+    workers: int, rates: ServerRates | None, share: float = 1.0, encrypted: bool = False, **stops: Any
 ) -> dict[str, Any]:
     """One region, over links that take no time. stops: of each worker, as `WorkerSpec` has them."""
     fast = LinkSpec(gbps=1e9)
     members = tuple(WorkerSpec(f"w{i}", STEP_S, **stops) for i in range(workers))
-    region = RegionSpec("eu", members, fast, fast, shards)
+    region = RegionSpec("eu", members, fast, fast, share)
     task = timing_task(OUTER, one_block(NUMEL), STEPS * workers, 1, rates)
-    return VirtualWorld(WorldSpec((region,), shards=shards, encrypted=encrypted), task).run()
+    return VirtualWorld(WorldSpec((region,), share=share, encrypted=encrypted), task).run()
 
 
 def update_s(rates: ServerRates) -> float:
@@ -67,7 +67,7 @@ def test_workers_wait_for_each_other_at_a_slow_server_and_not_at_one_that_takes_
 
 
 def test_shards_work_side_by_side_and_encryption_costs_each_byte() -> None:
-    alone, shared, coded = (simulated(1, RATES, *more) for more in ((), (4,), (1, True)))
+    alone, shared, coded = (simulated(1, RATES, *more) for more in ((), (0.25,), (1.0, True)))
     for name, busy_s in alone["servers"].items():
         assert shared["servers"][name] == pytest.approx(busy_s / 4)
     updates, sends = STEPS // H, STEPS // H // 2

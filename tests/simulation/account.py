@@ -14,10 +14,13 @@ from torch import Tensor
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig, RegionMomentumConfig
 from geotrain.config.batches import BatchSchedule
+from geotrain.config.cluster import shard_name
 from geotrain.outer.codec import make_codec
-from geotrain.outer.events import Merged, StartedOver, UpdateApplied
+from geotrain.outer.events import FactsLost, Merged, StartedOver
 from geotrain.outer.messages import (
     Answer,
+    Fact,
+    Facts,
     Join,
     Lease,
     LeaseRequest,
@@ -35,12 +38,10 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
     Welcome,
+    WentBack,
 )
 from geotrain.outer.server.member_phase import MemberPhase
 from geotrain.outer.server.server import Handled, Server
-from geotrain.outer.shards.protocol import HeldAnswer, HeldPart
-from geotrain.outer.shards.remote import RemoteShards
-from geotrain.outer.shards.shard import ServerShard
 from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, numel, scatter
 from geotrain.staging.interface import from_bytes
 from tests.support.recorded_world import check_store
@@ -74,8 +75,6 @@ class Account:
         self.taken: set[tuple[str, int, int]] = set()  # worker, fragment, job of every delta that was applied
         # region, fragment → all weights that it has had
         self.was: defaultdict[tuple[str, int], list[Tensor]] = defaultdict(list)
-        # region, fragment → worker and job of what has been applied and not been sent
-        self.ahead: defaultdict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
         self.flying: set[tuple[str, int]] = set()  # region, fragment whose update has not been answered
         self.strikes = Counter[str]()
         self.asked: dict[str, int] = {}  # worker → last job that its incarnation has asked for
@@ -84,6 +83,12 @@ class Account:
         self.contained: defaultdict[int, set[int]] = defaultdict(
             set
         )  # lease → fragments of its region that contain it
+        # Process → each update that it has applied: member, fragment, sequence. It may have lost some with its disk.
+        self.applied: defaultdict[str, Counter[tuple[str, int, int]]] = defaultdict(Counter)
+        self.ever: set[tuple[str, str, int, int]] = set()  # server, and the same of it
+        self.facts: defaultdict[str, list[Fact]] = defaultdict(list)  # shard → all that it has reported
+        self.known = Counter[str]()  # shard → how many of them its ledger has taken
+        self.kept: dict[tuple[str, str], Any] = {}  # shard, checkpoint id → what it has then
         self.refusing: dict[str, bool] = {}  # region → whether its next update is refused; False: one was
         self.paused, self.local_steps = False, config.local_steps
         self.updates = 0.0  # of a region in the whole run, for its momentum's decay; 0: as its samples have it
@@ -91,18 +96,32 @@ class Account:
     def watch(self, server: Server, lives: Callable[[], bool], fail: Callable[[str], None]) -> None:
         """Be told what this incarnation of a server does, as long as it lives. fail: is called with what is wrong."""
         take, go_on, admit = server.take, server.go_on, server.admit
+        on_fact, reject = server._on_fact, server._on_update_rejected
+        shard = server.part.shard
 
         def watched(message: Any) -> Handled:
-            before = ""  # the incarnation of a member that joins, or may have made what is refused
-            if isinstance(message, Join | UpdateRejected) and message.member in server.members:
-                member = server.members[message.member]
-                silenced = member.quarantined or member.incarnation == member.banned
-                before = "" if silenced and isinstance(message, UpdateRejected) else member.incarnation
+            before = ""  # the incarnation of a member that joins
+            if isinstance(message, Join) and message.member in server.members:
+                before = server.members[message.member].incarnation
             handled = take(message)
-            told = message.part if isinstance(message, HeldPart) else message
-            judge(self._took, told.answer if isinstance(told, HeldAnswer) else told, handled, before)
+            if shard is not None:
+                said = self.facts[process_of(server)]
+                said += server.unsaid[len(said) - server.said :]
+            judge(self._took, message, handled, before)
             judge(self._sent, handled.sends)
             return handled
+
+        def noted(fact: Fact) -> None:
+            on_fact(fact)
+            judge(self._noted, fact)
+
+        def rejected(strike: UpdateRejected) -> bool:
+            member = server.members[strike.member]
+            silenced = member.quarantined or member.incarnation == member.banned
+            ours = not silenced and strike.incarnation == member.incarnation
+            quarantined = reject(strike)
+            judge(self._rejected, strike, ours, quarantined)
+            return quarantined
 
         def went_on() -> Handled:
             handled = go_on()
@@ -124,6 +143,10 @@ class Account:
             return admit(part)
 
         server.take, server.go_on = watched, went_on  # type: ignore[method-assign]
+        if server.ledger and server.part.dealt:
+            server._on_fact = noted  # type: ignore[method-assign]
+        if server.ledger and server.name != GLOBAL:
+            server._on_update_rejected = rejected  # type: ignore[method-assign]
         if server.name == GLOBAL:
             server.admit = refusing  # type: ignore[method-assign]
 
@@ -144,12 +167,28 @@ class Account:
             theirs = {n for n, lease in self.spec.ledger.leases.items() if lease.worker in self.regions[region]}
             self.held -= theirs
             self.trained -= theirs
-        self._nothing_ahead(region)
 
-    def _nothing_ahead(self, region: str) -> None:
-        for fragment in range(len(self.parameter_map.fragments)):
-            self.flying.discard((region, fragment))
-            self.ahead[region, fragment].clear()
+    def keeps(self, shard: str, server: Server, checkpoint_id: str) -> None:
+        """A shard's snapshot is of this moment."""
+        reported = server.said + len(server.unsaid)
+        here = {fragment for region, fragment in self.flying if region == server.name}
+        taken = {each for each in self.taken if each[0] in server.members and each[1] in server.numbers}
+        weights = self.spec.weights_of(server.name, server.numbers)
+        self.kept[shard, checkpoint_id] = server.name, server.numbers, reported, here, taken, weights
+
+    def restores(self, shard: str, checkpoint_id: str) -> None:
+        """A shard has lost its disk, and has what that copy of a snapshot has; "": nothing."""
+        self.applied.pop(shard, None)
+        kept = self.kept[shard, checkpoint_id or min(each for of, each in self.kept if of == shard)]
+        server, numbers, reported, flying, taken, weights = kept
+        del self.facts[shard][reported if checkpoint_id else 0 :]
+        workers = self.regions.get(server, ())
+        self.taken = {each for each in self.taken if each[0] not in workers or each[1] not in numbers}
+        self.flying -= {(server, fragment) for fragment in numbers}
+        if checkpoint_id:
+            self.taken |= taken
+            self.flying |= {(server, fragment) for fragment in flying if fragment in numbers}
+            self.spec.go_back(server, weights)
 
     def adopts(self, worker: str, fragment: int, weights: Tensor) -> None:
         """A worker has weights from its region, which must have had them."""
@@ -157,18 +196,16 @@ class Account:
         had = self.was[region, fragment]
         assert any(torch.allclose(x.float(), weights, atol=1e-4) for x in had), f"{region} never had these weights"
 
-    def differing(self, server: str, shard: ServerShard) -> list[str]:
-        """Say which weights of a shard in a process of its own are not, at the end, what they should be."""
-        wanted = self.spec.top if server == GLOBAL else self.spec.region[server]
-        apart = {chunk: float((v.x.double() - wanted[chunk].x).abs().max()) for chunk, v in shard.vectors.items()}
-        return [f"{server}: chunk {chunk} is {far} off" for chunk, far in apart.items() if not far < 1e-4]
-
     # -- what servers take, and send
 
     def _took(self, server: Any, message: Any, handled: Handled, before: str) -> None:
-        for event in handled.events:
-            if isinstance(event, UpdateApplied) and isinstance(message, UpdatePart):
-                self._check_norms(server.name, message, event)
+        if isinstance(message, UpdatePart) and handled.reply:
+            self._applied(server, message)
+        if isinstance(message, Facts | WentBack):
+            lost = [event for event in handled.events if isinstance(event, FactsLost)]
+            shard = shard_name(server.name, message.shard)
+            self.known[shard] = message.facts if isinstance(message, WentBack) else self.known[shard]
+            assert not lost and server.taken[message.shard] == self.known[shard], f"facts of {shard} are missing"
         if isinstance(message, MemberSilent):
             here = self.spec.region.get(message.member, {})
             begins = server.name == GLOBAL and len(here) < len(self.parameter_map.fragments)  # no beats before that
@@ -179,28 +216,77 @@ class Account:
             if any(isinstance(event, Merged) for event in handled.events):
                 self._merged(server, message)
         else:
-            self._region_took(server, message, handled.reply, before)
+            self._region_took(server, message, handled.reply)
             if any(isinstance(event, StartedOver) for event in handled.events):
                 self.begins(server.name)
-            self._leases_of_region(server, message, handled, before)
+            if not server.fragments:  # it has started over, or has nothing yet
+                self.flying -= {(server.name, fragment) for fragment in server.numbers}
+            if server.ledger:
+                self._leases_of_region(server, message, handled, before)
+
+    def _applied(self, server: Any, part: UpdatePart) -> None:
+        update = part.member, part.fragment, part.sequence
+        applied = self.applied[process_of(server)]
+        applied[update] += 1
+        assert applied[update] == 1, f"update {update} is applied twice"
+        self.ever.add((server.name, *update))
+        self._check_norms(server, part)
+        if not server.ledger:
+            fact = self.facts[process_of(server)][-1]
+            about = fact.what, fact.member, fact.fragment, fact.sequence, fact.job, fact.contains
+            assert about == ("applied", *update, part.job, part.contains), f"{part:.200} is reported as {fact}"
+
+    def _noted(self, ledger: Any, fact: Fact) -> None:
+        """A server of shards takes a fact, each once, as it was reported."""
+        for i, taken in enumerate(ledger.taken):
+            if taken > self.known[shard := shard_name(ledger.name, i)]:
+                self.known[shard] += 1
+                said = self.facts[shard][taken - 1 : taken]
+                assert said == [fact] and self.known[shard] == taken, f"fact {taken} of {shard} was {said}, not {fact}"
+        if fact.what in ("applied", "contained") and ledger.name == GLOBAL:
+            for number in fact.contains:
+                self.spec.ledger.trained(number, fact.fragment, fact.version, late=True)
+        elif fact.what == "applied":
+            self._has_trained(fact.contains, fact.fragment)
+
+    def _rejected(self, region: Any, strike: UpdateRejected, ours: bool, quarantined: bool) -> None:
+        self.strikes[strike.member] += ours
+        due = ours and self.strikes[strike.member] >= self.config.limits.strikes
+        assert quarantined == due, f"quarantined: {quarantined}, after {self.strikes[strike.member]} strikes"
+
+    def _has_trained(self, leases: Iterable[int], fragment: int) -> None:
+        for number in leases:
+            self.contained[number].add(fragment)
+            if len(self.contained[number]) == len(self.parameter_map.fragments):
+                self.held.discard(number)
+                self.trained.add(number)
 
     def _share(self, server: Any) -> None:
         """Who has come, and is not away, takes part; and who ended as there was no data for it."""
+        joined = server.members if server.ledger else server.stands
         here = {
             name
             for name, m in server.members.items()
-            if m.incarnation and (not m.away or (m.phase is MemberPhase.DONE and not m.quarantined))
+            if (name in joined and joined[name].incarnation)
+            and (not m.away or (m.phase is MemberPhase.DONE and not m.quarantined))
         }
         assert server.sharing == here, f"{server.sharing} take part, not {here}"
         self.spec.sharing[server.name] = len(here)
 
     def _top_took(self, top: Any, message: Any, reply: Any, before: str) -> None:
         self._share(top)
+        if isinstance(message, UpdatePart) and reply:
+            self.spec.global_update(message.member, message)
+            self._check(top, [d.chunk for d in message.deltas], self.spec.top)
+        if top.ledger:
+            self._ledger_took(top, message, reply, before)
+
+    def _ledger_took(self, top: Any, message: Any, reply: Any, before: str) -> None:
         ledger = self.spec.ledger
         match message:
-            case UpdatePart() if reply:
-                self.spec.global_update(message.member, message)
-                self._check(top, [d.chunk for d in message.deltas], self.spec.top)
+            case WentBack():
+                versions = dict(zip(top.part.dealt[message.shard], message.versions, strict=True))
+                ledger.go_back(versions, top.rule.in_rounds)
             case Join():
                 if before != message.incarnation:
                     theirs = {
@@ -239,7 +325,8 @@ class Account:
                     assert not self.paused, f"lease {reply.lease} is granted though the run is paused"
                     assert reply.samples <= self.local_steps * STEP, f"{reply} has more steps than were set"
                 ledger.granted(reply)
-        for number in getattr(message, "contains", message.leases if isinstance(message, Trained) else ()):
+        said = getattr(message, "contains", message.leases if isinstance(message, Trained) else ())
+        for number in () if top.part.dealt else said:
             ledger.trained(number, message.fragment)
         table = top.lease_table
         assert table.committed_samples == ledger.committed, f"{table.committed_samples} are committed"
@@ -254,15 +341,10 @@ class Account:
                 if ledger.leases[number].worker in self.regions[member]:
                     ledger.given_back(number)
 
-    def _region_took(self, region: Any, message: Any, reply: Any, before: str) -> None:
+    def _region_took(self, region: Any, message: Any, reply: Any) -> None:
         self._share(region)
         if isinstance(message, Welcome):
             assert reply == 0, "acknowledged updates are lost"
-        if isinstance(message, UpdateRejected) and message.member != region.name:
-            ours = message.incarnation == before
-            self.strikes[message.member] += ours
-            due = ours and self.strikes[message.member] >= self.config.limits.strikes
-            assert reply == due, f"quarantined: {reply}, after {self.strikes[message.member]} strikes"
         if isinstance(message, LiftQuarantine):
             self.strikes[message.member] = 0
         if isinstance(message, UpdatePart) and reply:
@@ -277,7 +359,6 @@ class Account:
                 self.spec.decay = exp(-1 / max(1.0, self.config.rule.momentum_share * updates))
             if not again:
                 self.spec.worker_update(region.name, message.member, {fragment: self.deltas[_update(message)]})
-                self.ahead[region.name, fragment].add((message.member, message.job))
             self._check(region, [fragment], self.spec.region[region.name])
 
     def _merged(self, region: Any, answer: Answer) -> None:
@@ -287,7 +368,6 @@ class Account:
                 self.spec.region_merges(region.name, weights)
         else:  # its workers may have asked for leases since it started over
             self.flying.discard((region.name, answer.fragment))
-            self.ahead[region.name, answer.fragment].clear()
             self.spec.region_begins(region.name, answer.weights)
         self._check(region, [w.chunk for w in answer.weights], self.spec.region[region.name])
 
@@ -299,11 +379,7 @@ class Account:
             case Lease():
                 self.held.add(message.lease)
             case UpdatePart() if handled.reply:
-                for number in message.contains:
-                    self.contained[number].add(message.fragment)
-                    if len(self.contained[number]) == len(self.parameter_map.fragments):
-                        self.held.discard(number)
-                        self.trained.add(number)
+                self._has_trained(message.contains, message.fragment)
             case Leave() | MemberSilent() | Join() if getattr(message, "incarnation", "") != before:
                 self.asked.pop(message.member, None)
             case Recall() if not region.rule.in_rounds:
@@ -327,18 +403,18 @@ class Account:
         for sent in update.deltas:
             assert (region, sent.chunk) not in self.flying, f"fragment {sent.chunk} is sent before it was answered"
             self.flying.add((region, sent.chunk))
-            self.ahead[region, sent.chunk].clear()
         for lease in [self.spec.ledger.leases[number] for number in update.contains]:
             assert (lease.worker, update.fragment, lease.job) in self.taken, f"{lease} is said to be in {update}"
 
-    def _check_norms(self, server: str, part: UpdatePart, event: UpdateApplied) -> None:
-        if server == GLOBAL:
+    def _check_norms(self, server: Any, part: UpdatePart) -> None:
+        if server.name == GLOBAL:
             delta = self.spec.sent[part.member, part.fragment]
         else:
             delta = self.deltas[_update(part)]
-        norm, told = float(delta.norm()), event.delta_norm
-        near = 1e-3 if server != GLOBAL or self.config.up.name in ("fp32", "bf16") else 0.05  # decoded, and as it was
-        assert told is not None and abs(told - norm) <= near * (1e-6 + norm), f"{told} for {norm}"
+        norm, told = float(delta.norm()), server.members[part.member].fragments[part.fragment].norm
+        exact = server.name != GLOBAL or self.config.up.name in ("fp32", "bf16")
+        near = 1e-3 if exact else 0.05  # decoded, and as it was
+        assert abs(told - norm) <= near * (1e-6 + norm), f"{told} for {norm}"
 
     def _check(self, server: Any, chunks: Iterable[int], wanted: Sequence[Vector] | Mapping[int, Vector]) -> None:
         for chunk in chunks:
@@ -347,8 +423,11 @@ class Account:
                 self.was[server.name, chunk].append(told.x)
             elif server.versions[chunk] != told.version:
                 raise AssertionError(f"fragment {chunk}: version {server.versions[chunk]}, not {told.version}")
-            if not isinstance(server.shards, RemoteShards):
-                close(server.shards.of[chunk].vectors[chunk].x, told.x)
+            close(server.store.vectors[chunk].x, told.x)
+
+
+def process_of(server: Server) -> str:
+    return server.name if server.part.shard is None else shard_name(server.name, server.part.shard)
 
 
 def _update(part: UpdatePart) -> tuple[str, str, int, int]:

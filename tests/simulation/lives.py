@@ -7,7 +7,6 @@ import hashlib
 import random
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -18,13 +17,12 @@ from grpc import aio
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
-from geotrain.net.server.shard_host import ShardHost
-from geotrain.outer.events import Joined, UpdateApplied, UpdateStage
+from geotrain.outer.events import Joined, UpdateStage
 from geotrain.outer.messages import Lease, update_id
 from tests.simulation.account import STEP
 from tests.simulation.network import site
 from tests.simulation.worker import HOME, REGIONS
-from tests.simulation.world import DISK_LOST, World, durable, operate
+from tests.simulation.world import World, durable, operate
 
 MEMORY = Path("/dev/shm")  # where there is one, files of a life cost no disk
 SAMPLES = (12, 24, 36)  # of a run: whole rounds
@@ -41,12 +39,14 @@ def in_rounds(world: World) -> bool:
 
 
 async def dies(world: World) -> None:
-    """One process is killed, or two, or their machine loses power; they are started again a while later."""
+    """One process is killed, or two, or their machine loses power; they are started again a while later, perhaps
+    with an empty disk."""
     names = world.random.sample([*world.addresses, *HOME], world.random.choice([1, 1, 2]))
     await world.network.messages(world.random.randint(1, 60))
     dead = [n for n in names if world.kill(n, power_lost=n not in HOME and world.random.random() < 0.5)]
     for name in dead:
-        if name in REGIONS and not in_rounds(world) and world.random.random() < 0.2:
+        may = ".shard-" in name or (name in REGIONS and not in_rounds(world))
+        if may and world.random.random() < 0.2:
             world.lose_disk(name)
     for name in dead:
         await asyncio.sleep(world.random.choice([0.1, 0.1, 1.0, 5.0, 40.0, 90.0]))
@@ -68,7 +68,11 @@ async def dies_half_way(world: World, times: int = 3) -> None:
 
 async def is_cut_off(world: World) -> None:
     """Nothing passes over a link for a while."""
-    world.cut(*world.random.choice(LINKS), world.random.choice([0.5, 5.0, 40.0, 90.0]))
+    shards = [(name, site(name)) for name in world.addresses if ".shard-" in name]
+    below = [
+        (name, above) for name, _ in shards for above, _ in shards if (site(name), site(above)) == ("eu", GLOBAL)
+    ]
+    world.cut(*world.random.choice([*LINKS, *shards, *below]), world.random.choice([0.5, 5.0, 40.0, 90.0]))
 
 
 async def is_slow(world: World) -> None:
@@ -227,20 +231,9 @@ def violations(world: World) -> list[str]:
     found = [*world.faults, *(f"a handler raised: {error}" for error in world.network.errors)]
     if found:
         return found
-    applied, disks = Counter[tuple[str, str, int, int, int]](), Counter[str]()
-    for _, server, what in world.record:
-        if what == DISK_LOST:  # its workers' updates are counted anew
-            disks[server] += 1
-        elif isinstance(what, UpdateApplied):
-            applied[server, what.member, what.fragment, what.sequence, disks[server]] += 1
-    found += [f"{key[0]} applied update {update_id(*key[1:4])} twice" for key, count in applied.items() if count > 1]
-    ever = {key[:4] for key in applied}
     for worker, _, *update in sorted(world.acknowledged):
-        if (HOME[worker], worker, *update) not in ever:
+        if (HOME[worker], worker, *update) not in world.account.ever:
             found.append(f"update {update_id(worker, *update)} was acknowledged, and never applied")
-    for process in world.processes.values():
-        if process.ended and isinstance(process.host, ShardHost):
-            found += world.account.differing(process.host.setup.server, process.host.server.shard)
     top = world.processes[GLOBAL].host
     assert top is not None
     leases = top.server.lease_table  # type: ignore[attr-defined]
@@ -273,13 +266,14 @@ def settings_of(seed: int) -> dict[str, Any]:
     drawn = random.Random(-seed)
     rule = drawn.choice(["halos", "published", "region_momentum", "sync"])
     shards = drawn.choice([(), (), (GLOBAL,), (GLOBAL, "eu")])
-    exact = "eu" in shards  # payloads that go from shard to shard are not seen by the account
     drawn_settings: dict[str, Any] = {
         "train_samples": drawn.choice(SAMPLES),
         "rule": rule.replace("published", "halos"),
-        "up": codec_config(drawn.choice(["fp32"] if exact else ["fp32", "int8"])),
-        "down": codec_config(drawn.choice(["fp32"] if exact else ["fp32", "bf16", "int4"])),
+        "up": codec_config(drawn.choice(["fp32", "int8"])),
+        "down": codec_config(drawn.choice(["fp32", "bf16", "int4"])),
         "shards": shards,
+        "pieces": drawn.choice([1, 2]) if shards else 1,
+        "copies": bool(shards) and drawn.random() < 0.5,
     }
     if rule != "sync":
         drawn_settings |= {"updates_per_send": drawn.randint(1, 3), "lease_reserve": drawn.choice([0, 0, 1, 2])}

@@ -23,7 +23,7 @@ from geotrain.net.server import (
     process_host,
     server_host,
     server_thread,
-    shard_host,
+    shard_link,
 )
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
@@ -67,7 +67,7 @@ class Machine:
             (process_host, "wait", _wait),
             (process_host, "ConnectionGuard", _NoThread),
             (process_host, "raise_file_limit", lambda: None),
-            (remote_snapshots, "threading", SimpleNamespace(Thread=_DoneThread)),
+            (remote_snapshots, "threading", SimpleNamespace(Thread=_DoneThread, Lock=Lock)),
             (frozen_state, "threading", SimpleNamespace(Condition=_Condition)),
             (server_host, "TcpCounters", _Counters),
             (server_host, "TRAFFIC_EVENT_S", 60.0),
@@ -78,8 +78,7 @@ class Machine:
             (grpc_service, "RateLimits", functools.partial(RateLimits, clock=loop.time)),
             (grpc_service, "ResumableUploads", functools.partial(ResumableUploads, clock=loop.time)),
             (grpc_client, "aio", transport),
-            (shard_host, "aio", transport),
-            (shard_host, "psutil", _PSUTIL),
+            (shard_link, "aio", transport),
             (worker_client, "threading", threads),
             (wire, "DATA_FRAME_BYTES", FRAME_BYTES),
             (failure_detector, "LEAST_PATIENCE_S", PATIENCE_S),
@@ -208,9 +207,6 @@ class _Later(BaseException):
 
 def _sleep(seconds: float) -> None:
     raise _Later(seconds)
-
-
-_PSUTIL = SimpleNamespace(Process=lambda: None, Error=AttributeError)  # a process takes no memory here
 
 
 class _Writes:

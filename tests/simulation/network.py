@@ -277,7 +277,7 @@ class Network:
         self.loop, self.random, self.owners = loop, drawn, owners
         self.servers: dict[str, Server] = {}
         self.calls: list[Call] = []
-        self.cuts: dict[frozenset[str], float] = {}  # two processes → until when nothing passes between them
+        self.cuts: dict[frozenset[str], float] = {}  # two processes or sites → until when nothing passes
         self.errors: list[str] = []
         self.arrived, self.waiting = 0, list[tuple[int, asyncio.Future[None]]]()
         self.slowness, self.bytes_per_s, self.ports = 1.0, 1e7, 20_000
@@ -305,13 +305,15 @@ class Network:
         await asyncio.wait({future}, timeout=60.0)
 
     def is_cut(self, one: str, other: str) -> bool:
-        return self.loop.time() < self.cuts.get(frozenset((site(one), site(other))), 0.0)
+        pairs = frozenset((site(one), site(other))), frozenset((one, other))
+        return self.loop.time() < max(self.cuts.get(pair, 0.0) for pair in pairs)
 
     def cut(self, one: str, other: str, seconds: float) -> None:
-        """Let nothing pass between two processes for so long, and break what is open between them."""
+        """Let nothing pass between two processes, or all of two sites, for so long, and break what is open."""
         self.cuts[frozenset((one, other))] = self.loop.time() + seconds
         for call in list(self.calls):
-            if {site(call.client), site(self.owner(call.address))} == {one, other}:
+            ends = call.client, self.owner(call.address)
+            if {one, other} in ({*ends}, {*map(site, ends)}):
                 call.break_off()
 
     def lose_process(self, name: str) -> None:

@@ -11,8 +11,8 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,34 +21,21 @@ from unittest.mock import ANY
 import torch
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, RunConfig, parse, shards_of
+from geotrain.config import ClusterConfig, FragmentConfig, RunConfig, parse, shards_of
 from geotrain.config.batches import BatchSchedule
 from geotrain.config.cluster import shard_name
 from geotrain.config.outer import LimitsConfig
 from geotrain.monitor.events import EventLog, Trouble
 from geotrain.net.server.first_weights import initial_weights
 from geotrain.net.server.server_host import RegionServerHost, ServerHost
-from geotrain.net.server.server_process import (
-    EXPECTED,
-    FOR_GOOD,
-    _recovered,
-    any_server,
-    begin_server,
-    begin_shard,
-    remote_shards,
-    shard_server,
-)
+from geotrain.net.server.server_process import EXPECTED, FOR_GOOD, _recovered, any_server
 from geotrain.net.server.server_setup import ServerSetup
-from geotrain.net.server.shard_host import JOURNALED, ShardHost
-from geotrain.net.server.shard_sessions import ShardLost
-from geotrain.net.storage.recovery import restarted
+from geotrain.net.storage.recovery import Recovered, restarted
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.events import Event
 from geotrain.outer.messages import Refused
 from geotrain.outer.server.server import Server
-from geotrain.outer.shards.remote import RemoteShards
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.simulation.account import STEP, Account
 from tests.simulation.machine import Machine
@@ -70,10 +57,12 @@ def _configs(
     train_samples: int,
     shards: tuple[str, ...] = (),
     keep: int = 2,
+    pieces: int = 1,
     ramp: tuple[int, int, int] | None = None,
     **settings: Any,
 ) -> tuple[RunConfig, ClusterConfig]:
     skip = [] if rule == "sync" else [SKIPPED]
+    cut = FragmentConfig(layers_per_fragment=1, pieces=pieces)
     raw = {
         "name": "tiny",
         "seed": 1,
@@ -81,7 +70,7 @@ def _configs(
         "data": {"train": "none", "sequence_length": 8, "train_samples": train_samples, "skip": skip}
         | ({"rampup_batch_size": ramp} if ramp else {}),
         "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
-        "outer": outer(rule, limits=LIMITS, **settings).model_dump(by_alias=True, mode="json"),
+        "outer": outer(rule, limits=LIMITS, fragments=cut, **settings).model_dump(by_alias=True, mode="json"),
         "checkpoint": {"every_minutes": 0.2, "keep": keep},
         "monitor": {"enabled": False},
     }
@@ -123,11 +112,12 @@ class Process:
 
     name: str
     task: asyncio.Task[None] | None = None
-    host: ServerHost | ShardHost | None = None
+    host: ServerHost | None = None
     events: _Events | None = None
     folder: Path | None = None
     deaths: int = 0
     expected: dict[str, Any] | None = None  # the dead incarnation's durable state, which the next one must find
+    kept: dict[str, Any] = field(default_factory=dict)  # checkpoint id → what its snapshot must give back
     ended: bool = False  # in good order
 
 
@@ -135,10 +125,19 @@ class World:
     """A whole run, which `play` plays to its end. All that happens is in `record`, what must not in `faults`."""
 
     def __init__(
-        self, seed: int, folder: Path, rule: str = "halos", train_samples: int = 48, **settings: Any
+        self,
+        seed: int,
+        folder: Path,
+        rule: str = "halos",
+        train_samples: int = 48,
+        copies: bool = False,
+        **settings: Any,
     ) -> None:
         self.random, self.folder = random.Random(seed), folder
         self.run_config, self.cluster = _configs(rule, train_samples, **settings)
+        if copies:
+            checkpoint = self.run_config.checkpoint.model_copy(update={"snapshots": f"file://{folder}/copies"})
+            self.run_config = self.run_config.model_copy(update={"checkpoint": checkpoint})
         self.parameter_map = parameter_map_of(self.run_config)
         self.addresses = {
             GLOBAL: str(self.cluster.global_server),
@@ -160,7 +159,8 @@ class World:
         self.hung: set[str] = set()  # workers that beat, and train nothing
         self.struck: set[str] = set()  # workers that may be refused for good
         self.acknowledged: set[tuple[str, str, int, int]] = set()
-        start = initial_weights(self.run_config, self.parameter_map)
+        made = initial_weights(self.run_config, self.parameter_map, range(len(self.parameter_map.fragments)))
+        start = [made[fragment] for fragment in sorted(made)]
         batches = BatchSchedule(STEP, self.run_config.data.rampup_batch_size)
         about = self.run_config.outer, self.parameter_map, REGIONS, start, train_samples
         self.account = Account(*about, self.absent, batches)
@@ -259,11 +259,11 @@ class World:
         if process.folder is not None:
             if process.folder.exists():
                 process.folder = self.disk.after(process.folder, power_lost)
-            if process.host is not None and isinstance(process.host.server, Server):
+            if process.host is not None:
                 process.expected = durable(restarted_copy(self, process.host.server))
                 if not SnapshotStore(process.folder / SNAPSHOTS).numbers():
                     process.expected["state"]["origin"] = ANY  # nobody has heard of it: it is drawn anew
-                if not isinstance(process.host.server.shards, RemoteShards) and self.random.random() < 0.5:
+                if self.random.random() < 0.5:
                     self._rot(process)
         if process.events is not None:
             process.events.alive = False
@@ -285,15 +285,25 @@ class World:
                 process.expected["state"]["sent"][member] = ANY
 
     def lose_disk(self, name: str) -> None:
-        """Let a dead region find nothing of its own. One with shards in processes would need copies."""
-        process = self.processes[name]
-        if shard_name(name, 0) not in self.processes:
-            assert process.folder is not None
-            shutil.rmtree(process.folder, ignore_errors=True)
-            process.expected = None
+        """Let a dead process find nothing of its own: a region of one process, which begins anew, or a shard, which
+        comes back from its newest copy. Without a copy a region's begins anew, and a global one would be refused."""
+        process, (server, _, shard) = self.processes[name], name.partition(".shard-")
+        copies = (
+            ServerSetup(self.run_config, self.cluster, server, self.folder, int(shard)).copies() if shard else None
+        )
+        whole = copies.own.whole() if copies else []
+        if shard_name(name, 0) in self.processes or (server == GLOBAL and not whole):
+            return
+        assert process.folder is not None
+        shutil.rmtree(process.folder, ignore_errors=True)
+        process.expected = process.kept[whole[-1]] if whole else None
+        if shard:
+            self.account.restores(name, whole[-1] if whole else "")
+        else:
             self.account.begins(name)
+            self.account.applied.pop(name, None)
             self.account.strikes -= Counter({worker: 99 for worker in REGIONS[name]})
-            self.note(name, DISK_LOST)
+        self.note(name, DISK_LOST)
 
     # -- what runs in a process
 
@@ -308,29 +318,21 @@ class World:
         incarnation = uuid.uuid4().hex
 
         def build() -> Server:
-            made = any_server(self.run_config, self.cluster, name, remote_shards(self.run_config, self.cluster, name))
+            made = any_server(self.run_config, self.cluster, server, number)
             made.incarnation = incarnation
             return made
 
         try:
-            if setup.shard is not None:
-                build_shard = partial(shard_server, self.run_config, self.cluster, setup.server, setup.shard)
-                shard = _recovered(setup, events, build_shard, begin_shard, kinds=JOURNALED)
-                process.host = ShardHost(setup, shard, events, None)
-            else:
-                recovered = _recovered(setup, events, build, begin_server)
-                if process.expected is not None:
-                    self._compare(name, process.expected, durable(recovered.server))
-                self.account.watch(recovered.server, lambda: log.alive, self.faults.append)
-                kind = ServerHost if name == GLOBAL else RegionServerHost
-                monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
-                process.host = kind(setup, recovered, events, monitor, None)
+            copies = setup.copies()
+            recovered = _recovered(setup, events, build, copies.own if copies else None)
+            if process.expected is not None:
+                self._compare(name, process.expected, durable(recovered.server))
+            self.account.watch(recovered.server, lambda: log.alive, self.faults.append)
+            recovered.store.new_checkpoint_id = self._keeping(process, recovered)  # type: ignore[method-assign]
+            kind = ServerHost if server == GLOBAL else RegionServerHost
+            monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
+            process.host = kind(setup, recovered, events, monitor, copies)
             await process.host.run()
-        except ShardLost as lost:
-            self.note(name, f"begins a new incarnation: {lost}")
-            process.host, process.expected = None, None
-            self.loop.call_soon(self.start, name)
-            return
         except Exception as error:
             process.host = process.task = None
             process.expected = None
@@ -343,11 +345,27 @@ class World:
         process.ended = True
         self.note(name, "has ended")
 
+    def _keeping(self, process: Process, recovered: Recovered) -> Callable[[], str]:
+        """A snapshot's checkpoint id is made as its state is frozen: from then on it must give back that."""
+        draw, server = recovered.store.new_checkpoint_id, recovered.server
+
+        def new_checkpoint_id() -> str:
+            checkpoint_id = draw()
+            if server.part.shard is not None:
+                process.kept[checkpoint_id] = durable(restarted_copy(self, server))
+                self.account.keeps(process.name, server, checkpoint_id)
+            return checkpoint_id
+
+        return new_checkpoint_id
+
     def _compare(self, name: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
         sent = found["state"]["sent"] = dict(found["state"]["sent"])
         for member, known in expected["state"]["sent"].items():
             if known is ANY:  # a bit of it is rotten: nothing may be left
                 sent.setdefault(member, ANY)
+        now, then = found["state"]["part"], expected["state"]["part"]
+        if (known := then["said"] - now["said"]) > 0:  # that its ledger knows these facts is written down nowhere
+            found["state"]["part"] = {**now, "said": then["said"], "unsaid": now["unsaid"][known:]}
         for key in expected.keys() | found.keys():
             if expected.get(key) != found.get(key):
                 self.faults.append(f"{name}: {key} was {expected.get(key)!r:.300}, is {found.get(key)!r:.300}")
@@ -363,8 +381,11 @@ class World:
                 task.cancel()
             raise
         except Exception as error:
-            shut_out = name in self.struck or "others got its data" in str(error)
-            again = isinstance(error, ServerForgot) or (isinstance(error, Refused) and shut_out)
+            rounds = self.run_config.outer.rule.synchronous
+            lost = any(who == HOME[name] and what == DISK_LOST for _, who, what in self.record)
+            expected = ["others got its data", *["this server's state was lost"] * (lost or rounds)]
+            shut_out = name in self.struck or any(each in str(error) for each in expected)
+            again = isinstance(error, Refused) and shut_out
             missed = name in self.disturbed and "the run has ended here" in str(error)
             if process.deaths == life and not (again or missed):
                 self.faults.append(f"{name} ended: {error!r}")
@@ -381,8 +402,7 @@ class World:
 
 def restarted_copy(world: World, server: Server) -> Server:
     """The server as a replay of its journal must find it."""
-    run, cluster = world.run_config, world.cluster
-    return restarted(lambda: any_server(run, cluster, server.name, remote_shards(run, cluster, server.name)), server)
+    return restarted(lambda: any_server(world.run_config, world.cluster, server.name, server.part.shard), server)
 
 
 def durable(server: Server) -> dict[str, Any]:

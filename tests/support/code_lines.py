@@ -23,6 +23,12 @@ def code_lines(path: Path) -> int:
     if path.suffix != ".py":
         lines = re.sub(r"/\*.*?\*/", "", text, flags=re.S).splitlines()
         return sum(bool(line.strip()) and not line.strip().startswith("//") for line in lines)
+    return len(lines_of_code(path))
+
+
+def lines_of_code(path: Path) -> set[int]:
+    """The numbers of a Python file's lines of code."""
+    text = path.read_text()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         match node:
@@ -32,7 +38,7 @@ def code_lines(path: Path) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             held |= set(range(token.start[0], token.end[0] + 1))
-    return len(held - docstrings)
+    return held - docstrings
 
 
 def sources(folders: Iterable[Path]) -> list[Path]:

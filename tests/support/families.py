@@ -57,6 +57,24 @@ QWEN2_MOE = {
     "shared_expert_intermediate_size": 40,
     "head_dim": 8,
 }
+OLMO2 = {**LLAMA, "model_type": "olmo2", "pad_token_id": None, "eos_token_id": None}
+KINDS = {
+    "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e3},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+OLMO3 = {**OLMO2, "model_type": "olmo3", "rope_parameters": KINDS, "sliding_window": 5, "layer_types": ALTERNATING}
+del OLMO3["rope_theta"]
+GEMMA2 = {
+    **LLAMA, "model_type": "gemma2", "head_dim": 12, "tie_word_embeddings": True, "sliding_window": 5,
+    "query_pre_attn_scalar": 10, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0,
+    "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+GEMMA3 = {
+    **GEMMA2, "model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "sliding_window_pattern": 3, "rope_local_base_freq": 100.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+}  # fmt: skip
 DEEPSEEK = {
     **LLAMA, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
@@ -73,24 +91,13 @@ LATENT_YARN = {
 }
 
 
-def transformers_model(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    options = {key: value for key, value in config.items() if key != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **options))
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
-
-
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].reshape(-1))
 
 
-def transformers_experts(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
-    """transformers' model, which fuses a layer's experts, loaded from a checkpoint with these weights."""
+def transformers_model(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+    """transformers' model, loaded from an export of these weights."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:

@@ -15,10 +15,14 @@ from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import accumulation_steps, check_layout
 from tests.support.families import (
     DEEPSEEK,
+    GEMMA2,
+    GEMMA3,
     GRANITE,
     LINEAR,
     MISTRAL,
     MIXTRAL,
+    OLMO2,
+    OLMO3,
     QWEN2,
     QWEN2_MOE,
     QWEN_MOE,
@@ -37,6 +41,9 @@ DENSE = {
     "qwen": {**QWEN_2, "vocab_size": PADDED},
     "qwen2": {**QWEN2, "num_hidden_layers": 3},  # with biases
     "mistral": {**MISTRAL, "num_hidden_layers": 2},  # packed, too
+    "olmo3": {**OLMO3, "num_key_value_heads": 4},
+    "gemma2": {**GEMMA2, "num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": PADDED},
+    "gemma3": {**GEMMA3, "num_hidden_layers": 3, "num_key_value_heads": 4, "vocab_size": PADDED},
 }
 SPARSE = {
     "qwen_moe": {**QWEN_MOE, "num_hidden_layers": 3, "num_key_value_heads": 4},
@@ -45,8 +52,14 @@ SPARSE = {
     "deepseek": DEEPSEEK,
 }
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
-PACKED = ("packed", "mistral")
-UNLIKE = {"llama": (2, 1), "packed": (2, 1), "qwen2": (1, 2), "qwen_moe": (1, 2)}  # layers of a pipeline's stages
+PACKED = ("packed", "mistral", "gemma2")
+UNLIKE = {
+    "llama": (2, 1),
+    "packed": (2, 1),
+    "qwen2": (1, 2),
+    "qwen_moe": (1, 2),
+    "gemma3": (2, 1),
+}  # layers of a pipeline's stages
 
 Value = str | int
 Choice = tuple[str, Value]
@@ -161,7 +174,22 @@ def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
     ]
 
 
-FAMILIES = LLAMA, QWEN, QWEN2, MISTRAL, SMOLLM3, GRANITE, QWEN_MOE, MIXTRAL, QWEN2_MOE, DEEPSEEK
+FAMILIES = (
+    LLAMA,
+    QWEN,
+    QWEN2,
+    MISTRAL,
+    SMOLLM3,
+    GRANITE,
+    OLMO2,
+    OLMO3,
+    GEMMA2,
+    GEMMA3,
+    QWEN_MOE,
+    MIXTRAL,
+    QWEN2_MOE,
+    DEEPSEEK,
+)
 # Of a drawn model's config.json; what a family does not know, or refuses, is drawn anew.
 DRAWN: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (2, 3, 4),

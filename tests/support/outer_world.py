@@ -166,9 +166,7 @@ class World(InProcess):
         if name == GLOBAL:
             return GlobalServer(self.identity, self.parameter_map, self.config, self.names, *self.plan, part=part)
         rule = region_rule(self.config, self.names[name], UPDATES, self.momentum_decay)
-        server = RegionServer(
-            name, self.identity, self.parameter_map, self.config, rule, self.names[name], part=part
-        )
+        server = RegionServer(name, self.identity, self.parameter_map, self.config, rule, self.names[name], part=part)
         server.incarnation = "life-1"
         return server
 

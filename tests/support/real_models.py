@@ -85,11 +85,39 @@ DEEPSEEK = {
     "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 8, "mscale": 1.0, "mscale_all_dim": 1.0,
                      "original_max_position_embeddings": 16, "type": "yarn"},
 }  # fmt: skip
-FULL = ["full_attention"] * 3
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
+
+
+OLMO2 = {
+    **SIZES, **NEW, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 64,
+    "intermediate_size": 172, "num_attention_heads": 8, "num_key_value_heads": 8, "attention_bias": False,
+    "eos_token_id": 257, "pad_token_id": 213, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+}  # fmt: skip
+OLMO3 = {
+    **OLMO2, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": 9,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                     "original_max_position_embeddings": 16, "rope_type": "yarn"},
+}  # fmt: skip
+GEMMA2 = {
+    **SIZES, **NEW, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 48,
+    "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
+    "attention_bias": False, "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid",
+    "eos_token_id": 1, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 128, "pad_token_id": 0,
+    "query_pre_attn_scalar": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 9,
+}  # fmt: skip
+GEMMA3 = {
+    **without(GEMMA2, "hidden_act"), "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+    "num_attention_heads": 4, "num_key_value_heads": 1, "attn_logit_softcapping": None,
+    "final_logit_softcapping": None, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window_pattern": 6, "num_hidden_layers": 6,
+}  # fmt: skip
+FULL = ["full_attention"] * 3
 
 
 def with_parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +156,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": MIXTRAL,
     "mixtral-bare": without(MIXTRAL, "rope_theta", "rms_norm_eps", "router_aux_loss_coef"),
     "mixtral-8x22b": {**MIXTRAL, "num_attention_heads": 12, "hidden_size": 96, "router_jitter_noise": 0.0},
+    "olmo2-7b": OLMO2,
+    "olmo2-32b": {**OLMO2, "num_key_value_heads": 2},
+    "olmo3-7b": OLMO3,
+    "olmo3-base": {**without(OLMO3, "layer_types"), "rope_scaling": None, "num_hidden_layers": 4},
+    "gemma2-2b": GEMMA2,
+    "gemma2-bare": without(GEMMA2, "attn_logit_softcapping", "final_logit_softcapping", "hidden_act"),
+    "gemma3-1b": GEMMA3,
+    "gemma3-4b-text": {**without(GEMMA3, "sliding_window_pattern"),
+                       "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "gemma3-270m": {**without(GEMMA3, "rope_theta", "rope_local_base_freq", "rope_scaling", "torch_dtype"),
+                    "_sliding_window_pattern": 6, "layer_types": ["sliding_attention"] * 5 + FULL[:1],
+                    "use_bidirectional_attention": False, "rope_parameters": {
+                        "full_attention": {"rope_theta": 1000000, "rope_type": "default"},
+                        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}},
     "deepseek-v3": DEEPSEEK,
     "moonlight": {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6,
                   "n_shared_experts": 2, "routed_scaling_factor": 2.446, "rope_theta": 50000.0, "rope_scaling": None},
@@ -136,3 +178,22 @@ MODELS |= {
     f"{name}-parameters": with_parameters(MODELS[name])
     for name in ("llama-3.1", "mistral-0.1", "qwen2.5-yarn", "qwen3-30b-a3b", "deepseek-v3")
 }
+# What stands in config.json of models that are not built, and a part of the reason that is stated.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt2": ({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 264}, "model_type 'gpt2'"),
+    "phi-3": ({**LLAMA_3, "model_type": "phi3", "rope_scaling": None}, "model_type 'phi3'"),
+    "olmo-1": ({**without(OLMO2, "rms_norm_eps"), "model_type": "olmo", "clip_qkv": None}, "model_type 'olmo'"),
+    "gemma3-4b": ({"model_type": "gemma3", "text_config": GEMMA3, "vision_config": {}}, "its text_config alone"),
+    "llama-4-scout": ({"model_type": "llama4", "text_config": LLAMA_3}, "model_type 'llama4'"),
+    "mamba-2": ({"model_type": "mamba2", "hidden_size": 64, "state_size": 16}, "model_type 'mamba2'"),
+    "llama-dynamic": ({**LLAMA_3, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+    "llama-quantized": ({**LLAMA_3, "quantization_config": {"bits": 4}}, "quantization_config"),
+    "llama-biased": ({**LLAMA_3, "attention_bias": True}, "attention_bias = True"),
+    "qwen2-windows": ({**QWEN2, "use_sliding_window": True}, "use_sliding_window = True"),
+    "mixtral-jitter": ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+    "qwen3-moe-some-dense": ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
+    "olmo3-two-bases": ({**OLMO3, "rope_theta": 10000}, "versions of transformers disagree"),
+    "gemma3-no-types": ({**GEMMA3, "layer_types": FULL}, "for each of num_hidden_layers = 6 layers"),
+    "gemma3-flat": ({**GEMMA3, "rope_parameters": {"rope_theta": 1e6}}, "an object for full_attention"),
+    "gemma-bidirectional": ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+}  # fmt: skip

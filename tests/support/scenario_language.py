@@ -45,9 +45,9 @@ from geotrain.outer.messages import (
 from geotrain.outer.server.server import Handled
 from tests.support.net_worlds import outer
 from tests.support.scenario_words import event_text, message_text, refusal_text, reply_text, state_text
-from tests.support.scenario_worlds import AsProcesses, InMemory, OverSockets, Plan, World
+from tests.support.scenario_worlds import InMemory, OverSockets, Plan, World
 
-WORLDS: dict[str, Callable[..., World]] = {"sockets": OverSockets, "processes": AsProcesses}
+WORLDS: dict[str, Callable[..., World]] = {"sockets": OverSockets}
 TRANSPORTS = re.compile(r"^# transports: (.*)$", re.MULTILINE)
 LIMITS = "strikes", "strike_window", "norm_deviations", "norm_free_updates", "quarantine_s"
 

@@ -1,4 +1,4 @@
-"""Plays a scenario's world over three transports: in memory, over real sockets in this process, and as processes.
+"""Plays a scenario's world over two transports: in memory, and over real sockets in this process.
 
 Each has the same servers, settings, journals and snapshots. `World` has a call for each command of the language.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -18,10 +17,9 @@ from typing import Any
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.net.server.server_host import STATUS
 from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import AnswerPull, ConnectionLost, GrpcClient
-from geotrain.net.transport.operator_client import ask_status, command
+from geotrain.net.transport.operator_client import command
 from geotrain.outer.messages import (
     AnswerWanted,
     BadDelta,
@@ -45,13 +43,12 @@ from geotrain.outer.messages import (
     UpdateRejected,
 )
 from geotrain.outer.server.liveness import liveness
-from geotrain.outer.server.server import Handled, identity_of
+from geotrain.outer.server.server import Handled
 from geotrain.outer.server.waits import WaitTable, waits
 from tests.support.local_servers import first_weights
 from tests.support.net_worlds import BUSY_S, Cluster, Loop, tiny_layout, wait_for
 from tests.support.outer_world import FakeWorker, halves, whole
 from tests.support.recorded_world import JournaledWorld
-from tests.support.server_processes import Site
 
 STEP = 2  # samples
 REFUSED = "far out of the ordinary, the scenario says"
@@ -446,55 +443,4 @@ class OverSockets(OverGrpc):
     def close(self) -> None:
         super().close()
         self.cluster.close()
-        self.loop.close()
-
-
-class AsProcesses(OverGrpc):
-    """Runs each server as a process of its own, which a restart kills (SIGKILL)."""
-
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        super().__init__(plan)
-        self.loop, self.links, self.regions = Loop(), {}, tuple(plan.regions)
-        self.site = Site(folder, plan.outer, plan.samples, {r: tuple(w) for r, w in plan.regions.items()})
-        self.identity = identity_of(self.site.run, self.site.parameter_map)
-        self.processes = {name: self.site.serve(name) for name in self.site.processes}
-        self.read: defaultdict[str, int] = defaultdict(int)  # events of a server that were read
-
-    def address(self, server: str) -> str:
-        return self.site.address(server)
-
-    def has_ended(self, region: str) -> bool:
-        return not self.processes[region].process.is_alive()
-
-    def restart(self, server: str, between: Callable[[Path], None] = lambda folder: None) -> None:
-        self.processes[server].send(signal.SIGKILL)
-        self.processes[server].ended()
-        between(self.site.folder / server)
-        self.processes[server] = self.site.serve(server, resume=True)
-
-    def snapshot(self, server: str) -> None:
-        command(self.address(server), rpc.Control("snapshot"), BUSY_S)
-
-    def refuse(self, region: str) -> None:
-        raise NotImplementedError("no process refuses what it has no reason to refuse")
-
-    def status(self, server: str) -> dict[str, Any]:
-        """Return the server's status; of a process that has ended, its last one."""
-        last = self.site.folder / server / STATUS
-        while (status := ask_status(self.address(server), 5)) is None:
-            if not self.processes[server].process.is_alive():
-                return json.loads(last.read_text())  # type: ignore[no-any-return]
-            time.sleep(0.02)
-        return status
-
-    def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
-        events = self.site.events(server)[self.read[server] :]
-        self.read[server] += len(events)
-        return [(event["event"], event) for event in events]
-
-    def close(self) -> None:
-        super().close()
-        for server in self.site.servers:
-            server.process.kill()
-            server.process.join()
         self.loop.close()

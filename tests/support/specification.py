@@ -6,7 +6,8 @@ It is told what happened (an update was acknowledged, an answer merged, a lease 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from geotrain.common.names import GLOBAL
 from geotrain.config import CodecConfig, HalosConfig, MomentumConfig, OuterConfig, RegionMomentumConfig, SyncConfig
 from geotrain.outer.codec import make_codec
-from geotrain.outer.messages import ChunkWeights, Elsewhere, Lease, UpdatePart
+from geotrain.outer.messages import ChunkWeights, Lease, UpdatePart
 from geotrain.staging.interface import from_bytes
 
 
@@ -79,6 +80,24 @@ class Specification:
 
     # -- weights
 
+    def weights_of(self, server: str, fragments: Sequence[int]) -> Any:
+        """Copy all that there is of some fragments on one server, for `go_back`."""
+        vectors = self.top if server == GLOBAL else self.region[server]
+        coded = [{f: table[server, f] for f in fragments if (server, f) in table} for table in self._coded()]
+        known = {f: vectors[f] for f in fragments if server == GLOBAL or f in vectors}
+        return copy.deepcopy((known, coded))
+
+    def go_back(self, server: str, then: Any) -> None:
+        """A server has lost what it did with some fragments since `then`."""
+        vectors, coded = copy.deepcopy(then)
+        for f, v in vectors.items():
+            (self.top if server == GLOBAL else self.region[server])[f] = v
+        for table, of in zip(self._coded(), coded, strict=True):
+            table.update({(server, f): value for f, value in of.items()})
+
+    def _coded(self) -> tuple[dict[tuple[str, int], Any], ...]:
+        return self.residual, self.sent, self.mirror
+
     def region_begins(self, region: str, told: Sequence[ChunkWeights]) -> None:
         """It adopts a fragment's global weights: the first time, or since it starts over. Versions never fall."""
         for weights in told:
@@ -116,7 +135,7 @@ class Specification:
                 progress, v.sent = v.base - v.x, v.x
             key = region, sent.chunk
             meant = progress + self.residual.get(key, 0.0)
-            decoded = meant if is_elsewhere(sent.payload) else decode(self.config.up, sent.payload, len(v.x))
+            decoded = decode(self.config.up, sent.payload, len(v.x))
             self.sent[key] = decoded
             close(decoded, meant, COARSE[self.config.up.name] * float(meant.abs().max()))
             self.residual[key] = meant - decoded
@@ -125,8 +144,7 @@ class Specification:
         """The global server has acknowledged a region's update as applied."""
         for sent in update.deltas:
             v, delta = self.top[sent.chunk], self.sent[region, sent.chunk]
-            if not is_elsewhere(sent.payload):
-                assert torch.equal(delta, decode(self.config.up, sent.payload, len(v.x))), "not what was sent"
+            assert torch.equal(delta, decode(self.config.up, sent.payload, len(v.x))), "not what was sent"
             match self.rule:
                 case HalosConfig():
                     v.version += 1
@@ -149,9 +167,7 @@ class Specification:
         assert (weights.chunk, weights.version) in self.history, "weights of a version that never was"
         truth, key = self.history[weights.chunk, weights.version], (region, weights.chunk)
         codec = self.config.down
-        if is_elsewhere(weights.payload):
-            got = truth
-        elif not weights.increment and codec.name not in ("fp32", "bf16"):
+        if not weights.increment and codec.name not in ("fp32", "bf16"):
             got = from_bytes(weights.payload).view(torch.float32).double()
             close(got, truth, 0.0)
         elif weights.increment:
@@ -183,11 +199,6 @@ class Specification:
 COARSE = {"fp32": 1e-6, "bf16": 2.0**-7, "int8": 0.01, "int4": 0.15}  # most that coding changes, of the largest
 
 
-def is_elsewhere(payload: Any) -> bool:
-    """Whether it goes from shard to shard, and nobody tells the specification of it; then no codec rounds."""
-    return isinstance(payload, Elsewhere) or not payload
-
-
 def decode(codec: CodecConfig, payload: bytes, numel: int) -> Tensor:
     return make_codec(codec).decode(from_bytes(payload), numel).double()
 
@@ -203,7 +214,9 @@ class Ledger:
 
     def __init__(self, samples: int, fragments: int) -> None:
         self.fragments = fragments
-        self.contained: dict[int, set[int]] = {}  # lease → fragments of the global weights that contain its training
+        # lease → fragments of the global weights that contain its training → the version that does
+        self.contained: dict[int, dict[int, int]] = {}
+        self.void: set[int] = set()  # leases whose samples were committed and are handed out again
         self.place: list[int | str] = ["free"] * samples
         self.leases: dict[int, Lease] = {}  # every lease that was ever granted
         self.done: set[int] = set()  # those that an update brought
@@ -239,23 +252,43 @@ class Ledger:
             for sample in twice:
                 self.place[sample] = "aside"
 
-    def trained(self, number: int, fragment: int) -> None:
+    def trained(self, number: int, fragment: int, version: int = 0, late: bool = False) -> None:
         """It is part of the global weights of this fragment now. Once it is of all, no other training of its samples
-        is, or will be."""
+        is, or will be. late: said by a shard, it may have come back meanwhile, and counts unless others have it."""
         lease = self.leases[number]
-        self.contained.setdefault(number, set()).add(fragment)
-        if number in self.done or len(self.contained[number]) < self.fragments:
+        if number in self.done or number in self.void:
+            return
+        self.contained.setdefault(number, {})[fragment] = version
+        if len(self.contained[number]) < self.fragments:
+            return
+        samples = range(lease.start, lease.start + lease.samples)
+        if late and any(self.place[sample] not in (number, "free") for sample in samples):
             return
         self.done.add(number)
-        for sample in range(lease.start, lease.start + lease.samples):
-            assert self.place[sample] == number, f"sample {sample} is trained twice: it is {self.place[sample]}"
+        for sample in samples:
+            here = self.place[sample] == number or late
+            assert here, f"sample {sample} is trained twice: it is {self.place[sample]}"
             self.place[sample] = "trained"
+
+    def go_back(self, versions: Mapping[int, int], in_rounds: bool) -> None:
+        """These fragments of the global weights are of these versions again: what only newer ones contained is
+        trained no more. In rounds its worker has it again."""
+        for number, within in list(self.contained.items()):
+            left = {f: version for f, version in within.items() if version <= versions.get(f, version)}
+            self.contained[number] = left
+            if number in self.done and left != within:
+                self.done.remove(number)
+                lease = self.leases[number]
+                for sample in range(lease.start, lease.start + lease.samples):
+                    self.place[sample] = number if in_rounds else "free"
+                if not in_rounds:
+                    self.void.add(number)
 
     def lives(self, named: tuple[int, ...], gone: tuple[int, ...]) -> None:
         """Who counted as dead lives: of the leases that it names it has those again that nobody else has got; it is
         told which are gone."""
         for number in named:
-            if number in self.leases and number not in self.done:
+            if number in self.leases and number not in self.done | self.void:
                 lease = self.leases[number]
                 mine = range(lease.start, lease.start + lease.samples)
                 others = any(self.place[sample] not in (number, "free") for sample in mine)

@@ -23,7 +23,7 @@ def small_architecture(hidden: int, layers: int, heads: int, ffn: int, positions
     """A Llama over bytes with these sizes; `positions` is the longest sequence."""
     return Architecture(
         "llama", 256, hidden, ffn, layers, heads, heads, hidden // heads, 1e-5, 10000.0, rope_scaling=(),
-        max_positions=positions, tied_embeddings=True, qk_norm=False, qkv_bias=False, sliding_window=None,
+        max_positions=positions, tied_embeddings=True, qk_norm=None, qkv_bias=False, sliding_window=None,
         init_std=0.02,
     )  # fmt: skip
 

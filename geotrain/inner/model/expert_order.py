@@ -1,8 +1,8 @@
 """Sorts tokens by the experts that they are sent to, without letting the host wait for the device.
 
-Megatron-core does it with `masked_select`, twice a layer, and each time the host waits, since only the device knows
-how many were chosen. A router without capacity sends each token to the same number of experts: it is known
-beforehand.
+Megatron-core 0.16 does it with `masked_select`, twice a layer, and each time the host waits, since only the device
+knows how many were chosen; 0.19 sorts all, and nobody waits. A router without capacity sends each token to the same
+number of experts: it is known beforehand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""SwiGLU on CPUs, whose backward writes both gradients into one tensor. On GPUs Megatron-core's is compiled."""
+"""Activations of gated MLPs. On CPUs SwiGLU's backward writes both gradients into one tensor; on GPUs Megatron-core's
+is compiled."""
 
 from __future__ import annotations
 
@@ -37,3 +38,11 @@ class GatedSilu(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply to x, [..., 2 · size]; returns [..., size]."""
         return _Gated.apply(x)
+
+
+class GatedGelu(GatedSilu):
+    """Computes gelu(gate) · up, with GELU by tanh."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return nn.functional.gelu(gate, approximate="tanh") * up

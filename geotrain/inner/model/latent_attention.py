@@ -30,10 +30,21 @@ class CopiedLinear(nn.Linear):
         return nn.functional.linear(x, self.weight), None
 
 
+class SelfAttention(megatron.MLASelfAttention):
+    """Latent attention with the norms that its specification has.
+
+    By itself Megatron-core 0.19 takes a norm of keys and values only beside one of queries.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: megatron.MLASelfAttentionSubmodules) -> dict[str, Any]:
+        names = "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"
+        return {name: getattr(submodules, name) for name in names}
+
+
 def spec(core_attention: type, norm: type) -> ModuleSpec:
     """Specify the attention. core_attention: from queries, keys and values to the output. norm: of the latents."""
     return ModuleSpec(
-        module=megatron.MLASelfAttention,
+        module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=megatron.MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,

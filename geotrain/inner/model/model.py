@@ -16,9 +16,11 @@ from geotrain.config import Architecture, ParallelConfig, PrecisionConfig
 from geotrain.families import family_of
 from geotrain.families.architecture import Multipliers
 from geotrain.inner.model import latent_attention, replaced  # noqa: F401 (it replaces functions)
+from geotrain.inner.model.attention import CausalAttention
 from geotrain.inner.model.context_parallel import ContextAttention, Parts, use_own_positions
-from geotrain.inner.model.documents import PackedAttention, attend_in_a_row, inside_documents, suits_varlen
-from geotrain.inner.model.gated_silu import GatedSilu
+from geotrain.inner.model.documents import PackedAttention
+from geotrain.inner.model.gated_silu import GatedGelu, GatedSilu
+from geotrain.inner.model.norms import CenteredRMSNorm, ProjectionNorm, RMSNorm, normed_linear
 from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import EXPERTS
@@ -38,6 +40,7 @@ with platform.quiet_imports():
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -49,55 +52,18 @@ PLAIN = PrecisionConfig()
 
 HAS_TRANSFORMER_ENGINE = platform.HAS_CUDA and gpt_layer_specs.HAVE_TE
 
+OWN_GROUPS = hasattr(MLP, "as_mlp_submodule")  # in Megatron-core 0.19, which so hands an MLP its process groups
+
 # Transformer Engine fuses two norms into the linear layers that follow them, so their weights have other names in the
 # model. Canonical addresses know only the names on the right.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-
-
-class CausalAttention(nn.Module):
-    """Causal, grouped-query attention without weights, by torch's scaled_dot_product_attention.
-
-    It takes the place of Megatron-core's own core attention, whose constructor and `forward` it imitates.
-    """
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-        self.grouped = config.num_query_groups != config.num_attention_heads
-        self.window = config.window_size
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
-        """Attend; returns [sequence, batch, heads · head_dim].
-
-        query: [sequence, batch, heads, head_dim]. key, value: [sequence, batch, groups, head_dim], where each group
-        serves heads / groups heads. attention_mask: the boundaries of documents
-        (`geotrain.inner.model.documents`), or None. The attention is always causal, within a document where there are
-        boundaries, and within `window_size` where the model has one.
-        """
-        length, before = len(query), None if self.window is None else self.window[0]
-        if before is not None and before + 1 >= length:
-            before = None
-        if (attention_mask is not None or before is not None) and suits_varlen(query, value):
-            return attend_in_a_row(query, key, value, attention_mask, before, self.scale)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mask = None if attention_mask is None else inside_documents(attention_mask, len(q), length)
-        if before is not None:
-            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_().triu_(-before)
-            mask = near if mask is None else mask & near
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.grouped
-        )
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMSNorm by torch, with the arguments with which Megatron-core builds norms."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps, device=platform.device(), dtype=config.params_dtype)
+_ACTIVATIONS = {  # Megatron-core's, which it fuses on CUDA, by tanh; and ours
+    "silu": (nn.functional.silu, GatedSilu),
+    "gelu_tanh": (nn.functional.gelu, GatedGelu),
+}
 
 
 def transformer_config(
@@ -111,6 +77,7 @@ def transformer_config(
     dtype = torch.bfloat16 if bf16 else torch.float32
     window, tp = architecture.sliding_window, parallel.tensor
     factor = rotary_frequencies(architecture)[1] if architecture.rope_scaling else 1.0
+    windowed = [int(architecture.window_of(i) is not None) for i in range(architecture.layers)]
     usual = architecture.multipliers is None and not architecture.rope_scaling
     common = dict(
         num_layers=architecture.layers,
@@ -121,12 +88,13 @@ def transformer_config(
         kv_channels=architecture.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
-        qk_layernorm=architecture.qk_norm,
+        qk_layernorm=architecture.qk_norm is not None,
         gated_linear_unit=True,
-        activation_func=nn.functional.silu,
+        activation_func=_ACTIVATIONS[architecture.activation][0],
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         window_size=None if window is None else (window - 1, 0),  # tokens before and after a token's own
+        window_attn_skip_freq=windowed if architecture.unwindowed else None,
         # Queries and keys are both multiplied by YaRN's factor, so their products by its square.
         softmax_scale=None if usual else factor**2 * architecture.attention_scale,
         attention_dropout=0.0,
@@ -145,7 +113,7 @@ def transformer_config(
         fp8_amax_history_len=1024,  # of the recipe "delayed": Transformer Engine's own defaults, not Megatron-core's
         fp8_amax_compute_algo="max",
         tp_only_amax_red=True,  # replicas may be at different micro-batches, as with `acco.balance`
-        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.latent,  # else `inner.rotary`
+        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.own_modules,  # else `inner.rotary`
         perform_initialization=False,  # all weights come from outside
         bf16=bf16,
         params_dtype=dtype,
@@ -180,21 +148,28 @@ def _stages(parallel: ParallelConfig, layers: int) -> list[list[str]]:
 def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: range, packed: bool) -> Any:
     """Specify Megatron-core's layers of one pipeline stage. layers: their numbers in the model."""
 
-    def around(attention: Any) -> Any:
-        scaled = partial(_scaled_attention, attention, architecture)
+    def around(attention: Any, **settings: Any) -> Any:
+        scaled = partial(_scaled_attention, attention, architecture, **settings)
         inside = parallel.context > 1 and parallel.context_exchange == "heads"
         return partial(ContextAttention, scaled) if inside else scaled
 
-    if HAS_TRANSFORMER_ENGINE and architecture.latent is None:
+    if HAS_TRANSFORMER_ENGINE and architecture.own_modules is None:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=architecture.experts.count if architecture.experts else None,
-            qk_layernorm=architecture.qk_norm,
+            qk_layernorm=architecture.qk_norm is not None,
         )
-        attention = spec.submodules.self_attention.submodules
-        attention.core_attention = around(PackedAttention if packed else attention.core_attention)
+        parts = spec.submodules.self_attention.submodules
+        parts.core_attention = around(PackedAttention if packed else parts.core_attention)
         return spec
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedSilu)
-    dense = ModuleSpec(module=MLP, submodules=linear)
+    norm = CenteredRMSNorm if architecture.centered_norms else RMSNorm
+    before = IdentityOp if architecture.norms == "behind" else norm
+    row_linear = RowParallelLinear if architecture.norms == "before" else normed_linear(norm)
+    linear = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        linear_fc2=row_linear,
+        activation_func=_ACTIVATIONS[architecture.activation][1],
+    )
+    dense = partial(MLP.as_mlp_submodule, submodules=linear) if OWN_GROUPS else ModuleSpec(MLP, submodules=linear)
     sparse = ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
@@ -202,43 +177,58 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
         ),
     )
-    head_norm = RMSNorm if architecture.qk_norm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=around(CausalAttention),
-            linear_proj=RowParallelLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
-    if architecture.latent:
-        attention = latent_attention.spec(CausalAttention, RMSNorm)
+    query_norm, key_norm = {
+        None: (IdentityOp, IdentityOp),
+        "head": (norm, norm),
+        "projection": [ModuleSpec(module=ProjectionNorm, params={"keys": keys}) for keys in (False, True)],
+    }[architecture.qk_norm]
+
+    def attention(index: int) -> ModuleSpec:
+        if architecture.latent:
+            return latent_attention.spec(CausalAttention, RMSNorm)
+        settings = {"window": architecture.window_of(index), "cap": architecture.score_cap}
+        return ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=around(CausalAttention, index=index, **settings),
+                linear_proj=row_linear,
+                q_layernorm=query_norm,
+                k_layernorm=key_norm,
+            ),
+        )
 
     def layer(index: int) -> ModuleSpec:
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=RMSNorm,
-                self_attention=attention,
+                input_layernorm=before,
+                self_attention=attention(index),
                 self_attn_bda=get_bias_dropout_add,
-                pre_mlp_layernorm=RMSNorm,
+                pre_mlp_layernorm=before,
                 mlp=sparse if architecture.has_experts(index) else dense,
                 mlp_bda=get_bias_dropout_add,
             ),
         )
 
-    return TransformerBlockSubmodules(layer_specs=[layer(index) for index in layers], layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer(index) for index in layers], layer_norm=norm)
 
 
 def _scaled_attention(
-    kind: Any, architecture: Architecture, layer_number: int, softmax_scale: float | None, **settings: Any
+    kind: Any,
+    architecture: Architecture,
+    layer_number: int,
+    softmax_scale: float | None,
+    index: int | None = None,
+    **settings: Any,
 ) -> nn.Module:
-    """Build a layer's core attention. YaRN's factor is one of rotated queries and keys, so a layer that rotates none
-    has the plain scale. layer_number: in the whole model, from 1."""
-    if softmax_scale is not None and layer_number - 1 in architecture.unrotated:
+    """Build a layer's core attention. YaRN's factor is one of queries and keys that are rotated by it, so a layer
+    that rotates none, or by the plain embedding, has the plain scale. index: of the layer; None: it is
+    layer_number − 1."""
+    index = layer_number - 1 if index is None else index
+    plain = index in architecture.unrotated or architecture.rotates_locally(index)
+    if softmax_scale is not None and plain:
         softmax_scale = architecture.attention_scale
     return kind(layer_number=layer_number, softmax_scale=softmax_scale, **settings)
 
@@ -279,18 +269,28 @@ def build_model(
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
         )
-    if parallel.context > 1:
-        use_own_positions(model.rotary_pos_emb, Parts(mesh.cp_rank, mesh.cp_size, parallel.context_exchange))
+    parts = Parts(mesh.cp_rank, mesh.cp_size, parallel.context_exchange) if parallel.context > 1 else None
+    if parts is not None:
+        use_own_positions(model.rotary_pos_emb, parts)
     # Megatron-core knows one setting of Llama 3's only, and has YaRN's factor elsewhere.
     if architecture.rope_scaling:
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
                 module.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
+    if architecture.local_theta is not None:
+        _rotate_locally(model, architecture, mine, parts)
     if architecture.multipliers:
-        _multiply(model, architecture.multipliers)
+        _multiply(model, architecture.multipliers, bf16)
+    if architecture.logit_cap is not None and mesh.is_last_stage:
+        model.output_layer.register_forward_hook(partial(_capped, architecture.logit_cap))
     if mesh.is_last_stage and (words := max(architecture.vocab_size - mesh.tp_rank * rows, 0)) < rows:
         model.output_layer.register_forward_hook(partial(_without_padding, words))
     keep_counts_wide(model)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.layer_number = (
+                None  # else it records losses in a table with the length of the process's first model
+            )
     for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()
         for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
@@ -300,22 +300,45 @@ def build_model(
     return model
 
 
-def _multiply(model: GPTModel, by: Multipliers) -> None:
-    """Let the model's parts multiply what they give; of attention Megatron-core does so itself."""
+def _rotate_locally(model: GPTModel, architecture: Architecture, layers: range, parts: Parts | None) -> None:
+    """Let layers with a window rotate queries and keys by `local_theta`, in place of what all layers are handed."""
+    with platform.megatron_runtime():
+        rotary = RotaryEmbedding(architecture.head_dim, 1.0, rotary_base=architecture.local_theta)
+    if parts is not None:
+        use_own_positions(rotary, parts)
 
-    def times(factor: float) -> Any:
+    def instead(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+        length = len(named["rotary_pos_emb"]) * (parts.size if parts else 1)
+        return given, {**named, "rotary_pos_emb": rotary(length)}
+
+    for index, layer in zip(layers, model.decoder.layers, strict=True):
+        if architecture.rotates_locally(index):
+            layer.self_attention.register_forward_pre_hook(instead, with_kwargs=True)
+
+
+def _capped(cap: float, module: nn.Module, given: Any, out: Any) -> Any:
+    """Cap logits softly; a hook behind the head's forward."""
+    return torch.tanh(out[0] / cap) * cap, *out[1:]
+
+
+def _multiply(model: GPTModel, by: Multipliers, bf16: bool) -> None:
+    """Let the model's parts multiply what they give; of attention Megatron-core does so itself."""
+    embedding = torch.tensor(by.embedding, dtype=torch.bfloat16).item() if bf16 and by.rounded else by.embedding
+
+    def times(part: nn.Module, factor: float) -> None:
         def hook(module: nn.Module, given: Any, out: Any) -> Any:
             return (out[0] * factor, *out[1:]) if isinstance(out, tuple) else out * factor
 
-        return hook
+        if factor != 1.0:
+            part.register_forward_hook(hook)
 
     if model.pre_process:
-        model.embedding.register_forward_hook(times(by.embedding))
+        times(model.embedding, embedding)
     if model.post_process:
-        model.output_layer.register_forward_hook(times(1 / by.logits_divisor))
+        times(model.output_layer, 1 / by.logits_divisor)
     for layer in model.decoder.layers:
-        for part in (layer.self_attention, layer.mlp):
-            part.register_forward_hook(times(by.residual))
+        times(layer.self_attention, by.residual)
+        times(layer.mlp, by.residual)
 
 
 @torch.no_grad()  # the softmax is 0 there, and with it the gradient of these logits: backward has nothing to do

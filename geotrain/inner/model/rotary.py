@@ -33,20 +33,17 @@ class _Rotated(torch.autograd.Function):
 
 
 def rotated(
-    t: Tensor,
-    freqs: Tensor,
-    rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
-    mscale: float = 1.0,
+    t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, mscale: float = 1.0, **latent: bool
 ) -> Tensor:
     """Rotate queries or keys, in place of Megatron-core's function of these arguments.
 
     t: [sequence, batch, heads, head_dim]. freqs: angles, fp32 [sequence, 1, 1, head_dim], of which the second half
-    repeats the first. Other forms, as latent attention's, are left to Megatron-core.
+    repeats the first. latent: whether pairs lie as latent attention has them; `multi_latent_attention` in
+    Megatron-core 0.16, `mla_rotary_interleaved` from 0.17 on. Other forms, as this one, are left to Megatron-core.
     """
-    other_form = rotary_interleaved or multi_latent_attention or mscale != 1.0 or freqs.shape[-1] != t.shape[-1]
+    other_form = rotary_interleaved or any(latent.values()) or mscale != 1.0 or freqs.shape[-1] != t.shape[-1]
     if other_form:
-        return _of_megatron(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
+        return _of_megatron(t, freqs, rotary_interleaved=rotary_interleaved, mscale=mscale, **latent)
     tables = getattr(freqs, "_cosine_and_sine", None)
     if tables is None:  # once for all layers: Megatron-core hands them the same tensor
         half = freqs[:, 0, 0, : t.shape[-1] // 2]

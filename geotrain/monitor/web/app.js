@@ -155,7 +155,7 @@ function trend(smooth) {
 function footer({ server: s, facts, shards }) {
   if (!s) return [];
   const flush = s.journal_flushes ? `${((1000 * s.journal_flush_s) / s.journal_flushes).toFixed(1)} ms` : "–";
-  const each = shards.map((v) => (v.up ? `shard ${v.shard}: ${v.commands} commands, memory ${bytes(v.rss_bytes)}, snapshot after ${v.saved} commands`
+  const each = shards.map((v) => (v.up ? `shard ${v.shard}: ${v.facts} facts, ${v.behind} not in the ledger, memory ${bytes(v.rss_bytes)}`
     : `shard ${v.shard}: down`));
   return ["global server:", ...described(s, facts.metrics.server), `journal flush ${flush}`, ...each];
 }

@@ -43,8 +43,8 @@ def initial_weights(
 
 
 def first_answers(run: RunConfig, parameter_map: ParameterMap, fragments: Collection[int]) -> dict[int, MadeWeights]:
-    """Make what the global server answers to a region's join before its first update, of these fragments. Empty: there
-    are none, or what the run begins with is not on this machine."""
+    """Make what the global server answers to a region's join before its first update, of these fragments. Empty:
+    there are none, or what the run begins with is not on this machine."""
     if not fragments:
         return {}
     try:

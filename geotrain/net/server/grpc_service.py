@@ -118,7 +118,8 @@ class GrpcService:
         # A call's name, as `geotrain.net.transport.rpc` lists it, is that of its method here.
         calls = (
             self._join, self._lease, self._release, self._takeback, self._trained, self._validated,
-            self._leave, self._beat, self._status, self._control, self._pull, self._weights, self._push, self._standing, self._facts,
+            self._leave, self._beat, self._status, self._control, self._pull, self._weights, self._push,
+            self._standing, self._facts,
         )  # fmt: skip
         handlers = {call.__name__[1:]: self._handled(call) for call in calls}
         handlers = {name: call for name, call in handlers.items() if self.server.ledger or name in OF_SHARDS}

@@ -103,15 +103,17 @@ class ProcessHost(ABC):
     def _deliver(self, send: Send) -> None:
         """Take what the machine sends; in the event loop."""
 
+    @abstractmethod
     async def _before_service(self) -> None:
         """Do what must be done before anybody is answered."""
 
+    @abstractmethod
     async def _end(self) -> None:
         """Do what is left to do after an end in good order; members are still answered meanwhile."""
 
+    @abstractmethod
     def _linger_s(self) -> float:
         """Seconds that calls which are open at the end may still take."""
-        return 0.0
 
     # -- what all have
 

@@ -56,7 +56,8 @@ class RegionClient:
     on_acknowledged: called with the fragment and sequence of each update that the global server has taken.
     on_joined: called when the global server has taken the region.
     metrics: gives the numbers that go up with each heartbeat, to be shown to people.
-    link: to the global server, or to the part of it that has this server's fragments. first: makes the weights that answer the join before the global server has applied an update, by fragment; empty: it cannot.
+    link: to the global server, or to the part of it that has this server's fragments. first: makes the weights that
+    answer the join before the global server has applied an update, by fragment; empty: it cannot.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class ServerSetup:
 
     @property
     def server_address(self) -> Address:
-        """Address of the server, which is its shards' coordinator."""
+        """Address of the server, which is its shards' ledger."""
         return self.cluster.global_server if self.server == GLOBAL else self.cluster.region(self.server).server
 
     @property

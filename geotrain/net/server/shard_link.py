@@ -49,6 +49,8 @@ class ShardTable:
         self.left, self._note = set(left), note
         self.ending = False
         self._heard: dict[int, tuple[float, rpc.ShardHello]] = {}  # shard → when it asked last, and what it said
+        self._incarnations: dict[int, str] = {}  # shard → its present one
+        self._beginning = [asyncio.Lock() for _ in server_thread.server.taken]
         self._made: tuple[int, bool, bytes] = (-1, False, b"")  # the standing after so many messages, as it is sent
 
     @property
@@ -79,13 +81,9 @@ class ShardTable:
             raise Refused(f"shard {shard}: {server.name!r} has {len(server.taken)}; all need the same cluster file")
         if hello.origin and server.origin and hello.origin != server.origin:
             raise Refused(f"shard {shard} of {server.name!r}: its state is of another run than its ledger's")
-        if hello.facts < server.taken[shard]:
-            if hello.new and server.name == GLOBAL:
-                raise Refused(
-                    f"shard {shard} of {server.name!r} has lost its disk, and there is no copy of it: bring back its "
-                    "folder, or the copy that checkpoint.snapshots names (docs/servers.md)"
-                )
-            await self.server_thread.persist(WentBack(shard, hello.facts, hello.versions, hello.job))
+        async with self._beginning[shard]:
+            if not hello.seen and hello.incarnation != self._incarnations.get(shard):
+                await self._begin(hello)
         self._heard[shard] = time.monotonic(), hello
         if hello.ended and shard not in self.left:
             await self._note(shard)
@@ -93,6 +91,19 @@ class ShardTable:
         if hello.wait_s:
             await self.server_thread.until(lambda: self._changed(hello.seen), min(hello.wait_s, rpc.MAX_WAIT_S))
         return await self.server_thread.read(self._packed)
+
+    async def _begin(self, hello: rpc.ShardHello) -> None:
+        """See whether a process of a shard, which has brought no fact yet, knows of as many as its former ones. Later
+        hellos cannot say: they may be older than facts that came over another connection. Raises Refused."""
+        shard, server = hello.shard, self.server
+        if hello.facts < server.taken[shard]:
+            if hello.new and server.name == GLOBAL:
+                raise Refused(
+                    f"shard {shard} of {server.name!r} has lost its disk, and there is no copy of it: bring back its "
+                    "folder, or the copy that checkpoint.snapshots names (docs/servers.md)"
+                )
+            await self.server_thread.persist(WentBack(shard, hello.facts, hello.versions, hello.job))
+        self._incarnations[shard] = hello.incarnation
 
     async def facts(self, said: Facts) -> int:
         """Take a shard's facts. Returns how many of them the ledger has. Raises Refused."""
@@ -161,7 +172,7 @@ class ShardLink:
         return rpc.ShardHello(
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
-            self.server_thread.journal.segment_bytes, self.rss_bytes(),
+            self.server_thread.journal.segment_bytes, self.rss_bytes(), server.incarnation,
         )  # fmt: skip
 
     async def _bring(self) -> None:

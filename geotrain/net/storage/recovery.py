@@ -100,8 +100,8 @@ def recover(
 
     build: makes the state machine, without state. begin: gives a new one what it starts from. keep: how many
     snapshots stay. mirror: where copies of the snapshots are, for a folder that has lost its own. mirror_store: where
-    the server's mirrors lie. launch: names that which this process is started by; "": one of its own. read_only: nothing is written, and the machine must not go on. owner: whose state it
-    is to be.
+    the server's mirrors lie. launch: names that which this process is started by; "": one of its own. read_only:
+    nothing is written, and the machine must not go on. owner: whose state it is to be.
     Raises StoreError, OtherOwnerError among them, JournalDamaged, ParameterMapError, OSError.
     """
     store = SnapshotStore(folder / SNAPSHOTS, keep, mirror_store)

@@ -63,9 +63,9 @@ class FragmentLinks(GrpcClient):
         await super().close()
 
     async def join(self, join: Join) -> Welcome:
-        """Join the ledger, then each shard with the slices of its chunks. What a shard says of its fragments is in the
-        Welcome."""
-        welcome = await super().join(join)
+        """Join the ledger, then each shard with the slices of its chunks. What shards say of their fragments is in
+        the Welcome."""
+        welcome = await super().join(replace(join, applied=(0,) * len(join.applied)))  # who knows of none by itself
         each = await asyncio.gather(*(self._join_shard(i, join) for i in range(len(self.shards))))
         of = {fragment: each[i] for i, fragments in enumerate(self.above.dealt) for fragment in fragments}
         every = range(len(of))
@@ -80,7 +80,8 @@ class FragmentLinks(GrpcClient):
         def only(slices: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(each if mine else () for each, mine in zip(slices, own, strict=True))
 
-        said = replace(join, pushes=only(join.pushes), holds=only(join.holds))
+        applied = tuple(each if f in self.above.dealt[i] else -1 for f, each in enumerate(join.applied))
+        said = replace(join, pushes=only(join.pushes), holds=only(join.holds), applied=applied)
         return await self.shards[i].persist(lambda: join_shard(self.shards[i], said), SHARD_S)
 
     async def push(self, part: UpdatePart) -> int:

@@ -222,9 +222,9 @@ class ShardHello:
 
     facts: how many it has to say since the run began, said or not. versions: of its fragments. job: of synchronous
     rounds, the last that is whole in them. origin: of the run that its state is of; "": of none yet. new: it began
-    without a state. seen: checksum of the `Standing` that it has; 0: of none in this incarnation. wait_s: how long the
-    ledger may wait until there is another. ended: it knows that the server has, and ends. journal_bytes, rss_bytes: of
-    its process.
+    without a state. seen: checksum of the `Standing` that it has; 0: of none in this incarnation. wait_s: how long
+    the ledger may wait until there is another. ended: it knows that the server has, and ends. journal_bytes,
+    rss_bytes: of its process. incarnation: names the process.
     """
 
     shard: int
@@ -238,6 +238,7 @@ class ShardHello:
     ended: bool
     journal_bytes: int
     rss_bytes: int
+    incarnation: str
 
 
 @dataclass(frozen=True)

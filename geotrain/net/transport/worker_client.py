@@ -30,7 +30,6 @@ from geotrain.outer.messages import (
     UpdatePart,
     Validated,
     Welcome,
-    update_id,
 )
 from geotrain.parameters.parameter_map import numel
 
@@ -40,10 +39,6 @@ T = TypeVar("T")
 LAST_WORDS_S = 10.0
 MAX_WAITING_PARTS = 64  # so many updates may wait to be sent, or two of each fragment
 NOT_YET = -1  # in place of the last update that a server has applied
-
-
-class ServerForgot(RuntimeError):
-    """Raised when the server was restored to a state older than what it has acknowledged: start this worker again."""
 
 
 @dataclass(eq=False)
@@ -100,7 +95,6 @@ class WorkerClient:
         self._work = asyncio.Event()
         self._rejoining = asyncio.Lock()
         self._joins = 0
-        self._forgotten: ServerForgot | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -112,7 +106,7 @@ class WorkerClient:
         """Deliver this rank's part of an update, after those pushed before. The future is done when the server has
         it.
 
-        The future raises Refused if that is final, Unreachable, ServerForgot.
+        The future raises Refused if that is final, and Unreachable.
         """
         if len(self._parts) >= max(MAX_WAITING_PARTS, 2 * len(self._sequences)):
             raise RuntimeError(f"{len(self._parts)} updates wait to be sent already; pull their answers first")
@@ -207,14 +201,9 @@ class WorkerClient:
         """Repeat a call until it gives a value, and join again where the server asks for it."""
         if (link := self._link) is None:
             raise RuntimeError("join first")
-
-        async def known(link: GrpcClient = link) -> T | None:
-            # Whichever call has joined again, a heartbeat perhaps, the others would wait for what will never come.
-            if self._forgotten is not None:
-                raise self._forgotten
-            return await attempt(link)
-
-        return link.persist(known, min(self.deadline_s, within_s), rejoin=self._rejoin, patient=patient)
+        return link.persist(
+            lambda: attempt(link), min(self.deadline_s, within_s), rejoin=self._rejoin, patient=patient
+        )
 
     async def _first_join(self, join: Join) -> Welcome:
         if self._join is not None:
@@ -245,15 +234,8 @@ class WorkerClient:
                 return
             link, join = self._link, self._join
             assert link is not None and join is not None
-            welcome = await link.join(replace(join, mirrors=self.mirrors()))
+            welcome = await link.join(replace(join, mirrors=self.mirrors(), applied=tuple(self._applied)))
             for fragment, wanted in enumerate(welcome.sequences):
-                if wanted <= (applied := self._applied[fragment]):
-                    self._forgotten = ServerForgot(
-                        f"{self.address} expects update {update_id(join.member, fragment, wanted)}, but had "
-                        f"acknowledged {applied}: it was restored from an older state, or has started over; start "
-                        "this worker again"
-                    )
-                    raise self._forgotten
                 self._note_applied(fragment, wanted - 1)
             self._joins += 1
             for pushed in self._parts:

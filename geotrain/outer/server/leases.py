@@ -16,6 +16,7 @@ from typing import Any
 from geotrain.config.batches import BatchSchedule, Ramp
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
 from geotrain.outer.server.member import MOST_JOBS, attributes, set_attributes
+from geotrain.outer.server.ranges import Range, take_out
 
 RETURNED_KEPT = 4096  # leases that came back, which a late update may still name as trained
 FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
@@ -29,7 +30,6 @@ LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
 SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s"
 RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
-Range = tuple[int, int]  # start, samples
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
 
@@ -456,19 +456,6 @@ class LeaseTable:
         self._held.setdefault(request.worker, {})[request.job] = lease
         self.next_lease += 1
         return lease
-
-
-def take_out(ranges: list[Range], start: int, samples: int) -> tuple[list[Range], list[Range]]:
-    """Cut disjoint ranges into what lies outside of that range, and what lies within it."""
-    end, outside, inside = start + samples, list[Range](), list[Range]()
-    for at, size in ranges:
-        first, last = max(at, start), min(at + size, end)
-        if first >= last:
-            outside.append((at, size))
-            continue
-        inside.append((first, last - first))
-        outside += [(a, b - a) for a, b in ((at, first), (last, at + size)) if a < b]
-    return outside, inside
 
 
 def check_numbers(request: LeaseRequest) -> None:

@@ -119,9 +119,7 @@ class NormLimits:
 
     def load(self, state: list[Any]) -> None:
         """Load what `state` returned."""
-        for noted, columns in zip(self._noted, state, strict=True):
-            noted.clear()
-            noted.extend(zip(*columns, strict=True))
+        self._noted = [deque(zip(*columns, strict=True), maxlen=self._memory) for columns in state]
 
 
 def _unusual(member: str, fragment: int, size: float, usually: str) -> BadDelta:

@@ -230,14 +230,18 @@ def incarnation_digest(incarnation: str) -> str:
     return blake2b(incarnation.encode(), digest_size=8).hexdigest()
 
 
-def check_incarnation(name: str, member: Member, incarnation: str) -> None:
-    """Raise Refused for a former incarnation of the member, and for a new one when no more can be remembered."""
-    if not incarnation:
-        raise Refused(f"{name}: joins without naming its incarnation")
-    if len(incarnation) > MOST_INCARNATION or not incarnation.isprintable():
-        raise Refused(f"{name}: its incarnation's name is no text of at most {MOST_INCARNATION} characters")
+def check_incarnation(join: Join, member: Member) -> None:
+    """Raise Refused for a former incarnation of the member, for a new one when no more can be remembered, and for one
+    that a state knew that is lost: others may have its data, and what it sent is needed no more."""
+    name, incarnation = join.member, join.incarnation
+    if not 0 < len(incarnation) <= MOST_INCARNATION or not incarnation.isprintable():
+        raise Refused(f"{name}: its incarnation's name is no text of 1 to {MOST_INCARNATION} characters")
     if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
+    here = incarnation == member.incarnation
+    known = {f: own.sequence for f, own in member.fragments.items() if here}
+    if any(applied > known.get(f, 0 if here else -1) for f, applied in enumerate(join.applied)):
+        raise Refused(f"{name}: this server's state was lost, or is older than what it acknowledged: start anew")
     if incarnation != member.incarnation and len(member.former) >= MOST_INCARNATIONS:
         raise Refused(f"{name}: more than {MOST_INCARNATIONS:,} incarnations; find out why, resume in a new folder")
 

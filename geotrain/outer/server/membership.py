@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
 from math import inf
 from statistics import median_low
 from typing import Any, Literal
 
 from geotrain.config import CodecConfig, LimitsConfig
 from geotrain.outer.downlink import sends_changes
-from geotrain.outer.events import Event, FactsLost, Joined, Left, Quarantined, SentWhole, Unbanned, UpdateRefused
+from geotrain.outer.events import Event, Joined, Left, Quarantined, SentWhole, Unbanned, UpdateRefused
 from geotrain.outer.messages import (
     Fact,
-    Facts,
     Identity,
     Join,
     Lease,
@@ -22,15 +20,12 @@ from geotrain.outer.messages import (
     Leave,
     LiftQuarantine,
     MemberSilent,
-    MemberStanding,
     NotJoined,
     Refused,
-    Standing,
     UpdateRejected,
     Welcome,
-    WentBack,
 )
-from geotrain.outer.rules import Counts, Rule
+from geotrain.outer.rules import Rule
 from geotrain.outer.server.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
 from geotrain.outer.server.member import (
     Member,
@@ -41,39 +36,13 @@ from geotrain.outer.server.member import (
     check_quarantine,
     check_slices,
 )
-from geotrain.outer.server.member_phase import MemberEvent, MemberPhase
+from geotrain.outer.server.member_phase import MemberEvent
+from geotrain.outer.server.parts import JOIN_RETRY_S, WHOLE, ServerPart, ServerParts
 from geotrain.outer.server.store import Store
-from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
-
-JOIN_RETRY_S = 0.5
-MOST_FACTS = 256  # that a shard says at once
-OF_MEMBER = "applied", "contained", "refused"  # facts
-OF_FRAGMENT = "applied", "contained", "up", "lost"
-PHASES = {phase.value for phase in MemberPhase}
+from geotrain.parameters.parameter_map import ParameterMap
 
 
-@dataclass(frozen=True)
-class ServerPart:
-    """The part of a server that a process is.
-
-    dealt: the fragments of each shard; empty: the server is one process. shard: number of the shard that this is;
-    None: it keeps the ledger, and all fragments where there is no shard.
-    """
-
-    dealt: tuple[tuple[int, ...], ...] = ()
-    shard: int | None = None
-
-    def numbers(self, fragments: int) -> tuple[int, ...]:
-        """The fragments of this process."""
-        if not self.dealt:
-            return tuple(range(fragments))
-        return () if self.shard is None else self.dealt[self.shard]
-
-
-WHOLE = ServerPart()
-
-
-class Membership(ABC):
+class Membership(ServerParts):
     """The members of a server, and the messages that change their phases.
 
     members: names of those who may join. down: codec of the link to them. rule: of the server.
@@ -86,6 +55,7 @@ class Membership(ABC):
         self, identity: Identity, parameter_map: ParameterMap, rule: Rule, members: tuple[str, ...],
         down: CodecConfig, limits: LimitsConfig, part: ServerPart = WHOLE,
     ) -> None:  # fmt: skip
+        super().__init__(part, len(parameter_map.fragments))
         self.identity, self.parameter_map, self.rule, self.down = identity, parameter_map, rule, down
         # incarnation: names the server's present one; its process sets it, since drawing it is not pure.
         # settings: all that it takes from configuration, as text. remade: makes it, without state, from another text.
@@ -96,37 +66,10 @@ class Membership(ABC):
         self.members = {name: Member() for name in members}
         # Names of those that take part (`Member.takes_part`), by whose number a rule that averages divides deltas.
         self.sharing: set[str] = set()
-        self.part, self.all = part, range(len(parameter_map.fragments))
-        self.ledger = part.shard is None  # whether this process keeps it
-        self.numbers = part.numbers(len(self.all))  # of its own fragments
-        # Of the fragments whose first weights are known; the ledger has a copy of the versions of its shards'.
-        self.fragments: dict[int, Counts] = {}
-        self.unsaid: list[Fact] = []  # of a shard: what its ledger may not know yet
-        self.said = 0  # how many facts before these it has said
-        self.standing: Standing | None = None  # of a shard: what its ledger has said last
-        self.stands: dict[str, MemberStanding] = {}  # of its members, by name
-        self.open = self.ledger  # of a shard: whether its ledger has said so in this incarnation
-        self.taken = [0] * len(part.dealt)  # of the ledger: how many facts of each shard it knows
-        self.quiet = [0] * len(part.dealt)  # `Facts.quiet` of each
-        self.begun = 0  # how often the run has begun again
-        self.rounds: dict[str, int] = {}  # member → its last whole round before that
         self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
         self.reserve = 0  # jobs of each worker whose data a region keeps in reserve
         self.validation_steps = 0  # inner steps that cost as much as a validation, or more
         self._events: list[Event] = []  # what `Server.handle` is about to return
-
-    @property
-    def versions(self) -> list[int]:
-        """Versions by fragment, of those of other processes as far as they are known; empty before this server has
-        all its weights."""
-        if any(number not in self.fragments for number in self.numbers):
-            return []
-        return [self.fragments[number].version if number in self.fragments else 0 for number in self.all]
-
-    @property
-    def own_versions(self) -> tuple[int, ...]:
-        """Versions of this process's fragments."""
-        return tuple(self.fragments[n].version if n in self.fragments else 0 for n in self.numbers)
 
     @property
     def empty(self) -> bool:
@@ -192,7 +135,7 @@ class Membership(ABC):
         member = self._member(join.member)
         check_quarantine(join.member, member, join.incarnation, self.limits)
         self._check_known(join.member, join.incarnation)
-        check_incarnation(join.member, member, join.incarnation)
+        check_incarnation(join, member)
         new = join.incarnation != member.incarnation
         if new and self.ending:
             raise Refused(
@@ -355,152 +298,6 @@ class Membership(ABC):
             if sent:
                 own.answer = own.version = None
 
-    # -- between the ledger and its shards
-
-    def stand(self) -> Standing:
-        """Say how the run stands, for shards."""
-        members = tuple(
-            MemberStanding(
-                name, m.incarnation, m.phase.value, m.quarantined or m.banned == m.incarnation != "",
-                self.ends(name), self.rounds.get(name, 0),
-            )
-            for name, m in self.members.items()
-        )  # fmt: skip
-        return Standing(self.incarnation, self.origin, self.data, members, self.begun, **self._stands())
-
-    def _stands(self) -> dict[str, Any]:
-        """Return what this kind of server's shards must know beside its members."""
-        return {}
-
-    def ends(self, name: str) -> bool:
-        """Whether this worker ends, as there was no data for its last job. On a global server its leases say so."""
-        return False
-
-    def _on_standing(self, standing: Standing) -> None:
-        """Take what the ledger says, in the place of what it said before."""
-        if self.ledger:
-            raise Refused("this server keeps its ledger itself")
-        if any(each.phase not in PHASES for each in standing.members) or standing.every < 0:
-            raise Refused(f"{self.name}: its ledger says what is no standing of a run: {standing.members!r:.200}")
-        before, self.standing, self.open = self.standing, standing, True
-        self.origin, self.data = standing.origin, standing.data
-        self.stands = {each.name: each for each in standing.members}
-        for each in standing.members:
-            if (member := self.members.get(each.name)) is None:
-                continue
-            member.phase, member.quarantined = MemberPhase(each.phase), False
-            if each.barred:
-                member.banned = each.incarnation
-            self._note_share(each.name)
-            if each.incarnation != member.incarnation and member.joined:
-                self._forget(each.name, sent=False)
-            if standing.begun > self.begun:
-                self._begin_rounds(each.name, each.round)
-        self.begun = standing.begun
-        if before is None or before.validated != standing.validated:
-            self.copy_weights(None)
-
-    def _check_known(self, name: str, incarnation: str) -> None:
-        """Raise Refused where a shard's ledger has not said that this incarnation of the member has joined."""
-        if self.ledger:
-            return
-        stands = self.stands.get(name) if self.open else None
-        if stands is None or stands.incarnation != incarnation:
-            raise NotJoined(f"{name}: this shard does not know yet that it joined", JOIN_RETRY_S)
-        if stands.barred:
-            raise Refused(f"{name}: this incarnation of it may say no more; start it anew")
-        if stands.phase in (MemberPhase.SILENT.value, MemberPhase.LOST.value):
-            raise NotJoined(f"{name}: it was not heard of for too long: join first", JOIN_RETRY_S)
-
-    def facts(self, safe: tuple[int, ...]) -> Facts:
-        """Return what a shard has to say. safe: `Facts.safe`."""
-        assert self.part.shard is not None
-        said = tuple(self.unsaid[:MOST_FACTS])
-        return Facts(self.part.shard, self.said, said, self.own_versions, safe, self.quiet_since())
-
-    def quiet_since(self) -> int:
-        """Return `Facts.quiet`."""
-        return 0
-
-    def heard_facts(self, count: int) -> None:
-        """Note that the ledger knows so many of this shard's facts."""
-        del self.unsaid[: max(0, count - self.said)]
-        self.said = max(self.said, count)
-
-    def _report(self, fact: Fact) -> None:
-        """Note a fact in the ledger, or to be said to it."""
-        if self.ledger:
-            self._on_fact(fact)
-        else:
-            self.unsaid.append(fact)
-
-    @abstractmethod
-    def _on_fact(self, fact: Fact) -> None:
-        """Note a fact, of this process or of a shard, in the ledger."""
-
-    def _check_shard(self, shard: int, versions: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shard's fragments. Raises Refused where there is no such shard."""
-        if not self.ledger or not 0 <= shard < len(self.taken) or len(versions) != len(self.part.dealt[shard]):
-            raise Refused(f"shard {shard}: this server has {len(self.taken)}; all need the same cluster file")
-        return self.part.dealt[shard]
-
-    def _on_facts(self, said: Facts) -> int:
-        """Note what a shard has done, each fact once. Returns how many of its facts are known."""
-        numbers = self._check_shard(said.shard, said.versions)
-        if any(fact.what in OF_FRAGMENT and fact.fragment not in numbers for fact in said.facts):
-            raise Refused(f"shard {said.shard}: it says facts of fragments that are not its own, {numbers}")
-        if (lost := said.since - self.taken[said.shard]) > 0:  # this ledger came back from an older state
-            self._events.append(FactsLost(said.shard, lost))
-            self.taken[said.shard] = said.since
-        for number, version in zip(numbers, said.versions, strict=True):
-            self.fragments.setdefault(number, Counts()).version = version
-        for fact in said.facts[self.taken[said.shard] - said.since :]:
-            self.taken[said.shard] += 1
-            if fact.what in OF_MEMBER and fact.member not in self.members:
-                continue  # the run has it no more
-            if fact.what == "applied":
-                self._heard(fact.member)
-            self._on_fact(fact)
-        self.quiet[said.shard] = said.quiet
-        return self.taken[said.shard]
-
-    def _on_went_back(self, back: WentBack) -> None:
-        """Go on with a shard whose disk was lost, and came back from a copy."""
-        numbers = self._check_shard(back.shard, back.versions)
-        self.taken[back.shard] = back.facts
-        for number, version in zip(numbers, back.versions, strict=True):
-            self.fragments.setdefault(number, Counts()).version = version
-            for member in self.members.values():
-                own = member.fragments[number]
-                own.came = min(own.came, back.job) if self.rule.in_rounds else own.came
-
-    def _part_state(self) -> dict[str, Any]:
-        """Save what is between a ledger and its shards."""
-        return {
-            "part": {
-                "dealt": [list(numbers) for numbers in self.part.dealt], "shard": self.part.shard, "said": self.said,
-                "unsaid": [asdict(fact) for fact in self.unsaid], "taken": list(self.taken),
-                "quiet": list(self.quiet), "begun": self.begun, "rounds": dict(self.rounds),
-                "standing": self.standing and asdict(self.standing),
-            }
-        }  # fmt: skip
-
-    def _load_part(self, meta: dict[str, Any]) -> None:
-        """Load what `_part_state` returned. Raises ParameterMapError where the state is of another part."""
-        saved = meta["part"]
-        if (saved["dealt"], saved["shard"]) != ([list(numbers) for numbers in self.part.dealt], self.part.shard):
-            raise ParameterMapError(
-                f"the state is of a server of {len(saved['dealt']) or 'no'} shards, the cluster file names "
-                f"{len(self.part.dealt)}, or their fragments differ; a run keeps the shards with which it began"
-            )
-        self.said, self.unsaid = saved["said"], [_fact(each) for each in saved["unsaid"]]
-        self.taken, self.quiet = list(saved["taken"]), list(saved["quiet"])
-        self.begun, self.rounds = saved["begun"], dict(saved["rounds"])
-        if (told := saved["standing"]) is not None:
-            members = tuple(MemberStanding(**each) for each in told["members"])
-            self.standing = Standing(**{**told, "members": members})
-            self.stands = {each.name: each for each in members}
-
     # -- for subclasses
 
     def begin_again(self) -> None:
@@ -516,10 +313,6 @@ class Membership(ABC):
         self.rounds[name] = whole
         for own in self.members[name].fragments.values():
             own.came = min(own.came, whole)
-
-    @abstractmethod
-    def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
-        """Copy the newest global weights, or drop the copy (`Server.copy_weights`)."""
 
     @abstractmethod
     def _release_leases(self, name: str) -> None:
@@ -563,7 +356,3 @@ class Membership(ABC):
         if member.away:
             raise NotJoined(f"{name} has left, or was not heard from for too long: join first", JOIN_RETRY_S)
         return member
-
-
-def _fact(saved: dict[str, Any]) -> Fact:
-    return Fact(**{**saved, "contains": tuple(saved["contains"])})

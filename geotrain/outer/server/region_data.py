@@ -3,12 +3,16 @@ of `RegionServer`."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from geotrain.common.names import GLOBAL
+from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import (
     Fact,
+    Facts,
     Finished,
     Join,
     Lease,
@@ -18,10 +22,14 @@ from geotrain.outer.messages import (
     Refused,
     Release,
     Send,
+    Standing,
     TakenBack,
     Trained,
     UpdatePart,
+    UpdateRejected,
+    WentBack,
 )
+from geotrain.outer.rules import AsyncRegion, RegionRule
 from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.region_leases import RegionLeases
@@ -32,6 +40,7 @@ class RegionData(Server):
     """Forwards workers' requests for data and remembers what came, until the update that contains its training is
     committed. The attributes are those of `RegionServer`."""
 
+    rule: RegionRule
     leases: RegionLeases
     in_flight: dict[int, UpdatePart]
     contains: list[list[int]]
@@ -42,6 +51,8 @@ class RegionData(Server):
     spent: dict[str, int]
     asking_back: set[str]
     final: set[int] | None
+    every: int
+    rests: int
     _due: bool
 
     def holds(self, name: str) -> dict[int, Lease]:
@@ -180,6 +191,86 @@ class RegionData(Server):
             if len(fragments) == len(self.all):
                 self.trained.discard(number)
                 del self.gone_up[number]
+
+    def _on_start_over(self, fact: Fact) -> None:
+        """Give back all leases, as fragments begin again from the global weights."""
+        # Of some a part of the training is dropped here: others train them anew, whatever their worker sends.
+        gone = set(fact.contains)
+        held = [number for worker in self.members for number in self.leases.of(worker)]
+        self.leases.start_over(gone)
+        for name in self.members:
+            self.wanted[name].clear()
+        if not self.rule.in_rounds:
+            self._release((*held, *sorted(self.trained & gone)))
+        self.trained -= gone
+        self.gone_up = {number: up for number, up in self.gone_up.items() if number not in gone}
+        self._events.append(StartedOver(fact.reason, fact.weight))
+
+    def _on_fact(self, fact: Fact) -> None:
+        match fact.what:
+            case "applied":
+                self._on_applied(fact)
+            case "up":
+                self._note_up(fact.fragment, fact.sequence, fact.contains)
+            case "lost":
+                self._say_again(fact.fragment)
+            case "refused":
+                about = fact.member, fact.incarnation, fact.reason, fact.fragment, fact.sequence, fact.job
+                self._on_update_rejected(UpdateRejected(*about))
+            case "over":
+                self._on_start_over(fact)
+
+    def _on_facts(self, said: Facts) -> int:
+        known = super()._on_facts(said)
+        if self.rule.in_rounds:
+            for job in [fact.job for fact in said.facts if fact.what == "over"]:
+                for own in (m.fragments[f] for m in self.members.values() for f in self.part.dealt[said.shard]):
+                    own.came = min(own.came, job)
+        self._due = True
+        return known
+
+    def _on_went_back(self, back: WentBack) -> None:
+        super()._on_went_back(back)
+        numbers, whole = set(self.part.dealt[back.shard]), set(self.all)
+        within = {**self.leases.contained, **dict.fromkeys(self.trained, whole)}
+        gone = [n for n, of in within.items() if numbers & of - self.gone_up.get(n, set())]
+        reason = f"shard {back.shard} has lost its disk"
+        self._on_start_over(Fact("over", contains=tuple(sorted(gone)), reason=reason))
+
+    def _stands(self) -> dict[str, Any]:
+        return {"every": self.every, "rest": self.rests if self._at_rest else 0}
+
+    def ends(self, name: str) -> bool:
+        if not self.ledger:
+            return self.stands[name].ends if name in self.stands else False
+        return name in self.spent and self.spent[name] == self.leases.asked.get(name) and not self.rule.in_rounds
+
+    def _on_standing(self, standing: Standing) -> None:
+        super()._on_standing(standing)
+        if standing.every and isinstance(self.rule, AsyncRegion):
+            self.every = self.rule.every = standing.every
+        self._due = True
+
+    @property
+    def _at_rest(self) -> bool:
+        """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
+        for some, and nobody holds a lease."""
+        if not self.ledger:
+            return self.standing is not None and self.standing.rest > 0
+        return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
+
+    @abstractmethod
+    def _last_words(self) -> list[Send]:
+        """Return, at the end, what of this server's fragments no update will bring."""
+
+    def quiet_since(self) -> int:
+        at_work = self.in_flight or any(self.rule.pending(state) for state in self.fragments.values())
+        return 0 if at_work or self.standing is None or self._last_words() else self.standing.rest
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether nothing of this region is left to go up, in no process of it."""
+        return not self.in_flight and all(quiet == self.rests for quiet in self.quiet)
 
     def _report(self, fact: Fact) -> None:
         if not self.ledger and fact.what == "applied":

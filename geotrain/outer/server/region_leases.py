@@ -95,6 +95,16 @@ class RegionLeases:
             del self.held[worker][lease.job]
         return found
 
+    def start_over(self, dropped: Collection[int]) -> None:
+        """Give all leases back but those of rounds, and forget what workers have asked for. Nobody has those again of
+        whose training a part is `dropped` here: others train them anew, whatever their worker sends."""
+        self.contained = {n: f for n, f in self.contained.items() if not self.in_rounds and n not in dropped}
+        for worker in self.held:
+            if not self.in_rounds:
+                self.give_back(worker, self.of(worker))
+                self.given_back[worker] = {n: v for n, v in self.given_back[worker].items() if n not in dropped}
+            self.forget(worker)
+
     def contain(
         self, worker: str, numbers: Collection[int], fragment: int, fragments: int
     ) -> tuple[list[int], list[Lease]]:
@@ -126,6 +136,8 @@ class RegionLeases:
         """Hold leases again that had gone back. Returns the numbers of those that nobody is there to train."""
         back = [self.given_back[worker].pop(number) for number in numbers if number in self.given_back[worker]]
         self.held[worker] |= {lease.job: lease for lease in back}
+        if back:  # this incarnation had asked for them
+            self.asked[worker] = max(self.asked.get(worker, 0), *(lease.job for lease in back))
         return tuple(number for number in numbers if number not in self.of(worker))
 
     def state(self) -> dict[str, Any]:
@@ -140,17 +152,11 @@ class RegionLeases:
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
-        for table in (*self.held.values(), *self.given_back.values()):
-            table.clear()
-        leases, given_back = (
-            [
-                lease for saved in state[kind] if (lease := Lease(*saved)).worker in self.held
-            ]  # else no member any more
-            for kind in ("leases", "given_back")
-        )
-        for lease in leases:
-            self.held[lease.worker][lease.job] = lease
-        for lease in given_back:
-            self.given_back[lease.worker][lease.lease] = lease
+        for kind, table, key in (("leases", self.held, "job"), ("given_back", self.given_back, "lease")):
+            for of_worker in table.values():
+                of_worker.clear()
+            for lease in (Lease(*saved) for saved in state[kind]):
+                if lease.worker in table:  # else no member any more
+                    table[lease.worker][getattr(lease, key)] = lease
         self.asked = dict(state["asked"])
         self.contained = {number: set(fragments) for number, fragments in state["contained"]}

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered, TrainedTwice
+from geotrain.outer.events import Left, Merged, SentUp, Steered, TrainedTwice
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
     ChunkDelta,
     Fact,
-    Facts,
     Finished,
     Identity,
     Join,
@@ -33,10 +32,8 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Recall,
     Refused,
-    Release,
     RunComplete,
     Send,
-    Standing,
     TakeBack,
     TakenBack,
     Trained,
@@ -44,7 +41,6 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Validated,
     Welcome,
-    WentBack,
     update_id,
 )
 from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
@@ -296,6 +292,8 @@ class RegionServer(RegionData):
         Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So are the
         numbers of the last updates that were answered: those in flight count as never sent.
         """
+        in_flight = [update.contains for update in self.in_flight.values()]
+        gone = {number for numbers in (*self.contains, *in_flight) for number in numbers}
         dropped = self.pending + sum(update.weight for update in self.in_flight.values())
         self.dropped = self.lost_updates + dropped  # beside what was lost without the ledger
         for fragment in self.in_flight:
@@ -312,74 +310,8 @@ class RegionServer(RegionData):
             for own in member.fragments.values():
                 own.owed = False
         of_all = [member.fragments[fragment].came for member in self.members.values() for fragment in self.numbers]
-        self._report(Fact("over", weight=dropped, job=min(of_all, default=0), reason=reason))
-
-    def _on_start_over(self, fact: Fact) -> None:
-        """Give back all leases, as fragments begin again from the global weights."""
-        held = () if self.rule.in_rounds else self._answered_for()
-        self.trained.clear()
-        self.gone_up.clear()
-        for name in self.members:
-            if not self.rule.in_rounds:
-                # Of some a part of the training is dropped here: others train them anew, whatever their worker sends.
-                self.leases.drop(name, self.leases.contained)
-                self.leases.give_back(name, self.leases.of(name))
-            self.wanted[name].clear()
-            self.leases.forget(name)
-        self.leases.contained.clear()
-        if held:
-            self._sends.append(Send(GLOBAL, Release(held)))
-        self._events.append(StartedOver(fact.reason, fact.weight))
-
-    def _on_fact(self, fact: Fact) -> None:
-        match fact.what:
-            case "applied":
-                self._on_applied(fact)
-            case "up":
-                self._note_up(fact.fragment, fact.sequence, fact.contains)
-            case "lost":
-                self._say_again(fact.fragment)
-            case "refused":
-                about = fact.member, fact.incarnation, fact.reason, fact.fragment, fact.sequence, fact.job
-                self._on_update_rejected(UpdateRejected(*about))
-            case "over":
-                self._on_start_over(fact)
-
-    def _on_facts(self, said: Facts) -> int:
-        known = super()._on_facts(said)
-        if self.rule.in_rounds:
-            for job in [fact.job for fact in said.facts if fact.what == "over"]:
-                for own in (m.fragments[f] for m in self.members.values() for f in self.part.dealt[said.shard]):
-                    own.came = min(own.came, job)
-        self._due = True
-        return known
-
-    def _on_went_back(self, back: WentBack) -> None:
-        super()._on_went_back(back)
-        self._on_start_over(Fact("over", reason=f"shard {back.shard} has lost its disk"))
-
-    def _stands(self) -> dict[str, Any]:
-        return {"every": self.every, "rest": self.rests if self._at_rest else 0}
-
-    def ends(self, name: str) -> bool:
-        if not self.ledger:
-            return self.stands[name].ends if name in self.stands else False
-        return name in self.spent and self.spent[name] == self.leases.asked.get(name) and not self.rule.in_rounds
-
-    def _on_standing(self, standing: Standing) -> None:
-        super()._on_standing(standing)
-        if standing.every and isinstance(self.rule, AsyncRegion):
-            self.every = self.rule.every = standing.every
-        self._due = True
-
-    def quiet_since(self) -> int:
-        at_work = self.in_flight or any(self.rule.pending(state) for state in self.fragments.values())
-        return 0 if at_work or self.standing is None or self._last_words() else self.standing.rest
-
-    @property
-    def _quiet(self) -> bool:
-        """Whether nothing of this region is left to go up, in no process of it."""
-        return not self.in_flight and all(quiet == self.rests for quiet in self.quiet)
+        job, contains = min(of_all, default=0), tuple(sorted(gone))
+        self._report(Fact("over", weight=dropped, job=job, contains=contains, reason=reason))
 
     def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
         lacks = super().lacks_answer(name, incarnation, part, fragment, sequence)
@@ -529,14 +461,6 @@ class RegionServer(RegionData):
         return [Send(GLOBAL, message) for message in said]
 
     # -- inside
-
-    @property
-    def _at_rest(self) -> bool:
-        """Whether no worker here has anything to add to what is pending: nobody is at work, or there was no data left
-        for some, and nobody holds a lease."""
-        if not self.ledger:
-            return self.standing is not None and self.standing.rest > 0
-        return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
 
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""

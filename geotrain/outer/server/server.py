@@ -1,13 +1,10 @@
 """The base of region and global servers: a state machine that takes members' updates and answers them.
 
-It decides; its vectors are in its store (`geotrain.outer.server.store`). A server may be several processes, its
-*shards*: each is a server of some of the fragments, beside one that has none and keeps the ledger: members, leases,
-what an operator says. Shards tell it facts, it tells them how the run stands (`geotrain.outer.messages`).
-
 `Server.handle` is the only way to change its durable state: it takes a message and returns the reply, the messages to
 send, and what happened. `geotrain.net` calls it, in two parts, behind a journal and sockets, `geotrain.simulate`
 under a virtual clock, tests as a plain function. The journal holds messages, not states: recovery handles them again,
-so what `handle` does, and what it refuses, must follow from the durable state and the message alone.
+so what `handle` does, and what it refuses, must follow from the durable state and the message alone. Its vectors are
+in its store (`geotrain.outer.server.store`); it may be several processes (`geotrain.outer.server.parts`).
 
 Every update of a fragment is applied whole (all its parts) and once (by its sequence number) or not at all.
 """
@@ -52,10 +49,9 @@ from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, MemberFragment, check_part, check_round, outline
 from geotrain.outer.server.membership import WHOLE, Membership, ServerPart
+from geotrain.outer.server.parts import MOST_UNSAID
 from geotrain.outer.server.store import Store
 from geotrain.parameters.parameter_map import ParameterMap, numel
-
-MOST_UNSAID = 8192  # facts that a shard keeps for its ledger
 
 
 def identity_of(run: RunConfig, parameter_map: ParameterMap, data: str = "") -> Identity:

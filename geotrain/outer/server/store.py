@@ -63,10 +63,10 @@ def no_snapshot(*tensors: Tensor) -> None:
 
 
 class Store:
-    """Vectors and payloads of some fragments of server `name`. fragments: their numbers. up, down: codecs of the links
-    to members. above: (up, down) of a region server's link to the global server. validates: whether a region keeps a
-    copy of the newest global weights for workers that evaluate them (2 bytes a parameter). bf16_state: whether
-    momenta and residuals are kept in bf16 between updates.
+    """Vectors and payloads of some fragments of server `name`. fragments: their numbers. up, down: codecs of the
+    links to members. above: (up, down) of a region server's link to the global server. validates: whether a region
+    keeps a copy of the newest global weights for workers that evaluate them (2 bytes a parameter). bf16_state:
+    whether momenta and residuals are kept in bf16 between updates.
     """
 
     def __init__(
@@ -240,8 +240,8 @@ class Store:
         self, member: str, joins: bool = False, mirrors: Collection[int] = (), answers: Collection[int] = (),
         updates: Collection[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """Drop what is kept for a member. joins: its slices, and the payloads of its updates. updates: the payloads of
-        these, each (fragment, sequence). answers: those of these fragments. mirrors: what it was sent of these
+        """Drop what is kept for a member. joins: its slices, and the payloads of its updates. updates: the payloads
+        of these, each (fragment, sequence). answers: those of these fragments. mirrors: what it was sent of these
         fragments, so that its next weights go whole."""
         known = self._member(member)
         if self._decoded[0] == member and self._decoded[1:] in updates:
@@ -377,8 +377,8 @@ class Store:
         """Load tensors. Returns what members were sent, where none of that is missing: it is usable. meta: a server's
         JSON data. Raises ParameterMapError."""
         check_whole(tensors, meta)
-        known = {number for number, _ in meta["fragments"]}
-        for chunk in (chunk for chunk in self.chunks if chunk.fragment in known):
+        begun = {number for number, _ in meta["fragments"]}
+        for chunk in (chunk for chunk in self.chunks if chunk.fragment in begun):
             x = tensors.get(f"chunk.{chunk.index}.x")
             if x is None or x.numel() != chunk.numel:
                 raise ParameterMapError(

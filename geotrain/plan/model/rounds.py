@@ -103,13 +103,13 @@ class ExchangePace:
 
 
 def server_times(
-    outer: OuterConfig, sizes: Sizes, shards: Mapping[str, int], top_shards: int, rates: ServerRates = MEASURED
+    outer: OuterConfig, sizes: Sizes, shares: Mapping[str, float], top_share: float, rates: ServerRates = MEASURED
 ) -> ServerTimes:
-    """Compute the seconds that servers take for each fragment. shards: how many each region's server has; top_shards:
-    the global one."""
+    """Compute the seconds that servers take for each fragment. shares: of the model, that the fullest shard of each
+    region's server has; top_share: of the global one's."""
     near = server_seconds(place_of("region", outer, 1), sizes, rates)
     top = server_seconds(place_of("global", outer, 1), sizes, rates)
-    return ServerTimes({region: near.over(number) for region, number in shards.items()}, top.over(top_shards))
+    return ServerTimes({region: near.over(share) for region, share in shares.items()}, top.over(top_share))
 
 
 def pace(

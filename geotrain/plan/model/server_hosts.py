@@ -1,9 +1,9 @@
-"""Which host has how much of the servers' memory: the coordinators' processes, and shards in their own."""
+"""Which host has how much of the servers' memory: the servers' own processes, and those of shards."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 
 from geotrain.common.names import GLOBAL
@@ -28,15 +28,19 @@ def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap)
     return {name: server_needs(place, *about) for name, place in places.items()}
 
 
+def fullest_share(parameter_map: ParameterMap, shards: int) -> float:
+    """Compute the share of the model that the fullest of so many shards has: whole fragments are dealt."""
+    sizes = [fragment.numel for fragment in parameter_map.fragments]
+    return max(sum(sizes[number] for number in own) for own in deal(sizes, shards)) / parameter_map.numel
+
+
 def shard_bytes(needs: ServerNeeds, parameter_map: ParameterMap, shards: int) -> int:
     """Compute the memory of the fullest of so many shards of a server, in bytes."""
     if shards == 1:
         return needs.memory_bytes
-    sizes = [fragment.numel for fragment in parameter_map.fragments]
-    fullest = max(sum(sizes[number] for number in own) for own in deal(sizes, shards))
     own = sum(needs.passing[part] for part in OF_EACH)
     # A buffer for decoding holds a whole chunk, so a shard's may be one more than its share.
-    return own + needs.passing["computing"] + ceil((needs.memory_bytes - own) * fullest / parameter_map.numel)
+    return own + needs.passing["computing"] + ceil((needs.memory_bytes - own) * fullest_share(parameter_map, shards))
 
 
 def host_bytes(run: RunConfig, cluster: ClusterConfig) -> dict[str, dict[str, int]]:
@@ -68,14 +72,14 @@ def too_small_hosts(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigEr
 
 
 def spread(
-    run: RunConfig, cluster: ClusterConfig, hosts: Mapping[str, Sequence[str]], least: int
+    cut: Callable[[int], RunConfig], cluster: ClusterConfig, hosts: Mapping[str, Sequence[str]], least: int
 ) -> dict[str, tuple[str, ...]]:
-    """Place each server's shards: server → host of each. hosts: those of each server; the room left decides. least:
-    number of shards of each, doubled until all have room; if they never have, the last placement is returned."""
-    parameter_map, memory = parameter_map_of(run), cluster.server_memory
-    wanted = servers(run, cluster, parameter_map)
-    most = min(len(parameter_map.chunks), PER_HOST * min(len(hosts[name]) for name in wanted))
-    number = least
+    """Place each server's shards: server → host of each. cut: gives the run for so many shards. hosts: those of each
+    server; the room left decides. least: number of shards of each, doubled until all have room; if they never have,
+    the last placement is returned."""
+    memory, number, parameter_map = cluster.server_memory, least, parameter_map_of(cut(least))
+    wanted = servers(cut(least), cluster, parameter_map)
+    most = PER_HOST * min(len(hosts[name]) for name in wanted)
     while True:
         left = dict(memory)
         for name in wanted:
@@ -89,6 +93,7 @@ def spread(
                 if mine[-1] in left:
                     left[mine[-1]] -= each
             placed[name] = tuple(mine)
-        if 2 * number > most or min(left.values(), default=0.0) >= 0:
+        parameter_map, room = parameter_map_of(cut(2 * number)), min(left.values(), default=0.0)
+        if 2 * number > min(most, len(parameter_map.fragments)) or room >= 0:
             return placed
         number *= 2

@@ -179,9 +179,13 @@ class ServerSeconds:
     send: tuple[float, ...] = ()
     merge: tuple[float, ...] = ()
 
-    def over(self, shards: int) -> ServerSeconds:
-        """Compute the seconds of `shards` shards that work side by side, each on its share."""
-        return ServerSeconds(*(tuple(s / shards for s in each) for each in (self.update, self.send, self.merge)))
+    def over(self, share: float) -> ServerSeconds:
+        """Compute the seconds of shards that work side by side. share: of the model, that the fullest has.
+
+        It assumes that each fragment's pieces are dealt as evenly as all of them. Of a fragment that is not cut
+        (`outer.fragments.pieces`) one shard does all the work: the server's load is right then, the answer later.
+        """
+        return ServerSeconds(*(tuple(s * share for s in each) for each in (self.update, self.send, self.merge)))
 
 
 def server_seconds(place: Place, sizes: Sizes, rates: ServerRates = MEASURED) -> ServerSeconds:

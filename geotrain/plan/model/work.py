@@ -54,10 +54,13 @@ def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops
     2104.04473, appendix).
 
     Attention: a token's query meets, on average, half of the sequence's keys and as many values, 2 operations for
-    each element of either: 2 · (q + v) · sequence/2. (PaLM, arXiv 2204.02311, appendix B, counts the masked half,
-    too.) Norms, rotations and the embedding's look-up are left out: under 1 %.
+    each element of either: 2 · (q + v) · sequence/2; with a window w,
+    w − w²/(2 · sequence) in place of half. (PaLM, arXiv 2204.02311, appendix B, counts the masked half, too.) Norms,
+    rotations and the embedding's look-up are left out: under 1 %.
     """
-    attention = 1.0 * a.heads * (a.query_dim + a.value_dim) * sequence_length
+    window = min(a.window_of(layer) or sequence_length, sequence_length)
+    met_keys = window - window**2 / (2 * sequence_length)
+    attention = 2.0 * a.heads * (a.query_dim + a.value_dim) * met_keys
     met, chosen = active_weights(a, layer)
     layer_flops = 2.0 * (met + chosen) + attention
     return TokenFlops(layer_flops, attention, 2.0 * chosen, 2.0 * a.hidden_size * a.vocab_size)

@@ -134,7 +134,7 @@ class Messages:
         ]
         facts = Fact("applied", "eu", "life-1", 0, 1, 1, contains=(1,), metrics={"loss": 1.0}), Fact("up", fragment=2)
         samples += [Facts(0, 0, facts, (1, 0), (0, 0)), WentBack(0, 0, (0, 0))] * 2 + [servers.standing] * 4
-        samples += [rpc.ShardHello(0, 1, (1, 0), 0, "o", False, 7, 1.0, False, 9, 9)]
+        samples += [rpc.ShardHello(0, 1, (1, 0), 0, "o", False, 7, 1.0, False, 9, 9, "x")]
         samples += [rpc.ReleaseLeases("a", "life-1", Release((1,))), rpc.Control("stop"), Lease("b", 1, 9, 0, 8, 4)]
         self._samples = [list(wire.frames(sample)) for sample in samples]
 
