@@ -46,14 +46,18 @@ class Story:
         """All is trained, once."""
         site = self.site
         self.servers = {name: site.serve(name) for name in site.processes}
-        with ThreadPoolExecutor(2) as pool:
-            ends = [pool.submit(self.live, name) for name in ("a", "b")]
-            for name in self.lost:
-                self.lose(name)
-            for end in ends:
-                end.result(BUSY_S)
-        for name, server in self.servers.items():
-            assert server.ended()[0] == 0, (name, server.ended())
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                ends = [pool.submit(self.live, name) for name in ("a", "b")]
+                for name in self.lost:
+                    self.lose(name)
+                for end in ends:
+                    end.result(BUSY_S)
+            for name, server in self.servers.items():
+                assert server.ended()[0] == 0, (name, server.ended())
+        finally:
+            for each in site.servers:
+                each.process.kill()
         status = json.loads((site.folder / GLOBAL / "status.json").read_text())
         assert (status["committed_samples"], status["open_leases"]) == (SAMPLES, 0)
 
