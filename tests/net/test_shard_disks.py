@@ -16,7 +16,6 @@ from geotrain.common.names import GLOBAL
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
-from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.messages import Refused
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.object_storage import make_bucket, s3_server
@@ -67,7 +66,7 @@ class Story:
             worker = self.site.worker(name, f"life-{life}")
             try:
                 return worker.run()
-            except (ServerForgot, Refused) as error:
+            except Refused as error:
                 print(f"{name}, life {life}: {error}")
             finally:
                 worker.close()
