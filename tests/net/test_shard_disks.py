@@ -16,7 +16,6 @@ from geotrain.common.names import GLOBAL
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
-from geotrain.net.transport.worker_client import ServerForgot
 from geotrain.outer.messages import Refused
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.object_storage import make_bucket, s3_server
@@ -46,14 +45,18 @@ class Story:
         """All is trained, once."""
         site = self.site
         self.servers = {name: site.serve(name) for name in site.processes}
-        with ThreadPoolExecutor(2) as pool:
-            ends = [pool.submit(self.live, name) for name in ("a", "b")]
-            for name in self.lost:
-                self.lose(name)
-            for end in ends:
-                end.result(BUSY_S)
-        for name, server in self.servers.items():
-            assert server.ended()[0] == 0, (name, server.ended())
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                ends = [pool.submit(self.live, name) for name in ("a", "b")]
+                for name in self.lost:
+                    self.lose(name)
+                for end in ends:
+                    end.result(BUSY_S)
+            for name, server in self.servers.items():
+                assert server.ended()[0] == 0, (name, server.ended())
+        finally:
+            for each in site.servers:
+                each.process.kill()
         status = json.loads((site.folder / GLOBAL / "status.json").read_text())
         assert (status["committed_samples"], status["open_leases"]) == (SAMPLES, 0)
 
@@ -63,7 +66,7 @@ class Story:
             worker = self.site.worker(name, f"life-{life}")
             try:
                 return worker.run()
-            except (ServerForgot, Refused) as error:
+            except Refused as error:
                 print(f"{name}, life {life}: {error}")
             finally:
                 worker.close()

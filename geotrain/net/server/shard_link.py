@@ -167,7 +167,8 @@ class ShardLink:
     def _hello(self, wait_s: float = ASK_S, ended: bool = False) -> rpc.ShardHello:
         server = self.server
         said = server.facts(())
-        rounds = [m.fragments[f].came for m in server.members.values() for f in server.numbers]
+        of_all = [m.fragments for m in server.members.values()]
+        rounds = [each[f].came if f in each else 0 for each in of_all for f in server.numbers]  # makes no entry
         return rpc.ShardHello(
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,

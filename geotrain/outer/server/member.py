@@ -154,9 +154,7 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON data, from which `load` restores what outlives the server."""
-        # Of a fragment that was asked about only, there is nothing.
-        all_kept = ((number, attributes(own, KEPT)) for number, own in sorted(self.fragments.items()))
-        fragments = [[number, kept] for number, kept in all_kept if any(kept.values())]
+        fragments = [[number, attributes(own, KEPT)] for number, own in sorted(self.fragments.items())]
         return {**attributes(self, SAVED), "phase": self.phase.value, "fragments": fragments}
 
     def load(self, state: dict[str, Any]) -> None:
