@@ -118,7 +118,7 @@ def test_a_plan_puts_shards_where_there_is_memory() -> None:
     assert list(misfits(plan.run, plan.cluster)) == []
     assert plan.run.outer.fragments.pieces == plan.setting.shards
     whole_model = plan.run.outer.model_copy(update={"fragments": FragmentConfig()})
-    [refused] = misfits(plan.run.model_copy(update={"outer": whole_model}), plan.cluster)
+    refused = next(misfits(plan.run.model_copy(update={"outer": whole_model}), plan.cluster))
     assert "the model has 1 fragments" in str(refused) and "set outer.fragments.pieces" in str(refused)
     output = StringIO()
     dry_run.show(dry_run.needs(plan.run, plan.cluster), Console(file=output, width=250))
