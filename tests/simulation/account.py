@@ -242,7 +242,9 @@ class Account:
             if taken > self.known[shard := shard_name(ledger.name, i)]:
                 self.known[shard] += 1
                 said = self.facts[shard][taken - 1 : taken]
-                assert said == [fact] and self.known[shard] == taken, f"fact {taken} of {shard} was {said}, not {fact}"
+                assert said == [fact] and self.known[shard] == taken, (
+                    f"fact {taken} of {shard} was {said}, not {fact}"
+                )
         if fact.what in ("applied", "contained") and ledger.name == GLOBAL:
             for number in fact.contains:
                 self.spec.ledger.trained(number, fact.fragment, fact.version, late=True)
