@@ -35,7 +35,7 @@ from geotrain.outer.server.member import (
     MOST_WEIGHT,
 )
 from geotrain.parameters.parameter_map import StridedSlice
-from tests.support.outer_world import config, flat, halves, make, random_deltas
+from tests.support.outer_world import config, flat, halves, make, random_deltas, saved_and_loaded
 from tests.support.recorded_world import frozen
 
 
@@ -160,6 +160,12 @@ def test_refused_joins(what: str) -> None:
     region, worker = world.regions["eu"], world.workers["a"][1]
     refuses(region, replace(worker.joins(world.identity, "life-2")[0], **change), reason)
     assert [region.handle(part).reply for part in worker.parts(random_deltas(world, 1))] == [False, True]
+
+
+def test_a_rank_joins_a_restarted_server_before_its_first_update() -> None:
+    world = make(config())
+    again = world.workers["a"][1].joins(world.identity)[0]
+    saved_and_loaded(world, "eu").handle(replace(again, applied=(0,) * len(world.parameter_map.fragments)))
 
 
 def test_a_region_is_one_part() -> None:

@@ -382,7 +382,7 @@ class World:
             raise
         except Exception as error:
             rounds = self.run_config.outer.rule.synchronous
-            lost = any(who == HOME[name] and what == DISK_LOST for _, who, what in self.record)
+            lost = any(site(who) == HOME[name] and what == DISK_LOST for _, who, what in self.record)
             expected = ["others got its data", *["this server's state was lost"] * (lost or rounds)]
             shut_out = name in self.struck or any(each in str(error) for each in expected)
             again = isinstance(error, Refused) and shut_out
