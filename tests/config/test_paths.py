@@ -164,7 +164,7 @@ def test_an_export_finds_the_tokenizer_from_anywhere(tmp_path: Path, monkeypatch
     run = load_run(Path("here/run.json"))
     LaunchRequest(run, load_cluster(cluster_file), (), False).write_files(run.run_folder)
     layout = parameter_map_of(run)
-    tensors = {n: t for f, v in zip(layout.fragments, initial_weights(run, layout), strict=True)
+    tensors = {n: t for f, v in zip(layout.fragments, initial_weights(run, layout).values(), strict=True)
                for n, t in layout.split(f.index, v)}  # fmt: skip
     newest = Newest(iter(tensors.items()), version=1, samples=8, changed_s=0.0)
     monkeypatch.setattr("geotrain.commands.export.newest_weights", lambda *given: newest)

@@ -73,7 +73,7 @@ def test_links_have_the_rate_of_their_fastest_second() -> None:
     """At least; and no more where one message takes longer than two."""
     cluster = inventory(HOSTS)
     plan = planned(small_run(), cluster)
-    message = plan.prediction.regions["b"].up_bytes / len(parameter_map_of(plan.run).fragments)
+    message = plan.prediction.regions["b"].up_bytes / len(parameter_map_of(plan.run).group_numel)
 
     def gbps(peak: float) -> list[float]:
         found = as_measured(plan.run, plan.cluster, cluster, {}, {"a": peak / 3, "b": peak, "c": 0}, "a")

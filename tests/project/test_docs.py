@@ -137,6 +137,8 @@ def check(words: list[str]) -> None:
         case "bash":
             script = ROOT / rest[0]
             assert f"\n{rest[1]}() {{" in script.read_text(), f"{script.name} has no command {rest[1]}"
+        case "pytest":
+            assert all((ROOT / folder).is_dir() for folder in rest), f"one of {rest} is no folder"
         case ".":
             assert rest == [".venv/bin/activate"]  # where `make install` puts it
         case "pre-commit":
