@@ -20,9 +20,7 @@ from geotrain.own_loop.masters import Masters, box_runs
 from geotrain.parameters.parameter_file import read_shapes
 from geotrain.parameters.parameter_map import ParameterMap, any_parameters, parameter_map_of
 from tests.support.inner_worlds import at, run_world
-from tests.support.own_network import LOCAL_STEPS, STEP, STEPS, network, write_run
-
-STEP, STEPS, LOCAL_STEPS = 4, 12, 3
+from tests.support.own_network import network, write_run
 
 
 def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
