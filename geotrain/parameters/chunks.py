@@ -7,10 +7,11 @@ otherwise.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from geotrain.parameters.parameter_map import ParameterMap, StridedSlice, clip_runs
+from geotrain.parameters.parameter_map import Fragment, ParameterMap, StridedSlice, clip_runs
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,18 @@ def cut_slice(parameter_map: ParameterMap, fragment: int, here: StridedSlice) ->
             yield Cut(chunk.index, slices, low, high)
 
 
-def deal(sizes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
-    """Deal fragments of these sizes to so many shards: the largest first, each to the shard that has least."""
+def deal(fragments: Sequence[Fragment], shards: int) -> tuple[tuple[int, ...], ...]:
+    """Deal fragments to so many shards: the largest first, each to one of those that have least, give or take half
+    of it; of them to one with fewest of its group, so that an update's pieces are worked at side by side."""
     dealt: list[list[int]] = [[] for _ in range(shards)]
-    held = [0] * shards
-    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-        least = held.index(min(held))
-        dealt[least].append(number)
-        held[least] += sizes[number]
+    held, beside = [0] * shards, Counter[tuple[int, int]]()
+    for fragment in sorted(fragments, key=lambda fragment: (-fragment.numel, fragment.index)):
+        most = min(held) + fragment.numel / 2
+        near = [shard for shard in range(shards) if held[shard] <= most]
+        least = min(near, key=lambda shard: (beside[shard, fragment.group], held[shard]))
+        dealt[least].append(fragment.index)
+        beside[least, fragment.group] += 1
+        held[least] += fragment.numel
     return tuple(tuple(sorted(own)) for own in dealt)
 
 

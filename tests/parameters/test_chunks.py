@@ -12,7 +12,7 @@ from geotrain.outer.codec import make_codec
 from geotrain.outer.messages import ChunkWeights
 from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.chunks import cut, deal
-from geotrain.parameters.parameter_map import StridedSlice, gather, numel, scatter
+from geotrain.parameters.parameter_map import Fragment, StridedSlice, gather, numel, scatter
 from geotrain.staging.interface import from_bytes, to_bytes
 from tests.support.outer_world import parameter_map
 
@@ -56,12 +56,19 @@ def test_chunks_are_counted_through_all_fragments() -> None:
     assert lay.called(5) == "fragment 2, chunk 2 of 3" and lay.called(7) == "fragment 3"
 
 
-@given(st.lists(st.integers(1, 1 << 27), max_size=40), st.integers(1, 8))
-def test_shards_get_about_as_much_each(sizes: list[int], shards: int) -> None:
-    dealt = deal(sizes, shards)
+@given(st.lists(st.integers(1, 1 << 27), max_size=40), st.integers(1, 8), st.integers(1, 8))
+def test_shards_get_about_as_much_each(sizes: list[int], shards: int, pieces: int) -> None:
+    fragments = [Fragment(number, number // pieces, "", (), (), size) for number, size in enumerate(sizes)]
+    dealt = deal(fragments, shards)
     assert sorted(number for own in dealt for number in own) == [*range(len(sizes))] and len(dealt) == shards
     loads = [sum(sizes[number] for number in own) for own in dealt]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert max(loads) - min(loads) <= (1.5 if pieces > 1 else 1) * max(sizes, default=0)
+
+
+def test_each_shard_gets_a_piece_of_every_group() -> None:
+    """Also where norms make one piece of a group a little larger."""
+    fragments = [Fragment(n, n // 4, "", (), (), 1000 + 3 * (n % 4 == 0)) for n in range(40)]
+    assert all({number // 4 for number in own} == set(range(10)) for own in deal(fragments, 4))
 
 
 @pytest.mark.parametrize("adopt", ["replace", "mix", "rebase"])

@@ -54,7 +54,7 @@ def test_a_shards_share_is_what_it_holds_at_most() -> None:
         for fragment, delta in random_deltas(world, 0).items():
             world.push(worker, {fragment: delta})
     for number in (1, 2, 3, 4):
-        dealt = deal([fragment.numel for fragment in layout.fragments], number)
+        dealt = deal(layout.fragments, number)
         for role, server in (("region", world.regions["eu"]), ("global", world.top)):
             members = 2 if role == "region" else 1
             needs = server_needs(place_of(role, settings, members), settings, layout, 1)  # type: ignore[arg-type]

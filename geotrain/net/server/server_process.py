@@ -92,7 +92,7 @@ def part_of(run: RunConfig, cluster: ClusterConfig, server: str, shard: int | No
             f"server {server!r} has {number} shards, but the model has {len(fragments)} fragments, each of which is "
             "whole in one: set outer.fragments.pieces, which cuts them"
         )
-    return ServerPart(deal([fragment.numel for fragment in fragments], number), shard)
+    return ServerPart(deal(fragments, number), shard)
 
 
 def global_server(run: RunConfig, cluster: ClusterConfig, part: ServerPart = WHOLE) -> GlobalServer:

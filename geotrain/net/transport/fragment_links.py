@@ -34,7 +34,7 @@ def shards_above(
     CertificateError."""
     if not (addresses := shards_of(cluster, server)):
         return None
-    dealt = deal([fragment.numel for fragment in parameter_map.fragments], len(addresses))
+    dealt = deal(parameter_map.fragments, len(addresses))
     of = {fragment: shard for shard, fragments in enumerate(dealt) for fragment in fragments}
     chunks = tuple(of[chunk.fragment] for chunk in parameter_map.chunks)
     return ShardsAbove(tuple(map(str, addresses)), dealt, chunks, trust_between(cluster, role, name, "shard", server))

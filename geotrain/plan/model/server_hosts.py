@@ -30,8 +30,8 @@ def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap)
 
 def fullest_share(parameter_map: ParameterMap, shards: int) -> float:
     """Compute the share of the model that the fullest of so many shards has: whole fragments are dealt."""
-    sizes = [fragment.numel for fragment in parameter_map.fragments]
-    return max(sum(sizes[number] for number in own) for own in deal(sizes, shards)) / parameter_map.numel
+    dealt, every = deal(parameter_map.fragments, shards), parameter_map.fragments
+    return max(sum(every[number].numel for number in own) for own in dealt) / parameter_map.numel
 
 
 def shard_bytes(needs: ServerNeeds, parameter_map: ParameterMap, shards: int) -> int:
