@@ -198,8 +198,8 @@ def numbers_of_shards(task: PlanTask, outer: OuterConfig, numels: Sequence[int],
 
 
 def cut(task: PlanTask, outer: OuterConfig, shards: int) -> OuterConfig:
-    """Cut each fragment into as many pieces as servers have shards, unless the fragments are pinned."""
-    if "fragments" in task.pins.outer or shards == outer.fragments.pieces:
+    """Cut each fragment into as many pieces as servers have shards, unless the run file cuts them."""
+    if task.run.outer.fragments.pieces > 1:
         return outer
     return outer.model_copy(update={"fragments": outer.fragments.model_copy(update={"pieces": shards})})
 
