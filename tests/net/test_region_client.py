@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from geotrain.net.server.region_client import RegionClient
-from geotrain.outer.messages import LeaseRequest, Release, Send, UpdatePart
+from geotrain.outer.messages import Join, LeaseRequest, Refused, Release, Send, UpdatePart, Welcome
 from tests.support.outer_world import config, halves, make
 
 WAIT_S = 10.0
@@ -50,3 +50,37 @@ def test_a_request_waits_for_what_was_said_before_and_an_update_wakes_no_worker_
             task.cancel()
 
     asyncio.run(life())
+
+
+def test_a_shard_joins_as_its_ledger_is_called_by_then():
+    """Both ledgers were killed: the shard above waits for an incarnation that this one did not have at first."""
+    region = make(config("halos"), cut_a=halves).regions["eu"]
+    lives, said = iter(("life-1", "life-2")), list[str]()
+
+    def join_message() -> Any:
+        return SimpleNamespace(incarnation=next(lives))
+
+    async def join(message: Join) -> Welcome:
+        said.append(message.incarnation)
+        if said != ["life-1", "life-2"]:
+            raise Refused("this shard does not know yet that it joined", 0.0)
+        return Welcome((), 1)
+
+    async def persist(attempt: Any, *_: Any) -> Any:
+        for _ in range(2):
+            try:
+                return await attempt()
+            except Refused:
+                continue
+
+    async def life() -> None:
+        link: Any = SimpleNamespace(incarnation="", live_as=lambda name: None, join=join)
+        client = RegionClient(SimpleNamespace(read=_read, persist=_plain), region, link)  # type: ignore[arg-type]
+        region.join_message = join_message
+        assert await persist(client._join) == Welcome((), 1)
+
+    asyncio.run(life())
+
+
+async def _read(look: Any) -> Any:
+    return look()

@@ -38,6 +38,7 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
     Validated,
+    Welcome,
 )
 from geotrain.outer.server.region_server import RegionServer
 
@@ -121,11 +122,7 @@ class RegionClient:
     async def _session(self, within_s: float) -> None:
         """Serve one incarnation of the global server: join it, send again what it may not have, then run the
         lanes until one of them learns that the server does not know this region any more."""
-        join = await self.server_thread.read(self.server.join_message)
-        if self.link.incarnation != join.incarnation:
-            self.link.live_as(join.incarnation)
-        attempt = self.link.join if self.server.ledger else partial(join_shard, self.link)
-        welcome = await self.link.persist(lambda: attempt(join), within_s)
+        welcome = await self.link.persist(self._join, within_s)
         lost = await self.server_thread.persist(welcome)
         self.on_joined()
         if lost:
@@ -160,6 +157,13 @@ class RegionClient:
                     lanes.create_task(self._run_beats())
         except* (NotJoined, _SessionOver):
             pass
+
+    async def _join(self) -> Welcome:
+        """Make an attempt to join. A shard says it anew each time: its ledger may have another incarnation since."""
+        join = await self.server_thread.read(self.server.join_message)
+        if self.link.incarnation != join.incarnation:
+            self.link.live_as(join.incarnation)
+        return await (self.link.join(join) if self.server.ledger else join_shard(self.link, join))
 
     async def _run_updates(self, pushed: list[asyncio.Queue[int]]) -> None:
         """Deliver updates, and end with the goodbye. pushed: a queue for each fragment, which gets the sequence of
