@@ -145,6 +145,7 @@ class Account:
             self.held -= theirs
             self.trained -= theirs
         self._nothing_ahead(region)
+        self.spec.region_forgets(region)
 
     def _nothing_ahead(self, region: str) -> None:
         for fragment in range(len(self.parameter_map.fragments)):
