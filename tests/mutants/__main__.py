@@ -73,7 +73,7 @@ class Fork:
     def __post_init__(self) -> None:
         files = {file_of(test) for test in self.tests}
         usual_s = sum(map(self.contexts.usual_s, self.tests)) + sum(map(self.contexts.usual_s, files))
-        self.within_s = GRACE_S * len(files) + GRACE_TIMES * usual_s
+        self.within_s = GRACE_S * (1 + len(files)) + GRACE_TIMES * usual_s
 
     def start(self) -> BaseProcess:
         self.process = FORKS.Process(target=self._run)
