@@ -80,8 +80,8 @@ class Monitor:
             if site != LAUNCHER:  # which has a display
                 live.append(Narrator().on)
             # Boards wait for disks and networks; neither the page nor each other does.
-            sinks = (with_past, live), *(([], [board.on]) for board in boards)
-            self._dispatchers = [EventDispatcher(events, *each) for each in sinks if any(each)]
+            self._dispatchers = [EventDispatcher(events, with_past, live)] if with_past or live else []
+            self._dispatchers += [EventDispatcher(events, live=[board.on]) for board in boards]
             self._closing = opened.pop_all()
 
     def __enter__(self) -> Monitor:

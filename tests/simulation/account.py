@@ -159,14 +159,15 @@ class Account:
             cut, (delta,) = slicing[part.part][fragment], part.deltas
             scatter(self.codec.decode(from_bytes(delta.payload), numel(cut)), cut, self.deltas[update])
 
-    def begins(self, region: str) -> None:
-        """A region has nothing of its own any more."""
+    def begins(self, region: str, fragments: Sequence[int]) -> None:
+        """A region has nothing of its own any more of these fragments, the one process's or a shard's."""
         for worker in self.regions[region]:
             self.asked.pop(worker, None)
         if not self.config.rule.synchronous:
             theirs = {n for n, lease in self.spec.ledger.leases.items() if lease.worker in self.regions[region]}
             self.held -= theirs
             self.trained -= theirs
+        self.spec.region_forgets(region, fragments)
 
     def keeps(self, shard: str, server: Server, checkpoint_id: str) -> None:
         """A shard's snapshot is of this moment."""
@@ -189,6 +190,8 @@ class Account:
             self.taken |= taken
             self.flying |= {(server, fragment) for fragment in flying if fragment in numbers}
             self.spec.go_back(server, weights)
+        else:
+            self.spec.region_forgets(server, numbers)
 
     def adopts(self, worker: str, fragment: int, weights: Tensor) -> None:
         """A worker has weights from its region, which must have had them."""
@@ -218,7 +221,7 @@ class Account:
         else:
             self._region_took(server, message, handled.reply)
             if any(isinstance(event, StartedOver) for event in handled.events):
-                self.begins(server.name)
+                self.begins(server.name, server.numbers)
             if not server.fragments:  # it has started over, or has nothing yet
                 self.flying -= {(server.name, fragment) for fragment in server.numbers}
             if server.ledger:

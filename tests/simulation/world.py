@@ -300,7 +300,7 @@ class World:
         if shard:
             self.account.restores(name, whole[-1] if whole else "")
         else:
-            self.account.begins(name)
+            self.account.begins(name, range(len(self.account.parameter_map.fragments)))
             self.account.applied.pop(name, None)
             self.account.strikes -= Counter({worker: 99 for worker in REGIONS[name]})
         self.note(name, DISK_LOST)

@@ -7,8 +7,8 @@ It is told what happened (an update was acknowledged, an answer merged, a lease 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -99,13 +99,21 @@ class Specification:
         return self.residual, self.sent, self.mirror
 
     def region_begins(self, region: str, told: Sequence[ChunkWeights]) -> None:
-        """It adopts a fragment's global weights: the first time, or since it starts over. Versions never fall."""
+        """It adopts a fragment's global weights: the first time, since it starts over, or as the last ones. Should
+        there be data after all, it goes on with the momentum that it had."""
         for weights in told:
-            key = region, weights.chunk
-            for table in (self.residual, self.mirror):  # of a new beginning neither is left
-                table.pop(key, None)
-            before, x = self.region[region].get(weights.chunk), self.received(region, weights)
-            self.region[region][weights.chunk] = Vector(x, before.version if before else 0, base=x)
+            x = self.received(region, weights)
+            self.region[region][weights.chunk] = replace(
+                self.region[region].get(weights.chunk, Vector(x)), x=x, base=x
+            )
+
+    def region_forgets(self, region: str, chunks: Iterable[int]) -> None:
+        """It starts over, or has lost its disk. Versions never fall."""
+        for chunk in chunks:
+            if v := self.region[region].get(chunk):
+                self.region[region][chunk] = Vector(v.x, v.version)
+            for table in (self.residual, self.mirror):
+                table.pop((region, chunk), None)
 
     def worker_update(self, region: str, worker: str, deltas: dict[int, Tensor]) -> None:
         """A region server has acknowledged a worker's update as applied."""

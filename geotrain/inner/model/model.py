@@ -302,10 +302,8 @@ def build_model(
         model.output_layer.register_forward_hook(partial(_without_padding, words))
     keep_counts_wide(model)
     for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.layer_number = (
-                None  # else it records losses in a table with the length of the process's first model
-            )
+        if isinstance(module, TopKRouter):  # else it records losses in a table as long as the process's first model
+            module.layer_number = None
     for parameter, place in placements(model, architecture, parallel, mesh):
         parameter.data.zero_()
         for mark, value in (("tensor_model_parallel", place.sharded), ("ds_pipe_replicated", place.tied_copy)):
@@ -322,9 +320,12 @@ def _rotate_locally(model: GPTModel, architecture: Architecture, layers: range, 
     if parts is not None:
         use_own_positions(rotary, parts)
 
+    made: list[Any] = [None, None]  # what all layers are handed, and what takes its place: made once for all of them
+
     def instead(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-        length = len(named["rotary_pos_emb"]) * (parts.size if parts else 1)
-        return given, {**named, "rotary_pos_emb": rotary(length)}
+        if (handed := named["rotary_pos_emb"]) is not made[0]:
+            made[:] = handed, rotary(len(handed) * (parts.size if parts else 1))
+        return given, {**named, "rotary_pos_emb": made[1]}
 
     for index, layer in zip(layers, model.decoder.layers, strict=True):
         if architecture.rotates_locally(index):
