@@ -27,6 +27,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     prepare_text(tmp_path)
 
     class Instead(Supervisor):
+        lasts_s = 0.0
+
         def start(self, spec: ProcessSpec) -> None:
             does = "raise SystemExit(3)" if spec.name == "eu-0" else f"import time; time.sleep({self.lasts_s})"
             command = sys.executable, "-c", does

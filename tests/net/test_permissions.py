@@ -16,7 +16,7 @@ from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.authority import make_certificates
 from geotrain.net.transport.certs import open_channel
 from geotrain.net.transport.operator_client import command
-from geotrain.outer.messages import Join, LeaseRequest, Refused, Release, TakeBack, UpdatePart, Validated
+from geotrain.outer.messages import Facts, Join, LeaseRequest, Refused, Release, TakeBack, UpdatePart, Validated
 from tests.support.net_worlds import BUSY_S, Cluster, Running, clusters, outer, wait_for, whole
 
 PLAN = {"eu": {"a": whole, "b": whole}, "us": {"c": whole}}
@@ -30,7 +30,7 @@ OF_MEMBER = {"eu": {"a"}, GLOBAL: {"eu", "a shard of eu"}}  # a region's shards 
 STRANGE = "life-0"  # an incarnation that has not joined: who may speak for the member is asked to join
 
 
-def messages(member: str, worker: str, server: str, incarnation: str = STRANGE) -> dict[str, tuple[str, Any]]:
+def messages(member: str, worker: str, incarnation: str = STRANGE) -> dict[str, tuple[str, Any]]:
     """By name, each message that a server takes, with its method."""
     own = member, incarnation
     join = Join("run", "config", "parameter_map", "model", *own, 0, 1, (), ())
@@ -38,7 +38,6 @@ def messages(member: str, worker: str, server: str, incarnation: str = STRANGE) 
         "join": ("join", join),
         "push": ("push", UpdatePart(*own, 0, 1, 0, ())),
         "push again": ("push", rpc.Resume(*own, 0, 0)),
-        "commit": ("commit", UpdatePart(*own, 0, 1, 0, ())),
         "pull": ("pull", rpc.Pull(*own, 0, 0, 0, 0.0)),
         "weights": ("weights", rpc.PullGlobal(*own, 0, 1)),
         "lease": ("lease", rpc.AskLease(*own, LeaseRequest(worker, 1), 0.0)),
@@ -50,21 +49,14 @@ def messages(member: str, worker: str, server: str, incarnation: str = STRANGE) 
         "beat": ("beat", rpc.Beat(*own, 0)),
         "status": ("status", None),
         "control": ("control", rpc.Control("explode")),
-        "shard": ("shard", rpc.ShardHello(server, 0, 1, 0, "")),
+        "standing": ("standing", rpc.ShardHello(0, 0, (), 0, "", True, 0, 0.0, False, 0, 0, incarnation)),
+        "facts": ("facts", Facts(0, 0, (), (), ())),
     }
 
 
-KINDS = tuple(messages("", "", ""))
-OF_OTHERS = ("status", "control", "shard")
-
-
-class NoShards:
-    """Stands for a coordinator's shards, of which none is let in by itself."""
-
-    ready = True
-
-    async def serve(self, context: Any) -> None:
-        raise Refused("no shard is known")
+KINDS = tuple(messages("", ""))
+OF_SHARDS = ("standing", "facts")
+OF_OTHERS = ("status", "control", *OF_SHARDS)
 
 
 def said(channel: grpc.Channel, method: str, message: Any) -> str:
@@ -102,7 +94,6 @@ def speakers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dic
         cluster = make(outer(), PLAN, certs=certs)
         open_to: dict[str, dict[str, grpc.Channel]] = {}
         for server, role in (("eu", "region"), (GLOBAL, "global")):
-            server_of(cluster, server).service.shards = NoShards()
             wait_for(lambda: cluster.top.server.members["eu"].complete)
             open_to[server] = {
                 who: stack.enter_context(
@@ -118,8 +109,9 @@ def speakers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dic
 def test_over_tls_each_call_takes_the_certificate_of_whom_it_speaks_for(
     speakers: dict[str, dict[str, grpc.Channel]], server: str, kind: str
 ) -> None:
-    may = {"status": set(SPEAKERS), "control": {"operator"}, "shard": {f"a shard of {server}"}}
-    method, message = messages(MEMBERS[server], "a", server)[kind]
+    may = {"status": set(SPEAKERS), "control": {"operator"}}
+    may |= {each: {f"a shard of {server}"} for each in OF_SHARDS}
+    method, message = messages(MEMBERS[server], "a")[kind]
     answers = {who: said(channel, method, message) for who, channel in speakers[server].items()}
     assert {who for who, words in answers.items() if "does not speak for" not in words} == may.get(
         kind, OF_MEMBER[server]
@@ -128,16 +120,15 @@ def test_over_tls_each_call_takes_the_certificate_of_whom_it_speaks_for(
 
 def test_every_call_of_a_server_stands_in_the_table(speakers: dict[str, dict[str, grpc.Channel]]) -> None:
     listed = {line.split()[0] for line in rpc.__doc__.splitlines() if line[:1].islower()}
-    assert {method for method, _ in messages("", "", "").values()} == listed - {"method", "enroll"}
+    assert {method for method, _ in messages("", "").values()} == listed - {"method", "enroll"}
 
 
 def test_without_tls_other_machines_may_do_all_but_steer(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make(outer(), PLAN)
-    cluster.regions["eu"].service.shards = NoShards()
     with open_channel(grpc, cluster.regions["eu"].address, None, ()) as channel:
-        calls = messages("a", "a", "eu")
+        calls = messages("a", "a")
         assert "not explode" in said(channel, *calls["control"])
         monkeypatch.setattr(grpc_service, "is_this_machine", lambda peer: False)
         elsewhere = {kind: said(channel, *call) for kind, call in calls.items()}
@@ -153,8 +144,8 @@ def test_who_was_expelled_is_refused_all_calls_until_unbanned_and_then_its_old_l
 
     def calls(incarnation: str) -> dict[str, str]:
         with open_channel(grpc, region.address, None, ()) as channel:
-            made = messages("a", "a", "eu", incarnation) | {"join": ("join", worker.joins()[0])}
-            return {kind: said(channel, *made[kind]) for kind in KINDS if kind not in (*OF_OTHERS, "commit")}
+            made = messages("a", "a", incarnation) | {"join": ("join", worker.joins()[0])}
+            return {kind: said(channel, *made[kind]) for kind in KINDS if kind not in OF_OTHERS}
 
     command(region.address, rpc.Control("expel", "a"), BUSY_S)
     assert all("expelled" in words for words in calls("life-1").values()), calls("life-1")

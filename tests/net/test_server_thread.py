@@ -46,7 +46,7 @@ def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, 
     copy, lease = top.loop.do(together())
     finish_snapshot(store, journal, *copy)
     shutil.copytree(top.folder, tmp_path / "copy")
-    again = recover(top.build, top.begin, tmp_path / "copy", keep=2)
+    again: Any = recover(top.build, top.begin, tmp_path / "copy", keep=2)
     assert sorted(again.server.lease_table.open) == [1, lease.lease] == [1, 2]
     again.journal.close()
 

@@ -18,7 +18,6 @@ from geotrain.commands.logs import trace_update
 from geotrain.commands.operate import RunState
 from geotrain.commands.quickstart import PROMPTS
 from tests.chaos.faults.audit import accounts
-from tests.chaos.faults.goodput import goodput
 from tests.chaos.faults.scenario import PACKETS
 from tests.support.recorded_life import BAD_RECORD, BATCH, CONFIGS, ENOUGH, RECORDED, STEPS, Life, in_wheel, played
 from tests.support.small_runs import losses
@@ -103,11 +102,6 @@ def test_damaged_packets_came_through_as_none(life: Life) -> None:
     assert packets.keys() == {*PACKETS, "repaired"} and min(packets.values()) > 0, packets
     logs = "".join((life.run.folder / f"logs/{server}.log").read_text() for server in ("global", "eu"))
     assert BAD_RECORD in logs
-
-
-def test_the_goodput_is_a_share(life: Life, audit: dict[str, Any]) -> None:
-    found = goodput(life.run, audit["committed_samples"], life.run.noted["end_s"])["goodput"]
-    assert 0.0 < found <= 1.0
 
 
 def test_no_process_outlived_a_launcher(life: Life) -> None:

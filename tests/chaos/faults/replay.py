@@ -174,8 +174,8 @@ class ServerReplay:
             self.behind += len(shard.facts) - len(taken)
             wrong = next((i for i, fact in enumerate(taken) if shard.facts[i : i + 1] != [fact]), None)
             if wrong is not None:
-                fact = f"fact {wrong + 1} is {taken[wrong]}"
-                self.ledger.mismatches.append(f"{fact}, its shard {number} says {shard.facts[wrong : wrong + 1]}")
+                known = f"fact {wrong + 1} is {taken[wrong]}"
+                self.ledger.mismatches.append(f"{known}, its shard {number} says {shard.facts[wrong : wrong + 1]}")
         fragments = range(len(self.ledger.now.parameter_map.fragments))
         within: dict[int, set[int]] = {fragment: set() for fragment in fragments}
         for fact in (fact for process in self.processes for fact in process.facts):
