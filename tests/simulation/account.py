@@ -159,15 +159,14 @@ class Account:
             cut, (delta,) = slicing[part.part][fragment], part.deltas
             scatter(self.codec.decode(from_bytes(delta.payload), numel(cut)), cut, self.deltas[update])
 
-    def begins(self, region: str, fragments: Sequence[int]) -> None:
-        """A region has nothing of its own any more of these fragments, the one process's or a shard's."""
+    def begins(self, region: str) -> None:
+        """A region has nothing of its own any more."""
         for worker in self.regions[region]:
             self.asked.pop(worker, None)
         if not self.config.rule.synchronous:
             theirs = {n for n, lease in self.spec.ledger.leases.items() if lease.worker in self.regions[region]}
             self.held -= theirs
             self.trained -= theirs
-        self.spec.region_forgets(region, fragments)
 
     def keeps(self, shard: str, server: Server, checkpoint_id: str) -> None:
         """A shard's snapshot is of this moment."""
@@ -221,9 +220,10 @@ class Account:
         else:
             self._region_took(server, message, handled.reply)
             if any(isinstance(event, StartedOver) for event in handled.events):
-                self.begins(server.name, server.numbers)
+                self.begins(server.name)
             if not server.fragments:  # it has started over, or has nothing yet
                 self.flying -= {(server.name, fragment) for fragment in server.numbers}
+                self.spec.region_forgets(server.name, server.numbers)
             if server.ledger:
                 self._leases_of_region(server, message, handled, before)
 

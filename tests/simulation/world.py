@@ -300,7 +300,8 @@ class World:
         if shard:
             self.account.restores(name, whole[-1] if whole else "")
         else:
-            self.account.begins(name, range(len(self.account.parameter_map.fragments)))
+            self.account.begins(name)
+            self.account.spec.region_forgets(name, range(len(self.account.parameter_map.fragments)))
             self.account.applied.pop(name, None)
             self.account.strikes -= Counter({worker: 99 for worker in REGIONS[name]})
         self.note(name, DISK_LOST)

@@ -361,13 +361,13 @@ class GrpcService:
         self._check_speaker(context, self.server.member_role, beat.member)
         # Not asked on the server's thread, which may be busy for longer than a member may be silent: with a snapshot,
         # or with other members' updates. Only single attributes are read here, and none is changed.
-        self.server.current(beat.member, beat.incarnation, beat.part)
+        member = self.server.current(beat.member, beat.incarnation, beat.part)
         self.failure_detector.heard(beat.member, beat.part)
         if beat.metrics:
             said = {name[:40]: value for name, value in islice(beat.metrics.items(), rpc.MAX_METRICS)}
             self.beats[beat.member] = credible(said)  # bounded, because another machine sent them
         recalled, profile = self.server.recalls(beat.member), self._profiles.take(beat.member, beat.part)
-        return wire.pack(rpc.Ack(0, self.server.over, recalled, profile))
+        return wire.pack(rpc.Ack(0, self.server.over, recalled, profile, member.silent))
 
     async def _status(self, request: bytes, context: Any) -> bytes:
         return json.dumps(self.status()).encode()

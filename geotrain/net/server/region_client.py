@@ -241,6 +241,8 @@ class RegionClient:
             ack = await self._persist(partial(self.link.beat, 0, self.metrics()))
             if ack.over and not self.server.over:
                 await self.server_thread.persist(RunComplete())
+            if ack.silent and await self.server_thread.read(self.server.waits_to_send):  # its shards cannot say so
+                raise _SessionOver
             if ack.recalled and await self.server_thread.read(lambda: any(map(leases.spare, leases.held))):
                 await self.server_thread.persist(Recall())
 
@@ -279,5 +281,5 @@ class _Lane(deque[T]):
 
 
 class _SessionOver(Exception):
-    """Raised to end the session's lanes: the goodbye was delivered, or the region has forgotten its weights and
-    fetches the global ones in a new session."""
+    """Raised to end the session's lanes: the goodbye was delivered, or the region joins anew, as it has forgotten its
+    weights and fetches the global ones, or counts as dead."""

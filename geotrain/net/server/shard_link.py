@@ -55,15 +55,14 @@ class ShardTable:
 
     @property
     def ready(self) -> bool:
-        """Whether all shards have been here."""
-        return len(self._heard) == len(self.server.part.dealt)
+        """Whether all shards are here now."""
+        return all(map(self._is_up, range(len(self.server.taken))))
 
     def status(self) -> list[dict[str, Any]]:
         """Describe each shard, as plain data. behind: how many facts of it are not in the ledger."""
-        found, now_s = [], time.monotonic()
+        found = []
         for shard, taken in enumerate(self.server.taken):
-            since_s, said = self._heard.get(shard, (0.0, None))
-            up = said is not None and now_s - since_s < MISSED_S
+            _, said = self._heard.get(shard, (0.0, None))
             numbers = {"facts": 0, "behind": 0, "journal_bytes": 0, "rss_bytes": 0}
             if said is not None:
                 behind = max(0, said.facts - taken)
@@ -71,7 +70,7 @@ class ShardTable:
                     "facts": said.facts, "behind": behind, "journal_bytes": said.journal_bytes,
                     "rss_bytes": said.rss_bytes,
                 }  # fmt: skip
-            found.append({"shard": shard, "up": up, **numbers})
+            found.append({"shard": shard, "up": self._is_up(shard), **numbers})
         return found
 
     async def standing(self, hello: rpc.ShardHello) -> bytes:
@@ -118,6 +117,9 @@ class ShardTable:
         while self.left != everyone and time.monotonic() < until_s:
             await asyncio.sleep(0.05)
         return sorted(everyone - self.left)
+
+    def _is_up(self, shard: int) -> bool:
+        return shard in self._heard and time.monotonic() - self._heard[shard][0] < MISSED_S
 
     def _packed(self) -> bytes:
         calls, ending, packed = self._made

@@ -9,12 +9,13 @@ from typing import Any
 
 from geotrain.config import ClusterConfig, shards_of
 from geotrain.net.transport.certs import Role, Trust, trust_between
-from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
+from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient, Unreachable
 from geotrain.outer.messages import Answer, Join, NotJoined, Refused, UpdatePart, Welcome
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap
 
-SHARD_S = 60.0  # how long a shard may take to hear from its ledger that a member has joined, and to be reached
+SHARD_S = 30.0  # a shard that a join has not reached, or has not heard of it from its ledger: the ledger is asked anew
+SHARD_RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ class FragmentLinks(GrpcClient):
 
         applied = tuple(each if f in self.above.dealt[i] else -1 for f, each in enumerate(join.applied))
         said = replace(join, pushes=only(join.pushes), holds=only(join.holds), applied=applied)
-        return await self.shards[i].persist(lambda: join_shard(self.shards[i], said), SHARD_S)
+        try:
+            return await self.shards[i].persist(lambda: join_shard(self.shards[i], said), SHARD_S)
+        except Unreachable as away:  # whoever joins knows how long to try
+            raise Refused(str(away), SHARD_RETRY_S) from None
 
     async def push(self, part: UpdatePart) -> int:
         return await self.of[part.fragment].push(part)

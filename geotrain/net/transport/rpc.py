@@ -75,13 +75,15 @@ class Ack:
 
     applied: of a push, the last update of the member's fragment that is part of the server's weights. over: all data
     of the run has been trained and is part of the global weights. recalled: the member, a region, is to give back its
-    reserve of data. profile: inner steps that the rank which beats is to record (`geotrain profile`).
+    reserve of data. profile: inner steps that the rank which beats is to record (`geotrain profile`). silent: the
+    member, a region, counts as dead until it joins again.
     """
 
     applied: int = 0
     over: bool = False
     recalled: bool = False
     profile: int = 0
+    silent: bool = False
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,10 @@ class RegionData(Server):
         """Numbers of the leases that are trained here and not known to be committed."""
         return tuple(sorted(self.trained))
 
+    def waits_to_send(self) -> bool:
+        """Whether there is training here that the global server is not known to have."""
+        return bool(self.trained or self.leases.contained)
+
     def _check_own(self, name: str, leases: tuple[int, ...] = ()) -> None:
         if self.leases.given_back[name]:
             why = f"{name}: its data went back, as it counted as dead"
