@@ -124,7 +124,10 @@ def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> No
     raw["model"]["config"] = {"model_type": "mamba"}
     (tmp_path / "run.json").write_text(json.dumps(raw))
     said = refused("dry-run", tmp_path / "run.json", "configs/clusters/local-wan.json")
-    families = "llama, qwen2, qwen3, mistral, smollm3, granite, qwen3_moe, mixtral, qwen2_moe, deepseek_v3"
+    families = (
+        "llama, qwen2, qwen3, mistral, smollm3, granite, olmo2, olmo3, gemma2, gemma3_text, qwen3_moe, mixtral, "
+        "qwen2_moe, deepseek_v3; of a model of text and images give its text_config alone"
+    )
     assert said == f"geotrain: model config: model_type 'mamba' is not supported; supported: {families}"
 
 
