@@ -83,14 +83,14 @@ def by_segment(
 
 @VARLEN
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("window", [None, (4, 0), (SEQUENCE, 0)])
+@pytest.mark.parametrize("window", [None, 5, SEQUENCE + 1])
 @pytest.mark.parametrize(("groups", "scale"), [(4, None), (2, 0.3)])
 def test_attention_without_a_mask_is_that_with_one(inside, window, groups, scale, monkeypatch) -> None:
     """On a GPU from 16 bits on; what it is given is what the dense mask stands for, and torch takes it."""
-    from geotrain.inner.model import model
+    from geotrain.inner.model import attention as module
 
-    config = SimpleNamespace(num_query_groups=groups, num_attention_heads=4, window_size=window)
-    attention = model.CausalAttention(config, scale)  # type: ignore[arg-type]
+    config = SimpleNamespace(num_query_groups=groups, num_attention_heads=4)
+    attention = module.CausalAttention(config, scale, window)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     qkv = [
         torch.randn(SEQUENCE, 2, heads, 8, generator=generator, requires_grad=True) for heads in (4, groups, groups)
@@ -102,12 +102,12 @@ def test_attention_without_a_mask_is_that_with_one(inside, window, groups, scale
         return out, *torch.autograd.grad(out.square().sum(), qkv)
 
     masked, calls = played(), []
-    monkeypatch.setattr(model, "suits_varlen", lambda query, value: calls.append(1) or True)
+    monkeypatch.setattr(module, "suits_varlen", lambda query, value: calls.append(1) or True)
     with monkeypatch.context() as patched:
         patched.setattr("torch.nn.attention.varlen.varlen_attn", by_segment)
         for one, other in zip(played(), masked, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert bool(calls) == (inside or window == (4, 0)), "without either it is torch's causal attention"
+    assert bool(calls) == (inside or window == 5), "without either it is torch's causal attention"
     meta = [x.detach().to("meta", torch.bfloat16).requires_grad_() for x in qkv]
     out = attention(*meta, None if boundaries is None else boundaries.to("meta"))
     assert out.shape == (SEQUENCE, 2, 32) and [g.shape for g in torch.autograd.grad(out.sum(), meta)] == [
@@ -132,13 +132,12 @@ def test_which_attention_needs_no_mask(monkeypatch) -> None:
 @pytest.mark.parametrize(("window", "inside"), [(4, False), (None, True), (4, True)])
 def test_the_estimate_knows_the_masks_that_attention_keeps(window, inside) -> None:
     """In fp32, where masks are dense: what autograd keeps of a layer's attention beyond that of a causal one."""
-    from geotrain.inner.model import model
+    from geotrain.inner.model.attention import CausalAttention
 
     qkv = [torch.randn(SEQUENCE, 2, 4, 8, requires_grad=True) for _ in range(3)]
-    reach = None if window is None else (window - 1, 0)
     kept: list[int] = []
-    for near, boundaries in ((None, None), (reach, cu_seqlens(packed()[:, :-1], END) if inside else None)):
-        config = SimpleNamespace(num_query_groups=4, num_attention_heads=4, window_size=near)
+    for near, boundaries in ((None, None), (window, cu_seqlens(packed()[:, :-1], END) if inside else None)):
+        config = SimpleNamespace(num_query_groups=4, num_attention_heads=4)
         held: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
@@ -146,7 +145,7 @@ def test_the_estimate_knows_the_masks_that_attention_keeps(window, inside) -> No
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = model.CausalAttention(config)(*qkv, boundaries)  # type: ignore[arg-type]
+            out = CausalAttention(config, window=near)(*qkv, boundaries)  # type: ignore[arg-type]
         kept.append(sum(held.values()))
         del out
     block, parallel = deepspeed_block(0, micro=2), ParallelConfig()
