@@ -177,6 +177,7 @@ class RegionClient:
                 raise _SessionOver
             if isinstance(message, Trained):
                 await self._persist(partial(self.link.trained, message))
+                await self.server_thread.persist(message)
             elif isinstance(message, AnswerWanted):
                 final = self.server.final
                 if final is not None and message.fragment not in final:  # else they have come since it was said

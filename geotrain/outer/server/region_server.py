@@ -133,6 +133,8 @@ class RegionServer(RegionData):
                 return self._on_lease(message)
             case TakenBack():
                 return self._on_taken_back(message)
+            case Trained():
+                return self._on_trained(message)
             case Validated():
                 self.copy_weights(None)
                 self._sends.append(Send(GLOBAL, message))
@@ -459,6 +461,13 @@ class RegionServer(RegionData):
         if (final := self.final) is not None:
             said += [AnswerWanted(self.name, self.speaks_as, f, 0) for f in self.numbers if f not in final]
         return [Send(GLOBAL, message) for message in said]
+
+    def _on_trained(self, said: Trained) -> None:
+        """Note that the global server has heard of leases that no update of ours named."""
+        left = self.contains[said.fragment]
+        left[:] = [number for number in left if number not in said.leases]
+        sequence = self.sequences[said.fragment]
+        self._report(Fact("up", fragment=said.fragment, sequence=sequence, contains=said.leases))
 
     # -- inside
 
