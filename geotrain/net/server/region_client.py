@@ -225,8 +225,8 @@ class RegionClient:
                 await lane.changed()
             try:
                 reply = await self._persist(partial(calls[type(message)], message))
-                if isinstance(message, LeaseRequest | TakeBack):
-                    await self.server_thread.persist(reply)
+                if isinstance(message, LeaseRequest | TakeBack) and await self.server_thread.persist(reply):
+                    continue
             except Refused as refused:
                 if isinstance(refused, NotJoined) or isinstance(message, Join):
                     raise

@@ -14,7 +14,7 @@ from geotrain.outer.messages import Answer, Join, NotJoined, Refused, UpdatePart
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap
 
-SHARD_S = 30.0  # a shard that a join has not reached, or has not heard of it from its ledger: the ledger is asked anew
+SHARD_S = 30.0  # where a join has not reached a shard, or its ledger's word has not, the ledger is asked anew
 SHARD_RETRY_S = 0.5
 
 
