@@ -450,14 +450,14 @@ class WentBack:
 
 @dataclass(frozen=True)
 class MemberStanding:
-    """How a member stands: its incarnation, and its phase (`MemberPhase`). barred: it is quarantined, or this
+    """How a member stands: its incarnation, and its phase (`MemberPhase`). barred: why it is quarantined, or this
     incarnation may say no more. ends: a region's worker for whose last job there was no data. round: of synchronous
     rounds, the last whole one before the run began again."""
 
     name: str
     incarnation: str
     phase: str
-    barred: bool = False
+    barred: str = ""
     ends: bool = False
     round: int = 0
 

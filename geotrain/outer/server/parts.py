@@ -90,7 +90,8 @@ class ServerParts(ABC):
         """Say how the run stands, for shards."""
         members = tuple(
             MemberStanding(
-                name, m.incarnation, m.phase.value, m.quarantined or m.banned == m.incarnation != "",
+                name, m.incarnation, m.phase.value,
+                m.fault or "an update of it was refused" if m.quarantined or m.banned == m.incarnation != "" else "",
                 self.ends(name), self.rounds.get(name, 0),
             )
             for name, m in self.members.items()
@@ -119,7 +120,7 @@ class ServerParts(ABC):
                 continue
             member.phase, member.quarantined = MemberPhase(each.phase), False
             if each.barred:
-                member.banned = each.incarnation
+                member.banned, member.fault = each.incarnation, each.barred
             self._note_share(each.name)
             if each.incarnation != member.incarnation and member.joined:
                 self._forget(each.name, sent=False)
@@ -137,7 +138,7 @@ class ServerParts(ABC):
         if stands is None or stands.incarnation != incarnation:
             raise NotJoined(f"{name}: this shard does not know yet that it joined", JOIN_RETRY_S)
         if stands.barred:
-            raise Refused(f"{name}: this incarnation of it may say no more; start it anew")
+            raise Refused(f"{name}: this incarnation of it may say no more ({stands.barred}); start it anew")
         if stands.phase in (MemberPhase.SILENT.value, MemberPhase.LOST.value):
             raise NotJoined(f"{name}: it was not heard of for too long: join first", JOIN_RETRY_S)
 

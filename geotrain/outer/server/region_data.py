@@ -177,7 +177,8 @@ class RegionData(Server):
     def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
         if untrained:
             self._due = True
-            self.leases.back = [*self.leases.back, *untrained][-MOST_BACK:]
+            if not self.rule.in_rounds:  # where it stays the worker's
+                self.leases.back = [*self.leases.back, *untrained][-MOST_BACK:]
             self._sends.append(Send(GLOBAL, Release(untrained, failed)))
 
     def _say_again(self, fragment: int) -> None:
