@@ -147,7 +147,7 @@ class FailureDetector:
             self._seen_s[name].append(now_s - since_s)
             self._usual_s[name] = median(self._seen_s[name])
         # While no update can be taken, leases are taken from nobody: what is trained waits with the workers.
-        if seen != before or self.server_thread.full is not None or not self.ready():
+        if seen != before or self.server_thread.refuses or not self.ready():
             since_s = now_s
         self._progress[name] = seen, since_s
         if now_s - since_s > patience_s:

@@ -14,7 +14,6 @@ from geotrain.outer.messages import (
     Fact,
     Facts,
     Finished,
-    Join,
     Lease,
     LeaseRequest,
     Leave,
@@ -144,10 +143,10 @@ class RegionData(Server):
         self.leases.given_back[name].clear()
         self._forget_training()
 
-    def _begin_incarnation(self, join: Join) -> None:
+    def _begin_incarnation(self, name: str, named: tuple[int, ...]) -> None:
         """Give back the leases of jobs that the former incarnation had begun. Those of others stay here: the link
         may be slow, or cut just now."""
-        name, first = join.member, self.next_job(join.member)
+        first = self.next_job(name)
         self.wanted[name].clear()
         self.leases.asked.pop(name, None)
         self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
