@@ -100,8 +100,9 @@ class FailureDetector:
         """
         server, now_s = self.server_thread.server, self.clock()
         # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
-        # members. That time does not count against them.
-        if (late_s := now_s - due_s) > self.silent_s / 8:
+        # members. That time does not count against them, nor that in which they cannot join, as a shard is away.
+        late_s = now_s - due_s + (0.0 if self.ready() else self.silent_s / 8)
+        if late_s > self.silent_s / 8 or not self.ready():
             self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
             self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
         self._sorted_s = sorted(self._usual_s.values())
