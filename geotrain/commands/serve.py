@@ -54,7 +54,7 @@ def run_server(
         cluster.region(site)  # raises ConfigError, which names the regions there are
     folder = run.run_folder / "servers" / (site if shard is None else shard_name(site, shard))
     evaluate = final_validation(run) if site == GLOBAL else None
-    newest = regions_added(run.run_folder / "cluster.json") if site == GLOBAL and shard is None else None
+    newest = regions_added(run.run_folder / "cluster.json") if site == GLOBAL else None  # its shards grow, too
     return serve(ServerSetup(run, cluster, site, folder, shard, evaluate, launch, newest), resume)
 
 

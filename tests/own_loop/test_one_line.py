@@ -103,10 +103,11 @@ def test_each_step_counts_once_though_a_worker_and_the_server_are_killed(alone: 
 
 
 def test_a_served_run_goes_on_in_another_folder_at_another_port(alone: Alone) -> None:
-    run, steps = alone("here"), 400
+    run, steps = alone("here"), 2400
     server = run.serve(steps=steps)
     eu = run.join("eu", steps)
     run.until(lambda: run.events("UpdateApplied"))
+    os.kill(eu.pid, signal.SIGSTOP)  # else it may have trained all before the other joins
     page = run.status()["page"]
     us = run.join("us", steps)
     run.until(lambda: "us-0" in {event["member"] for event in run.events("UpdateApplied")})

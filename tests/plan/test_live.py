@@ -146,11 +146,12 @@ def test_a_server_takes_regions_more_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.long("geotrain/commands", "geotrain/net/server", "launch")
 @pytest.mark.slow
 def test_a_region_joins_a_live_run_and_another_leaves_it(tmp_path: Path) -> None:
-    """Processes. Before, the global server knew the regions of its start only."""
+    """Processes. Before, the global server, or its shards, knew the regions of their start only."""
     small_runs.prepare_text(tmp_path)
     run, cluster = small_runs.write_files(
-        tmp_path, "live", 4000, {"eu": [1]}, {"rule": {"name": "region_momentum"}}, min_step_s=0.1
-    )
+        tmp_path, "live", 4000, {"eu": [1]}, {"rule": {"name": "region_momentum"}, "fragments": {"pieces": 2}},
+        min_step_s=0.1, shards=2,
+    )  # fmt: skip
     folder, wanted = tmp_path / "live", tmp_path / "wanted.json"
 
     def geotrain(*arguments: object) -> subprocess.Popen[str]:

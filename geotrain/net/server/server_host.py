@@ -287,8 +287,10 @@ class ServerHost(ProcessHost):
 
     async def _snapshots(self) -> None:
         """Take a snapshot now and then, so that neither the journal nor the time to replay it grows without bound."""
+        every_s = 60.0 * self.setup.run.checkpoint.every_minutes
         while True:
-            await self.server_thread.until(lambda: self._snapshot_is_due() or None, float("inf"))
+            if not await self.server_thread.until(lambda: self._snapshot_is_due() or None, every_s):
+                continue  # it is looked at anew, as no message may come by which the time would be noticed
             try:
                 await self._snapshot()
             except StoreError as error:  # the older ones are whole, so the server can go on
