@@ -107,7 +107,7 @@ class Account:
             if isinstance(message, Join) and message.member in server.members:
                 before = server.members[message.member].incarnation
             handled = take(message)
-            if shard is not None:
+            if shard is not None and lives():
                 said = self.facts[process_of(server)]
                 said += server.unsaid[len(said) - server.said :]
             judge(self._took, message, handled, before)
@@ -241,7 +241,7 @@ class Account:
         if not server.ledger:
             fact = self.facts[process_of(server)][-1]
             about = fact.what, fact.member, fact.fragment, fact.sequence, fact.job, fact.contains
-            assert about == ("applied", *update, part.job, part.contains), f"{part:.200} is reported as {fact}"
+            assert about == ("applied", *update, part.job, part.contains), f"{part!r:.200} is reported as {fact}"
 
     def _noted(self, ledger: Any, fact: Fact) -> None:
         """A server of shards takes a fact, each once, as it was reported."""

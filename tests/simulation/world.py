@@ -300,6 +300,8 @@ class World:
         if shard:
             self.account.restores(name, whole[-1] if whole else "")
         else:
+            if self.run_config.checkpoint.snapshots is not None:  # its copies are gone, too
+                shutil.rmtree(self.folder / "copies" / self.run_config.name / name, ignore_errors=True)
             self.account.begins(name)
             self.account.spec.region_forgets(name, range(len(self.account.parameter_map.fragments)))
             self.account.applied.pop(name, None)

@@ -81,6 +81,7 @@ class ServerThread:
         self._working = threading.Lock()  # held while the server may change
         self.flushes, self.flush_s = 0, 0.0  # of the journal: how many so far, and their time
         self.calls = 0  # how many messages so far
+        self.looks = 0  # how often something may have changed for those who wait
         self.full: str | None = None
         self._full_s = 0.0  # when a message was last refused for want of room; time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -230,6 +231,8 @@ class ServerThread:
             self._go_on()
         except Exception as error:
             self._loop.call_soon_threadsafe(self._fail, error)
+        if self.server.ledger and self.server.part.dealt:
+            self._look()  # how the run stands may have changed by that
 
     def _make_status(self) -> None:
         began_s, self._changed = time.perf_counter(), False
@@ -239,7 +242,7 @@ class ServerThread:
 
     def _look(self) -> None:
         """Give those who wait what they wait for, if it is there now."""
-        still = []
+        self.looks, still = self.looks + 1, []
         for watch in self._watches:
             if watch.done.cancelled():
                 continue

@@ -51,7 +51,7 @@ class ShardTable:
         self._heard: dict[int, tuple[float, rpc.ShardHello]] = {}  # shard → when it asked last, and what it said
         self._incarnations: dict[int, str] = {}  # shard → its present one
         self._beginning = [asyncio.Lock() for _ in server_thread.server.taken]
-        self._made: tuple[int, bool, bytes] = (-1, False, b"")  # the standing after so many messages, as it is sent
+        self._made: tuple[int, bool, bytes] = (-1, False, b"")  # the standing after so many looks, as it is sent
 
     @property
     def ready(self) -> bool:
@@ -122,10 +122,10 @@ class ShardTable:
         return shard in self._heard and time.monotonic() - self._heard[shard][0] < MISSED_S
 
     def _packed(self) -> bytes:
-        calls, ending, packed = self._made
-        if (calls, ending) != (self.server_thread.calls, self.ending):
+        looks, ending, packed = self._made
+        if (looks, ending) != (self.server_thread.looks, self.ending):
             packed = wire.pack(replace(self.server.stand(), ended=self.ending))
-            self._made = self.server_thread.calls, self.ending, packed
+            self._made = self.server_thread.looks, self.ending, packed
         return packed
 
     def _changed(self, seen: int) -> bool | None:
