@@ -204,8 +204,8 @@ class Membership(ServerParts):
     def _on_member_silent(self, silence: MemberSilent) -> None:
         """Count the member as dead, or as one who trains no more; others train what it had been given."""
         member = self._member(silence.member)
-        # A newer incarnation may have joined after the silence of the old one was noticed.
-        if member.incarnation == silence.incarnation:
+        # A newer incarnation may have joined after the silence of the old one was noticed. Journals say it again.
+        if member.incarnation == silence.incarnation and not member.silent:
             member.meet(MemberEvent.SILENCE)
             self._note_share(silence.member)
             self._once_settled(silence.member)
