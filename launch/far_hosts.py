@@ -36,8 +36,8 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path, added: bool = False)
     """Bring the run's files to the hosts on which this request's sites start ranks, or shards, by a command each.
     Look for the ranks' data and the shards' certificates there.
 
-    folder: the run's, absolute, with its files written. added: the sites join a run that is on, of which shards of the
-    global server hear by these files. Raises ConfigError, which names the host.
+    folder: the run's, absolute, with its files written. added: the sites join a run that is on: shards of its
+    global server hear of them by these files. Raises ConfigError, which names the host.
     """
     wanted: dict[tuple[HostLauncher, str], list[str]] = {}
     for home, worker in request.cluster.workers:

@@ -400,7 +400,8 @@ class Fact:
     fragment, which contained these), "lost" (it has lost some that it had taken), "refused" (an update, for good: why
     is in `reason`), "over" (a region's fragments start over from the global weights, and parts of the training of
     these are dropped; weight: how many updates, job: of synchronous rounds, the last that is whole in them).
-    version, staleness, size_bytes, norm: of the fragment with the update, and of its delta.
+    version, staleness, size_bytes, norm: of the fragment with the update, and of its delta; version of what went up:
+    of the global weights that came for it.
     """
 
     what: str

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psutil
 from grpc import aio
 
 from geotrain.common.names import GLOBAL
@@ -141,7 +142,6 @@ class ShardLink:
     ) -> None:  # fmt: skip
         self.server_thread, self.server, self.shard = server_thread, server_thread.server, shard
         self.address, self.trust, self.safe, self.new = address, trust, safe, new
-        self.rss_bytes: Callable[[], int] = int
         self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
         self._seen = 0
         self._said: tuple[Any, ...] = ()
@@ -174,7 +174,7 @@ class ShardLink:
         return rpc.ShardHello(
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
-            self.server_thread.journal.segment_bytes, self.rss_bytes(), server.incarnation,
+            self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, server.incarnation,
         )  # fmt: skip
 
     async def _bring(self) -> None:

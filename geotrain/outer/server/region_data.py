@@ -45,6 +45,7 @@ class RegionData(Server):
     in_flight: dict[int, UpdatePart]
     contains: list[list[int]]
     sequences: list[int]
+    global_versions: list[int]
     trained: set[int]
     gone_up: dict[int, set[int]]
     wanted: dict[str, set[int]]
@@ -216,6 +217,7 @@ class RegionData(Server):
                 self._on_applied(fact)
             case "up":
                 self._note_up(fact.fragment, fact.sequence, fact.contains)
+                self.global_versions[fact.fragment] = fact.version or self.global_versions[fact.fragment]
             case "lost":
                 self._say_again(fact.fragment)
             case "refused":

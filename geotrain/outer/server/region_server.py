@@ -350,7 +350,8 @@ class RegionServer(RegionData):
         self.store.merge(fragment, first, inputs)
         if not first:
             contains = self.in_flight.pop(fragment).contains
-            self._report(Fact("up", fragment=fragment, sequence=answer.sequence, contains=contains))
+            about = fragment, answer.sequence, 0, 1, contains, self.global_versions[fragment]
+            self._report(Fact("up", "", "", *about))
             self.answer_members(answered, fragment)
         else:
             if self.final is not None:

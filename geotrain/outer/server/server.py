@@ -453,7 +453,16 @@ class Server(Membership):
             "applied", name, member.incarnation, fragment, first.sequence, first.job, first.weight, first.contains,
             state.version, own.staleness, size_bytes, own.norm, metrics=first.metrics,
         )  # fmt: skip
+        if not self.ledger:  # which notes them, too
+            self._note_metrics(fact)
         self._report(fact)
+
+    def _note_metrics(self, fact: Fact) -> dict[str, float]:
+        """Keep what a member's update says of its work, which a region's next update sends up; returns it."""
+        metrics = {key: value for key, value in credible(fact.metrics).items() if key != "staleness"}
+        if fact.metrics:
+            self.members[fact.member].metrics = {**metrics, "staleness": float(fact.staleness)}
+        return metrics
 
     def _on_applied(self, fact: Fact) -> None:
         """Account for an update that was applied, here or by a shard."""
@@ -461,9 +470,7 @@ class Server(Membership):
         member.job, member.updates = fact.job, member.updates + 1
         own = member.fragments[fact.fragment]
         own.sequence, own.came = fact.sequence, max(own.came, fact.job)
-        metrics = {key: value for key, value in credible(fact.metrics).items() if key != "staleness"}
-        if fact.metrics:
-            member.metrics = {**metrics, "staleness": float(fact.staleness)}
+        metrics = self._note_metrics(fact)
         samples, tokens = self._count_trained(fact)
         if self.reports_updates:
             applied = name, fact.fragment, fact.sequence, fact.job, self.versions, fact.staleness, samples
