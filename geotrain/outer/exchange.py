@@ -106,18 +106,18 @@ class _InFlight:
 class Exchange:
     """One rank's exchange with the server above. All ranks of a worker call it with the same steps and fragments.
 
-    name: of the worker. chunks: the chunks of each fragment. clock: a monotonic clock, in seconds; it is handed in
-    because the simulator has a virtual one.
+    name: of the worker. chunks, groups: the chunks of each fragment, and its group, whose fragments leave together.
+    clock: a monotonic clock, in seconds; it is handed in because the simulator has a virtual one.
     """
 
     def __init__(
         self, name: str, outer: OuterConfig, rank: Rank, weights: Weights, client: Client,
-        chunks: Sequence[Sequence[int]], clock: Callable[[], float],
+        chunks: Sequence[Sequence[int]], groups: Sequence[int], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.name, self.overlap, self.clock = name, outer.overlap, clock
         self.in_rounds = outer.rule.synchronous  # the servers wait for every worker's delta: none may be left out
         self.rank, self.weights, self.client = rank, weights, client
-        self.chunks, self.all = chunks, tuple(range(len(chunks)))
+        self.chunks, self.groups, self.all = chunks, groups, tuple(range(len(chunks)))
         self.tell: Callable[[Event], None] = _tell_nobody  # takes what happens to leases and updates
         self.incarnation = ""
         self.server_incarnations = [""] * len(chunks)  # of the server that gave the last weights of each fragment
@@ -192,12 +192,14 @@ class Exchange:
     def finish(self) -> Waiting[None]:
         """Send the progress that no delta contains yet, and wait for every answer.
 
-        In synchronous rounds this is a round too, in which all workers must send the same fragments: all but the one
-        that leaves after a job's last step, whether or not there is progress in them.
+        In synchronous rounds this is a round too, in which all workers must send the same fragments: all but those
+        that leave after a job's last step, whether or not there is progress in them.
         """
         yield from self._adopt_answers(wait=True)
         unsent = {f for fragments in self.unsent.values() for f in fragments}
-        if left := self.all[:-1] if self.in_rounds else tuple(sorted(unsent)):
+        if self.in_rounds:
+            unsent = {f for f in self.all if self.groups[f] != self.groups[-1]}
+        if left := tuple(sorted(unsent)):
             yield from self._push(left, {}, self.next_job)
             yield from self._adopt_answers(wait=True)
 

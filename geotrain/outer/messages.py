@@ -425,7 +425,8 @@ class Facts:
     """A shard tells its server's ledger what it has done, in order; fact `since` + 1 is the first of these.
 
     versions: of its fragments, in their order. safe: those that a copy has, from which a lost disk comes back.
-    quiet: number of the rest (`Standing.rest`) in which it has nothing left to send up; 0: of none.
+    quiet: number of the rest (`Standing.rest`) in which it has nothing left to send up; 0: of none. seen: number of
+    the standing that it has, if these are all the facts from before that; else 0.
     """
 
     shard: int
@@ -434,6 +435,7 @@ class Facts:
     versions: tuple[int, ...]
     safe: tuple[int, ...]
     quiet: int = 0
+    seen: int = 0
 
 
 @dataclass(frozen=True)
@@ -451,14 +453,14 @@ class WentBack:
 
 @dataclass(frozen=True)
 class MemberStanding:
-    """How a member stands: its incarnation, and its phase (`MemberPhase`). barred: it is quarantined, or this
+    """How a member stands: its incarnation, and its phase (`MemberPhase`). barred: why it is quarantined, or this
     incarnation may say no more. ends: a region's worker for whose last job there was no data. round: of synchronous
     rounds, the last whole one before the run began again."""
 
     name: str
     incarnation: str
     phase: str
-    barred: bool = False
+    barred: str = ""
     ends: bool = False
     round: int = 0
 
@@ -470,7 +472,7 @@ class Standing:
     incarnation: of the server. origin, data: of the run. begun: how often the run has begun again. every: K, where an
     operator has set it. rest: number of the time in which no worker of a region adds anything, so that shards send
     up what is pending; 0: some do. validated: number of the last validation that is done. ended: so has the server,
-    in good order.
+    in good order. number: of the last change of a member that shards have to confirm (`Facts.seen`).
     """
 
     incarnation: str
@@ -482,6 +484,7 @@ class Standing:
     rest: int = 0
     validated: int = 0
     ended: bool = False
+    number: int = 0
 
 
 Message = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -105,12 +105,12 @@ class SimWorker:
         identity: Identity,
         outer: OuterConfig,
         learner: Learner,
-        chunks: Sequence[Sequence[int]],
+        parameter_map: ParameterMap,
         shares: Mapping[str, float],
     ) -> None:
         self.rank = OneRank(spec, shares)
         self.clock, self.spec, self.identity, self.outer = clock, spec, identity, outer
-        self.learner, self.chunks = learner, chunks
+        self.learner, self.parameter_map = learner, parameter_map
         self.lives, self.trained_steps, self.lost_s = 0, 0, 0.0
         self.job_starts_s: list[float] = []
         self.left = False
@@ -147,8 +147,9 @@ class SimWorker:
         self.lives += 1
         self.learner.born()
         uplink.on_delivered = self._delivered
-        about = self.spec.name, self.outer, self.rank, self.learner, uplink, self.chunks, self.clock.read
-        self.uplink, self.exchange = uplink, Exchange(*about)
+        about = self.spec.name, self.outer, self.rank, self.learner, uplink
+        of_map = self.parameter_map.chunk_numbers, self.parameter_map.groups
+        self.uplink, self.exchange = uplink, Exchange(*about, *of_map, self.clock.read)
         return VirtualProcess(self.clock, self._life())
 
     def go_on(self, process: VirtualProcess) -> None:
@@ -189,7 +190,7 @@ class SimWorker:
         self.uplink.leave()
 
     def _train_job(self, lease: Lease) -> Script:
-        for step, due in stops(tuple(range(len(self.chunks))), lease.steps):
+        for step, due in stops(self.parameter_map.groups, lease.steps):
             while self._done < step:
                 if not self.in_steps:
                     left = step - self._done
@@ -206,7 +207,7 @@ class SimWorker:
                 if self._done == lease.steps:
                     metrics = self.learner.job_done(lease)
                     self._at_risk_s[lease.lease] = self.trained_s - self._job_s
-                    self._undelivered[lease.lease] = len(self.chunks)
+                    self._undelivered[lease.lease] = len(self.parameter_map.fragments)
                     self._job_s = self.trained_s
                 yield from self.exchange.after_step(now_due, metrics, steps)
                 if stopped_s := self.rank.stopped_s():

@@ -221,7 +221,7 @@ class VirtualWorld:
         shares = {f.parameters[0].name: numel / sum(task.sizes.numels) for f, numel in fragments}
         self._place[spec.name] = above
         self.workers[spec.name] = SimWorker(
-            self.clock, spec, self.identity, task.outer, task.learner(spec), task.parameter_map.chunk_numbers, shares
+            self.clock, spec, self.identity, task.outer, task.learner(spec), task.parameter_map, shares
         )
         if not spec.away or spec.away[0][0] > 0:  # otherwise it joins late
             self.clock.at(0.0, self._begin_incarnation, spec.name)

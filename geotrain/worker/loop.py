@@ -139,7 +139,14 @@ class WorkerLoop:
         client.on_profile = self._profiler.ask
         self.watch = RankWatch(device, member.trouble, lost, run.monitor.hang_s)
         self.exchange = Exchange(
-            member.name, run.outer, rank, self.weights, client, parameter_map.chunk_numbers, clock
+            member.name,
+            run.outer,
+            rank,
+            self.weights,
+            client,
+            parameter_map.chunk_numbers,
+            parameter_map.groups,
+            clock,
         )
         self.finished = False  # whether all was trained and sent, and the worker has left
         self.lease: Lease | None = None  # in training

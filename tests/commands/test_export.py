@@ -73,7 +73,7 @@ def test_the_newest_weights_are_exported(tmp_path: Path, shards: int) -> None:
     noted = about(tmp_path / "killed")
     assert noted["samples"] == more and in_words(noted).startswith(f"version {noted['version']}, {more} samples, ")
     servers = [site.serve(name, resume=True) for name in site.processes]
-    site.status("global")
+    assert until(lambda: all(shard["up"] for shard in site.status("global")["shards"]))
     said, again = exported(site, tmp_path / "again")
     assert said["samples"] == more
     for name, tensor in again.items():

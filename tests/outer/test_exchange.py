@@ -74,13 +74,14 @@ class Everything:
         self.answers[fragment, sequence].set_result(answer)
 
 
-def begun(late: str, name: str = "w", rule: str = "halos", overlap_steps: int = 2) -> tuple[Exchange, Everything]:
+def begun(
+    late: str, name: str = "w", rule: str = "halos", overlap_steps: int = 2, groups: tuple[int, ...] = (0, 1)
+) -> tuple[Exchange, Everything]:
     world = Everything()
     adopt = "rebase" if overlap_steps else "replace"
     overlap = OverlapConfig(steps=overlap_steps, late=late, adopt=adopt)  # type: ignore[arg-type]
-    exchange = Exchange(
-        name, OuterConfig(rule=rule_config(rule), overlap=overlap), world, world, world, [[0], [1]], clock=lambda: 0.0
-    )
+    outer, chunks = OuterConfig(rule=rule_config(rule), overlap=overlap), [[f] for f in range(len(groups))]
+    exchange = Exchange(name, outer, world, world, world, chunks, groups, clock=lambda: 0.0)
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     exchange.begin(Lease("w", 1, 7, 0, 8, 8))
     return exchange, world
@@ -193,7 +194,9 @@ def test_weights_are_made_whole_as_often_as_the_planner_counts(
     overlap = OverlapConfig(steps=tau, adopt="rebase" if tau else "replace")
     outer, world = OuterConfig(local_steps=steps, overlap=overlap), Everything()
     world.instant = True
-    exchange = Exchange("w", outer, world, world, world, [[f] for f in range(fragments)], clock=lambda: 0.0)
+    exchange = Exchange(
+        "w", outer, world, world, world, [[f] for f in range(fragments)], range(fragments), clock=lambda: 0.0
+    )
     assert not waits(exchange.start(Identity("run", "c", "l", "m"), "1"))
     for job in range(3):
         exchange.begin(Lease("w", 1, 7, 0, steps, steps))
@@ -234,6 +237,14 @@ def test_the_end_of_a_run_waits_until_its_last_delta_has_been_sent():
     world.answer(0, 1), world.answer(1, 1)
     script = exchange.finish()
     assert next(script).done() and script.send(None) is pushed
+
+
+@pytest.mark.parametrize(("groups", "left"), [((0, 1), [0]), ((0, 0), []), ((0, 0, 1), [0, 1])])
+def test_in_rounds_all_but_what_left_after_the_last_step_leaves_at_the_end(groups, left):
+    exchange, world = begun("wait", rule="sync", overlap_steps=0, groups=groups)
+    for _ in exchange.finish():
+        break
+    assert [f for f, sequence in world.answers if sequence] == left
 
 
 # ------------------------------------------------- two ranks, whose server restarts between their pulls
@@ -302,7 +313,7 @@ def test_ranks_adopt_the_answers_of_one_incarnation(restarts: set[int]) -> None:
     ranks = [OneRank(i, group, server) for i in range(2)]
 
     def run(rank: OneRank) -> None:
-        exchange = Exchange("w", OuterConfig(), rank, rank, rank, [[0]], clock=lambda: 0.0)
+        exchange = Exchange("w", OuterConfig(), rank, rank, rank, [[0]], [0], clock=lambda: 0.0)
         wait_for(exchange.start(Identity("r", "c", "l", "m"), "1"))
         for job in range(1, 4):
             exchange.begin(Lease("w", job, job, 0, 1, 1))

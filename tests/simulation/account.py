@@ -90,6 +90,9 @@ class Account:
         self.known = Counter[str]()  # shard → how many of them its ledger has taken
         self.kept: dict[tuple[str, str], Any] = {}  # shard, checkpoint id → what it has then
         self.refusing: dict[str, bool] = {}  # region → whether its next update is refused; False: one was
+        # Server, member that is gone, or begins anew and names these leases, until its shards have confirmed that.
+        self.waits: dict[tuple[str, str], tuple[int, ...] | None] = {}
+        self.copied = False  # whether a shard of the global server came back from a copy
         self.paused, self.local_steps = False, config.local_steps
         self.updates = 0.0  # of a region in the whole run, for its momentum's decay; 0: as its samples have it
 
@@ -179,6 +182,7 @@ class Account:
     def restores(self, shard: str, checkpoint_id: str) -> None:
         """A shard has lost its disk, and has what that copy of a snapshot has; "": nothing."""
         self.applied.pop(shard, None)
+        self.copied |= shard.startswith(GLOBAL)
         kept = self.kept[shard, checkpoint_id or min(each for of, each in self.kept if of == shard)]
         server, numbers, reported, flying, taken, weights = kept
         del self.facts[shard][reported if checkpoint_id else 0 :]
@@ -294,22 +298,14 @@ class Account:
                 ledger.go_back(versions, top.rule.in_rounds)
             case Join():
                 if before != message.incarnation:
-                    theirs = {
-                        n
-                        for n in ledger.open & self.trained
-                        if ledger.leases[n].worker in self.regions[message.member]
-                    }
-                    assert theirs <= {*message.leases}, (
-                        f"leases {theirs} are trained, and only {message.leases} are named"
-                    )
-                    self._back(top, message.member, message.leases)
+                    self.waits[GLOBAL, message.member] = message.leases
                 ledger.lives(message.leases, reply.gone)
             case TakeBack():
                 ledger.lives(message.leases, reply.gone)
             case MemberSilent() if top.members[message.member].incarnation == message.incarnation:
-                self._back(top, message.member)
+                self.waits.setdefault((GLOBAL, message.member), None)
             case Leave():
-                self._back(top, message.member)
+                self.waits.setdefault((GLOBAL, message.member), None)
             case Release() if not top.rule.in_rounds:
                 for number in sorted(message.leases):
                     if message.failed:
@@ -333,9 +329,22 @@ class Account:
         said = getattr(message, "contains", message.leases if isinstance(message, Trained) else ())
         for number in () if top.part.dealt else said:
             ledger.trained(number, message.fragment)
+        for member, named in self._settled(top):
+            if named is not None:
+                of_member = {n for n in ledger.open if ledger.leases[n].worker in self.regions[member]}
+                lost = of_member & self.trained - {*named}
+                assert not lost, f"leases {lost} are trained, and only {named} are named"
+                self._back(top, member, named)
+            if top.members[member].away:
+                self._back(top, member)
         table = top.lease_table
         assert table.committed_samples == ledger.committed, f"{table.committed_samples} are committed"
         assert set(table.open) == ledger.open, f"{set(table.open)} are out, {ledger.open} should be"
+
+    def _settled(self, server: Any) -> list[tuple[str, tuple[int, ...] | None]]:
+        """Members whose shards have confirmed that they are gone, or begin anew; with these the leases they name."""
+        of = [key for key in self.waits if key[0] == server.name and key[1] not in server.unsettled]
+        return [(key[1], self.waits.pop(key)) for key in of]
 
     def _back(self, top: Any, member: str, but: tuple[int, ...] = ()) -> None:
         """What the member held goes to others."""
@@ -349,7 +358,7 @@ class Account:
     def _region_took(self, region: Any, message: Any, reply: Any) -> None:
         self._share(region)
         if isinstance(message, Welcome):
-            assert reply == 0, "acknowledged updates are lost"
+            assert reply == 0 or self.copied, "acknowledged updates are lost"
         if isinstance(message, LiftQuarantine):
             self.strikes[message.member] = 0
         if isinstance(message, UpdatePart) and reply:
@@ -385,8 +394,10 @@ class Account:
                 self.held.add(message.lease)
             case UpdatePart() if handled.reply:
                 self._has_trained(message.contains, message.fragment)
-            case Leave() | MemberSilent() | Join() if getattr(message, "incarnation", "") != before:
-                self.asked.pop(message.member, None)
+            case Join() if message.incarnation != before:
+                self.waits[region.name, message.member] = ()
+            case Leave() | MemberSilent() if message.member in region.members:
+                self.waits.setdefault((region.name, message.member), None)
             case Recall() if not region.rule.in_rounds:
                 known = [self.spec.ledger.leases[number] for number in self.held]
                 spare = {
@@ -394,6 +405,9 @@ class Account:
                 }
                 back = {n for send in handled.sends if isinstance(send.message, Release) for n in send.message.leases}
                 assert back == spare, f"leases {back} are recalled, not {spare}"
+        for member, begins in self._settled(region):
+            if begins is not None or region.members[member].away:
+                self.asked.pop(member, None)
 
     def _sent(self, server: Server, sends: tuple[Send, ...]) -> None:
         for send in sends:

@@ -45,8 +45,7 @@ async def dies(world: World) -> None:
     await world.network.messages(world.random.randint(1, 60))
     dead = [n for n in names if world.kill(n, power_lost=n not in HOME and world.random.random() < 0.5)]
     for name in dead:
-        may = ".shard-" in name or (name in REGIONS and not in_rounds(world))
-        if may and world.random.random() < 0.2:
+        if name not in HOME and not in_rounds(world) and world.random.random() < 0.2:
             world.lose_disk(name)
     for name in dead:
         await asyncio.sleep(world.random.choice([0.1, 0.1, 1.0, 5.0, 40.0, 90.0]))

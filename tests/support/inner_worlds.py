@@ -165,7 +165,7 @@ def stop(engine: Any) -> None:
 def canonical_weights(architecture: Architecture, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        p.name: torch.randn(p.shape, generator=generator) * (p.init_std or 0.1)
+        p.name: torch.randn(p.shape, generator=generator) * (0.1 if p.init == "zeros" else p.init_std)
         + (1 + 0.1 * torch.randn(p.shape, generator=generator) if p.init == "ones" else 0)
         for p in canonical_parameters(architecture)
     }

@@ -50,7 +50,7 @@ SPARSE = {
     "qwen_moe": {**QWEN_MOE, "num_hidden_layers": 3, "num_key_value_heads": 4},
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
-    "gpt_oss": {**GPT_OSS, "num_key_value_heads": 4},
+    "gpt_oss": {**GPT_OSS, "num_hidden_layers": 3, "num_key_value_heads": 4},
     "deepseek": DEEPSEEK,
 }
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
@@ -61,6 +61,7 @@ UNLIKE = {
     "qwen2": (1, 2),
     "qwen_moe": (1, 2),
     "gemma3": (2, 1),
+    "gpt_oss": (1, 2),
 }  # layers of a pipeline's stages
 
 Value = str | int

@@ -102,9 +102,9 @@ class Servers(LocalServers):
         self.averaged: list[Change] = []  # by the global server
         self.parts: dict[tuple[str, int], dict[int, UpdatePart]] = {}
         self.waiting: list[tuple[RankClient, Future[Answer], int, int]] = []
-        top = global_server(self.run, cluster, 1)
+        top = global_server(self.run, cluster)
         top.set_weights(initial_weights(self.run, self.parameter_map))
-        self.region = region_server(self.run, cluster, "eu", 1)
+        self.region = region_server(self.run, cluster, "eu")
         self.region.incarnation = "life-1"
         self.watch(self.region, "take", lambda handled: handled.reply is True, self.applied)
         self.watch(self.region, "go_on", lambda handled: handled.sends, self.sent)

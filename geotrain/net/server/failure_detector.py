@@ -100,8 +100,9 @@ class FailureDetector:
         """
         server, now_s = self.server_thread.server, self.clock()
         # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
-        # members. That time does not count against them.
-        if (late_s := now_s - due_s) > self.silent_s / 8:
+        # members. That time does not count against them, nor that in which they cannot join, as a shard is away.
+        late_s = now_s - due_s + (0.0 if self.ready() else self.silent_s / 8)
+        if late_s > self.silent_s / 8 or not self.ready():
             self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
             self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
         self._sorted_s = sorted(self._usual_s.values())
@@ -147,7 +148,7 @@ class FailureDetector:
             self._seen_s[name].append(now_s - since_s)
             self._usual_s[name] = median(self._seen_s[name])
         # While no update can be taken, leases are taken from nobody: what is trained waits with the workers.
-        if seen != before or self.server_thread.full is not None or not self.ready():
+        if seen != before or self.server_thread.refuses or not self.ready():
             since_s = now_s
         self._progress[name] = seen, since_s
         if now_s - since_s > patience_s:

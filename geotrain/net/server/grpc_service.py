@@ -155,8 +155,10 @@ class GrpcService:
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
         self._check_speaker(context, self.server.member_role, join.member)
-        if join.member in self.server.members:
-            self.failure_detector.heard(join.member, NOBODY)  # the join itself may wait for shards, or for the thread
+        if (member := self.server.members.get(join.member)) is not None:
+            again = join.incarnation == member.incarnation and join.part in member.joined
+            # The join itself may wait for shards, or for the thread.
+            self.failure_detector.heard(join.member, join.part if again else NOBODY)
         if self.shards is not None and not self.shards.ready:
             raise Refused(f"{self.server.name}: not all shards of this server are here", SHARDS_RETRY_S)
         welcome = await self.server_thread.say(join)

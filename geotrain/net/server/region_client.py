@@ -199,17 +199,17 @@ class RegionClient:
 
     async def _start_over(self, reason: str, update: UpdatePart) -> NoReturn:
         """Begin again from the global weights, since an update was refused for good. The region does so as a new
-        incarnation: the global server must not count on what it sent to the old one."""
+        incarnation: the global server must not count on what it sent to the old one, nor workers go on with answers
+        of the old one that came in part."""
         log.error("the global server refuses an update for good, so this region starts over: %s", reason)
         about = self.server.name, self.server.speaks_as, reason, update.fragment, update.sequence
         await self.server_thread.persist(UpdateRejected(*about))
 
         def new_incarnation() -> str:
             self.server.incarnation = uuid.uuid4().hex
-            return self.server.incarnation
+            return self.server.speaks_as
 
-        if self.server.ledger:
-            self.link.live_as(await self.server_thread.read(new_incarnation))
+        self.link.live_as(await self.server_thread.read(new_incarnation))
         raise _SessionOver
 
     async def _run_leases(self, lane: _Lane[Join | LeaseRequest | Release | TakeBack | Validated]) -> None:
@@ -225,8 +225,8 @@ class RegionClient:
                 await lane.changed()
             try:
                 reply = await self._persist(partial(calls[type(message)], message))
-                if isinstance(message, LeaseRequest | TakeBack):
-                    await self.server_thread.persist(reply)
+                if isinstance(message, LeaseRequest | TakeBack) and await self.server_thread.persist(reply):
+                    continue
             except Refused as refused:
                 if isinstance(refused, NotJoined) or isinstance(message, Join):
                     raise

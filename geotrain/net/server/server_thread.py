@@ -285,6 +285,12 @@ class ServerThread:
         self.journal.flush()
         self.flushes, self.flush_s = self.flushes + 1, self.flush_s + time.perf_counter() - begin
 
+    @property
+    def refuses(self) -> bool:
+        """Whether there is no room on the disk. Nobody can tell while nothing is written; but whoever was refused
+        comes again within FULL_RETRY_S."""
+        return self.full is not None and time.monotonic() - self._full_s < 4 * FULL_RETRY_S
+
     def _note_room(self, full: JournalFull | None) -> None:
         """Tell people at the beginning and at the end of a time in which messages did not fit on the disk.
 

@@ -180,7 +180,7 @@ class ShardLink:
     async def _bring(self) -> None:
         def news() -> Facts | None:
             facts = self.server.facts(self.safe())
-            return facts if facts.facts or (facts.safe, facts.quiet) != self._said else None
+            return facts if facts.facts or (facts.safe, facts.quiet, facts.seen) != self._said else None
 
         await self.server_thread.until(lambda: self.server.open or None, float("inf"))
         while True:
@@ -188,7 +188,7 @@ class ShardLink:
             assert facts is not None
             if (reply := await self._call("facts", facts, rpc.Ack)) is not None:
                 known = reply[1].applied
-                self._said = facts.safe, facts.quiet
+                self._said = facts.safe, facts.quiet, facts.seen
                 await self.server_thread.read(partial(self.server.heard_facts, known))
 
     async def farewell(self) -> None:

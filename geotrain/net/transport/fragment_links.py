@@ -14,7 +14,7 @@ from geotrain.outer.messages import Answer, Join, NotJoined, Refused, UpdatePart
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap
 
-SHARD_S = 30.0  # a shard that a join has not reached, or has not heard of it from its ledger: the ledger is asked anew
+SHARD_S = 10.0  # where a join has not reached a shard, or its ledger's word has not, the ledger is asked anew
 SHARD_RETRY_S = 0.5
 
 
@@ -64,10 +64,12 @@ class FragmentLinks(GrpcClient):
         await super().close()
 
     async def join(self, join: Join) -> Welcome:
-        """Join the ledger, then each shard with the slices of its chunks. What shards say of their fragments is in
-        the Welcome."""
-        welcome = await super().join(replace(join, applied=(0,) * len(join.applied)))  # who knows of none by itself
+        """Join the ledger, then each shard with the slices of its chunks, then the ledger again, which knows by then
+        what they took from the former incarnation. What shards say of their fragments is in the Welcome."""
+        to_ledger = replace(join, applied=(0,) * len(join.applied))  # who knows of none by itself
+        await super().join(to_ledger)
         each = await asyncio.gather(*(self._join_shard(i, join) for i in range(len(self.shards))))
+        welcome = await super().join(to_ledger)
         of = {fragment: each[i] for i, fragments in enumerate(self.above.dealt) for fragment in fragments}
         every = range(len(of))
         versions = tuple(of[f].versions[f] for f in every) if all(told.versions for told in each) else ()

@@ -245,12 +245,12 @@ class GlobalServer(Server):
     def _note_aside(self, ranges: Iterable[Range]) -> None:
         self._events += [SetAside(start, start + samples - 1) for start, samples in ranges]
 
-    def _begin_incarnation(self, join: Join) -> None:
+    def _begin_incarnation(self, name: str, named: tuple[int, ...]) -> None:
         # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
         # that contain it, and still answers for the leases that it names.
-        self.lease_table.release(self.holds(join.member).keys() - set(join.leases))
+        self.lease_table.release(self.holds(name).keys() - set(named))
         if self.member_role == "worker":
-            self.lease_table.forget_returned(self._workers_of[join.member])
+            self.lease_table.forget_returned(self._workers_of[name])
 
     def _answered_for(self, member: str, leases: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of the leases that went to the member. Workers name none when they join: all that came back

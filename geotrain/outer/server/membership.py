@@ -137,6 +137,8 @@ class Membership(ServerParts):
         self._check_known(join.member, join.incarnation)
         check_incarnation(join, member)
         new = join.incarnation != member.incarnation
+        if self.begins(join.member) and not new and join.part in member.joined:
+            raise Refused(f"{join.member}: what shards took from its former life is not known yet", JOIN_RETRY_S)
         if new and self.ending:
             raise Refused(
                 f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on with it"
@@ -157,12 +159,12 @@ class Membership(ServerParts):
         self._forget(
             join.member, joins=new, sent=not known and (new or bool(self.store.fingerprints_of(join.member)))
         )
-        if new:
-            self._begin_incarnation(join)
-        else:
+        if not new:
             self._heard(join.member)
         self._note_share(join.member)
         self.note_joined(join)
+        if new:
+            self._once_settled(join.member, join.leases)
         self.data = self.data or join.data
         self._events.append(Joined(join.member, join.part, join.incarnation, new))
         sequences = tuple(member.fragments[number].sequence + 1 for number in self.all)
@@ -196,7 +198,7 @@ class Membership(ServerParts):
         member = self._member(leave.member)
         member.meet(MemberEvent.LEAVES)
         self._note_share(leave.member)
-        self._release_leases(leave.member)
+        self._once_settled(leave.member)
         self._events.append(Left(leave.member))
 
     def _on_member_silent(self, silence: MemberSilent) -> None:
@@ -206,7 +208,7 @@ class Membership(ServerParts):
         if member.incarnation == silence.incarnation:
             member.meet(MemberEvent.SILENCE)
             self._note_share(silence.member)
-            self._release_leases(silence.member)
+            self._once_settled(silence.member)
 
     def _on_update_rejected(self, strike: UpdateRejected) -> bool:
         """Count the strike. Returns whether the member is quarantined for it now; then others get its leases."""
@@ -244,8 +246,14 @@ class Membership(ServerParts):
         member.quarantined, member.banned = True, incarnation
         self._note_share(name)
         self._forget(name)
-        self._release_leases(name)
+        self._once_settled(name)
         self._events.append(Quarantined(name, reason))
+
+    def _let_go(self, name: str, named: tuple[int, ...] | None) -> None:
+        if named is not None:
+            self._begin_incarnation(name, named)
+        if self.members[name].away:  # else it was heard of again meanwhile
+            self._release_leases(name)
 
     def _on_lift_quarantine(self, unban: LiftQuarantine) -> None:
         """Let a new incarnation of the member join; the one that was quarantined stays banned."""
@@ -329,7 +337,7 @@ class Membership(ServerParts):
         ranks train, or may have it: all of its ranks go on with it or none. leases: that it names."""
 
     @abstractmethod
-    def _begin_incarnation(self, join: Join) -> None:
+    def _begin_incarnation(self, name: str, named: tuple[int, ...]) -> None:
         """Clear what a member's former incarnation had begun, as a new one joins, after a death or at first."""
 
     def _heard(self, name: str) -> None:
@@ -355,4 +363,6 @@ class Membership(ServerParts):
         member = self._member(name)
         if member.away:
             raise NotJoined(f"{name} has left, or was not heard from for too long: join first", JOIN_RETRY_S)
+        if self.begins(name):
+            raise Refused(f"{name}: what shards took from its former life is not known yet", JOIN_RETRY_S)
         return member

@@ -70,6 +70,10 @@ class ServerParts(ABC):
         self.open = self.ledger  # of a shard: whether its ledger has said so in this incarnation
         self.taken = [0] * len(part.dealt)  # of the ledger: how many facts of each shard it knows
         self.quiet = [0] * len(part.dealt)  # `Facts.quiet` of each
+        # Of the ledger: changes of members that shards are to confirm; the last that each has; and members whose
+        # leases wait for that (`_once_settled`): those that are gone, or, with the leases that they name, begin anew.
+        self.changes, self.seen = 0, [0] * len(part.dealt)
+        self.unsettled: dict[str, tuple[int, tuple[int, ...] | None]] = {}
         self.begun = 0  # how often the run has begun again
         self.rounds: dict[str, int] = {}  # member → its last whole round before that
 
@@ -90,12 +94,14 @@ class ServerParts(ABC):
         """Say how the run stands, for shards."""
         members = tuple(
             MemberStanding(
-                name, m.incarnation, m.phase.value, m.quarantined or m.banned == m.incarnation != "",
+                name, m.incarnation, m.phase.value,
+                m.fault or "an update of it was refused" if m.quarantined or m.banned == m.incarnation != "" else "",
                 self.ends(name), self.rounds.get(name, 0),
             )
             for name, m in self.members.items()
         )  # fmt: skip
-        return Standing(self.incarnation, self.origin, self.data, members, self.begun, **self._stands())
+        about = self.incarnation, self.origin, self.data
+        return Standing(*about, members, self.begun, **self._stands(), number=self.changes)
 
     def _stands(self) -> dict[str, Any]:
         """Return what this kind of server's shards must know beside its members."""
@@ -119,7 +125,7 @@ class ServerParts(ABC):
                 continue
             member.phase, member.quarantined = MemberPhase(each.phase), False
             if each.barred:
-                member.banned = each.incarnation
+                member.banned, member.fault = each.incarnation, each.barred
             self._note_share(each.name)
             if each.incarnation != member.incarnation and member.joined:
                 self._forget(each.name, sent=False)
@@ -137,7 +143,7 @@ class ServerParts(ABC):
         if stands is None or stands.incarnation != incarnation:
             raise NotJoined(f"{name}: this shard does not know yet that it joined", JOIN_RETRY_S)
         if stands.barred:
-            raise Refused(f"{name}: this incarnation of it may say no more; start it anew")
+            raise Refused(f"{name}: this incarnation of it may say no more ({stands.barred}); start it anew")
         if stands.phase in (MemberPhase.SILENT.value, MemberPhase.LOST.value):
             raise NotJoined(f"{name}: it was not heard of for too long: join first", JOIN_RETRY_S)
 
@@ -145,7 +151,8 @@ class ServerParts(ABC):
         """Return what a shard has to say. safe: `Facts.safe`."""
         assert self.part.shard is not None
         said = tuple(self.unsaid[:MOST_FACTS])
-        return Facts(self.part.shard, self.said, said, self.own_versions, safe, self.quiet_since())
+        seen = self.standing.number if self.standing is not None and len(said) == len(self.unsaid) else 0
+        return Facts(self.part.shard, self.said, said, self.own_versions, safe, self.quiet_since(), seen)
 
     def quiet_since(self) -> int:
         """Return `Facts.quiet`."""
@@ -191,7 +198,35 @@ class ServerParts(ABC):
                 self._heard(fact.member)
             self._on_fact(fact)
         self.quiet[said.shard] = said.quiet
+        if said.seen > self.changes:  # this ledger came back from an older state
+            self.changes = said.seen + 1
+            self.unsettled = {name: (self.changes, named) for name, (_, named) in self.unsettled.items()}
+        elif said.seen:
+            self.seen[said.shard] = said.seen
+            self._settle()
         return self.taken[said.shard]
+
+    def _once_settled(self, name: str, named: tuple[int, ...] | None = None) -> None:
+        """Let leases of a member go, as it is gone or begins anew, once all that shards took from it is known here:
+        when they have confirmed that this incarnation of it says no more. At once where there is no shard.
+
+        named: leases for which its new incarnation answers; None: it is gone.
+        """
+        self.changes += self.ledger and bool(self.part.dealt)
+        self.unsettled[name] = self.changes, self.unsettled[name][1] if named is None and self.begins(name) else named
+        self._settle()
+
+    def begins(self, name: str) -> bool:
+        """Whether the member's new incarnation has to wait until it is known what shards took from the former one."""
+        return name in self.unsettled and self.unsettled[name][1] is not None
+
+    def _settle(self) -> None:
+        known = min(self.seen, default=self.changes)
+        for name, (number, named) in list(self.unsettled.items()):
+            if number <= known:
+                del self.unsettled[name]
+                if name in self.members:
+                    self._let_go(name, named)
 
     def _on_went_back(self, back: WentBack) -> None:
         """Go on with a shard whose disk was lost, and came back from a copy."""
@@ -210,7 +245,8 @@ class ServerParts(ABC):
                 "dealt": [list(numbers) for numbers in self.part.dealt], "shard": self.part.shard, "said": self.said,
                 "unsaid": [asdict(fact) for fact in self.unsaid], "taken": list(self.taken),
                 "quiet": list(self.quiet), "begun": self.begun, "rounds": dict(self.rounds),
-                "standing": self.standing and asdict(self.standing),
+                "standing": self.standing and asdict(self.standing), "changes": self.changes, "seen": list(self.seen),
+                "unsettled": dict(self.unsettled),
             }
         }  # fmt: skip
 
@@ -225,6 +261,9 @@ class ServerParts(ABC):
         self.said, self.unsaid = saved["said"], [_fact(each) for each in saved["unsaid"]]
         self.taken, self.quiet = list(saved["taken"]), list(saved["quiet"])
         self.begun, self.rounds = saved["begun"], dict(saved["rounds"])
+        self.changes, self.seen = saved["changes"], list(saved["seen"])
+        for name, (number, named) in saved["unsettled"].items():
+            self.unsettled[name] = number, None if named is None else tuple(named)
         if (told := saved["standing"]) is not None:
             members = tuple(MemberStanding(**each) for each in told["members"])
             self.standing = Standing(**{**told, "members": members})
@@ -235,6 +274,10 @@ class ServerParts(ABC):
     @abstractmethod
     def copy_weights(self, of: tuple[int, list[int]] | None) -> None:
         """Copy the newest global weights, or drop the copy (`Server.copy_weights`)."""
+
+    @abstractmethod
+    def _let_go(self, name: str, named: tuple[int, ...] | None) -> None:
+        """Let leases of a member go (`_once_settled`)."""
 
     @abstractmethod
     def _heard(self, name: str) -> None:

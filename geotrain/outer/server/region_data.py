@@ -14,7 +14,6 @@ from geotrain.outer.messages import (
     Fact,
     Facts,
     Finished,
-    Join,
     Lease,
     LeaseRequest,
     Leave,
@@ -32,7 +31,7 @@ from geotrain.outer.messages import (
 from geotrain.outer.rules import AsyncRegion, RegionRule
 from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import JOIN_RETRY_S
-from geotrain.outer.server.region_leases import RegionLeases
+from geotrain.outer.server.region_leases import MOST_BACK, RegionLeases
 from geotrain.outer.server.server import Server
 
 
@@ -96,9 +95,10 @@ class RegionData(Server):
             self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
         return lease
 
-    def _on_lease(self, lease: Lease | Finished) -> None:
+    def _on_lease(self, lease: Lease | Finished) -> bool:
         """Take the reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
-        counts as dead, has done this job, or would not come to it."""
+        counts as dead, has done this job, or would not come to it. Returns whether the request is to be made anew,
+        since the lease went back while it was under way."""
         worker, next_job = self._member(lease.worker), self.next_job(lease.worker)
         done = lease.job < next_job
         self.spent.pop(lease.worker, None)
@@ -107,14 +107,18 @@ class RegionData(Server):
             self._due = True
         known = {*self.leases.of(lease.worker), *self.uncommitted()}
         if isinstance(lease, Lease) and lease.lease not in known:
-            if worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job):
-                self._sends.append(Send(GLOBAL, Release((lease.lease,))))
-                return
+            nobody = worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job)
+            if lease.lease in self.leases.back:
+                return not nobody
+            if nobody:
+                self._release((lease.lease,))
+                return False
             self.leases.held[lease.worker][lease.job] = lease
             self.final = None
         if lease.job in self.wanted[lease.worker] and not done:
             self.wanted[lease.worker].discard(lease.job)
             self._sends.append(Send(lease.worker, lease))
+        return False
 
     def _on_taken_back(self, told: TakenBack) -> None:
         """Hold a worker's leases again. Where others have some of them, what it has trained since would count twice:
@@ -123,6 +127,7 @@ class RegionData(Server):
         self.asking_back.discard(told.worker)
         if self.leases.given_back[told.worker].keys() & set(told.gone):
             self._shut_out(told.worker)
+        self.leases.back = [number for number in self.leases.back if number not in told.leases]
         self._release(self.leases.have_again(told.worker, told.leases))
 
     def _on_leave(self, leave: Leave) -> None:
@@ -139,10 +144,10 @@ class RegionData(Server):
         self.leases.given_back[name].clear()
         self._forget_training()
 
-    def _begin_incarnation(self, join: Join) -> None:
+    def _begin_incarnation(self, name: str, named: tuple[int, ...]) -> None:
         """Give back the leases of jobs that the former incarnation had begun. Those of others stay here: the link
         may be slow, or cut just now."""
-        name, first = join.member, self.next_job(join.member)
+        first = self.next_job(name)
         self.wanted[name].clear()
         self.leases.asked.pop(name, None)
         self._give_back(name, [number for number, lease in self.leases.of(name).items() if lease.job < first])
@@ -172,6 +177,8 @@ class RegionData(Server):
     def _release(self, untrained: tuple[int, ...], failed: bool = False) -> None:
         if untrained:
             self._due = True
+            if not self.rule.in_rounds:  # where it stays the worker's
+                self.leases.back = [*self.leases.back, *untrained][-MOST_BACK:]
             self._sends.append(Send(GLOBAL, Release(untrained, failed)))
 
     def _say_again(self, fragment: int) -> None:

@@ -13,6 +13,7 @@ from geotrain.outer.messages import Lease
 from geotrain.outer.server.leases import MOST_HELD
 
 CUT_S = 60.0  # longer cuts of a link are rare
+MOST_BACK = 1024  # more leases do not go back while a request for one of them is under way
 MOST_RESERVED = 0.02  # of a worker's jobs in the run
 
 
@@ -28,6 +29,9 @@ class RegionLeases:
         self.given_back: dict[str, dict[int, Lease]] = {name: {} for name in workers}
         # Held lease → fragments whose weights here contain all of its training. Those of all: it is trained.
         self.contained: dict[int, set[int]] = {}
+        # Leases that went back since the global server was joined, the newest last: the reply to a request that was
+        # made before that may give one of them once more, though others are to have it.
+        self.back: list[int] = []
         self.asked: dict[str, int] = {}  # worker → last job that its present incarnation has asked for
         # Worker → last job for which the region has asked. Lasts as long as the process: to ask twice does no harm.
         self.asked_above = dict.fromkeys(workers, 0)
@@ -148,7 +152,7 @@ class RegionLeases:
             for name, table in tables.items()
         }
         contained = [[number, sorted(within)] for number, within in sorted(self.contained.items())]
-        return {**kept, "asked": dict(self.asked), "contained": contained}
+        return {**kept, "asked": dict(self.asked), "contained": contained, "back": list(self.back)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
@@ -158,5 +162,5 @@ class RegionLeases:
             for lease in (Lease(*saved) for saved in state[kind]):
                 if lease.worker in table:  # else no member any more
                     table[lease.worker][getattr(lease, key)] = lease
-        self.asked = dict(state["asked"])
+        self.asked, self.back = dict(state["asked"]), list(state["back"])
         self.contained = {number: set(fragments) for number, fragments in state["contained"]}

@@ -219,6 +219,7 @@ class RegionServer(RegionData):
             wrong = f"sequences {welcome.sequences}, versions {welcome.versions}"
             raise Refused(f"{self.name}: a welcome with {wrong} is none")
         known, self.origin = [sequence - 1 for sequence in welcome.sequences], welcome.origin
+        self.leases.back.clear()
         ahead = [f for f in self.numbers if known[f] > self.sequences[f] and f in self.fragments]
         if ahead:
             told, own = known[ahead[0]], self.sequences[ahead[0]]
@@ -331,9 +332,9 @@ class RegionServer(RegionData):
         """
         fragment, sent = answer.fragment, self.in_flight.get(answer.fragment)
         final = self.final is not None and answer.sequence == 0 and fragment not in self.final
-        first = fragment not in self.fragments or final
+        first = not answer.sequence and (fragment not in self.fragments or final)
         if not first and (sent is None or sent.sequence != answer.sequence):
-            return  # a second copy of an answer: its changes must not be added to the mirror twice
+            return  # again, or since it starts over: changes of what the mirror was, or is already
         wanted = self.parameter_map.chunk_numbers[fragment] if fragment in self.numbers else []
         versions = {weights.version for weights in answer.weights}
         if [w.chunk for w in answer.weights] != wanted or len(versions) != 1 or min(versions) < 0:
