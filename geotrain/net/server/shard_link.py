@@ -64,14 +64,9 @@ class ShardTable:
         found = []
         for shard, taken in enumerate(self.server.taken):
             _, said = self._heard.get(shard, (0.0, None))
-            numbers = {"facts": 0, "behind": 0, "journal_bytes": 0, "rss_bytes": 0}
-            if said is not None:
-                behind = max(0, said.facts - taken)
-                numbers = {
-                    "facts": said.facts, "behind": behind, "journal_bytes": said.journal_bytes,
-                    "rss_bytes": said.rss_bytes,
-                }  # fmt: skip
-            found.append({"shard": shard, "up": self._is_up(shard), **numbers})
+            numbers = {name: getattr(said, name, 0) for name in ("facts", "journal_bytes", "rss_bytes")}
+            behind = max(0, numbers["facts"] - taken)
+            found.append({"shard": shard, "up": self._is_up(shard), "behind": behind, **numbers})
         return found
 
     async def standing(self, hello: rpc.ShardHello) -> bytes:

@@ -44,7 +44,6 @@ from geotrain.outer.messages import (
     WentBack,
     update_id,
 )
-from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, MemberFragment, check_part, check_round, outline
@@ -456,13 +455,6 @@ class Server(Membership):
         if not self.ledger:  # which notes them, too
             self._note_metrics(fact)
         self._report(fact)
-
-    def _note_metrics(self, fact: Fact) -> dict[str, float]:
-        """Keep what a member's update says of its work, which a region's next update sends up; returns it."""
-        metrics = {key: value for key, value in credible(fact.metrics).items() if key != "staleness"}
-        if fact.metrics:
-            self.members[fact.member].metrics = {**metrics, "staleness": float(fact.staleness)}
-        return metrics
 
     def _on_applied(self, fact: Fact) -> None:
         """Account for an update that was applied, here or by a shard."""
