@@ -23,7 +23,7 @@ def update_id(member: str, fragment: int, sequence: int) -> str:
 class Refused(Exception):
     """The receiver does not accept this message, and has changed nothing because of it.
 
-    reason: in words, for the operator of the sender. retry_s: seconds after which sending it again may succeed; None: never.
+    reason: in words, for the operator of the sender. retry_s: seconds after which to send it again; None: never.
     """
 
     def __init__(self, reason: str, retry_s: float | None = None) -> None:

@@ -273,6 +273,11 @@ class RegionData(Server):
             return self.standing is not None and self.standing.rest > 0
         return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
 
+    @property
+    def speaks_as(self) -> str:
+        """The incarnation under which the region speaks to the global server: that of its ledger."""
+        return self.incarnation if self.standing is None else self.standing.incarnation
+
     def _last_words(self) -> list[Send]:
         """Return, at the end, the leases that are trained and will be in no update: without the ledger, those whose
         training came while one travelled; and that the last weights are wanted."""

@@ -183,11 +183,6 @@ class RegionServer(RegionData):
 
     # -- upwards
 
-    @property
-    def speaks_as(self) -> str:
-        """The incarnation under which the region speaks to the global server: that of its ledger."""
-        return self.incarnation if self.standing is None else self.standing.incarnation
-
     def join_message(self) -> Join:
         """Build the Join to the global server. It names all leases for which this region answers, be they not
         trained, trained and not sent, or in flight; the global server gives every other lease of the region to
