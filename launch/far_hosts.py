@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError
 from geotrain.data.dataset import local_files
 from geotrain.launch.launchers.base import HostLauncher, hostfile_path
@@ -31,11 +32,12 @@ for file in {data}; do test -r "$file" || {{ echo "cannot read $file" >&2; exit 
 """
 
 
-def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
+def prepare_far_hosts(request: LaunchRequest, folder: Path, added: bool = False) -> None:
     """Bring the run's files to the hosts on which this request's sites start ranks, or shards, by a command each.
     Look for the ranks' data and the shards' certificates there.
 
-    folder: the run's, absolute, with its files written. Raises ConfigError, which names the host.
+    folder: the run's, absolute, with its files written. added: the sites join a run that is on: shards of its
+    global server hear of them by these files. Raises ConfigError, which names the host.
     """
     wanted: dict[tuple[HostLauncher, str], list[str]] = {}
     for home, worker in request.cluster.workers:
@@ -45,7 +47,7 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path) -> None:
                 wanted.setdefault((launcher, host.host), []).append(hostfile_path(worker.name))
     data = [path for each in request.run.data.train for path in local_files(each.prefix)]
     shards: dict[str, list[str]] = {}
-    for site in request.sites:
+    for site in (*request.sites, GLOBAL) if added else request.sites:
         for name in request.cluster.sites[site].far_hosts:
             shards.setdefault(name, []).extend(_certificates(request.cluster, site))
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -128,7 +128,7 @@ def launch(
             starting.append(shaping)
         shaped, namespaces = bool(starting), links.namespaces if links else {}
         starting += local_processes(request, folder, this_machine(), namespaces, options)
-        prepare_far_hosts(dataclasses.replace(request, sites=(*here, GLOBAL)) if added else request, folder)
+        prepare_far_hosts(request, folder, added)
         starting += [remote_site(request, site, host) for site, host in hosts.items() if host]
         events = stack.enter_context(event_log(run, folder, only))
         if GLOBAL in hosts:

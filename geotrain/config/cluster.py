@@ -26,7 +26,7 @@ from geotrain.config.deepspeed import check_block
 from geotrain.config.hosts import HostName, HostPattern, SshHost, expand_hosts, host_port
 from geotrain.config.run import ParallelConfig, PrecisionConfig
 
-RESERVED = ("global", "launcher", "wan")  # logs, events and messages name other processes so
+RESERVED = ("global", "launcher", "operator", "wan")  # logs, events and messages name other processes so
 
 
 EVERY_ADDRESS = ("0.0.0.0", "::")  # of a machine; to listen on, not to be reached by

@@ -23,8 +23,7 @@ def update_id(member: str, fragment: int, sequence: int) -> str:
 class Refused(Exception):
     """The receiver does not accept this message, and has changed nothing because of it.
 
-    reason: in words, for the operator of the sender. retry_s: seconds after which sending it again may succeed; None
-    means that it never will.
+    reason: in words, for the operator of the sender. retry_s: seconds after which to send it again; None: never.
     """
 
     def __init__(self, reason: str, retry_s: float | None = None) -> None:
@@ -203,8 +202,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class MadeWeights:
-    """The weights of an answer to a join, with their digests: a receiver that has made them by itself needs a word
-    only."""
+    """The weights of an answer to a join, with their digests: who has made them by itself needs a word only."""
 
     weights: tuple[ChunkWeights, ...]
     digests: tuple[bytes, ...]
@@ -400,7 +398,7 @@ class Fact:
     fragment, which contained these), "lost" (it has lost some that it had taken), "refused" (an update, for good: why
     is in `reason`), "over" (a region's fragments start over from the global weights, and parts of the training of
     these are dropped; weight: how many updates, job: of synchronous rounds, the last that is whole in them).
-    version, staleness, size_bytes, norm: of the fragment with the update, and of its delta.
+    version, staleness, size_bytes, norm: of the fragment with the update, and of its delta ("up": the global one).
     """
 
     what: str

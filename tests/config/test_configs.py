@@ -284,7 +284,7 @@ def test_inventories_that_make_no_sense(region: dict[str, Any], message: str) ->
         parse(ClusterConfig, {"name": "c", "regions": [{"name": "eu", **region}], "devices": devices}, "c.json")
 
 
-@pytest.mark.parametrize("name", ["global", "launcher", "wan"])
+@pytest.mark.parametrize("name", ["global", "launcher", "operator", "wan"])
 @pytest.mark.parametrize("of", ["region", "worker"])
 def test_names_of_other_processes_are_refused(name: str, of: str) -> None:
     worker = {"name": name if of == "worker" else "w", "hosts": [HOST]}

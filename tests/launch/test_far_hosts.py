@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from geotrain.config import ConfigError, load_cluster, load_run
+from geotrain.config import Address, ConfigError, load_cluster, load_run
 from geotrain.launch import far_hosts
 from geotrain.launch.far_hosts import prepare_far_hosts
 from geotrain.launch.machine import HostMachine
@@ -55,6 +56,14 @@ def test_the_runs_files_are_brought_and_nothing_is_left_beside_them(here: Path) 
             names = ["cluster.json", "hosts/eu-0", "run.json"]
             assert found == {name: (folder / name).read_text() for name in names}
             assert sorted(path.name for path in there.iterdir()) == ["cluster.json", "hosts", "run.json"]
+
+
+def test_shards_elsewhere_hear_of_the_sites_that_join_a_live_run(here: Path) -> None:
+    made, folder = request(here, "h1")
+    cluster = made.cluster.model_copy(update={"global_shards": (Address(host="h3", port=7001),)})
+    prepare_far_hosts(replace(made, cluster=cluster, sites=("us",)), folder, added=True)
+    there = Path(str(folder).replace(str(here), f"{here}-h3"))
+    assert sorted(path.name for path in there.iterdir()) == ["cluster.json", "hosts", "run.json"]
 
 
 @pytest.mark.parametrize("suffix", (".bin", ".idx", ".json"))

@@ -61,6 +61,9 @@ def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path) -> None:
             servers[name] = site.serve(name, resume=True)
 
     found = trained(site, kill)
+    top, region = (json.loads((site.folder / name / "status.json").read_text()) for name in ("global", "eu"))
+    assert {"loss", "staleness"} <= top["members"]["eu"].keys() and region["global_versions"] == top["versions"]
+    assert any(shard["rss_bytes"] > 1e7 for shard in top["shards"])
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name

@@ -129,14 +129,14 @@ class ServerHost(ProcessHost):
         if self.uploader is not None:  # goes on beyond these, for the copy of the last snapshot
             self.uploading = asyncio.ensure_future(self.uploader.run())
         works = [self._snapshots(), self._write_traffic()]
-        if self.server.ledger:
+        if self.server.ledger or self.server.name != GLOBAL:
             works.append(self._until_finished())
-        else:
+        if not self.server.ledger:
             trust, shard = self.trust(self.setup.server_role, self.server.name), self.setup.shard or 0
             to = shard, str(self.setup.server_address), trust
             self.ledger = ShardLink(self.server_thread, *to, self._newest_safe, self.new)
             # Its ledger may be gone, if this shard knows already that the server has ended.
-            works += [asyncio.sleep(0) if self.ended_before else self.ledger.run(), *self._shard_works()]
+            works.append(asyncio.sleep(0) if self.ended_before else self.ledger.run())
         if self.setup.newest is not None:
             works.append(self._until_grown(self.setup.newest))
         if self.server.name == GLOBAL and self.server.ledger and self.setup.run.ends_at is not None:
@@ -164,10 +164,6 @@ class ServerHost(ProcessHost):
                 self.report(str(error))
             if self.region_client is not None:
                 await self.region_client.close()
-
-    def _shard_works(self) -> list[Coroutine[Any, Any, None]]:
-        """Begin what a shard does beside the link to its ledger."""
-        return []
 
     def _newest_safe(self) -> tuple[int, ...]:
         """Versions of a shard's fragments that its disk's loss would leave; without copies, those on the disk."""
@@ -457,6 +453,3 @@ class RegionServerHost(ServerHost):
         above = shards_above(cluster, self.server.parameter_map, "region", self.server.name, GLOBAL)
         own = None if self.server.part.dealt else above
         return link_to(str(cluster.global_server), *who, self.trust("global", GLOBAL), own)
-
-    def _shard_works(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._until_finished()]

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psutil
 from grpc import aio
 
 from geotrain.common.names import GLOBAL
@@ -63,14 +64,9 @@ class ShardTable:
         found = []
         for shard, taken in enumerate(self.server.taken):
             _, said = self._heard.get(shard, (0.0, None))
-            numbers = {"facts": 0, "behind": 0, "journal_bytes": 0, "rss_bytes": 0}
-            if said is not None:
-                behind = max(0, said.facts - taken)
-                numbers = {
-                    "facts": said.facts, "behind": behind, "journal_bytes": said.journal_bytes,
-                    "rss_bytes": said.rss_bytes,
-                }  # fmt: skip
-            found.append({"shard": shard, "up": self._is_up(shard), **numbers})
+            numbers = {name: getattr(said, name, 0) for name in ("facts", "journal_bytes", "rss_bytes")}
+            behind = max(0, numbers["facts"] - taken)
+            found.append({"shard": shard, "up": self._is_up(shard), "behind": behind, **numbers})
         return found
 
     async def standing(self, hello: rpc.ShardHello) -> bytes:
@@ -141,7 +137,6 @@ class ShardLink:
     ) -> None:  # fmt: skip
         self.server_thread, self.server, self.shard = server_thread, server_thread.server, shard
         self.address, self.trust, self.safe, self.new = address, trust, safe, new
-        self.rss_bytes: Callable[[], int] = int
         self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
         self._seen = 0
         self._said: tuple[Any, ...] = ()
@@ -174,7 +169,7 @@ class ShardLink:
         return rpc.ShardHello(
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
-            self.server_thread.journal.segment_bytes, self.rss_bytes(), server.incarnation,
+            self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, server.incarnation,
         )  # fmt: skip
 
     async def _bring(self) -> None:

@@ -25,6 +25,7 @@ from geotrain.outer.messages import (
     UpdateRejected,
     Welcome,
 )
+from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Rule
 from geotrain.outer.server.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
 from geotrain.outer.server.member import (
@@ -307,6 +308,13 @@ class Membership(ServerParts):
                 own.answer = own.version = None
 
     # -- for subclasses
+
+    def _note_metrics(self, fact: Fact) -> dict[str, float]:
+        """Keep what a member's update says of its work, which a region's next update sends up; returns it."""
+        metrics = {key: value for key, value in credible(fact.metrics).items() if key != "staleness"}
+        if fact.metrics:
+            self.members[fact.member].metrics = {**metrics, "staleness": float(fact.staleness)}
+        return metrics
 
     def begin_again(self) -> None:
         """Resume a saved run that had ended, perhaps with more data: members that left may come back."""

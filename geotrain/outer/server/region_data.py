@@ -3,7 +3,6 @@ of `RegionServer`."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from geotrain.common.names import GLOBAL
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import (
+    AnswerWanted,
     Fact,
     Facts,
     Finished,
@@ -29,6 +29,7 @@ from geotrain.outer.messages import (
     WentBack,
 )
 from geotrain.outer.rules import AsyncRegion, RegionRule
+from geotrain.outer.server.member import MOST_LEASES
 from geotrain.outer.server.member_phase import MemberEvent
 from geotrain.outer.server.membership import JOIN_RETRY_S
 from geotrain.outer.server.region_leases import MOST_BACK, RegionLeases
@@ -44,6 +45,7 @@ class RegionData(Server):
     in_flight: dict[int, UpdatePart]
     contains: list[list[int]]
     sequences: list[int]
+    global_versions: list[int]
     trained: set[int]
     gone_up: dict[int, set[int]]
     wanted: dict[str, set[int]]
@@ -223,6 +225,7 @@ class RegionData(Server):
                 self._on_applied(fact)
             case "up":
                 self._note_up(fact.fragment, fact.sequence, fact.contains)
+                self.global_versions[fact.fragment] = fact.version or self.global_versions[fact.fragment]
             case "lost":
                 self._say_again(fact.fragment)
             case "refused":
@@ -270,9 +273,31 @@ class RegionData(Server):
             return self.standing is not None and self.standing.rest > 0
         return self.idle or (bool(self.spent) and not any(self.leases.held.values()))
 
-    @abstractmethod
+    @property
+    def speaks_as(self) -> str:
+        """The incarnation under which the region speaks to the global server: that of its ledger."""
+        return self.incarnation if self.standing is None else self.standing.incarnation
+
     def _last_words(self) -> list[Send]:
-        """Return, at the end, what of this server's fragments no update will bring."""
+        """Return, at the end, the leases that are trained and will be in no update: without the ledger, those whose
+        training came while one travelled; and that the last weights are wanted."""
+        if not self._at_rest or self.in_flight:
+            return []
+        said: list[Trained | AnswerWanted] = []
+        for fragment, leases in enumerate(self.contains):
+            if leases and fragment in self.fragments and not self.rule.pending(self.fragments[fragment]):
+                parts = [tuple(leases[at : at + MOST_LEASES]) for at in range(0, len(leases), MOST_LEASES)]
+                said += [Trained(self.name, fragment, part) for part in parts]
+        if (final := self.final) is not None:
+            said += [AnswerWanted(self.name, self.speaks_as, f, 0) for f in self.numbers if f not in final]
+        return [Send(GLOBAL, message) for message in said]
+
+    def _on_trained(self, said: Trained) -> None:
+        """Note that the global server has heard of leases that no update of ours named."""
+        left = self.contains[said.fragment]
+        left[:] = [number for number in left if number not in said.leases]
+        sequence = self.sequences[said.fragment]
+        self._report(Fact("up", fragment=said.fragment, sequence=sequence, contains=said.leases))
 
     def quiet_since(self) -> int:
         at_work = self.in_flight or any(self.rule.pending(state) for state in self.fragments.values())

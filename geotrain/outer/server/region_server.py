@@ -183,11 +183,6 @@ class RegionServer(RegionData):
 
     # -- upwards
 
-    @property
-    def speaks_as(self) -> str:
-        """The incarnation under which the region speaks to the global server: that of its ledger."""
-        return self.incarnation if self.standing is None else self.standing.incarnation
-
     def join_message(self) -> Join:
         """Build the Join to the global server. It names all leases for which this region answers, be they not
         trained, trained and not sent, or in flight; the global server gives every other lease of the region to
@@ -351,7 +346,8 @@ class RegionServer(RegionData):
         self.store.merge(fragment, first, inputs)
         if not first:
             contains = self.in_flight.pop(fragment).contains
-            self._report(Fact("up", fragment=fragment, sequence=answer.sequence, contains=contains))
+            about = fragment, answer.sequence, 0, 1, contains, self.global_versions[fragment]
+            self._report(Fact("up", "", "", *about))
             self.answer_members(answered, fragment)
         else:
             if self.final is not None:
@@ -448,27 +444,6 @@ class RegionServer(RegionData):
             *(Send(GLOBAL, self.store.going_up(update)) for update in self.in_flight.values()),
             *self._last_words(),
         ]
-
-    def _last_words(self) -> list[Send]:
-        """Return, at the end, the leases that are trained and will be in no update: without the ledger, those whose
-        training came while one travelled; and that the last weights are wanted."""
-        if not self._at_rest or self.in_flight:
-            return []
-        said: list[Trained | AnswerWanted] = []
-        for fragment, leases in enumerate(self.contains):
-            if leases and fragment in self.fragments and not self.rule.pending(self.fragments[fragment]):
-                parts = [tuple(leases[at : at + MOST_LEASES]) for at in range(0, len(leases), MOST_LEASES)]
-                said += [Trained(self.name, fragment, part) for part in parts]
-        if (final := self.final) is not None:
-            said += [AnswerWanted(self.name, self.speaks_as, f, 0) for f in self.numbers if f not in final]
-        return [Send(GLOBAL, message) for message in said]
-
-    def _on_trained(self, said: Trained) -> None:
-        """Note that the global server has heard of leases that no update of ours named."""
-        left = self.contains[said.fragment]
-        left[:] = [number for number in left if number not in said.leases]
-        sequence = self.sequences[said.fragment]
-        self._report(Fact("up", fragment=said.fragment, sequence=sequence, contains=said.leases))
 
     # -- inside
 

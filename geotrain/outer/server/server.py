@@ -44,7 +44,6 @@ from geotrain.outer.messages import (
     WentBack,
     update_id,
 )
-from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, MemberFragment, check_part, check_round, outline
@@ -453,6 +452,8 @@ class Server(Membership):
             "applied", name, member.incarnation, fragment, first.sequence, first.job, first.weight, first.contains,
             state.version, own.staleness, size_bytes, own.norm, metrics=first.metrics,
         )  # fmt: skip
+        if not self.ledger:  # which notes them, too
+            self._note_metrics(fact)
         self._report(fact)
 
     def _on_applied(self, fact: Fact) -> None:
@@ -461,9 +462,7 @@ class Server(Membership):
         member.job, member.updates = fact.job, member.updates + 1
         own = member.fragments[fact.fragment]
         own.sequence, own.came = fact.sequence, max(own.came, fact.job)
-        metrics = {key: value for key, value in credible(fact.metrics).items() if key != "staleness"}
-        if fact.metrics:
-            member.metrics = {**metrics, "staleness": float(fact.staleness)}
+        metrics = self._note_metrics(fact)
         samples, tokens = self._count_trained(fact)
         if self.reports_updates:
             applied = name, fact.fragment, fact.sequence, fact.job, self.versions, fact.staleness, samples
