@@ -18,7 +18,7 @@ from tests.support.outer_world import config, make
 class AtOnce:
     """A server's thread that does everything in place."""
 
-    calls = 0
+    looks = 0
 
     def __init__(self, server: Any) -> None:
         self.server = server

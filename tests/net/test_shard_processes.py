@@ -99,7 +99,7 @@ def test_nobody_else_speaks_as_a_shard(tmp_path: Path) -> None:
     shard, address = site.serve("eu.shard-0"), str(shards_of(site.cluster, "eu")[0])
     channel = open_channel(grpc, address, trust_between(site.cluster, "worker", "a", "shard", "eu"), rpc.OPTIONS)
     grpc.channel_ready_future(channel).result(BUSY_S)
-    for call in ("lease", "leave", "beat", "release", "standing", "facts", "validated", "takeback"):
+    for call in ("lease", "leave", "release", "standing", "facts", "validated", "takeback"):
         with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
             channel.unary_unary(f"/geotrain.Outer/{call}")(b"", timeout=BUSY_S)
     assert json.loads(channel.unary_unary("/geotrain.Outer/status")(b"", timeout=BUSY_S))["finished"] is False

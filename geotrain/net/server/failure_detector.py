@@ -147,8 +147,9 @@ class FailureDetector:
         if before is not None and before[0] == seen[0] and before[1] < seen[1] and before[2]:
             self._seen_s[name].append(now_s - since_s)
             self._usual_s[name] = median(self._seen_s[name])
-        # While no update can be taken, leases are taken from nobody: what is trained waits with the workers.
-        if seen != before or self.server_thread.refuses or not self.ready():
+        # While no update can be taken, leases are taken from nobody: what is trained waits with the workers. Nor are
+        # they taken from one that waits for this server.
+        if seen != before or member.owed or self.server_thread.refuses or not self.ready():
             since_s = now_s
         self._progress[name] = seen, since_s
         if now_s - since_s > patience_s:

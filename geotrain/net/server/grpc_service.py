@@ -67,7 +67,16 @@ FIRSTS_AT_ONCE = 4  # first weights that are sent at a time: whoever has them tr
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 NOT_FINITE = "it says that its delta is not finite"
 REPLACED = "another stream of this rank took its place"
-OF_SHARDS = ("join", "push", "pull", "trained", "weights", "status", "control")  # the calls of a shard's service
+OF_SHARDS = (
+    "join",
+    "push",
+    "pull",
+    "trained",
+    "weights",
+    "beat",
+    "status",
+    "control",
+)  # the calls of a shard's service
 
 
 class GrpcService:

@@ -82,6 +82,7 @@ class ServerThread:
         self.flushes, self.flush_s = 0, 0.0  # of the journal: how many so far, and their time
         self.calls = 0  # how many messages so far
         self.looks = 0  # how often something may have changed for those who wait
+        self.looks_again = False  # whether they are to be seen to also after what a message has made due
         self.full: str | None = None
         self._full_s = 0.0  # when a message was last refused for want of room; time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -231,8 +232,8 @@ class ServerThread:
             self._go_on()
         except Exception as error:
             self._loop.call_soon_threadsafe(self._fail, error)
-        if self.server.ledger and self.server.part.dealt:
-            self._look()  # how the run stands may have changed by that
+        if self.looks_again:
+            self._look()
 
     def _make_status(self) -> None:
         began_s, self._changed = time.perf_counter(), False

@@ -48,6 +48,7 @@ class ShardTable:
     ) -> None:
         self.server_thread, self.server = server_thread, server_thread.server
         self.left, self._note = set(left), note
+        server_thread.looks_again = True
         self.ending = False
         self._heard: dict[int, tuple[float, rpc.ShardHello]] = {}  # shard → when it asked last, and what it said
         self._incarnations: dict[int, str] = {}  # shard → its present one

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from geotrain.config import ClusterConfig, shards_of
+from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import Role, Trust, trust_between
-from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient, Unreachable
+from geotrain.net.transport.grpc_client import REPLY_S, AnswerPull, GrpcClient, Unreachable
 from geotrain.outer.messages import Answer, Join, NotJoined, Refused, UpdatePart, Welcome
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMap
@@ -89,6 +90,19 @@ class FragmentLinks(GrpcClient):
             return await self.shards[i].persist(lambda: join_shard(self.shards[i], said), SHARD_S)
         except Unreachable as away:  # whoever joins knows how long to try
             raise Refused(str(away), SHARD_RETRY_S) from None
+
+    async def beat(self, part: int, metrics: dict[str, float] | None = None, within_s: float = REPLY_S) -> rpc.Ack:
+        """Say so to the ledger, and ask each shard whether it knows this rank: others may wait for it there. Raises
+        NotJoined."""
+        ack, *of_shards = await asyncio.gather(
+            super().beat(part, metrics, within_s),
+            *(shard.beat(part, within_s=rpc.BEAT_S) for shard in self.shards),
+            return_exceptions=True,
+        )
+        for each in (ack, *(error for error in of_shards if isinstance(error, NotJoined))):
+            if isinstance(each, BaseException):
+                raise each
+        return ack  # type: ignore[return-value]
 
     async def push(self, part: UpdatePart) -> int:
         return await self.of[part.fragment].push(part)

@@ -248,9 +248,10 @@ class GrpcClient:
         leave = rpc.SayLeave(self.member, self.incarnation, part, sequences)
         return await self._unary("leave", leave, rpc.Ack, within_s=rpc.MAX_WAIT_S + REPLY_S)
 
-    async def beat(self, part: int, metrics: dict[str, float] | None = None) -> rpc.Ack:
+    async def beat(self, part: int, metrics: dict[str, float] | None = None, within_s: float = REPLY_S) -> rpc.Ack:
         """Send a heartbeat. metrics: numbers to be shown to people."""
-        return await self._unary("beat", rpc.Beat(self.member, self.incarnation, part, metrics or {}), rpc.Ack)
+        said = rpc.Beat(self.member, self.incarnation, part, metrics or {})
+        return await self._unary("beat", said, rpc.Ack, within_s=within_s)
 
     # -- again and again
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from geotrain.common.names import GLOBAL
 from geotrain.outer.events import StartedOver
@@ -96,7 +96,7 @@ class RegionData(Server):
             self._sends.append(Send(GLOBAL, replace(request, job=ahead)))
         return lease
 
-    def _on_lease(self, lease: Lease | Finished) -> bool:
+    def _on_lease(self, lease: Lease | Finished) -> Literal["again"] | None:
         """Take the reply to a request. A lease that nobody is there to train goes back at once: its worker has left,
         counts as dead, has done this job, or would not come to it. Returns whether the request is to be made anew,
         since the lease went back while it was under way."""
@@ -110,16 +110,16 @@ class RegionData(Server):
         if isinstance(lease, Lease) and lease.lease not in known:
             nobody = worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job)
             if lease.lease in self.leases.back:
-                return not nobody
+                return None if nobody else "again"
             if nobody:
                 self._release((lease.lease,))
-                return False
+                return None
             self.leases.held[lease.worker][lease.job] = lease
             self.final = None
         if lease.job in self.wanted[lease.worker] and not done:
             self.wanted[lease.worker].discard(lease.job)
             self._sends.append(Send(lease.worker, lease))
-        return False
+        return None
 
     def _on_taken_back(self, told: TakenBack) -> None:
         """Hold a worker's leases again. Where others have some of them, what it has trained since would count twice:
