@@ -157,6 +157,8 @@ class UpdatePart:
     trained when those of every fragment contain it.
     metrics: plain numbers for people: loss, tokens, seconds. No decision is based on them. Of the fragments that
     leave together, one brings them.
+    need_s: seconds from its arrival on in which the server has to answer for the answer to come in time; a server may
+    wait so long for the deltas of others. Not more than 0: as soon as it can.
     """
 
     member: str
@@ -169,6 +171,7 @@ class UpdatePart:
     weight: int = 1
     contains: tuple[int, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    need_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -192,13 +195,15 @@ class Answer:
     An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it,
     which the member's next update of the fragment says. incarnation: of the server that gives it. One incarnation
     gives all parts the same version. A restarted server has lost the answers with whole weights and makes new ones of
-    newer weights, so the ranks of a worker must not mix those of two incarnations.
+    newer weights, so the ranks of a worker must not mix those of two incarnations. held_s: seconds for which the
+    update was at the server before it was answered: the rest of the time was travel.
     """
 
     fragment: int
     sequence: int
     weights: tuple[ChunkWeights, ...]
     incarnation: str = ""
+    held_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -329,6 +334,17 @@ class MemberSilent:
 
     member: str
     incarnation: str
+
+
+@dataclass(frozen=True)
+class AnswersDue:
+    """The answers of this fragment for which these members wait would come too late if they waited for more deltas.
+
+    The server's process says so, by its clock. A message, as `MemberSilent` is: a replay freezes the same weights.
+    """
+
+    members: tuple[str, ...]
+    fragment: int
 
 
 @dataclass(frozen=True)
@@ -488,7 +504,7 @@ class Standing:
 
 Message = (
     Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
-    | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
+    | Leave | MemberSilent | AnswersDue | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
     | Recall | SkipSamples | TakeBack | TakenBack | Facts | WentBack | Standing
 )  # fmt: skip
 

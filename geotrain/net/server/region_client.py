@@ -11,7 +11,7 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -41,6 +41,7 @@ from geotrain.outer.messages import (
     Welcome,
 )
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.travel import Travel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,7 +57,8 @@ class RegionClient:
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
     on_acknowledged: called with the fragment and sequence of each update that the global server has taken.
     on_joined: called when the global server has taken the region.
-    metrics: gives the numbers that go up with each heartbeat, to be shown to people.
+    metrics: gives the numbers that go up with each heartbeat, to be shown to people. left_s: gives the seconds until
+    the first of some workers needs its answer for a fragment.
     link: to the global server, or to the part of it that has this server's fragments. first: makes the weights that
     answer the join before the global server has applied an update, by fragment; empty: it cannot.
     """
@@ -72,10 +74,12 @@ class RegionClient:
         on_joined: Callable[[], None] = lambda: None,
         metrics: Callable[[], dict[str, float]] = dict,
         first: Callable[[], dict[int, MadeWeights]] = dict,
+        left_s: Callable[[Collection[str], int], float] = lambda workers, fragment: 0.0,
     ) -> None:
         self.server_thread, self.server = server_thread, server
         self.on_lost, self.on_acknowledged, self.on_joined = on_lost, on_acknowledged, on_joined
-        self.metrics, self.first = metrics, first
+        self.metrics, self.first, self.left_s = metrics, first, left_s
+        self.travel = Travel(asyncio.get_running_loop().time)
         self.link = link
         self.connected = False
         self._updates: _Lane[UpdatePart | Trained | AnswerWanted | Leave] = _Lane()
@@ -186,6 +190,7 @@ class RegionClient:
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
             elif message.sequence > last[message.fragment]:
                 last[message.fragment] = message.sequence
+                message = await self._with_need(message)
                 try:
                     await self._persist(partial(self.link.push, message))
                 except Refused as refused:
@@ -249,7 +254,19 @@ class RegionClient:
 
     async def _run_answers(self, fragment: int, pushed: asyncio.Queue[int]) -> None:
         while True:
-            await self.server_thread.persist(await self._pull(fragment, await pushed.get()))
+            answer = await self._pull(fragment, await pushed.get())
+            await self.server_thread.persist(answer)
+            self.travel.came(answer)  # merged, which takes time, too
+
+    async def _with_need(self, update: UpdatePart) -> UpdatePart:
+        """Return an update that leaves now, with the seconds until its answer is needed: by the first of the workers
+        whose deltas are in it."""
+        if not self.server.waits:
+            return update
+        f = update.fragment
+        return self.travel.leaves(
+            update, await self.server_thread.read(lambda: self.left_s(self.server.going_up(f), f))
+        )
 
     async def _pull(self, fragment: int, sequence: int, made: MadeWeights | None = None) -> Answer:
         wanted = AnswerPull(0, fragment, sequence, self._limit_bytes, made)

@@ -173,6 +173,11 @@ class GlobalServer(Server):
         # A worker that is to leave still gets the leases it held already, and hears that it is finished after them.
         return self.lease_table.dismiss(request) if granted is None and leaves else granted
 
+    def _answer_now(self, names: tuple[str, ...], fragment: int) -> None:
+        for name in names:
+            del self.fragments[fragment].waiting[name]
+        self.answer_members(names, fragment)
+
     @property
     def final_validation(self) -> int:
         """Number of the validation that the run's final weights still need; 0: none."""

@@ -28,7 +28,10 @@ LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint
 MOST_ASIDE = 0.05  # of the run's samples: beyond that it is not the data that is to blame
 LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
-SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s"
+SAVED = (
+    *("local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s"),
+    "rounded_up",
+)
 RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
@@ -40,7 +43,8 @@ class LeaseTable:
     weights are in processes, each of which may lose its disk: what is committed is remembered until a copy has it.
     train_samples: samples in the run, a whole number of steps of any worker, of samples_per_step each.
     local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
-    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135).
+    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135). What is rounded up is
+    taken off a worker's next job: else jobs that take as long would end a step apart, then two, and so on.
     rounds: for synchronous rules, the names of all workers. Job j of every worker is then laid out at once, in the
     order of names, so that the same worker trains the same samples whoever asks first.
     ramp: of the batch, before it has samples_per_step (`BatchSchedule`).
@@ -88,6 +92,7 @@ class LeaseTable:
         self.trained_s = 0.0  # seconds of inner steps in what is committed, over all workers, by what each last said
         self.dismissed: dict[str, int] = {}  # worker → last job for which it got Finished
         self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
+        self.rounded_up: dict[str, float] = {}  # worker → parts of a step by which its jobs were longer than meant
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
         # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
         self._held: dict[str, dict[int, Lease]] = {}
@@ -350,7 +355,13 @@ class LeaseTable:
         if not self.scale_local_steps or worker not in self.step_s:
             return self.local_steps
         believed_s = max(s / FASTER**others for others, s in enumerate(nsmallest(2, self.step_s.values())))
-        return max(1, ceil(self.local_steps * min(1.0, believed_s / self.step_s[worker])))
+        meant = self.local_steps * min(1.0, believed_s / self.step_s[worker])
+        if self.rounds is not None:  # which all end together
+            return max(1, ceil(meant))
+        meant -= self.rounded_up.get(worker, 0.0)
+        steps = max(1, ceil(meant - 1e-6))  # what is left of sums is no step
+        self.rounded_up[worker] = min(1.0, steps - meant)
+        return steps
 
     def note_speed(self, worker: str, step_s: float) -> None:
         """Note how fast a worker is. Its lease requests say so; a simulation, whose speeds are known from the
