@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 
 from geotrain.outer.messages import Answer, UpdatePart
 
@@ -29,7 +28,7 @@ class Travel:
     def leaves(self, part: UpdatePart, left_s: float) -> UpdatePart:
         """Note that an update is sent now. left_s: until its answer must be here. Returns it, with its `need_s`."""
         self._left[part.fragment] = part.sequence, self.clock()
-        return replace(part, need_s=max(0.0, left_s - self.most_s(part.fragment)))
+        return replace(part, need_s=self.off(left_s, part.fragment))
 
     def came(self, answer: Answer) -> None:
         """Note that an answer is here."""
@@ -38,6 +37,7 @@ class Travel:
             took = self._took.setdefault(answer.fragment, deque(maxlen=LAST))
             took.append(max(0.0, self.clock() - left_s - answer.held_s))
 
-    def most_s(self, fragment: int) -> float:
-        """Return the most that the fragment is to travel, or any does, before that is known; inf: nothing is."""
-        return max(self._took.get(fragment) or [s for took in self._took.values() for s in took], default=inf)
+    def off(self, need_s: float, fragment: int) -> float:
+        """Take off what the fragment is to travel, at most; half, where nothing has come back yet."""
+        took = self._took.get(fragment) or [s for took in self._took.values() for s in took]
+        return max(0.0, need_s - max(took, default=need_s / 2))

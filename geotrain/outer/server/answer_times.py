@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from math import inf
 
 from geotrain.outer.messages import Answer
 from geotrain.outer.server.answers import Answers
@@ -60,7 +59,5 @@ class AnswerTimes:
                     self._new.append((name, fragment, self._wait_s(fragment, own.need_s)))
 
     def _wait_s(self, fragment: int, need_s: float) -> float:
-        if self.server.member_role == "region":
-            return need_s
-        # Half of what the way to the global server leaves: the rest is for what that waits for.
-        return max(0.0, need_s - (self.above.most_s(fragment) if self.above else inf)) / 2
+        # A region waits for half of what the way to the global server leaves, which waits for the rest.
+        return need_s if self.above is None else self.above.off(need_s, fragment) / 2
