@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -103,6 +104,22 @@ def test_slower_workers_take_fewer_steps():
         assert isinstance(lease, Lease)
         steps[worker] = lease.steps
     assert steps == {"fast": 8, "half": 4, "slow": 1}
+
+
+def test_jobs_of_unlike_speeds_do_not_drift_apart():
+    """What is rounded up is taken off the next job, also after a restart."""
+    settings: Any = {"local_steps": 32, "scale_local_steps": True, "together": True}
+    table, steps = LeaseTable(10_000, 1, **settings), list[int]()
+    table.note_speed("fast", 1.0)
+    for job in range(1, 31):
+        lease = table.grant(LeaseRequest("slow", job, 1.5))
+        assert isinstance(lease, Lease)
+        steps.append(lease.steps)
+        assert 0 <= sum(steps) * 1.5 - job * 32 < 1.5, "it ends within a step of the fast one's"
+        saved = table.state()
+        table = LeaseTable(10_000, 1, **settings)
+        table.load(json.loads(json.dumps(saved)))
+    assert steps[:3] == [22, 21, 21]
 
 
 def test_a_lease_that_came_back_is_committed_once_and_the_run_waits_for_those_that_are_out() -> None:

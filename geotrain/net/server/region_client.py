@@ -11,7 +11,7 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -40,6 +40,7 @@ from geotrain.outer.messages import (
     Validated,
     Welcome,
 )
+from geotrain.outer.server.answer_times import AnswerTimes
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.travel import Travel
 
@@ -57,8 +58,8 @@ class RegionClient:
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
     on_acknowledged: called with the fragment and sequence of each update that the global server has taken.
     on_joined: called when the global server has taken the region.
-    metrics: gives the numbers that go up with each heartbeat, to be shown to people. left_s: gives the seconds until
-    the first of some workers needs its answer for a fragment.
+    metrics: gives the numbers that go up with each heartbeat, to be shown to people. times: of
+    the updates of its workers; None: none of them waits.
     link: to the global server, or to the part of it that has this server's fragments. first: makes the weights that
     answer the join before the global server has applied an update, by fragment; empty: it cannot.
     """
@@ -74,12 +75,14 @@ class RegionClient:
         on_joined: Callable[[], None] = lambda: None,
         metrics: Callable[[], dict[str, float]] = dict,
         first: Callable[[], dict[int, MadeWeights]] = dict,
-        left_s: Callable[[Collection[str], int], float] = lambda workers, fragment: 0.0,
+        times: AnswerTimes | None = None,
     ) -> None:
         self.server_thread, self.server = server_thread, server
         self.on_lost, self.on_acknowledged, self.on_joined = on_lost, on_acknowledged, on_joined
-        self.metrics, self.first, self.left_s = metrics, first, left_s
+        self.metrics, self.first, self.times = metrics, first, times
         self.travel = Travel(asyncio.get_running_loop().time)
+        if times is not None:
+            times.above = self.travel
         self.link = link
         self.connected = False
         self._updates: _Lane[UpdatePart | Trained | AnswerWanted | Leave] = _Lane()
@@ -261,12 +264,11 @@ class RegionClient:
     async def _with_need(self, update: UpdatePart) -> UpdatePart:
         """Return an update that leaves now, with the seconds until its answer is needed: by the first of the workers
         whose deltas are in it."""
-        if not self.server.waits:
+        if self.times is None or not self.server.waits:
             return update
-        f = update.fragment
-        return self.travel.leaves(
-            update, await self.server_thread.read(lambda: self.left_s(self.server.going_up(f), f))
-        )
+        times, fragment = self.times, update.fragment
+        left_s = await self.server_thread.read(lambda: times.left_s(self.server.going_up(fragment), fragment))
+        return self.travel.leaves(update, left_s)
 
     async def _pull(self, fragment: int, sequence: int, made: MadeWeights | None = None) -> Answer:
         wanted = AnswerPull(0, fragment, sequence, self._limit_bytes, made)

@@ -445,9 +445,8 @@ class RegionServerHost(ServerHost):
             on_joined=lambda: note_origin(self.folder.parent, self.server.origin),
             metrics=self.sampler.metrics,
             first=first,
-            left_s=self.service.answer_timer.times.left_s,
+            times=self.service.answer_timer.times,
         )
-        self.service.answer_timer.times.above = self.region_client.travel
         return self.region_client.run()
 
     def _link_above(self) -> GrpcClient:

@@ -80,10 +80,11 @@ class GlobalServer(Server):
             bf16_state=config.server_state == "bf16",
         )  # fmt: skip
         self.sample_tokens = sample_tokens
+        jobs = train_samples / samples_per_step / config.local_steps / max(1, len(workers))  # of each
         rounds = tuple(workers) if config.rule.synchronous else None
         self.lease_table = LeaseTable(
             train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds, ramp,
-            len(parameter_map.fragments), bool(part.dealt),
+            len(parameter_map.fragments), bool(part.dealt), config.answers(jobs) == "wait",
         )  # fmt: skip
         self.validations = Validations(validate_every_samples)
         self.losses = LossWatch()

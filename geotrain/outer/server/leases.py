@@ -43,8 +43,8 @@ class LeaseTable:
     weights are in processes, each of which may lose its disk: what is committed is remembered until a copy has it.
     train_samples: samples in the run, a whole number of steps of any worker, of samples_per_step each.
     local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
-    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135). What is rounded up is
-    taken off a worker's next job: else jobs that take as long would end a step apart, then two, and so on.
+    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135). together: jobs of all
+    are to end together: what is rounded up is taken off a worker's next job, else their ends would drift apart.
     rounds: for synchronous rules, the names of all workers. Job j of every worker is then laid out at once, in the
     order of names, so that the same worker trains the same samples whoever asks first.
     ramp: of the batch, before it has samples_per_step (`BatchSchedule`).
@@ -61,6 +61,7 @@ class LeaseTable:
         ramp: Ramp | None = None,
         fragments: int = 1,
         may_go_back: bool = False,
+        together: bool = False,
     ) -> None:
         self.batches = BatchSchedule(samples_per_step, ramp)
         if self.batches.after(train_samples, 0) != train_samples:
@@ -71,7 +72,7 @@ class LeaseTable:
         self.train_samples = train_samples
         self.samples_per_step = samples_per_step
         self.local_steps = local_steps
-        self.scale_local_steps = scale_local_steps
+        self.scale_local_steps, self.together = scale_local_steps, together
         self.rounds = tuple(sorted(rounds)) if rounds else None
         self.next_lease = 1
         self.next_start = 0  # samples from here on were never handed out
@@ -356,7 +357,7 @@ class LeaseTable:
             return self.local_steps
         believed_s = max(s / FASTER**others for others, s in enumerate(nsmallest(2, self.step_s.values())))
         meant = self.local_steps * min(1.0, believed_s / self.step_s[worker])
-        if self.rounds is not None:  # which all end together
+        if not self.together:
             return max(1, ceil(meant))
         meant -= self.rounded_up.get(worker, 0.0)
         steps = max(1, ceil(meant - 1e-6))  # what is left of sums is no step

@@ -419,6 +419,7 @@ class Server(Answers):
         self.store.forget(name, answers=(fragment,), updates=(update,))
         if self.waits:
             state.waiting[name] = 0
+            self.end_waits((fragment,))
             if own.need_s <= 0:
                 self.release((name,), fragment)
         else:
@@ -432,7 +433,6 @@ class Server(Answers):
             state.version, own.staleness, size_bytes, own.norm, metrics=first.metrics,
         )  # fmt: skip
         self._report(fact)
-        self.end_waits((fragment,))
         if name in self.held(fragment):
             self._note_stage(name, fragment, first.sequence, "waits")
 
