@@ -8,9 +8,7 @@ doubt may send again. Payloads are encoded with the codec of the link that they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from hashlib import sha256
 
 from geotrain.parameters.parameter_map import StridedSlice
 
@@ -204,29 +202,6 @@ class Answer:
     weights: tuple[ChunkWeights, ...]
     incarnation: str = ""
     held_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class MadeWeights:
-    """The weights of an answer to a join, with their digests: a receiver that has made them by itself needs a word
-    only."""
-
-    weights: tuple[ChunkWeights, ...]
-    digests: tuple[bytes, ...]
-
-    @staticmethod
-    def of(weights: Iterable[ChunkWeights]) -> MadeWeights:
-        found = tuple(weights)
-        heads = (f"{w.chunk} {w.version} {w.increment} ".encode() for w in found)
-        return MadeWeights(found, tuple(h + sha256(w.payload).digest() for h, w in zip(heads, found, strict=True)))
-
-    @property
-    def digest(self) -> str:
-        return sha256(b"".join(sorted(self.digests))).hexdigest()
-
-    def only(self, chunks: Collection[int]) -> MadeWeights:
-        kept = [(w, d) for w, d in zip(self.weights, self.digests, strict=True) if w.chunk in chunks]
-        return MadeWeights(tuple(w for w, _ in kept), tuple(d for _, d in kept))
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from geotrain.net.storage.remote_snapshots import beside
 from geotrain.net.transport import rpc
 from geotrain.net.transport.fragment_links import join_shard
 from geotrain.net.transport.grpc_client import GOODBYE_S, AnswerPull, GrpcClient, Unreachable
+from geotrain.net.transport.made_weights import MadeWeights
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
     Join,
     LeaseRequest,
     Leave,
-    MadeWeights,
     NotJoined,
     Recall,
     Refused,

@@ -360,7 +360,7 @@ class LeaseTable:
         if not self.together:
             return max(1, ceil(meant))
         meant -= self.rounded_up.get(worker, 0.0)
-        steps = max(1, ceil(meant - 1e-6))  # what is left of sums is no step
+        steps = max(1, ceil(meant - 1e-6))  # the rounding of sums is no step
         self.rounded_up[worker] = min(1.0, steps - meant)
         return steps
 
@@ -475,22 +475,6 @@ def check_numbers(request: LeaseRequest) -> None:
     step_s = request.step_s
     if not 0 < request.job <= MOST_JOBS or (step_s and not SHORTEST_STEP_S <= step_s <= LONGEST_STEP_S):
         raise Refused(f"{request.worker}: no worker comes to job {request.job}, or takes {step_s:g} s a step")
-
-
-def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, most: int) -> None:
-    """Raise Refused unless this is what a worker asks for: a job soon after those that it has not trained.
-
-    jobs: for which it holds leases or waits for them. last_job: of its last update; 0: that is not known. most: jobs
-    that it may have at once.
-    """
-    check_numbers(request)
-    first = min(jobs, default=last_job + 1)
-    if (jobs or last_job) and request.job >= first + most:
-        raise Refused(
-            f"{request.worker} asks for job {request.job}, but has not trained job {first}: it gets no more than "
-            f"{most} ahead. Send their updates first",
-            retry_s=5.0,
-        )
 
 
 def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:
