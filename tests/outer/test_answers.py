@@ -12,6 +12,7 @@ import torch
 from geotrain.common.names import GLOBAL
 from geotrain.config.outer import OverlapConfig
 from geotrain.outer.messages import (
+    Answer,
     AnswersDue,
     AnswerWanted,
     Leave,
@@ -20,6 +21,8 @@ from geotrain.outer.messages import (
     OperatorCommand,
     UpdatePart,
 )
+from geotrain.outer.server.answer_times import AnswerTimes
+from geotrain.outer.travel import Travel
 from tests.support import outer_world
 from tests.support.outer_world import FakeWorker, World, parameter_map, saved_and_loaded, start_vector, whole
 
@@ -199,3 +202,45 @@ def test_other_rules_answer_as_they_did() -> None:
     (part,) = FakeWorker("a", parameter_map(), whole(parameter_map())).parts({0: torch.zeros(64)})
     flat.handle(replace(part, need_s=5.0))
     assert flat.members["a"].fragments[0].version == 1, "what a worker needs holds nobody in a flat run"
+
+
+def test_a_sender_takes_off_the_longest_of_its_last_travels() -> None:
+    now_s = [0.0]
+    travel = Travel(lambda: now_s[0])
+
+    def exchanges(fragment: int, sequence: int, took_s: float, held_s: float) -> float:
+        """Returns the seconds that were left of ten."""
+        sent = travel.leaves(UpdatePart("eu", "1", fragment, sequence, 0, ()), 10.0)
+        now_s[0] += took_s
+        travel.came(Answer(fragment, sequence, (), held_s=held_s))
+        travel.came(Answer(fragment, 0, (), held_s=0.0))  # to a join
+        return sent.need_s
+
+    assert exchanges(0, 1, 7.0, 4.0) == 5.0, "half, as nothing has come back"
+    assert exchanges(1, 1, 1.0, 0.0) == 7.0, "what another fragment took"
+    assert exchanges(1, 2, 1.0, 0.0) == 9.0
+    assert [exchanges(0, n, 1.0, 0.0) for n in range(2, 8)] == [7.0, 7.0, 7.0, 7.0, 9.0, 9.0]
+    assert exchanges(0, 8, 20.0, 0.0) == 9.0 and exchanges(0, 9, 1.0, 0.0) == 0.0, "never less"
+
+
+def test_a_region_holds_half_of_what_the_way_to_the_global_server_leaves() -> None:
+    world, now_s = Waiting(), [0.0]
+    region = AnswerTimes(world.regions["eu"], lambda: now_s[0])
+    region.above = Travel(lambda: now_s[0])
+    top = AnswerTimes(world.top, lambda: now_s[0])
+    region.above.leaves(UpdatePart("eu", "1", 0, 1, 0, ()), 10.0)
+    now_s[0] = 2.0
+    region.above.came(Answer(0, 1, ()))
+    world.sends("a", need_s=6.0)
+    assert region.news() == [("a", 0, 2.0)] and region.news() == []
+    now_s[0] = 3.0
+    world.sends("b", need_s=6.0)
+    assert region.news() == [], "all are there"
+    assert region.left_s(world.regions["eu"].going_up(0), 0) == 5.0
+    world.goes_up("eu", 3.0)
+    assert top.news() == [("eu", 0, 3.0)]
+    now_s[0] = 4.5
+    assert top.held("eu", Answer(0, 1, ())).held_s == 1.5
+    now_s[0] = 9.0
+    assert top.held("eu", Answer(0, 1, ())).held_s == 1.5, "the same to all that ask"
+    assert top.held("eu", Answer(0, 2, ())).held_s == 0.0
