@@ -209,12 +209,14 @@ class LeaseRequest:
     """A worker asks for the data of its job number `job`. Asking again for the same job gives the same lease, so that
     a request whose reply was lost can be repeated, and all ranks of a worker can ask.
 
-    step_s: seconds of one inner step of a whole batch, from its last job (0: not known yet).
+    step_s: seconds of one inner step of a whole batch, from its last job (0: not known yet). at_s: when it came to
+    the global server, which notes that by its own clock.
     """
 
     worker: str
     job: int
     step_s: float = 0.0
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,8 @@ class GlobalNode(Node):
         self._waiting: list[tuple[VirtualClient, LeaseRequest]] = []  # for data that may come back
 
     def _handle(self, uplink: VirtualClient | None, message: Message) -> Any:
+        if isinstance(message, LeaseRequest):
+            message = replace(message, at_s=self.work.clock.now)
         reply = super()._handle(uplink, message)
         if uplink is not None and isinstance(message, LeaseRequest) and reply is None:
             self._waiting.append((uplink, message))

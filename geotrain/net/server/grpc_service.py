@@ -45,6 +45,7 @@ from geotrain.outer.messages import (
     Finished,
     Join,
     Lease,
+    LeaseRequest,
     Leave,
     LiftQuarantine,
     NotJoined,
@@ -297,12 +298,15 @@ class GrpcService:
                 return granted
             return "ask again" if self.server.lease_is_due(worker) else None
 
-        lease = await self._judged(ask, self.server_thread.say(ask.request))
+        def asked() -> LeaseRequest:
+            return replace(ask.request, at_s=time.time())
+
+        lease = await self._judged(ask, self.server_thread.say(asked()))
         # A region server may have to ask the global server first, and a global server may be paused.
         if lease is None:
             lease = await self.server_thread.until(settled, min(ask.wait_s, rpc.MAX_WAIT_S))
         if lease == "ask again":
-            lease = await self._judged(ask, self.server_thread.say(ask.request))
+            lease = await self._judged(ask, self.server_thread.say(asked()))
         return wire.pack(lease or rpc.NotYet())
 
     async def _release(self, request: bytes, context: Any) -> bytes:
