@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import exp
+from math import ceil, exp
 from typing import Any
 
 import torch
@@ -327,7 +327,10 @@ class Account:
             case LeaseRequest() if isinstance(reply, Lease):
                 if reply.lease not in ledger.leases and not top.rule.in_rounds:
                     assert not self.paused, f"lease {reply.lease} is granted though the run is paused"
-                    assert reply.samples <= self.local_steps * STEP, f"{reply} has more steps than were set"
+                    most = self.local_steps
+                    if self.config.scale_local_steps:  # jobs come to end together
+                        most += ceil(most / 2)
+                    assert reply.samples <= most * STEP, f"{reply} has more steps than were set"
                 ledger.granted(reply)
         said = getattr(message, "contains", message.leases if isinstance(message, Trained) else ())
         for number in () if top.part.dealt else said:

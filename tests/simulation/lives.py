@@ -284,6 +284,7 @@ def settings_of(seed: int) -> dict[str, Any]:
         if seed % 3 == 2:
             overlap = OverlapConfig(steps=1, adopt="rebase")  # how long answers wait: see SimulatedWorker
             drawn_settings |= {"answers": "wait", "updates_per_send": 4, "overlap": overlap}
+            drawn_settings["scale_local_steps"] = seed % 2 == 0  # then lengths follow clocks
     return drawn_settings | ({"ledger": False} if rule == "published" else {})
 
 

@@ -38,7 +38,7 @@ print(*(digest(live(int(seed))) for seed in sys.argv[1:]))
     [
         *(range(10), range(10, 20), range(20, 30), [*range(30, 40), 44], [1197, 1330, 1400, 1543, 1720, 1771]),
         [7_700_088, 7_700_154, 7_700_310, 7_700_335, 7_700_586, 41_000_007, 555_010_038, 613_000_186],
-        [47, 80, 58_000_073],
+        [47, 347, 58_000_073],
     ],
 )
 def test_every_life_ends_and_loses_nothing(seeds: Sequence[int]) -> None:

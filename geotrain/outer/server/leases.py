@@ -29,8 +29,7 @@ MOST_ASIDE = 0.05  # of the run's samples: beyond that it is not the data that i
 LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
 SAVED = (
-    *("local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s"),
-    "ends_s",
+    *("local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s", "ends_s"),
 )
 RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
