@@ -78,7 +78,7 @@ def _shared_devices(cluster: ClusterConfig) -> Iterator[ConfigError]:
 def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Find what does not keep a run from starting: rehearsals are short on purpose."""
     outer, regions, count = run.outer, len(cluster.serving), len(cluster.workers)
-    merged = outer.answers_merged(run.inner_steps / outer.local_steps / count)
+    merged = outer.answers(run.inner_steps / outer.local_steps / count) != "at_once"
     updates = 1 if outer.flat or merged else outer.rule.updates_per_send or 1
     members = count if outer.flat or outer.rule.synchronous else regions
     period = outer.local_steps * updates * members
@@ -99,8 +99,9 @@ def answers(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     if alone or not isinstance(outer.rule, RegionMomentumConfig) or jobs >= SHORT_RUN:
         return
     few = f"each worker has about {jobs:.2g} jobs in the run: regions answer"
-    if outer.answers_merged(jobs):
-        yield f"{few} with the merged global weights, and send each delta up at once (outer.rule.answers)"
+    if (answers := outer.answers(jobs)) != "at_once":
+        how = "each delta is sent up at once" if answers == "merged" else "which wait for the deltas of all at work"
+        yield f"{few} with the merged global weights, {how} (outer.rule.answers)"
     else:
         yield (
             f"{few} before they know of the others, whose news come a job later: of five jobs of 32 steps 1 % of the "

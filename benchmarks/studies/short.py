@@ -39,6 +39,7 @@ RULES: dict[str, dict[str, Any]] = {
     "sync": SYNC,
     "at_once": {"name": "region_momentum", "answers": "at_once", "updates_per_send": 1},
     "merged": {"name": "region_momentum", "answers": "merged"},
+    "wait": {"name": "region_momentum", "answers": "wait"},
 }
 
 

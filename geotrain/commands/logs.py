@@ -58,7 +58,9 @@ def trace_update(folder: Path, update: str) -> UpdateTrace:
     of all processes that lie here. Raises ConfigError: no run, no such member, or no such id."""
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
     rule, topology = run.outer.rule, Topology(run, cluster)
-    facts = RunFacts(topology.server_of, rule.updates_per_send, getattr(rule, "ledger", True))
+    waits = run.outer.answers(run.inner_steps / run.outer.local_steps / len(cluster.workers)) == "wait"
+    every = None if waits else rule.updates_per_send
+    facts = RunFacts(topology.server_of, every, getattr(rule, "ledger", True))
     paths = {path.stem: path for path in (folder / "events").glob("*.jsonl")}
     paths |= {path.parent.name: path for path in (folder / "servers").glob("*/events.jsonl")}
     logs = {}

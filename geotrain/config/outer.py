@@ -59,11 +59,12 @@ class RegionMomentumConfig(AsyncConfig):
     momentum_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.1, description="Share of the run that the momentum averages over; the decay per update follows from it."
     )
-    answers: Literal["auto", "at_once", "merged"] = Field(
+    answers: Literal["auto", "at_once", "merged", "wait"] = Field(
         "auto",
         description="What a worker's delta is answered with: at_once, the region's weights; merged, the global ones "
-        "when they are there (K is not used, α is 1). auto: merged with `overlap.late` = continue where a worker "
-        "has fewer than 25 jobs in the run, unless `merge_alpha` or `updates_per_send` say otherwise.",
+        "when they are there (K is not used, α is 1); wait, these, which wait for the deltas of all who are at work, "
+        "as long as the answer still comes within `overlap.steps`. auto: merged with `overlap.late` = continue where "
+        "a worker has fewer than 25 jobs in the run, unless `merge_alpha` or `updates_per_send` say otherwise.",
     )
 
 
@@ -229,21 +230,22 @@ class OuterConfig(Block):
         server they are always `up` and `down`."""
         return (self.up, self.down) if self.flat else (self.local, self.local)
 
-    def answers_merged(self, jobs: float) -> bool:
-        """Whether regions answer workers, who have so many jobs in the run each, with the merged global weights.
+    def answers(self, jobs: float) -> Literal["at_once", "merged", "wait"]:
+        """What regions answer workers with, who have so many jobs in the run each, as `RegionMomentumConfig` says it.
 
         An answer at once says what the others did a job later. With H 32 that costs 1 % of the loss of five jobs with
         AdamW, nothing of twenty; with Muon 4 and 2 % (`benchmarks.studies.short`).
         """
         rule = self.rule
         if self.flat or not isinstance(rule, RegionMomentumConfig):
-            return False
+            return "at_once"
         if rule.answers == "auto":
             stated = rule.differing("merge_alpha") or (
                 rule.updates_per_send > 1 and rule.differing("updates_per_send")
             )
-            return jobs < SHORT_RUN and self.overlap.late == "continue" and not stated
-        return rule.answers == "merged"
+            short = jobs < SHORT_RUN and self.overlap.late == "continue" and not stated
+            return "merged" if short else "at_once"
+        return rule.answers
 
     @model_validator(mode="after")
     def _every_setting_does_something(self) -> OuterConfig:
@@ -267,9 +269,13 @@ class OuterConfig(Block):
             why = "levels = 1, where workers speak to the global server and no region server stands between"
         elif rule.synchronous:
             idle, why = reserve, "rule 'sync', whose rounds are dealt with every worker there"
-        elif isinstance(rule, RegionMomentumConfig) and rule.answers == "merged":
+        elif isinstance(rule, RegionMomentumConfig) and rule.answers in ("merged", "wait"):
             idle = [f"rule.{key}" for key in rule.differing("updates_per_send", "merge_alpha")]
-            why = "rule.answers = 'merged', where each delta goes up at once and is merged whole"
+            why = f"rule.answers = {rule.answers!r}, where K does not decide when a region sends, and α is 1"
+            if rule.answers == "wait" and not self.overlap.steps:
+                raise ValueError(
+                    "rule.answers = 'wait' needs overlap.steps > 0, the time in which answers wait; else use 'merged'"
+                )
         if idle:
             raise ValueError(f"{', '.join(idle)}: without effect with {why}; leave out what does nothing")
         if self.differing("mirrors") and {self.down.name, self.local.name} <= {"fp32", "bf16"}:

@@ -25,7 +25,10 @@ from geotrain.outer.messages import update_id
 
 Logs = Mapping[str, Sequence[Record]]  # worker or server → its records, in the order in which they were written
 # Stages in their order, for those that are written in one moment.
-ORDER = (LeaseBegun, UpdateEncoded, "sent", SentUp, "arrived", UpdateRefused, UpdateApplied, "answered", Acknowledged)
+ORDER = (
+    *(LeaseBegun, UpdateEncoded, "sent", SentUp, "arrived", UpdateRefused, UpdateApplied, "waits", "answered"),
+    Acknowledged,
+)
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,9 @@ class _Tracer:
         mine = member, self.fragment
         for at, record in enumerate(self.logs.get(server, ())):
             match record.event:
-                case UpdateStage(update=name, stage="arrived" | "answered" as stage) if name == update:
-                    words = {"arrived": "first part arrived", "answered": "answer frozen"}[stage]
+                case UpdateStage(update=name, stage="arrived" | "waits" | "answered" as stage) if name == update:
+                    waits = "waits for the deltas of others, as long as its answer comes in time"
+                    words = {"arrived": "first part arrived", "waits": waits, "answered": "answer frozen"}[stage]
                     self._add(record, server, f"{words} ({update})")
                     found[stage] = at
                 case UpdateApplied(member=name, fragment=f, sequence=number) as applied if (name, f) == mine:
@@ -247,5 +251,6 @@ class _Tracer:
             return []
         what = f"the answer to {self._id(member, sequence)}"
         if "answered" not in known:
-            return [f"{what} is not made: {server} waits for the other members of the round"]
+            members = "deltas of other members, or its deadline" if "waits" in known else "other members of the round"
+            return [f"{what} is not made: {server} waits for the {members}"]
         return [f"{what} is made by {server}, and not adopted by {member}"]

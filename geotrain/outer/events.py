@@ -200,12 +200,12 @@ class UpdateStage(Event):
     """An update has come to a stage of its way that no other event tells.
 
     sent: rank 0 of the worker begins to send its part. arrived: the first part of a worker of several ranks is in the
-    server's journal. answered: the answer's weights are frozen by the server. adopted: rank 0 of the worker has
-    adopted the answer.
+    server's journal. waits: it is applied, and its answer, or in a region its way up, waits for the deltas of others.
+    answered: the answer's weights are frozen by the server. adopted: rank 0 of the worker has adopted the answer.
     """
 
     update: UpdateId
-    stage: Annotated[str, "sent, arrived, answered or adopted"]
+    stage: Annotated[str, "sent, arrived, waits, answered or adopted"]
 
 
 class Profiled(Event):

@@ -131,6 +131,7 @@ class Exchange:
         self.unsent: dict[int, set[int]] = {}
         self.lease: Lease | None = None  # in training now
         self.next_job = 1
+        self.ends = False  # whether no data is left after the lease in training
 
     def start(self, identity: Identity, incarnation: str) -> Waiting[int]:
         """Join the server and adopt its weights. Returns the number of the next job.
@@ -154,7 +155,7 @@ class Exchange:
 
     def begin(self, lease: Lease) -> None:
         """Begin a job: the inner steps that follow train this lease."""
-        self.lease, self.waited_s, self.next_job = lease, 0.0, lease.job + 1
+        self.lease, self.waited_s, self.next_job, self.ends = lease, 0.0, lease.job + 1, False
         self._job_begin, self._job_step = self.clock(), self.step
         self.tell(LeaseBegun(self.name, lease.job, lease.lease, lease.start, lease.samples))
 
@@ -195,6 +196,7 @@ class Exchange:
         In synchronous rounds this is a round too, in which all workers must send the same fragments: all but those
         that leave after a job's last step, whether or not there is progress in them.
         """
+        self.lease = None
         yield from self._adopt_answers(wait=True)
         unsent = {f for fragments in self.unsent.values() for f in fragments}
         if self.in_rounds:
@@ -231,10 +233,12 @@ class Exchange:
         self.unsent = {lease: left for lease, fragments in self.unsent.items() if (left := fragments - {fragment})}
 
         header = self.name, self.incarnation, fragment, sequence, self.rank.rank
+        needed_s = self.clock() + self._need_s()
 
         def push() -> Pending[None]:
             made = tuple(delta.result() for delta in deltas)
-            part = UpdatePart(*header, made, job=job, contains=contains, metrics=metrics)
+            need_s = max(0.0, needed_s - self.clock())
+            part = UpdatePart(*header, made, job=job, contains=contains, metrics=metrics, need_s=need_s)
             size, update = sum(len(delta.payload) for delta in made), update_id(self.name, fragment, sequence)
             self.tell(UpdateEncoded(update, job, list(contains), size))
             with span("send"):
@@ -242,6 +246,16 @@ class Exchange:
 
         # On a GPU the deltas are still being copied to the host: `push` runs when they are there, training goes on.
         return self.weights.when_made(push)
+
+    def _need_s(self) -> float:
+        """Return the seconds after which the answer to a delta that leaves now has to be here: a step before it is
+        adopted; 0: at once, as training ends."""
+        if self.lease is None:
+            return 0.0
+        trained = self.step - self._job_step
+        steps = min(self.overlap.steps, self.lease.steps - trained) if self.ends else self.overlap.steps
+        so_far_s = (self.clock() - self._job_begin - self.waited_s) / max(1, trained)
+        return max(0, steps - 1) * (self.step_s or so_far_s)
 
     def _adopt_answers(self, wait: bool = False) -> Waiting[None]:
         """Adopt the answers that are due, oldest first. wait: adopt all of them, waiting for each.

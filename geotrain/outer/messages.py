@@ -8,9 +8,7 @@ doubt may send again. Payloads are encoded with the codec of the link that they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from hashlib import sha256
 
 from geotrain.parameters.parameter_map import StridedSlice
 
@@ -156,6 +154,8 @@ class UpdatePart:
     trained when those of every fragment contain it.
     metrics: plain numbers for people: loss, tokens, seconds. No decision is based on them. Of the fragments that
     leave together, one brings them.
+    need_s: seconds from its arrival on in which the server has to answer for the answer to come in time; a server may
+    wait so long for the deltas of others. Not more than 0: as soon as it can.
     """
 
     member: str
@@ -168,6 +168,7 @@ class UpdatePart:
     weight: int = 1
     contains: tuple[int, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    need_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -191,35 +192,15 @@ class Answer:
     An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it,
     which the member's next update of the fragment says. incarnation: of the server that gives it. One incarnation
     gives all parts the same version. A restarted server has lost the answers with whole weights and makes new ones of
-    newer weights, so the ranks of a worker must not mix those of two incarnations.
+    newer weights, so the ranks of a worker must not mix those of two incarnations. held_s: seconds for which the
+    update was at the server before it was answered: the rest of the time was travel.
     """
 
     fragment: int
     sequence: int
     weights: tuple[ChunkWeights, ...]
     incarnation: str = ""
-
-
-@dataclass(frozen=True)
-class MadeWeights:
-    """The weights of an answer to a join, with their digests: who has made them by itself needs a word only."""
-
-    weights: tuple[ChunkWeights, ...]
-    digests: tuple[bytes, ...]
-
-    @staticmethod
-    def of(weights: Iterable[ChunkWeights]) -> MadeWeights:
-        found = tuple(weights)
-        heads = (f"{w.chunk} {w.version} {w.increment} ".encode() for w in found)
-        return MadeWeights(found, tuple(h + sha256(w.payload).digest() for h, w in zip(heads, found, strict=True)))
-
-    @property
-    def digest(self) -> str:
-        return sha256(b"".join(sorted(self.digests))).hexdigest()
-
-    def only(self, chunks: Collection[int]) -> MadeWeights:
-        kept = [(w, d) for w, d in zip(self.weights, self.digests, strict=True) if w.chunk in chunks]
-        return MadeWeights(tuple(w for w, _ in kept), tuple(d for _, d in kept))
+    held_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -227,12 +208,14 @@ class LeaseRequest:
     """A worker asks for the data of its job number `job`. Asking again for the same job gives the same lease, so that
     a request whose reply was lost can be repeated, and all ranks of a worker can ask.
 
-    step_s: seconds of one inner step of a whole batch, from its last job (0: not known yet).
+    step_s: seconds of one inner step of a whole batch, from its last job (0: not known yet). at_s: when it came to
+    the global server, which notes that by its own clock.
     """
 
     worker: str
     job: int
     step_s: float = 0.0
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -327,6 +310,17 @@ class MemberSilent:
 
     member: str
     incarnation: str
+
+
+@dataclass(frozen=True)
+class AnswersDue:
+    """The answers of this fragment for which these members wait would come too late if they waited for more deltas.
+
+    The server's process says so, by its clock. A message, as `MemberSilent` is: a replay freezes the same weights.
+    """
+
+    members: tuple[str, ...]
+    fragment: int
 
 
 @dataclass(frozen=True)
@@ -486,7 +480,7 @@ class Standing:
 
 Message = (
     Join | AnswerWanted | Welcome | UpdatePart | Answer | LeaseRequest | Lease | Finished | Release | Trained
-    | Leave | MemberSilent | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
+    | Leave | MemberSilent | AnswersDue | Validated | OperatorCommand | UpdateRejected | LiftQuarantine | RunComplete
     | Recall | SkipSamples | TakeBack | TakenBack | Facts | WentBack | Standing
 )  # fmt: skip
 

@@ -7,12 +7,14 @@ server's affair; what is added here is when it arrives: every message travels ov
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from geotrain.common.names import GLOBAL
 from geotrain.outer.messages import (
     Answer,
+    AnswersDue,
     Finished,
     Join,
     Lease,
@@ -23,9 +25,11 @@ from geotrain.outer.messages import (
     UpdatePart,
     Welcome,
 )
+from geotrain.outer.server.answer_times import AnswerTimes
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
+from geotrain.outer.travel import Travel
 from geotrain.plan.model.sizes import LinkSizes
 from geotrain.simulate.clock import Clock, Promise
 from geotrain.simulate.links import Star, Way
@@ -50,6 +54,7 @@ class VirtualClient:
         self.leases: dict[int, Promise[Lease | Finished]] = {}  # by job
         self.on_lease: Callable[[Lease | Finished], None] = self._keep_lease
         self.on_delivered: Callable[[tuple[int, ...]], None] = nothing  # leases that an update contains
+        self.travel = Travel(clock.read)
 
     def join(self, join: Join) -> Welcome:
         self.incarnation = join.incarnation
@@ -57,6 +62,8 @@ class VirtualClient:
 
     def push(self, part: UpdatePart) -> Promise[None]:
         applied: Promise[None] = Promise()
+        if part.need_s:
+            part = self.travel.leaves(part, part.need_s)
         size_bytes = self.node.sizes.up[part.fragment]
         arrival = self.network.arrival("up", self.clock.now, self.name, size_bytes)
         self.clock.at(arrival, self._arrived, part, applied)
@@ -91,7 +98,11 @@ class VirtualClient:
         """Send the server's answer to the member."""
         promise = self.pulls.pop((answer.fragment, answer.sequence))
         arrival = self.network.arrival("down", self.clock.now, self.name, size_bytes)
-        self.clock.at(arrival, self._if_alive, promise.keep, answer)
+        self.clock.at(arrival, self._if_alive, self._came, promise, answer)
+
+    def _came(self, promise: Promise[Answer], answer: Answer) -> None:
+        self.travel.came(answer)
+        promise.keep(answer)
 
     def _control(self, way: Way, call: Callable[..., None], *args: Any) -> None:
         """Schedule the call for when a message of a few bytes that leaves now has arrived."""
@@ -122,6 +133,7 @@ class Node:
         self.uplinks: dict[str, VirtualClient] = {}
         self._parked: dict[tuple[str, int, int], VirtualClient] = {}  # answers that are not due yet
         self._of_joins: list[Send] = []
+        self.times = AnswerTimes(server, work.clock.read)
 
     def on_join(self, join: Join) -> Welcome:
         """Join a member, which takes no time. What the server sends because of it leaves with its next message."""
@@ -148,6 +160,9 @@ class Node:
 
     def _handle(self, uplink: VirtualClient | None, message: Message) -> Any:
         handled = self.server.handle(message)
+        for name, fragment, wait_s in self.times.news():
+            sequence = self.server.members[name].fragments[fragment].sequence
+            self.work.clock.after(wait_s, self._due, name, fragment, sequence)
         if uplink is not None and isinstance(handled.reply, Lease | Finished):
             uplink.granted(handled.reply)
         sends, self._of_joins = [*self._of_joins, *handled.sends], []
@@ -158,6 +173,12 @@ class Node:
         if uplink is not None and isinstance(message, UpdatePart):
             self.answer(uplink, message.fragment, message.sequence)
         return handled.reply
+
+    def _due(self, name: str, fragment: int, sequence: int) -> None:
+        """The answer to this update would come too late if it waited for longer."""
+        same = self.server.members[name].fragments[fragment].sequence == sequence
+        if same and name in self.server.held(fragment):
+            self._handle(None, AnswersDue((name,), fragment))
 
     def send(self, send: Send) -> None:
         """Deliver a server's message to one of its workers: a lease that it had to ask for first."""
@@ -174,7 +195,7 @@ class Node:
             return
         self._parked.pop((uplink.name, fragment, sequence), None)
         table = self.sizes.first if sequence == 0 else self.sizes.down
-        uplink.answered(answer, table[fragment])
+        uplink.answered(self.times.held(uplink.name, answer), table[fragment])
 
     def forget(self, uplink: VirtualClient) -> None:
         """Forget a member that died."""
@@ -196,6 +217,8 @@ class GlobalNode(Node):
         self._waiting: list[tuple[VirtualClient, LeaseRequest]] = []  # for data that may come back
 
     def _handle(self, uplink: VirtualClient | None, message: Message) -> Any:
+        if isinstance(message, LeaseRequest):
+            message = replace(message, at_s=self.work.clock.now)
         reply = super()._handle(uplink, message)
         if uplink is not None and isinstance(message, LeaseRequest) and reply is None:
             self._waiting.append((uplink, message))
@@ -217,7 +240,7 @@ class RegionNode(Node):
 
     def __init__(self, server: RegionServer, sizes: LinkSizes, work: ServerWork, uplink: VirtualClient) -> None:
         super().__init__(server, sizes, work)
-        self.uplink = uplink
+        self.uplink, self.times.above = uplink, uplink.travel
         uplink.on_lease = partial(self.on_message, None)
 
     def start(self) -> None:
@@ -236,6 +259,9 @@ class RegionNode(Node):
             self.uplink.say(message)
 
     def _send_up(self, update: UpdatePart) -> None:
+        if self.server.waits:
+            need_s = self.times.left_s(self.server.going_up(update.fragment), update.fragment)
+            update = replace(update, need_s=need_s)
         self.uplink.push(update)
         self._ask_for_weights(update.fragment, update.sequence)
 

@@ -209,6 +209,8 @@ class SimWorker:
                     self._at_risk_s[lease.lease] = self.trained_s - self._job_s
                     self._undelivered[lease.lease] = len(self.parameter_map.fragments)
                     self._job_s = self.trained_s
+                after = self._following
+                self.exchange.ends = after is not None and after.done() and isinstance(after.result(), Finished)
                 yield from self.exchange.after_step(now_due, metrics, steps)
                 if stopped_s := self.rank.stopped_s():
                     yield stopped_s

@@ -200,6 +200,9 @@ class WorkerLoop:
         self._results.append(result)
         self.step += 1
         due = fragments_due(self.member.parameter_map.groups, lease.steps, self.step)
+        if (after := self._following) is not None and due:
+            known = after.done() and not after.cancelled() and after.exception() is None
+            self.exchange.ends = not self._untrained and known and isinstance(after.result(), Finished)
         self._wait_for(self.exchange.after_step(due, self._metrics() if due else {}))
         self.laps.lap("communication")
         if self.step < lease.steps:

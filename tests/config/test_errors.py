@@ -68,6 +68,7 @@ def test_a_rule_by_its_name_alone_says_what_to_write() -> None:
          "rule.gain, rule.momentum_share: without effect with levels = 1"),
         ({"rule": {"name": "region_momentum", "answers": "merged", "updates_per_send": 2}},
          "rule.updates_per_send: without effect with rule.answers = 'merged'"),
+        ({"rule": {"name": "region_momentum", "answers": "wait"}}, "rule.answers = 'wait' needs overlap.steps > 0"),
         ({"overlap": {"mix": 0.25}}, "mix = 0.25 does nothing with adopt = 'replace'; leave it out, or adopt 'mix'"),
     ],
 )  # fmt: skip

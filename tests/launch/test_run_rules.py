@@ -81,6 +81,10 @@ def test_what_no_run_can_begin_with(regions: tuple[dict[str, Any], ...], outer: 
         ({"local_steps": 34, "rule": {"name": "sync"}}, "about 9.8 times"),
         ({"local_steps": 1, "rule": {"name": "region_momentum", "updates_per_send": 64}}, "about 7.8 times"),
         ({"local_steps": 40, "overlap": LATE}, "about 12 times|^each worker has about 8.3 jobs .* the merged global"),
+        (
+            {"local_steps": 40, "overlap": LATE, "rule": {"name": "region_momentum", "answers": "wait"}},
+            "about 12 times|^each worker has .* which wait for the deltas of all at work",
+        ),
         ({"local_steps": 40}, "about 8.3 jobs in the run: regions answer before they know .*'sync' ends lower"),
         (
             {"local_steps": 40, "overlap": LATE, "rule": {"name": "region_momentum", "merge_alpha": 0.75}},

@@ -97,6 +97,15 @@ def test_where_it_is_held(worker: int, region: int, top: int, held: str) -> None
     assert way(worker, region, top).held == [held]
 
 
+def test_what_an_answer_waits_for_is_told() -> None:
+    top = told(GLOBAL, (5.5, applied("eu", 5)), (5.5, UpdateStage("eu/0.5", "waits")))
+    found = trace("eu-0/0.17", {"eu-0": told("eu-0", *WORKER), "eu": told("eu", *REGION[:5]), GLOBAL: top}, FACTS)
+    assert found.held == [
+        "the answer to eu/0.5 is not made: global waits for the deltas of other members, or its deadline"
+    ]
+    assert found.steps[-1].what == "waits for the deltas of others, as long as its answer comes in time (eu/0.5)"
+
+
 def test_a_link_that_is_down_holds_what_is_not_acknowledged() -> None:
     logs = {"eu-0": told("eu-0", *WORKER[:3]), "eu": told("eu", (1.5, applied("eu-0", 16)))}
     [held] = trace("eu-0/0.17", logs, FACTS).held

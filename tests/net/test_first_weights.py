@@ -24,7 +24,8 @@ from geotrain.net.server import first_weights
 from geotrain.net.server.first_weights import FirstDigests, initial_weights
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc
-from geotrain.outer.messages import Answer, ChunkWeights, MadeWeights
+from geotrain.net.transport.made_weights import MadeWeights
+from geotrain.outer.messages import Answer, ChunkWeights
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import Parameter, ParameterMap, parameter_map_of
 from tests.support.net_worlds import BUSY_S, FP32, side_by_side, wait_for

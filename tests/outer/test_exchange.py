@@ -125,6 +125,29 @@ def test_fragments_that_leave_together_are_numbered_apart_and_one_brings_the_met
     assert numbered == [(1, 1, {}), (0, 1, {}), (1, 2, {"loss": 2.0})]
 
 
+def test_an_update_says_when_its_answer_is_needed() -> None:
+    """A step before it is adopted, by the speed so far; at the end of all training at once."""
+    exchange, world = begun("continue", overlap_steps=4)
+    now_s = [0.0]
+    exchange.clock = lambda: now_s[0]
+
+    def step(*due: int, ends: bool = False) -> None:
+        now_s[0] += 2.0
+        exchange.ends = ends
+        waits(exchange.after_step(due, {}))
+
+    step(0)
+    assert world.sent[-1].need_s == 6.0
+    for _ in range(4):
+        step()
+    step(1, ends=True)  # two steps before the end
+    assert world.sent[-1].need_s == 2.0
+    world.answer(0, 1), world.answer(1, 1)
+    step()
+    step(0, ends=True)
+    assert world.sent[-1].need_s == 0.0
+
+
 def test_the_stages_of_an_update_are_told_in_their_order() -> None:
     exchange, world = begun("continue")
     told: list[Event] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -103,6 +105,30 @@ def test_slower_workers_take_fewer_steps():
         assert isinstance(lease, Lease)
         steps[worker] = lease.steps
     assert steps == {"fast": 8, "half": 4, "slow": 1}
+
+
+def test_jobs_of_unlike_speeds_come_to_end_together():
+    """Whenever they began, also after a restart, and where a clock was set."""
+    settings: Any = {"local_steps": 32, "scale_local_steps": True, "together": True}
+    table, speeds, now_s = LeaseTable(10_000, 1, **settings), {"fast": 1.0, "slow": 1.5, "like": 1.02}, 1000.0
+    ends_s, jobs, clock_s = {"fast": now_s, "slow": now_s + 9.0, "like": now_s + 17.0}, Counter[str](), 0.0
+    lengths = defaultdict[str, list[int]](list)
+    for event in range(120):
+        worker = min(ends_s, key=lambda name: ends_s[name])  # it begins its next job, and asks for the one after
+        now_s, jobs[worker] = ends_s[worker], jobs[worker] + 1
+        clock_s = 1e6 if event >= 60 else 0.0
+        lease = table.grant(LeaseRequest(worker, jobs[worker] + 1, speeds[worker], clock_s + now_s))
+        assert isinstance(lease, Lease)
+        lengths[worker].append(lease.steps)
+        steps = lengths[worker][-2] if jobs[worker] > 1 else 32
+        ends_s[worker] = now_s + steps * speeds[worker]
+        late_s = max(ends_s.values()) - min(ends_s.values())
+        if 30 < event < 60 or event > 80:
+            assert late_s < 2.0 or late_s > 28.0, "they end within a step and a half, or one has begun its next"
+        saved = table.state()
+        table = LeaseTable(10_000, 1, **settings)
+        table.load(json.loads(json.dumps(saved)))
+    assert set(lengths["fast"]) == {32} and max(max(each) for each in lengths.values()) <= 48
 
 
 def test_a_lease_that_came_back_is_committed_once_and_the_run_waits_for_those_that_are_out() -> None:

@@ -50,6 +50,7 @@ def a(**facts: Any) -> dict[str, Any]:
         (TOP, {"members": {"a": {**UP, "owed": [0]}, "b": LEFT}}, []),
         (REGION, {"in_rounds": False, **a(owed=[0])}, []),
         (REGION, {"members": {name: {**UP, "owed": [0]} for name in "ab"}}, [("round", "global")]),
+        (TOP, {"in_rounds": False, "awaited": ["b"], "due_s": 0.84, **a(owed=[0])}, [("delta", "b")]),
         (REGION, {"connected": False}, [("link", "global")]),
         (REGION, {"wanted": ["b"]}, [("data", "b")]),
         (REGION, {"members": {"a": LEFT, "b": LEFT}}, [("answer", "global")]),

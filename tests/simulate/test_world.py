@@ -6,6 +6,7 @@ import gc
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import torch
 from benchmarks.studies.claims.exchange import world_for
 from benchmarks.studies.environments import HALOS, load_environment, one_block, synthetic_world
 from benchmarks.studies.learner.training import Curve, Study, training_task
-from geotrain.config import OuterConfig, codec_config, load_run
+from geotrain.config import OuterConfig, codec_config, load_run, parse
 from geotrain.outer import worker
 from geotrain.outer.codec import make_codec
+from geotrain.outer.server.answer_times import AnswerTimes
 from geotrain.simulate.links import LinkSpec
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld, timing_task
@@ -47,6 +49,39 @@ def with_away(world: WorldSpec, away: dict[str, tuple[tuple[float, float], ...]]
             replace(r, workers=tuple(replace(w, away=away.get(w.name, ())) for w in r.workers)) for r in world.regions
         ),
     )
+
+
+@pytest.mark.parametrize("late", ["continue", "wait"])
+@pytest.mark.parametrize(
+    "world",
+    [
+        two_regions(),
+        two_regions(gbps=0.05),
+        two_regions(jitter_s=0.5),
+        with_away(two_regions(), dict.fromkeys(("us-0", "us-1"), ((200.0, 700.0),))),
+    ],
+)
+def test_answers_that_wait_hold_nobody_up(world: WorldSpec, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where others are slow or dead, or answers come too late anyway."""
+    held, news = list[object](), AnswerTimes.news
+
+    def noted(times: AnswerTimes) -> Any:
+        held.extend(found := news(times))
+        return found
+
+    monkeypatch.setattr(AnswerTimes, "news", noted)
+
+    def run(answers: str) -> dict:
+        overlap = {"steps": 10, "late": late, "adopt": "rebase"}
+        rule = {"name": "region_momentum", "answers": answers}
+        block = {"rule": rule, "local_steps": 32, "overlap": overlap, "lease_reserve": 0}
+        return timed(parse(OuterConfig, block, answers), world, 4000)
+
+    merged, count = run("merged"), len(held)
+    waiting = run("wait")
+    assert count == 0 < len(held)
+    assert waiting["utilization"] >= merged["utilization"] - 0.003
+    assert waiting["committed_steps"] == 4000 and waiting["finished"]
 
 
 def test_garbage_is_collected_rarely_only_while_a_timing_run_lasts():

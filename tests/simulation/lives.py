@@ -17,6 +17,7 @@ from grpc import aio
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
+from geotrain.config.outer import OverlapConfig
 from geotrain.outer.events import Joined, UpdateStage
 from geotrain.outer.messages import Lease, update_id
 from tests.simulation.account import STEP
@@ -280,6 +281,10 @@ def settings_of(seed: int) -> dict[str, Any]:
         drawn_settings["ramp"] = 1, 1, 4  # four steps of one sample: the places of what is skipped stay
     if rule == "region_momentum":
         drawn_settings["momentum_share"] = 0.5  # of a run so short, a smaller one is always one update
+        if seed % 3 == 2:
+            overlap = OverlapConfig(steps=1, adopt="rebase")  # how long answers wait: see SimulatedWorker
+            drawn_settings |= {"answers": "wait", "updates_per_send": 4, "overlap": overlap}
+            drawn_settings["scale_local_steps"] = seed % 2 == 0  # then lengths follow clocks
     return drawn_settings | ({"ledger": False} if rule == "published" else {})
 
 

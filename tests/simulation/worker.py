@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -36,6 +37,7 @@ class SimulatedWorker(FakeWorker):
         there = world.server_of(name), parameter_map, world.run_config.outer, cut, identity
         shards = shards_above(world.cluster, parameter_map, "worker", name, HOME[name])
         super().__init__(name, uuid.uuid4().hex, *there, shards=shards, deadline_s=1e6)
+        self.waits = getattr(world.run_config.outer.rule, "answers", "") == "wait"
         for client in self.clients:
             client.on_acknowledged = self._acknowledged
 
@@ -60,6 +62,9 @@ class SimulatedWorker(FakeWorker):
             for f in range(len(self.parameter_map.fragments)):
                 await asyncio.sleep(STEP_S * self.world.random.uniform(0.5, 2.0))
                 pushed, parts = [], self.parts(lease, f)
+                if self.waits:
+                    need_s = self.world.random.choice([0.0, 0.5, 2.0, 10.0])
+                    parts = [replace(part, need_s=need_s) for part in parts]
                 if not self.spoilt:
                     self.world.account.trains(parts, self.slicing)
                 for client, part in zip(self.clients, parts, strict=True):

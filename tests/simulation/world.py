@@ -294,6 +294,9 @@ class World:
         whole = copies.own.whole() if copies else []
         if shard_name(name, 0) in self.processes or (server == GLOBAL and not whole):
             return
+        rule, mirrored = self.run_config.outer.rule, self.run_config.checkpoint.snapshots is not None
+        if getattr(rule, "answers", "") == "wait" and mirrored and not shard:
+            return  # it comes back from its copy with what waits to go up, of which the account would know nothing
         assert process.folder is not None
         shutil.rmtree(process.folder, ignore_errors=True)
         process.expected = process.kept[whole[-1]] if whole else None

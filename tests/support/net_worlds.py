@@ -144,7 +144,8 @@ class Running:
         if self.above:
             trust = Trust(own, identity("global", GLOBAL)) if own else None
             link = GrpcClient(self.above, self.server.name, self.server.incarnation, trust)
-            self.region_client = RegionClient(self.server_thread, self.server, link)
+            times = self.service.answer_timer.times
+            self.region_client = RegionClient(self.server_thread, self.server, link, times=times)
             self.region_client_task = asyncio.create_task(self.region_client.run())
         return await self.service.start(Address(port=port))
 

@@ -25,8 +25,10 @@ import torch
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import LimitsConfig, codec_config
+from geotrain.config.outer import OverlapConfig
 from geotrain.net.server.server_thread import FULL_RETRY_S
 from geotrain.outer.messages import (
+    AnswersDue,
     Finished,
     Lease,
     LeaseRequest,
@@ -85,6 +87,8 @@ class Scenario:
             settings["limits"] = LimitsConfig(**limits)
         if not fragments:
             settings["fragments"] = {}
+        if settings.get("answers") == "wait":
+            settings["overlap"] = OverlapConfig(steps=1, adopt="rebase")
         # Not validated: a flat run has no use for most of these settings.
         config = outer(rule, **settings).model_copy(update={"levels": levels})
         told, folder = Plan(plan, config, samples), self.folder / "world"
@@ -265,6 +269,14 @@ class Scenario:
         server = self.world.workers[member][0] if worker else GLOBAL
         life = self.incarnation(member) if worker else self.world.servers(member).incarnation
         self.call(server, MemberSilent(member, life))
+
+    def do_needs(self, region: str, seconds: float) -> None:
+        """Have the region need the answers to its updates in so many seconds. In memory only."""
+        self.world.needs[region] = float(seconds)
+
+    def do_due(self, server: str, *members: str) -> None:
+        """Tell a server that these members' answers for the first fragment are due."""
+        self.call(server, AnswersDue(members, 0))
 
     def do_passes(self, seconds: str, *heard: str, at: str = "", late: float = 0.0) -> None:
         """Let seconds pass by the clock of a server's failure detector, which then looks. heard: whom it has heard of

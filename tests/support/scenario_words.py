@@ -7,6 +7,7 @@ from typing import Any
 
 from geotrain.outer.messages import (
     Answer,
+    AnswersDue,
     AnswerWanted,
     Finished,
     Join,
@@ -42,7 +43,8 @@ def message_text(message: Any) -> str:
         case UpdatePart(deltas=deltas):
             rank = f", rank {message.part}" if message.part else ""
             leases = f", contains leases {list(message.contains)}" if message.contains else ""
-            about = f"from version {deltas[0].anchor_version}{leases}"
+            needed = f", needed in {message.need_s:g} s" if message.need_s else ""
+            about = f"from version {deltas[0].anchor_version}{leases}{needed}"
             return f"{message.member}'s update {number(message)}{rank}, {about}"
         case LeaseRequest():
             return f"{message.worker} asks for the lease of job {message.job}"
@@ -80,6 +82,8 @@ def message_text(message: Any) -> str:
             return f"{message.member} leaves"
         case MemberSilent():
             return f"{message.member} was not heard of for too long"
+        case AnswersDue():
+            return f"answers to {', '.join(message.members)} for fragment {message.fragment} are due"
         case OperatorCommand():
             return f"the operator: {message.what} {message.region}".rstrip()
         case UpdateRejected():
@@ -137,6 +141,8 @@ def event_text(kind: str, event: dict[str, Any]) -> str | None:
             return f"steered: {event['what']} {event['region']}".rstrip()
         case "ValidationDone":
             return f"validation {event['number']} by {event['worker']}: loss {event['loss']:g}"
+        case "UpdateStage" if event["stage"] == "waits":
+            return f"{event['update']} waits for the deltas of others"
         case "SentWhole" | "Left" | "Unbanned":
             return f"{member}: {kind}"
     return None

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,7 @@ class InMemory(World):
         self.identity = self.world.identity
         self.held: set[str] = set()  # regions whose link is cut
         self.refusing: set[str] = set()  # regions whose next update is refused for good
+        self.needs: dict[str, float] = {}  # region → seconds in which it needs answers
 
     def servers(self, name: str) -> Any:
         return self.world.server(name)
@@ -209,6 +210,8 @@ class InMemory(World):
                 world.top.handle(UpdateRejected(name, region.incarnation, REFUSED))
                 raise Refused(REFUSED)
             world.top.current(name, region.incarnation)
+            if isinstance(message, UpdatePart) and name in self.needs:
+                message = replace(message, need_s=self.needs[name])
             reply = world.top.handle(message).reply
         except NotJoined:
             world.connect(name)

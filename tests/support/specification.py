@@ -194,7 +194,7 @@ class Specification:
         if isinstance(self.rule, SyncConfig):
             v.x = x_global
             return
-        alpha = self.rule.merge_alpha
+        alpha = 1.0 if getattr(self.rule, "answers", "") == "wait" else self.rule.merge_alpha
         if getattr(self.rule, "ledger", True):
             assert v.sent is not None
             pending = v.sent - v.x

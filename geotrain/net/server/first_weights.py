@@ -15,8 +15,9 @@ from torch import Tensor
 from geotrain.config import ConfigError, RunConfig
 from geotrain.net.storage.remote_snapshots import beside
 from geotrain.net.transport import rpc
+from geotrain.net.transport.made_weights import MadeWeights
 from geotrain.outer.downlink import WeightsSender
-from geotrain.outer.messages import Answer, ChunkWeights, MadeWeights
+from geotrain.outer.messages import Answer, ChunkWeights
 from geotrain.parameters.chunks import Cut, cut
 from geotrain.parameters.dcp import start_weights
 from geotrain.parameters.hf_checkpoint import HFCheckpointError

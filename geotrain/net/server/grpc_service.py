@@ -22,6 +22,7 @@ import grpc
 from grpc import aio
 
 from geotrain.config import Address
+from geotrain.net.server.answer_timer import AnswerTimer
 from geotrain.net.server.failure_detector import NOBODY, WORKER_SILENT_S, FailureDetector
 from geotrain.net.server.first_weights import FirstDigests
 from geotrain.net.server.listener import ENROLL, Handler, open_server, proven
@@ -44,6 +45,7 @@ from geotrain.outer.messages import (
     Finished,
     Join,
     Lease,
+    LeaseRequest,
     Leave,
     LiftQuarantine,
     NotJoined,
@@ -104,6 +106,7 @@ class GrpcService:
         self.server, self.credentials, self.shards = server_thread.server, credentials, shards
         self._enroll = enroll
         self.failure_detector = FailureDetector(server_thread, silent_s, lambda: shards is None or shards.ready)
+        self.answer_timer = AnswerTimer(server_thread)
         self._waits = WaitTable()
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
         self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
@@ -135,6 +138,7 @@ class GrpcService:
         if self._enroll is not None:
             handlers[ENROLL] = self._enroll
         self._grpc, port = await open_server(address, self.credentials, handlers)
+        self.answer_timer.start()
         if self.server.ledger:
             self.failure_detector.start()
         return port
@@ -142,6 +146,7 @@ class GrpcService:
     async def stop(self, grace_s: float | None) -> None:
         """Take no new calls, and end those that are open after `grace_s`."""
         self.failure_detector.stop()
+        self.answer_timer.stop()
         if self._grpc is not None:
             await self._grpc.stop(grace_s)
 
@@ -153,7 +158,7 @@ class GrpcService:
     def status(self, whole: bool = True) -> dict[str, Any]:
         """Say how the server goes, for people: its state, its members, and what it waits for; whole: also bytes."""
         said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s}
-        said |= self._extra_status(whole)
+        said |= {**self._extra_status(whole), **self.answer_timer.status()}
         if self.server.ledger:
             said["members"] = self.failure_detector.judge(said)
             said["waits"] = self._waits.told(waits(said), time.time())
@@ -272,6 +277,7 @@ class GrpcService:
         until_s = asyncio.get_running_loop().time() + wait_s
         while (answer := await self.server_thread.until(looked_for, wait_s)) is wanted:
             await self.server_thread.say(wanted)
+        answer = self.answer_timer.held(pull.member, answer) if isinstance(answer, Answer) else answer
         message: Any = rpc.NotYet() if answer is None else answer
         if isinstance(answer, Answer) and pull.digest and not pull.sequence:
             message = await self._first_digests.reply(pull.member, answer, pull.digest, until_s)
@@ -301,12 +307,15 @@ class GrpcService:
                 return granted
             return "ask again" if self.server.lease_is_due(worker) else None
 
-        lease = await self._judged(ask, self.server_thread.say(ask.request))
+        def asked() -> LeaseRequest:
+            return replace(ask.request, at_s=time.time())
+
+        lease = await self._judged(ask, self.server_thread.say(asked()))
         # A region server may have to ask the global server first, and a global server may be paused.
         if lease is None:
             lease = await self.server_thread.until(settled, min(ask.wait_s, rpc.MAX_WAIT_S))
         if lease == "ask again":
-            lease = await self._judged(ask, self.server_thread.say(ask.request))
+            lease = await self._judged(ask, self.server_thread.say(asked()))
         return wire.pack(lease or rpc.NotYet())
 
     async def _release(self, request: bytes, context: Any) -> bytes:

@@ -20,13 +20,13 @@ from geotrain.net.storage.remote_snapshots import beside
 from geotrain.net.transport import rpc
 from geotrain.net.transport.fragment_links import join_shard
 from geotrain.net.transport.grpc_client import GOODBYE_S, AnswerPull, GrpcClient, Unreachable
+from geotrain.net.transport.made_weights import MadeWeights
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
     Join,
     LeaseRequest,
     Leave,
-    MadeWeights,
     NotJoined,
     Recall,
     Refused,
@@ -40,7 +40,9 @@ from geotrain.outer.messages import (
     Validated,
     Welcome,
 )
+from geotrain.outer.server.answer_times import AnswerTimes
 from geotrain.outer.server.region_server import RegionServer
+from geotrain.outer.travel import Travel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,7 +58,8 @@ class RegionClient:
     on_lost: called with the number of acknowledged updates that a restored global server does not know.
     on_acknowledged: called with the fragment and sequence of each update that the global server has taken.
     on_joined: called when the global server has taken the region.
-    metrics: gives the numbers that go up with each heartbeat, to be shown to people.
+    metrics: gives the numbers that go up with each heartbeat, to be shown to people. times: of
+    the updates of its workers; None: none of them waits.
     link: to the global server, or to the part of it that has this server's fragments. first: makes the weights that
     answer the join before the global server has applied an update, by fragment; empty: it cannot.
     """
@@ -72,10 +75,14 @@ class RegionClient:
         on_joined: Callable[[], None] = lambda: None,
         metrics: Callable[[], dict[str, float]] = dict,
         first: Callable[[], dict[int, MadeWeights]] = dict,
+        times: AnswerTimes | None = None,
     ) -> None:
         self.server_thread, self.server = server_thread, server
         self.on_lost, self.on_acknowledged, self.on_joined = on_lost, on_acknowledged, on_joined
-        self.metrics, self.first = metrics, first
+        self.metrics, self.first, self.times = metrics, first, times
+        self.travel = Travel(asyncio.get_running_loop().time)
+        if times is not None:
+            times.above = self.travel
         self.link = link
         self.connected = False
         self._updates: _Lane[UpdatePart | Trained | AnswerWanted | Leave] = _Lane()
@@ -186,6 +193,7 @@ class RegionClient:
             # An update that was queued again when the session began may also have come through `deliver` meanwhile.
             elif message.sequence > last[message.fragment]:
                 last[message.fragment] = message.sequence
+                message = await self._with_need(message)
                 try:
                     await self._persist(partial(self.link.push, message))
                 except Refused as refused:
@@ -249,7 +257,18 @@ class RegionClient:
 
     async def _run_answers(self, fragment: int, pushed: asyncio.Queue[int]) -> None:
         while True:
-            await self.server_thread.persist(await self._pull(fragment, await pushed.get()))
+            answer = await self._pull(fragment, await pushed.get())
+            await self.server_thread.persist(answer)
+            self.travel.came(answer)  # merged, which takes time, too
+
+    async def _with_need(self, update: UpdatePart) -> UpdatePart:
+        """Return an update that leaves now, with the seconds until its answer is needed: by the first of the workers
+        whose deltas are in it."""
+        if self.times is None or not self.server.waits:
+            return update
+        times, fragment = self.times, update.fragment
+        left_s = await self.server_thread.read(lambda: times.left_s(self.server.going_up(fragment), fragment))
+        return self.travel.leaves(update, left_s)
 
     async def _pull(self, fragment: int, sequence: int, made: MadeWeights | None = None) -> Answer:
         wanted = AnswerPull(0, fragment, sequence, self._limit_bytes, made)

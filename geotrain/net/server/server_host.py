@@ -441,6 +441,7 @@ class RegionServerHost(ServerHost):
             on_joined=lambda: note_origin(self.folder.parent, self.server.origin),
             metrics=self.sampler.metrics,
             first=first,
+            times=self.service.answer_timer.times,
         )
         return self.region_client.run()
 

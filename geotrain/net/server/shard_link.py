@@ -182,6 +182,7 @@ class ShardLink:
         while True:
             facts = await self.server_thread.until(news, float("inf"))
             assert facts is not None
+            self._said = ()  # its ledger may have taken what is said now, though the reply is lost
             if (reply := await self._call("facts", facts, rpc.Ack)) is not None:
                 known = reply[1].applied
                 self._said = facts.safe, facts.quiet, facts.seen

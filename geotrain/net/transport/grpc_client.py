@@ -17,13 +17,13 @@ from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust, expiry, open_channel
 from geotrain.net.transport.deadlines import FrameDeadline, within
 from geotrain.net.transport.fragment_bytes import FragmentBytes
+from geotrain.net.transport.made_weights import MadeWeights
 from geotrain.outer.messages import (
     Answer,
     Finished,
     Join,
     Lease,
     LeaseRequest,
-    MadeWeights,
     NotJoined,
     Refused,
     Release,

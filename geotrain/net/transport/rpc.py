@@ -128,8 +128,8 @@ class Pull(FromMember):
 
     header, data frames: of an answer that was broken off, the checksum of its header and how many data frames
     arrived. If the answer is still this one, those data frames are left out; otherwise it is sent whole.
-    digest: of the answer that the member has made by itself (`geotrain.outer.messages.MadeWeights`); "": it has
-    none. If the answer is that one, the reply is `Same`.
+    digest: of the answer that the member has made by itself (`made_weights.MadeWeights`); "": it has none. If the
+    answer is that one, the reply is `Same`.
     """
 
     part: int

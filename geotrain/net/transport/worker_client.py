@@ -31,6 +31,7 @@ from geotrain.outer.messages import (
     Validated,
     Welcome,
 )
+from geotrain.outer.travel import Travel
 from geotrain.parameters.parameter_map import numel
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class _Pushed:
 
     part: UpdatePart
     delivered: Future[None]
+    needed_s: float = 0.0  # when its answer has to be here, by the loop's clock
     acknowledged: bool = False  # by the server's present incarnation, so that it need not be sent again
 
     def settle(self, error: Exception | None = None) -> None:
@@ -84,6 +86,7 @@ class WorkerClient:
         self.on_profile: Callable[[int], None] = lambda steps: None  # called with inner steps that are to be recorded
         self.mirrors: Callable[[], tuple[int, ...]] = tuple  # fingerprints for a join in the same incarnation
         self._loop = asyncio.new_event_loop()
+        self._travel = Travel(self._loop.time)
         self._thread = threading.Thread(target=self._run, name=f"outer-link-{address}", daemon=True)
         self._thread.start()
         self._link: GrpcClient | None = None
@@ -244,6 +247,7 @@ class WorkerClient:
 
     def _enqueue(self, pushed: _Pushed) -> None:
         self._sequences[pushed.part.fragment] = pushed.part.sequence
+        pushed.needed_s = self._loop.time() + pushed.part.need_s
         self._parts.append(pushed)
         self._work.set()
 
@@ -275,12 +279,14 @@ class WorkerClient:
                 pass
 
     async def _push(self, pushed: _Pushed) -> None:
+        part = self._travel.leaves(pushed.part, pushed.needed_s - self._loop.time())
+
         async def attempt(link: GrpcClient) -> int | None:
             # Joining again may have brought up an earlier one, whose other parts had not come: it is wanted first.
             if self._next() not in (None, pushed):
                 return NOT_YET
             joins = self._joins
-            applied = await link.push(pushed.part)
+            applied = await link.push(part)
             # If this client has joined again meanwhile, an earlier incarnation of the server has acknowledged. Unless
             # all parts had come, that incarnation has taken the part with it.
             return applied if joins == self._joins else None
@@ -304,6 +310,7 @@ class WorkerClient:
     async def _pull(self, fragment: int, sequence: int) -> Answer:
         wanted = AnswerPull(self._part, fragment, sequence, self._limit_bytes)
         answer = await self._persist(lambda link: link.pull(wanted))
+        self._travel.came(answer)
         self._note_applied(fragment, sequence)
         return answer
 

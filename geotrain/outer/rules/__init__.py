@@ -36,7 +36,7 @@ def region_rule(
             return cast(RegionRule, config.region_rule(members, updates))
         case _:
             k = momentum_decay(updates, config.momentum_share) if decay is None else decay
-            return MomentumRegion(config, k, outer.answers_merged(updates / len(members)))
+            return MomentumRegion(config, k, outer.answers(updates / len(members)))
 
 
 def global_rule(config: RuleConfig, members: tuple[str, ...]) -> Rule:

@@ -50,12 +50,15 @@ def momentum_average(decay: float, gain: float, weight: float) -> OuterStep:
 
 class MomentumRegion(AsyncRegion):
     """The region's half of the rule, always with the ledger. A delta weighs one over the number of workers that take
-    part. decay: k of one update, from `momentum_decay`. merged: as in `AsyncRegion`, with α = 1."""
+    part. decay: k of one update, from `momentum_decay`. answers: as in `OuterConfig.answers`; α is 1 where they are
+    merged."""
 
     averages, bf16_vectors = True, ("momentum",)
 
-    def __init__(self, config: RegionMomentumConfig, decay: float, merged: bool = False) -> None:
-        super().__init__(config.updates_per_send, 1.0 if merged else config.merge_alpha, True, merged)
+    def __init__(self, config: RegionMomentumConfig, decay: float, answers: str = "at_once") -> None:
+        merged = answers != "at_once"
+        alpha = 1.0 if merged else config.merge_alpha
+        super().__init__(config.updates_per_send, alpha, True, merged, answers == "wait")
         self.decay, self.gain = decay, momentum_gain(config.gain, decay)
 
     def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
@@ -69,7 +72,7 @@ class MomentumRegion(AsyncRegion):
 class AveragingGlobal:
     """The global server's half of the rule: x −= Δ / members, of those that take part."""
 
-    averages, in_rounds = True, False
+    averages, in_rounds, waits = True, False, True
 
     def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
         c.version += 1

@@ -37,8 +37,8 @@ class Counts:
 
     version: int = 0  # updates applied since the run began
     counts: dict[str, int] = field(default_factory=dict)  # plain numbers: updates pending, in flight, …
-    # Synchronous rules: member whose Δ waits → its weight. Others: member whose answer waits for the global weights →
-    # 1 once its Δ is on its way to them, else 0.
+    # Synchronous rules: member whose Δ waits → its weight. Others: member whose answer waits, in a region for the
+    # global weights → 1 once its Δ is on its way to them, else 0.
     waiting: dict[str, int] = field(default_factory=dict)
 
 
@@ -94,6 +94,7 @@ class Rule(Protocol):
     be rounded by chance; a replay and any number of shards give the same bits.
     unmoved, if there are any: auxiliary vectors that `apply` leaves as they are, so no snapshot copies them.
     averages, if there is such: whether a delta weighs one over the number of members that take part.
+    waits, if there is such: whether answers may wait for the deltas of others (`Server.held`).
     """
 
     @property
@@ -156,14 +157,18 @@ class AsyncRegion(ABC):
     α weighs the global weights, as in HALoS's code; its help text says the opposite.
 
     merged: whether workers are answered with what their deltas were merged into, and not at once; then each delta is
-    sent up as soon as nothing is in flight, whatever K says: it is waited for.
+    sent up as soon as nothing is in flight, whatever K says: it is waited for. waits: it leaves when those of all
+    workers at work are there, or when it is due ("due" is 1 from then on, also while an update is in flight).
     """
 
     in_rounds = False
     unmoved = ("base",)
 
-    def __init__(self, updates_per_send: int, merge_alpha: float, ledger: bool, merged: bool = False) -> None:
-        self.every, self.alpha, self.ledger, self.merged = updates_per_send, merge_alpha, ledger, merged  # every: K
+    def __init__(
+        self, updates_per_send: int, merge_alpha: float, ledger: bool, merged: bool = False, waits: bool = False
+    ) -> None:
+        self.every, self.alpha, self.ledger = updates_per_send, merge_alpha, ledger  # every: K
+        self.merged, self.waits = merged, waits
 
     def start(self, c: Counts) -> None:
         # pending: updates applied since the last send. in_flight: 1 while a send is unanswered. lost: updates that
@@ -192,11 +197,16 @@ class AsyncRegion(ABC):
         # At most one send in flight: its answer decides the base from which the next one is counted. Updates that are
         # applied meanwhile wait and leave together.
         pending = c.counts["pending"]
-        return not c.counts["in_flight"] and (pending >= self.every or (pending > 0 and (flush or bool(c.waiting))))
+        if c.counts["in_flight"] or not pending:
+            return False
+        if self.waits:
+            return flush or bool(c.counts.get("due"))
+        return pending >= self.every or flush or bool(c.waiting)
 
     def on_send(self, c: Counts) -> tuple[Inputs, int]:
         weight = c.counts["pending"]
         c.counts.update(pending=0, in_flight=1)
+        c.counts.pop("due", None)
         c.waiting.update(dict.fromkeys(c.waiting, 1))
         return NOTHING, weight
 

@@ -80,10 +80,11 @@ class GlobalServer(Server):
             bf16_state=config.server_state == "bf16",
         )  # fmt: skip
         self.sample_tokens = sample_tokens
+        jobs = train_samples / samples_per_step / config.local_steps / max(1, len(workers))  # of each
         rounds = tuple(workers) if config.rule.synchronous else None
         self.lease_table = LeaseTable(
             train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds, ramp,
-            len(parameter_map.fragments), bool(part.dealt),
+            len(parameter_map.fragments), bool(part.dealt), config.answers(jobs) == "wait",
         )  # fmt: skip
         self.validations = Validations(validate_every_samples)
         self.losses = LossWatch()
@@ -172,6 +173,11 @@ class GlobalServer(Server):
             self.validations.handed_out(self.lease_table.committed_samples)
         # A worker that is to leave still gets the leases it held already, and hears that it is finished after them.
         return self.lease_table.dismiss(request) if granted is None and leaves else granted
+
+    def _answer_now(self, names: tuple[str, ...], fragment: int) -> None:
+        for name in names:
+            del self.fragments[fragment].waiting[name]
+        self.answer_members(names, fragment)
 
     @property
     def final_validation(self) -> int:

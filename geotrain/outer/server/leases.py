@@ -28,7 +28,9 @@ LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint
 MOST_ASIDE = 0.05  # of the run's samples: beyond that it is not the data that is to blame
 LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
-SAVED = "local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s"
+SAVED = (
+    *("local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s", "ends_s"),
+)
 RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
@@ -40,7 +42,8 @@ class LeaseTable:
     weights are in processes, each of which may lose its disk: what is committed is remembered until a copy has it.
     train_samples: samples in the run, a whole number of steps of any worker, of samples_per_step each.
     local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
-    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135).
+    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135). together: jobs of all
+    are to end together, by when their requests came to the global server: lengths are steered towards that.
     rounds: for synchronous rules, the names of all workers. Job j of every worker is then laid out at once, in the
     order of names, so that the same worker trains the same samples whoever asks first.
     ramp: of the batch, before it has samples_per_step (`BatchSchedule`).
@@ -57,6 +60,7 @@ class LeaseTable:
         ramp: Ramp | None = None,
         fragments: int = 1,
         may_go_back: bool = False,
+        together: bool = False,
     ) -> None:
         self.batches = BatchSchedule(samples_per_step, ramp)
         if self.batches.after(train_samples, 0) != train_samples:
@@ -67,7 +71,7 @@ class LeaseTable:
         self.train_samples = train_samples
         self.samples_per_step = samples_per_step
         self.local_steps = local_steps
-        self.scale_local_steps = scale_local_steps
+        self.scale_local_steps, self.together = scale_local_steps, together and scale_local_steps
         self.rounds = tuple(sorted(rounds)) if rounds else None
         self.next_lease = 1
         self.next_start = 0  # samples from here on were never handed out
@@ -88,6 +92,7 @@ class LeaseTable:
         self.trained_s = 0.0  # seconds of inner steps in what is committed, over all workers, by what each last said
         self.dismissed: dict[str, int] = {}  # worker → last job for which it got Finished
         self.step_s: dict[str, float] = {}  # worker → seconds of an inner step, as it last said
+        self.ends_s: dict[str, float] = {}  # worker → when its newest job is to end, by the global server's clock
         self.laid_out: dict[int, dict[str, tuple[int, int]]] = {}  # round → worker → (start, samples)
         # worker → job → open lease: those of `open`, found without a search in runs of thousands of workers
         self._held: dict[str, dict[int, Lease]] = {}
@@ -131,7 +136,10 @@ class LeaseTable:
             return None if self.open and request.job > told and not since else self.dismiss(request)
         if not new:
             return None
-        return self._open(request, *self._take(self._steps(request.worker)), validate)
+        steps = self._steps(request.worker)
+        if self.together and request.at_s and request.worker in self.step_s:
+            steps = self._in_phase(request, steps)
+        return self._open(request, *self._take(steps), validate)
 
     def dismiss(self, request: LeaseRequest) -> Finished:
         """Tell this worker that there is no data for it, and remember for which job."""
@@ -352,6 +360,21 @@ class LeaseTable:
         believed_s = max(s / FASTER**others for others, s in enumerate(nsmallest(2, self.step_s.values())))
         return max(1, ceil(self.local_steps * min(1.0, believed_s / self.step_s[worker])))
 
+    def _in_phase(self, request: LeaseRequest, steps: int) -> int:
+        """Return about so many steps that the worker's job ends when one of the fastest worker does.
+
+        The request is made as the job before begins. A clock that was set makes one job longer or shorter, by half.
+        """
+        own_s, fastest = self.step_s[request.worker], min(self.step_s, key=lambda name: (self.step_s[name], name))
+        before = self._held.get(request.worker, {}).get(request.job - 1)
+        begins_s = request.at_s + (before.steps if before else 0) * own_s
+        if request.worker != fastest and fastest in self.ends_s:
+            period_s = self.local_steps * self.step_s[fastest]
+            late_s = (begins_s + steps * own_s - self.ends_s[fastest] + period_s / 2) % period_s - period_s / 2
+            steps = max(1, round(steps - late_s / own_s))
+        self.ends_s[request.worker] = begins_s + steps * own_s
+        return steps
+
     def note_speed(self, worker: str, step_s: float) -> None:
         """Note how fast a worker is. Its lease requests say so; a simulation, whose speeds are known from the
         start, calls this before the first request. step_s: seconds of one inner step."""
@@ -463,22 +486,6 @@ def check_numbers(request: LeaseRequest) -> None:
     step_s = request.step_s
     if not 0 < request.job <= MOST_JOBS or (step_s and not SHORTEST_STEP_S <= step_s <= LONGEST_STEP_S):
         raise Refused(f"{request.worker}: no worker comes to job {request.job}, or takes {step_s:g} s a step")
-
-
-def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, most: int) -> None:
-    """Raise Refused unless this is what a worker asks for: a job soon after those that it has not trained.
-
-    jobs: for which it holds leases or waits for them. last_job: of its last update; 0: that is not known. most: jobs
-    that it may have at once.
-    """
-    check_numbers(request)
-    first = min(jobs, default=last_job + 1)
-    if (jobs or last_job) and request.job >= first + most:
-        raise Refused(
-            f"{request.worker} asks for job {request.job}, but has not trained job {first}: it gets no more than "
-            f"{most} ahead. Send their updates first",
-            retry_s=5.0,
-        )
 
 
 def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:

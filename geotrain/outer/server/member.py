@@ -56,6 +56,7 @@ class MemberFragment:
     owed: bool = False
     staleness: int = 0  # of its last update, in versions
     norm: float = 0.0  # 2-norm of its last delta
+    need_s: float = 0.0  # of its last update
     arriving: dict[int, UpdatePart] = field(default_factory=dict)  # part → the next update, without payloads
     # Sequence and why that update of several parts was refused for good. A part of it that is said again, as the
     # reply was lost, is refused again: the others, which were taken, never come again.
@@ -125,6 +126,11 @@ class Member:
     def away(self) -> bool:
         """Whether nobody should wait for it: it left, counts as dead, or is quarantined."""
         return self.left or self.silent or self.quarantined
+
+    @property
+    def at_work(self) -> bool:
+        """Whether its deltas may be waited for."""
+        return bool(self.incarnation) and not self.away and self.banned != self.incarnation
 
     @property
     def owed(self) -> list[int]:

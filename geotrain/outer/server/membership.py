@@ -27,7 +27,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.metrics import credible
 from geotrain.outer.rules import Rule
-from geotrain.outer.server.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_request, patience_s
+from geotrain.outer.server.leases import MOST_HELD, MOST_HELD_IN_ROUNDS, check_numbers, patience_s
 from geotrain.outer.server.member import (
     Member,
     check_coverage,
@@ -374,3 +374,19 @@ class Membership(ServerParts):
         if self.begins(name):
             raise Refused(f"{name}: what shards took from its former life is not known yet", JOIN_RETRY_S)
         return member
+
+
+def check_request(request: LeaseRequest, jobs: Collection[int], last_job: int, most: int) -> None:
+    """Raise Refused unless this is what a worker asks for: a job soon after those that it has not trained.
+
+    jobs: for which it holds leases or waits for them. last_job: of its last update; 0: that is not known. most: jobs
+    that it may have at once.
+    """
+    check_numbers(request)
+    first = min(jobs, default=last_job + 1)
+    if (jobs or last_job) and request.job >= first + most:
+        raise Refused(
+            f"{request.worker} asks for job {request.job}, but has not trained job {first}: it gets no more than "
+            f"{most} ahead. Send their updates first",
+            retry_s=5.0,
+        )

@@ -59,6 +59,15 @@ class RegionData(Server):
     def holds(self, name: str) -> dict[int, Lease]:
         return self.leases.of(name)
 
+    def _answer_now(self, names: tuple[str, ...], fragment: int) -> None:
+        self.fragments[fragment].counts["due"] = 1  # until an update leaves, also while one is in flight
+        self._due = True
+
+    def going_up(self, fragment: int) -> list[str]:
+        """Return the workers whose answers come back with the fragment's update that is in flight."""
+        state = self.fragments.get(fragment)
+        return [name for name, sent in state.waiting.items() if sent] if state else []
+
     def uncommitted(self) -> tuple[int, ...]:
         """Numbers of the leases that are trained here and not known to be committed."""
         return tuple(sorted(self.trained))

@@ -393,7 +393,6 @@ class RegionServer(RegionData):
     def status(self) -> dict[str, Any]:
         return {
             **super().status(),
-            "in_rounds": self.rule.in_rounds,
             "region": self.name,
             "wanted": [name for name, jobs in self.wanted.items() if jobs],
             "gone": self.gone,

@@ -19,18 +19,21 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from geotrain.common.names import GLOBAL
 from geotrain.config import CodecConfig, LimitsConfig, RunConfig
 from geotrain.config.agreement import config_digest
 from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.events import Event, UpdateApplied, UpdateStage
+from geotrain.outer.events import Event, UpdateApplied
 from geotrain.outer.messages import (
     Answer,
+    AnswersDue,
     AnswerWanted,
     BadDelta,
     Fact,
     Facts,
     Identity,
     Join,
+    LeaseRequest,
     Leave,
     LiftQuarantine,
     MemberSilent,
@@ -45,9 +48,10 @@ from geotrain.outer.messages import (
     update_id,
 )
 from geotrain.outer.rules import Counts, Rule
+from geotrain.outer.server.answers import Answers
 from geotrain.outer.server.limits import NormLimits, norm
 from geotrain.outer.server.member import Member, MemberFragment, check_part, check_round, outline
-from geotrain.outer.server.membership import WHOLE, Membership, ServerPart
+from geotrain.outer.server.membership import WHOLE, ServerPart
 from geotrain.outer.server.parts import MOST_UNSAID
 from geotrain.outer.server.store import Store
 from geotrain.parameters.parameter_map import ParameterMap, numel
@@ -75,7 +79,7 @@ class Handled:
     events: tuple[Event, ...] = ()
 
 
-class Server(Membership):
+class Server(Answers):
     """State of a region server or a global server, and what it does with each message.
 
     Beside `handle` there are reads, which leave the durable state as it is; both kinds of server have all of them, so
@@ -84,8 +88,6 @@ class Server(Membership):
     name: as others address it. members: names of those who may join. member_role: what they are. up, down: codecs of
     the links to them. part: of the server that this is.
     """
-
-    reports_updates = True  # as events; a simulation without tensors has millions of updates and no reader
 
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
@@ -101,6 +103,8 @@ class Server(Membership):
         self.frozen: tuple[int, list[int]] | None = None
         judged = limits.norm_deviations is not None
         self.norms = NormLimits(limits, len(parameter_map.fragments), len(members)) if judged else None
+        # Workers of a flat run, which has one level, are answered at once.
+        self.waits = bool(getattr(rule, "waits", False)) and (name != GLOBAL or member_role == "region")
         self._sends: list[Send] = []  # what `handle` is about to return
 
     def handle(self, message: Message) -> Handled:
@@ -110,7 +114,10 @@ class Server(Membership):
 
     def take(self, message: Message) -> Handled:
         """Do the part of `handle` for which the sender waits. `go_on` must be called before the next message."""
-        return self._handled(self._route(message))
+        reply = self._route(message)
+        if self.waits and not isinstance(message, UpdatePart | LeaseRequest):
+            self.end_waits(self.numbers)  # who was waited for may be at work no more
+        return self._handled(reply)
 
     def go_on(self) -> Handled:
         """Do what the message makes due for others, such as a region's update for the global server."""
@@ -135,6 +142,8 @@ class Server(Membership):
                 return self._on_leave(message)
             case MemberSilent():
                 return self._on_member_silent(message)
+            case AnswersDue():
+                return self.release(message.members, message.fragment)
             case UpdateRejected():
                 return self._on_update_rejected(message)
             case LiftQuarantine():
@@ -247,12 +256,6 @@ class Server(Membership):
         self._check_own(part.member, part.contains)
         return member
 
-    def _exchange_of(self, name: str, fragment: int) -> MemberFragment:
-        if fragment not in self.numbers:
-            here = "this shard does not have it" if fragment in self.all else f"the run has {len(self.all)}"
-            raise Refused(f"{name}: no fragment {fragment}; {here}")
-        return self.members[name].fragments[fragment]
-
     def answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> Answer | None:
         """Return the answer to the member's update `sequence` of a fragment (0: to its join) for one part; None: not
         yet.
@@ -268,29 +271,6 @@ class Server(Membership):
         if own.answer != sequence or own.version is None:
             return None  # no weights yet, or the update's other parts, or those of others, are still on their way
         return Answer(fragment, sequence, self.store.answer(name, part, fragment), self.incarnation)
-
-    def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
-        """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
-        self.current(name, incarnation, part)
-        own = self._exchange_of(name, fragment)
-        if fragment not in self.fragments or sequence > own.sequence:
-            return False
-        if sequence not in (0, own.sequence):
-            raise Refused(f"{name}: the answer to update {update_id(name, fragment, sequence)} was adopted before")
-        return own.answer != sequence or (own.version is None and not own.owed)
-
-    def _on_answer_wanted(self, wanted: AnswerWanted) -> None:
-        name, fragment, sequence = wanted.member, wanted.fragment, wanted.sequence
-        member = self.current(name, wanted.incarnation)
-        if not self.lacks_answer(name, wanted.incarnation, min(member.joined), fragment, sequence):
-            return  # another part has asked
-        own = member.fragments[fragment]
-        if own.answer != sequence:
-            if sequence == 0:  # it begins anew
-                self.store.forget(name, mirrors=(fragment,))
-            own.answer, own.version = sequence, None
-        if not own.owed:
-            self._freeze(name, fragment)
 
     # -- validation of the global weights
 
@@ -374,9 +354,12 @@ class Server(Membership):
         return self.store.weights(fragment)
 
     def status(self) -> dict[str, Any]:
-        """Return plain data for people and tests. sharing: how many have a share, where the rule averages."""
+        """Return plain data for people and tests. sharing: how many have a share, where the rule averages. awaited:
+        those for whose deltas answers wait."""
         return {
             "versions": self.versions,
+            "in_rounds": self.rule.in_rounds,
+            "awaited": sorted({name for fragment in self.numbers for name in self.awaited(fragment)}),
             "members": {name: {**m.status(), "leases": len(self.holds(name))} for name, m in self.members.items()},
             "sharing": len(self.sharing) if getattr(self.rule, "averages", False) else 0,
             "over": self.over,
@@ -397,17 +380,6 @@ class Server(Membership):
         """Begin with these weights: an fp32 vector for each fragment."""
         self.store.set_weights(vectors)
         self.fragments = {number: Counts() for number in self.numbers}
-
-    def answer_members(self, names: tuple[str, ...], fragment: int) -> None:
-        """Freeze the fragment's weights now, in each member's answer that waits for them."""
-        for name in names:
-            member = self.members[name]
-            own = member.fragments[fragment]
-            own.owed = False
-            if (
-                own.answer is not None and own.version is None and member.complete
-            ):  # else it asks when it has joined this incarnation of the server
-                self._freeze(name, fragment)
 
     def left_out(self, name: str) -> list[UpdatePart]:
         """Return the parts of the member's updates that are not whole yet, as they came."""
@@ -433,6 +405,7 @@ class Server(Membership):
         self._heard(name)  # not before: what is refused is no sign of life
         own.sequence, own.answer, own.version = first.sequence, first.sequence, None
         own.staleness = state.version - first.deltas[0].anchor_version
+        own.need_s = min(part.need_s for part in parts)
         if not (self.rule.in_rounds and 0 < first.job <= own.came):
             own.owed = True  # until the rule says that it is to be answered, perhaps at once
             own.came = first.job
@@ -443,7 +416,13 @@ class Server(Membership):
             answered = () if own.owed else (name,)
         # Before answers take memory. Every part has adopted the answer before, or would not have sent this update.
         self.store.forget(name, answers=(fragment,), updates=(update,))
-        self.answer_members(answered, fragment)
+        if self.waits:
+            state.waiting[name] = 0
+            self.end_waits((fragment,))
+            if own.need_s <= 0:
+                self.release((name,), fragment)
+        else:
+            self.answer_members(answered, fragment)
         size_bytes = 0
         if self.reports_updates:
             pushes = [join.pushes[delta.chunk] for join in member.joined.values() for delta in first.deltas]
@@ -455,6 +434,8 @@ class Server(Membership):
         if not self.ledger:  # which notes them, too
             self._note_metrics(fact)
         self._report(fact)
+        if name in self.held(fragment):
+            self._note_stage(name, fragment, first.sequence, "waits")
 
     def _on_applied(self, fact: Fact) -> None:
         """Account for an update that was applied, here or by a shard."""
@@ -485,15 +466,3 @@ class Server(Membership):
             at_work = {m for m in known if not self.members[m].away}
             self.norms.check(name, first.fragment, own.norm, weight, at_work)
             self.norms.note(name, first.fragment, own.norm, weight)
-
-    def _freeze(self, name: str, fragment: int) -> None:
-        """Encode the fragment's weights for all parts at once, as the member's answer."""
-        own, version = self.members[name].fragments[fragment], self.fragments[fragment].version
-        assert own.answer is not None
-        self.store.freeze(name, fragment, own.answer, version)
-        own.version, own.owed = version, False
-        self._note_stage(name, fragment, own.answer, "answered")
-
-    def _note_stage(self, name: str, fragment: int, sequence: int, stage: str) -> None:
-        if self.reports_updates and sequence:  # 0 is no update, but a join
-            self._events.append(UpdateStage(update_id(name, fragment, sequence), stage))

@@ -26,7 +26,7 @@ def waits(status: Mapping[str, Any]) -> list[Wait]:
     """List what the server waits for now. status: as `GrpcService.status` gives it, of a region or the global one."""
     found = list(_of_process(status))
     if not status["finished"]:
-        for kind in (_of_run, _of_members, _of_rounds, _of_region):
+        for kind in (_of_run, _of_members, _of_rounds, _of_answers, _of_region):
             found += kind(status)
     return found
 
@@ -95,6 +95,12 @@ def _of_rounds(status: Mapping[str, Any]) -> Iterator[Wait]:
     yield from (Wait("round", name, "its deltas of this round, for which all others wait") for name in late)
     if waiting and not late and "global_versions" in status:
         yield Wait("round", GLOBAL, "the weights of this round, for which the other regions' deltas are wanted")
+
+
+def _of_answers(status: Mapping[str, Any]) -> Iterator[Wait]:
+    """List those for whose deltas answers wait, as long as these come in time."""
+    for name in status.get("awaited", ()):
+        yield Wait("delta", name, f"its delta, for which an answer waits, {status.get('due_s', 0.0):.1f} s left")
 
 
 def _of_region(status: Mapping[str, Any]) -> Iterator[Wait]:
