@@ -33,7 +33,7 @@ from geotrain.common.files import make_folder, out_of_room, sync
 from geotrain.net.storage.snapshots import OtherFormatError
 from geotrain.net.transport import wire
 
-FORMAT = 3  # number of the format; a journal with another one is refused
+FORMAT = 4  # number of the format; a journal with another one is refused
 MAGIC = b"GeoTrnJ"
 LAST, CONTINUED = (b"%s%03d%s" % (MAGIC, FORMAT, state) for state in (b".", b"+"))  # how a segment's file begins
 PAIR = struct.Struct("<QQ")

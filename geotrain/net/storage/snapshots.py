@@ -42,7 +42,7 @@ from geotrain.outer.mirror_store import MirrorStore
 from geotrain.outer.server.store import DISPENSABLE, MIRRORS, check_whole
 from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 
-FORMAT = 5  # number of the format; a snapshot with another one is refused
+FORMAT = 6  # number of the format; a snapshot with another one is refused
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
 # Names of dtypes as the safetensors format has them.
