@@ -149,7 +149,8 @@ class FailureDetector:
             self._usual_s[name] = median(self._seen_s[name])
         # While no update can be taken, leases are taken from nobody: what is trained waits with the workers. Nor are
         # they taken from one that waits for this server.
-        if seen != before or member.owed or self.server_thread.refuses or not self.ready():
+        waits = server.waited_for_by(name) or self.server_thread.refuses or not self.ready()
+        if seen != before or waits:
             since_s = now_s
         self._progress[name] = seen, since_s
         if now_s - since_s > patience_s:

@@ -47,6 +47,7 @@ from geotrain.outer.travel import Travel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_LATER = object()  # there is no reply yet to a request, and its worker comes to another job before
 CONNECT_S = 60.0  # how long the first connection may take
 FOREVER_S = 30 * 24 * 3600.0  # how long a region waits for a global server that it has known
 
@@ -102,6 +103,10 @@ class RegionClient:
             known = [waiting.job for waiting in lane if isinstance(waiting, LeaseRequest)]
             if not isinstance(message, LeaseRequest) or message.job not in known:
                 lane.put(message)  # type: ignore[arg-type]
+            if isinstance(message, LeaseRequest):  # the worker comes to the first of them next
+                waiting = sorted(lane, key=lambda request: request.job)  # type: ignore[union-attr]
+                lane.clear()
+                lane.extend(waiting)
 
     async def run(self) -> None:
         """Run until the global server has taken the region's Leave.
@@ -231,15 +236,22 @@ class RegionClient:
             # A lease that is on its way back would be given again; and a join may name the data.
             while lane is not first and first:
                 await lane.changed()
+
+            async def attempt(said: Any = message) -> Any:
+                reply = await calls[type(said)](said)
+                return _LATER if reply is None and lane[0] is not said else reply
+
             try:
-                reply = await self._persist(partial(calls[type(message)], message))
+                reply = await self._persist(attempt)
+                if reply is _LATER:
+                    continue
                 if isinstance(message, LeaseRequest | TakeBack) and await self.server_thread.persist(reply):
                     continue
             except Refused as refused:
                 if isinstance(refused, NotJoined) or isinstance(message, Join):
                     raise
                 log.error("the global server refuses %s: %s", message, refused.reason)
-            lane.popleft()
+            lane.remove(message)
             for each in self._said.values() if lane is first else ():
                 each.stirred.set()
 

@@ -123,6 +123,10 @@ class Membership(ServerParts):
             for name, leases in held.items()
         }
 
+    def waited_for_by(self, name: str) -> bool:
+        """Whether the member waits for something of this server, as far as this process knows."""
+        return bool(self.members[name].owed)
+
     def said_step_s(self) -> Iterable[float]:
         """Return the seconds of an inner step that each worker has last said; 0: none."""
         return [member.step_s for member in self.members.values()]

@@ -72,6 +72,10 @@ class RegionData(Server):
         """Numbers of the leases that are trained here and not known to be committed."""
         return tuple(sorted(self.trained))
 
+    def waited_for_by(self, name: str) -> bool:
+        last = self.final is not None and self.ends(name)  # for the weights with which it ends
+        return bool(self.wanted[name]) or last or super().waited_for_by(name)
+
     def waits_to_send(self) -> bool:
         """Whether there is training here that the global server is not known to have."""
         return bool(self.trained or self.leases.contained)
