@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from geotrain.net.server.region_client import RegionClient
-from geotrain.outer.messages import Join, LeaseRequest, Refused, Release, Send, UpdatePart, Welcome
+from geotrain.outer.messages import Finished, Join, LeaseRequest, Refused, Release, Send, UpdatePart, Welcome
 from tests.support.outer_world import config, halves, make
 
 WAIT_S = 10.0
@@ -48,6 +48,37 @@ def test_a_request_waits_for_what_was_said_before_and_an_update_wakes_no_worker_
         assert not any(lane.stirred.is_set() for lane in client._said.values())
         for task in lanes:
             task.cancel()
+
+    asyncio.run(life())
+
+
+def test_the_job_to_which_a_worker_comes_first_is_not_asked_for_behind_one_that_waits():
+    async def life() -> None:
+        server, asked = make(config("halos"), cut_a=halves).regions["eu"], list[int]()
+
+        async def lease(message: LeaseRequest) -> Finished | None:
+            asked.append(message.job)
+            await asyncio.sleep(0)
+            return Finished("a", 1) if message.job == 1 else None
+
+        async def again(attempt: Any, *_: Any) -> Any:
+            while callable(attempt) and (reply := await attempt()) is None:
+                await asyncio.sleep(0)
+            return reply if callable(attempt) else None
+
+        link: Any = SimpleNamespace(
+            persist=again, lease=lease, **dict.fromkeys(("join", "release", "take_back", "validated"))
+        )
+        client = RegionClient(SimpleNamespace(persist=_plain), server, link)  # type: ignore[arg-type]
+        lane = asyncio.create_task(client._run_leases(client._said["a"]))
+        client.deliver(Send("global", LeaseRequest("a", 2)))
+        async with asyncio.timeout(WAIT_S):
+            while not asked:
+                await asyncio.sleep(0)
+            client.deliver(Send("global", LeaseRequest("a", 1)))
+            while [message.job for message in client._said["a"]] != [2]:
+                await asyncio.sleep(0)
+        lane.cancel()
 
     asyncio.run(life())
 

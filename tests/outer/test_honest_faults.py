@@ -19,6 +19,7 @@ from geotrain.outer.messages import (
     DataGone,
     LeaseRequest,
     MemberSilent,
+    Recall,
     Release,
     UpdateRejected,
 )
@@ -58,6 +59,43 @@ def test_a_region_that_hears_of_it_twice_starts_over_once():
         events = region.handle(UpdateRejected("eu", "life-1", "wild", 0, 1)).events
         assert len([e for e in events if isinstance(e, StartedOver)]) == started
         assert all(world.answer("eu", fragment, 0) for fragment in region.numbers) or not started
+
+
+def test_an_answer_of_before_a_region_started_over_is_none():
+    world = make(config(updates_per_send=1))
+    world.push("a", random_deltas(world, 1))
+    region = world.regions["eu"]
+    world.deliver_up("eu")
+    late = world.top.answer("eu", region.incarnation, 0, 0, 1)
+    region.handle(UpdateRejected("eu", "life-1", "wild", 0, 1))
+    assert late is not None and not region.handle(late).events and not region.fragments
+
+
+def test_a_lease_that_went_back_while_it_was_asked_for_once_more_is_not_held():
+    world = make(config(lease_reserve=1, local_steps=2))
+    region = world.regions["eu"]
+    world.tell("eu", LeaseRequest("a", 1))
+    while world.up["eu"]:
+        world.deliver("eu")
+    (spare,) = [lease for lease in region.leases.held["a"].values() if lease.job == 2]
+    world.tell("eu", Recall())
+    assert world.tell("eu", spare) == "again" and 2 not in region.leases.held["a"]
+    world.settle("eu")
+    granted = world.top.handle(LeaseRequest("a", 2)).reply
+    assert granted.lease != spare.lease and world.tell("eu", granted) is None
+    assert region.leases.held["a"][2] == granted
+
+
+def test_who_waits_for_its_server_and_holds_nothing_is_waited_for():
+    world = make(config(lease_reserve=0, local_steps=2))
+    region = world.regions["eu"]
+    assert not region.waited_for_by("a")
+    world.tell("eu", LeaseRequest("a", 1))
+    assert region.waited_for_by("a")
+    world.deliver("eu")
+    assert not region.waited_for_by("a")
+    world.tell("eu", LeaseRequest("a", 2))
+    assert not region.waited_for_by("a"), "others want what it holds"
 
 
 # -------------------------------------------------------------------------- synchronous rounds of several fragments

@@ -73,8 +73,10 @@ class RegionData(Server):
         return tuple(sorted(self.trained))
 
     def waited_for_by(self, name: str) -> bool:
-        last = self.final is not None and self.ends(name)  # for the weights with which it ends
-        return bool(self.wanted[name]) or last or super().waited_for_by(name)
+        # For a lease, while it has none; for the weights with which it ends, until they are here.
+        asks = bool(self.wanted[name]) and not self.leases.of(name)
+        ends = self.final is not None and len(self.final) < len(self.all) and self.ends(name)
+        return asks or ends or super().waited_for_by(name)
 
     def waits_to_send(self) -> bool:
         """Whether there is training here that the global server is not known to have."""
