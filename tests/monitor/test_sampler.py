@@ -22,7 +22,7 @@ def world(folder: Path, status: dict[str, Any]) -> tuple[Sampler, Follower]:
     events = EventLog(folder / "e.jsonl", source="global")
     traffic = {"a": Traffic(1000, 500)}
     server_thread: Any = SimpleNamespace(status=status)
-    return Sampler(server_thread, service, events, folder, lambda: traffic, Traffic(), 5.0), Follower(events.path)  # type: ignore[arg-type]
+    return Sampler(server_thread, service, events, folder, lambda: traffic, Traffic, 5.0), Follower(events.path)  # type: ignore[arg-type]
 
 
 def test_a_members_states_are_told_once_each(tmp_path: Path) -> None:

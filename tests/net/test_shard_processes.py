@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, shards_of
+from geotrain.net.server.server_host import TRAFFIC
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.authority import make_certificates
@@ -64,6 +65,8 @@ def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path) -> None:
     top, region = (json.loads((site.folder / name / "status.json").read_text()) for name in ("global", "eu"))
     assert {"loss", "staleness"} <= top["members"]["eu"].keys() and region["global_versions"] == top["versions"]
     assert any(shard["rss_bytes"] > 1e7 for shard in top["shards"])
+    sent_by_ledger = json.loads((site.folder / "eu" / TRAFFIC).read_text())["links"][0]
+    assert region["links"]["up_bytes"] > sent_by_ledger > 0, "those of its shards are counted, too"
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name

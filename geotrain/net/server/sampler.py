@@ -36,7 +36,7 @@ IN_HEARTBEATS = "queue", "in_flight", "pending", "retries", "rss_bytes", "disk_f
 class Sampler:
     """Samples one server into events.
 
-    traffic: gives the bytes with each member until now. wide_area: bytes of the links between regions that end here.
+    traffic: gives the bytes with each member until now. wide_area: those of the links between regions that end here.
     sample_s: time between two samples.
     """
 
@@ -47,7 +47,7 @@ class Sampler:
         events: EventLog,
         folder: Path,
         traffic: Callable[[], dict[str, Traffic]],
-        wide_area: Traffic,
+        wide_area: Callable[[], Traffic],
         sample_s: float,
     ) -> None:
         self.server_thread, self.service, self.events, self.folder = server_thread, service, events, folder
@@ -110,6 +110,7 @@ class Sampler:
         """Measure the server."""
         server_thread, status, link = self.server_thread, self.server_thread.status, self.region_client
         rss_bytes = disk_total_bytes = disk_free_bytes = 0
+        wide_area = self.wide_area()
         with suppress(OSError, psutil.Error):  # where no file descriptor is free
             rss_bytes = self._process.memory_info().rss
             disk_total_bytes, _, disk_free_bytes = shutil.disk_usage(self.folder)
@@ -123,8 +124,8 @@ class Sampler:
             journal_flushes=server_thread.flushes - self._flushes[0],
             journal_flush_s=round(server_thread.flush_s - self._flushes[1], 6),
             versions=list(status["versions"]),
-            wide_area_sent_bytes=self.wide_area.sent_bytes,
-            wide_area_received_bytes=self.wide_area.received_bytes,
+            wide_area_sent_bytes=wide_area.sent_bytes,
+            wide_area_received_bytes=wide_area.received_bytes,
             **{name: status.get(name, 0) for name in ("in_flight", "pending", "open_leases", "set_aside_samples")},
             retries=link.link.retries if link else 0,
             connected=link is None or link.connected,

@@ -18,7 +18,7 @@ from typing import Any
 
 from geotrain.common.files import OutputError, out_of_room, write_whole
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, RunConfig
+from geotrain.config import ClusterConfig, RunConfig, shards_of
 from geotrain.monitor.events import (
     Acknowledged,
     EventLog,
@@ -123,7 +123,7 @@ class ServerHost(ProcessHost):
             self.events,
             self.folder,
             self._traffic,
-            self.tcp_counters.total,
+            self._wide_area,
             self.setup.run.monitor.sample_s,
         )
         if self.uploader is not None:  # goes on beyond these, for the copy of the last snapshot
@@ -134,7 +134,7 @@ class ServerHost(ProcessHost):
         if not self.server.ledger:
             trust, shard = self.trust(self.setup.server_role, self.server.name), self.setup.shard or 0
             to = shard, str(self.setup.server_address), trust
-            self.ledger = ShardLink(self.server_thread, *to, self._newest_safe, self.new)
+            self.ledger = ShardLink(self.server_thread, *to, self._newest_safe, self.new, self.tcp_counters.total)
             # Its ledger may be gone, if this shard knows already that the server has ended.
             works.append(asyncio.sleep(0) if self.ended_before else self.ledger.run())
         if self.setup.newest is not None:
@@ -365,8 +365,14 @@ class ServerHost(ProcessHost):
 
     def _is_wide_area(self, peer: str) -> bool:
         """Whether a connection is on a link between regions: in the global server all are, in a region server those
-        to the global server, which are told by its port."""
-        return self.server.name == GLOBAL or peer.rpartition(":")[2] == str(self.setup.cluster.global_server.port)
+        to the global server and its shards, which are told by their ports."""
+        above = self.setup.cluster.global_server, *shards_of(self.setup.cluster, GLOBAL)
+        return self.server.name == GLOBAL or peer.rpartition(":")[2] in {str(each.port) for each in above}
+
+    def _wide_area(self) -> Traffic:
+        """Bytes of this server's links between regions, with those of its shards."""
+        own = self.tcp_counters.total
+        return own if self.shards is None else self.shards.with_links(own)
 
     def _status(self, whole: bool) -> dict[str, Any]:
         """Collect what the process adds to the server's status. whole: with the bytes, which take long to count."""
@@ -403,7 +409,7 @@ class ServerHost(ProcessHost):
             counts = {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
             peers[name] = {**counts, "fragments": by_member[name].status(parameter_map)}
         return {
-            "links": {**self._up_and_down(self.tcp_counters.total), "fragments": fragments.status(parameter_map)},
+            "links": {**self._up_and_down(self._wide_area()), "fragments": fragments.status(parameter_map)},
             "peers": peers,
         }
 

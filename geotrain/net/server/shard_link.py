@@ -26,6 +26,7 @@ from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust, expiry, open_channel
 from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, REPLY_S
+from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.messages import Facts, Refused, Standing, WentBack
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,14 @@ class ShardTable:
             await asyncio.sleep(0.05)
         return sorted(everyone - self.left)
 
+    def with_links(self, own: Traffic) -> Traffic:
+        """Add the bytes of the shards' links between regions, as far as they have said, to the ledger's own; peaks
+        are the ledger's."""
+        every = Traffic(*own.counts)
+        for _, hello in self._heard.values():
+            every.join(Traffic(*hello.links[:2]))
+        return every
+
     def _is_up(self, shard: int) -> bool:
         return shard in self._heard and time.monotonic() - self._heard[shard][0] < MISSED_S
 
@@ -130,14 +139,15 @@ class ShardTable:
 
 
 class ShardLink:
-    """A shard's side. safe: gives `Facts.safe`. new: whether the shard began without any state."""
+    """A shard's side. safe: gives `Facts.safe`. new: whether the shard began without any state. links: counts bytes
+    between regions."""
 
     def __init__(
         self, server_thread: ServerThread, shard: int, address: str, trust: Trust | None,
-        safe: Callable[[], tuple[int, ...]], new: bool,
+        safe: Callable[[], tuple[int, ...]], new: bool, links: Traffic,
     ) -> None:  # fmt: skip
         self.server_thread, self.server, self.shard = server_thread, server_thread.server, shard
-        self.address, self.trust, self.safe, self.new = address, trust, safe, new
+        self.address, self.trust, self.safe, self.new, self.links = address, trust, safe, new, links
         self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
         self._seen = 0
         self._said: tuple[Any, ...] = ()
@@ -171,6 +181,7 @@ class ShardLink:
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
             self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, server.incarnation,
+            tuple(self.links.counts),
         )  # fmt: skip
 
     async def _bring(self) -> None:

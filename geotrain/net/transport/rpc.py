@@ -226,7 +226,7 @@ class ShardHello:
     rounds, the last that is whole in them. origin: of the run that its state is of; "": of none yet. new: it began
     without a state. seen: checksum of the `Standing` that it has; 0: of none in this incarnation. wait_s: how long
     the ledger may wait until there is another. ended: it knows that the server has, and ends. journal_bytes,
-    rss_bytes: of its process. incarnation: names the process.
+    rss_bytes: of its process. incarnation: names the process. links: `Traffic.counts` of its links between regions.
     """
 
     shard: int
@@ -241,6 +241,7 @@ class ShardHello:
     journal_bytes: int
     rss_bytes: int
     incarnation: str
+    links: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
