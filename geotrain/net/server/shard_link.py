@@ -119,9 +119,10 @@ class ShardTable:
     def with_links(self, own: Traffic) -> Traffic:
         """Add the bytes of the shards' links between regions, as far as they have said, to the ledger's own; peaks
         are the ledger's."""
-        every = Traffic(*own.counts)
+        every = replace(own)
         for _, hello in self._heard.values():
-            every.join(Traffic(*hello.links[:2]))
+            sent, received, *_ = *hello.links, 0, 0
+            every.join(Traffic(sent, received))
         return every
 
     def _is_up(self, shard: int) -> bool:
