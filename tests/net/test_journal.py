@@ -142,7 +142,7 @@ def test_another_format_is_refused_and_nothing_is_changed(tmp_path, monkeypatch)
     path = tmp_path / "00000001.journal"
     content = path.read_bytes()
     with pytest.raises(
-        OtherFormatError, match=r"00000001\.journal: its format is 7, and this version .* format 3 only"
+        OtherFormatError, match=r"00000001\.journal: its format is 7, and this version .* format 4 only"
     ):
         read(tmp_path)
     assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == content
