@@ -445,8 +445,8 @@ class WentBack:
 @dataclass(frozen=True)
 class MemberStanding:
     """How a member stands: its incarnation, and its phase (`MemberPhase`). barred: why it is quarantined, or this
-    incarnation may say no more. ends: a region's worker for whose last job there was no data. round: of synchronous
-    rounds, the last whole one before the run began again."""
+    incarnation may say no more. quarantined: the former. ends: a region's worker for whose last job there was no
+    data. round: of synchronous rounds, the last whole one before the run began again."""
 
     name: str
     incarnation: str
@@ -454,6 +454,7 @@ class MemberStanding:
     barred: str = ""
     ends: bool = False
     round: int = 0
+    quarantined: bool = False
 
 
 @dataclass(frozen=True)

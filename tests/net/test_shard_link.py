@@ -10,7 +10,7 @@ from typing import Any
 from geotrain.common.names import GLOBAL
 from geotrain.net.server.shard_link import ShardTable
 from geotrain.net.transport import rpc
-from geotrain.outer.messages import Fact, Facts
+from geotrain.outer.messages import Fact, Facts, MemberStanding, Standing
 from geotrain.outer.server.parts import ServerPart
 from tests.support.outer_world import config, make
 
@@ -48,3 +48,16 @@ def test_only_a_process_that_begins_can_have_gone_back() -> None:
         assert ledger.taken == [0]
 
     asyncio.run(hellos())
+
+
+def test_who_is_quarantined_has_no_share_on_shards_either() -> None:
+    world = make(config())
+    dealt = (tuple(range(len(world.parameter_map.fragments))),)
+    shard = world.build(GLOBAL, ServerPart(dealt, 0))
+    for barred, shares in (("", {"eu", "us"}), ("it was wild", {"us"}), ("", {"eu", "us"})):
+        members = (
+            MemberStanding("eu", "life-1", "present", barred, quarantined=bool(barred)),
+            MemberStanding("us", "life-1", "present"),
+        )
+        shard.handle(Standing("life-1", "run", "", members))
+        assert shard.sharing == shares

@@ -96,7 +96,7 @@ class ServerParts(ABC):
             MemberStanding(
                 name, m.incarnation, m.phase.value,
                 m.fault or "an update of it was refused" if m.quarantined or m.banned == m.incarnation != "" else "",
-                self.ends(name), self.rounds.get(name, 0),
+                self.ends(name), self.rounds.get(name, 0), m.quarantined,
             )
             for name, m in self.members.items()
         )  # fmt: skip
@@ -123,7 +123,7 @@ class ServerParts(ABC):
         for each in standing.members:
             if (member := self.members.get(each.name)) is None:
                 continue
-            member.phase, member.quarantined = MemberPhase(each.phase), False
+            member.phase, member.quarantined = MemberPhase(each.phase), each.quarantined
             if each.barred:
                 member.banned, member.fault = each.incarnation, each.barred
             self._note_share(each.name)
