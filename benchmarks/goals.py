@@ -169,7 +169,6 @@ PARTS = (
         (
             *SAFE,
             Goal("kills", least=10, timed=False),
-            Goal("goodput", least=0.95),
         ),
         minutes=6.0,
         tested="tests/chaos/faults/test_faults.py",
@@ -180,7 +179,6 @@ PARTS = (
         (
             *SAFE,
             Goal("kinds.kill shard", least=3, timed=False),
-            Goal("goodput"),
         ),
         ("--shards", "2"),
         6.0,
