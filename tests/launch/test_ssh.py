@@ -71,7 +71,7 @@ def test_deepspeed_starts_a_workers_hosts_by_pdsh(tmp_path: Path, monkeypatch: p
     """Two hosts, which are this machine by two names, form one worker; the second name is known to ssh only."""
     assert shutil.which("pdsh"), "install pdsh"
     prepare_text(tmp_path)
-    mark, ports = new_mark(), free_ports(2)
+    mark, ports = new_mark(), free_ports(3)
     worker = {
         "launcher": "pdsh",
         "launcher_args": "-u 250",  # pdsh's own option: a command that takes longer is ended
@@ -81,6 +81,9 @@ def test_deepspeed_starts_a_workers_hosts_by_pdsh(tmp_path: Path, monkeypatch: p
     }
     outer = {"rule": {"name": "halos"}}
     files = write_files(tmp_path, "run", 8 * BATCH, {"eu": [2]}, outer, restarts=0, first=worker)
+    cluster = json.loads(files[1].read_text())
+    cluster["regions"][0]["server"] = {"host": "127.0.0.2", "port": ports[2]}  # where both find it
+    files[1].write_text(json.dumps(cluster))
     with sshd(tmp_path, ports[1]), monkeypatch.context() as patched:
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
         for name, value in mark.items():
