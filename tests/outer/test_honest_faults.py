@@ -17,6 +17,7 @@ from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import (
     DataGone,
+    Finished,
     LeaseRequest,
     MemberSilent,
     Recall,
@@ -84,6 +85,19 @@ def test_a_lease_that_went_back_while_it_was_asked_for_once_more_is_not_held():
     granted = world.top.handle(LeaseRequest("a", 2)).reply
     assert granted.lease != spare.lease and world.tell("eu", granted) is None
     assert region.leases.held["a"][2] == granted
+
+
+def test_data_of_a_job_to_which_a_worker_will_not_come_goes_back():
+    world = make(config(lease_reserve=2, local_steps=2))
+    region = world.regions["eu"]
+    world.tell("eu", LeaseRequest("a", 1))
+    while world.up["eu"]:
+        world.deliver("eu")
+    held = region.leases.held["a"]
+    third = held[3].lease
+    del held[1], held[2]  # what they gave was refused for good, and its worker begins anew
+    world.tell("eu", Finished("a", 1))
+    assert Release((third,)) in world.up["eu"] and not held
 
 
 def test_who_waits_for_its_server_and_holds_nothing_is_waited_for():

@@ -121,6 +121,7 @@ class RegionData(Server):
         if isinstance(lease, Finished) and not done:
             self.spent[lease.worker] = lease.job
             self._due = True
+            self._release(self.leases.give_back(lease.worker, self.leases.beyond(lease.worker, lease.job)))
         known = {*self.leases.of(lease.worker), *self.uncommitted()}
         if isinstance(lease, Lease) and lease.lease not in known:
             nobody = worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import astuple
+from itertools import count
 from math import ceil
 from typing import Any
 
@@ -79,6 +80,13 @@ class RegionLeases:
         """
         first = max(self.asked.get(worker, 0), next_job)
         return self.in_rounds or all(between in self.held[worker] for between in range(first, job))
+
+    def beyond(self, worker: str, job: int) -> list[int]:
+        """Return the leases of jobs to which the worker will not come: there was no data for this one, nor is there
+        for one between. It would end, and leave theirs untrained."""
+        held = self.held[worker]
+        gap = next(after for after in count(job + 1) if after not in held)
+        return [] if self.in_rounds else [lease.lease for later, lease in held.items() if later > gap]
 
     def spare(self, worker: str) -> tuple[int, ...]:
         """Return the numbers of the leases for which the worker has not asked. None of one that has asked for nothing
