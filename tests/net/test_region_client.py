@@ -5,9 +5,24 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
+
+import pytest
 
 from geotrain.net.server.region_client import RegionClient
-from geotrain.outer.messages import Finished, Join, LeaseRequest, Refused, Release, Send, UpdatePart, Welcome
+from geotrain.net.transport import rpc
+from geotrain.outer.messages import (
+    Finished,
+    Join,
+    LeaseRequest,
+    Refused,
+    Release,
+    Send,
+    Standing,
+    UpdatePart,
+    Welcome,
+)
+from geotrain.outer.server.parts import ServerPart
 from tests.support.outer_world import config, halves, make
 
 WAIT_S = 10.0
@@ -115,3 +130,47 @@ def test_a_shard_joins_as_its_ledger_is_called_by_then():
 
 async def _read(look: Any) -> Any:
     return look()
+
+
+def test_a_shard_that_starts_over_is_another_to_its_workers_and_not_to_the_server_above():
+    """A worker would end what it has of the old answer with the rest of the new one."""
+    world = make(config("halos"), cut_a=halves)
+    shard = world.build("eu", ServerPart((tuple(range(len(world.parameter_map.fragments))),), 0))
+    shard.incarnation, said = "life-1", list[str]()
+    shard.handle(Standing("ledger-1", "run", "", ()))
+
+    async def read(call: Any) -> Any:
+        return call()
+
+    async def life() -> None:
+        link: Any = SimpleNamespace(live_as=said.append)
+        client = RegionClient(SimpleNamespace(persist=_plain, read=read), shard, link)  # type: ignore[arg-type]
+        with pytest.raises(Exception) as ends:
+            await client._start_over("it was wild", UpdatePart("eu", "ledger-1", 0, 1, 0, ()))
+        assert type(ends.value).__name__ == "_SessionOver"
+
+    asyncio.run(life())
+    assert shard.incarnation != "life-1" and said == ["ledger-1"]
+
+
+def test_a_region_that_counts_as_dead_joins_anew_where_it_has_something_to_send():
+    async def life(waits: bool) -> str:
+        server = make(config("halos"), cut_a=halves).regions["eu"]
+        server.trained = {1} if waits else set()
+
+        async def read(call: Any) -> Any:
+            return call()
+
+        async def beat(*_: Any) -> Any:
+            if beats.pop():
+                return rpc.Ack(silent=True)
+            raise Refused("enough")
+
+        beats = [False, True]
+        link: Any = SimpleNamespace(persist=_plain, beat=beat)
+        client = RegionClient(SimpleNamespace(persist=_plain, read=read), server, link)  # type: ignore[arg-type]
+        with patch.object(rpc, "REGION_BEAT_S", 0.0), pytest.raises(Exception) as ends:
+            await client._run_beats()
+        return type(ends.value).__name__
+
+    assert [asyncio.run(life(waits)) for waits in (True, False)] == ["_SessionOver", "Refused"]

@@ -51,6 +51,15 @@ def test_messages_that_wait_behind_a_snapshot_are_in_the_journal_after_it(make, 
     again.journal.close()
 
 
+def test_who_waits_is_looked_after_behind_each_message_of_a_group(make):
+    """How the run stands is kept as it was at a look: the last message of a group may have changed it."""
+    top = make(outer(), {"eu": {"a": whole}}).top
+    wait_for(lambda: top.server_thread.status["members"]["eu"]["joined"])
+    looks = top.server_thread.looks
+    top.loop.do(top.server_thread.say_all(LeaseRequest("a", 1), LeaseRequest("a", 2)))
+    wait_for(lambda: top.server_thread.looks >= looks + 2)
+
+
 def test_a_message_is_on_the_disk_before_it_is_answered(make, monkeypatch):
     top = make(outer(), {"eu": {"a": whole}}).top
     wait_for(lambda: top.server_thread.status["members"]["eu"]["joined"])

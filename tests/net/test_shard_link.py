@@ -6,11 +6,25 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock, patch
+
+import pytest
 
 from geotrain.common.names import GLOBAL
 from geotrain.net.server.shard_link import ShardTable
 from geotrain.net.transport import rpc
-from geotrain.outer.messages import Fact, Facts, MemberStanding, Standing
+from geotrain.net.transport.fragment_links import FragmentLinks, ShardsAbove
+from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.outer.messages import (
+    Fact,
+    Facts,
+    LeaseRequest,
+    MemberSilent,
+    MemberStanding,
+    NotJoined,
+    Refused,
+    Standing,
+)
 from geotrain.outer.server.parts import ServerPart
 from tests.support.outer_world import config, make
 
@@ -61,3 +75,42 @@ def test_who_is_quarantined_has_no_share_on_shards_either() -> None:
         )
         shard.handle(Standing("life-1", "run", "", members))
         assert shard.sharing == shares
+
+
+def test_leases_of_who_is_gone_go_once_its_shards_have_said_what_they_took() -> None:
+    """So do those of a member that begins anew, which is let in no further before."""
+    world = make(config(local_steps=2))
+    dealt = (tuple(range(len(world.parameter_map.fragments))),)
+    ledger = world.build(GLOBAL, ServerPart(dealt))
+    versions = (0,) * len(dealt[0])
+    join = world.regions["eu"].join_message()
+    ledger.handle(join)
+    with pytest.raises(Refused, match="not known yet"):
+        ledger.handle(join)
+    seen = ledger.stand().number
+    ledger.handle(Facts(0, 0, (), versions, versions, seen=seen))
+    ledger.handle(join)
+    lease = ledger.handle(LeaseRequest("a", 1)).reply
+    ledger.handle(MemberSilent("eu", join.incarnation))
+    assert ledger.stand().number == seen + 1 and lease.lease in ledger.lease_table.open
+    ledger.handle(Facts(0, 0, (), versions, versions, seen=seen))
+    assert lease.lease in ledger.lease_table.open, "the shard may have taken more since"
+    ledger.handle(Facts(0, 0, (), versions, versions, seen=seen + 1))
+    assert lease.lease in ledger.lease_table.returned
+
+
+def test_a_rank_asks_each_shard_whether_it_is_known_there() -> None:
+    """It may have nothing to say to that one, for which others wait."""
+
+    async def beats() -> None:
+        links = FragmentLinks("127.0.0.1:1", "a", "life-1", None, ShardsAbove(("127.0.0.1:2",), ((0,),), (0,), None))
+        for error in (NotJoined("a: join first", 0.5), Refused("busy", 0.5)):
+            with patch.object(GrpcClient, "beat", AsyncMock(side_effect=[rpc.Ack(1), error])):
+                if isinstance(error, NotJoined):
+                    with pytest.raises(NotJoined):
+                        await links.beat(0)
+                else:
+                    assert (await links.beat(0)).applied == 1
+        await links.close()
+
+    asyncio.run(beats())

@@ -69,16 +69,8 @@ FIRSTS_AT_ONCE = 4  # first weights that are sent at a time: whoever has them tr
 HEADER_S = 20.0  # a stream that was opened must begin within this time
 NOT_FINITE = "it says that its delta is not finite"
 REPLACED = "another stream of this rank took its place"
-OF_SHARDS = (
-    "join",
-    "push",
-    "pull",
-    "trained",
-    "weights",
-    "beat",
-    "status",
-    "control",
-)  # the calls of a shard's service
+# The calls that a shard takes.
+OF_SHARDS = "join", "push", "pull", "trained", "weights", "beat", "status", "control"
 
 
 class GrpcService:
