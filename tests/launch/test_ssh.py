@@ -103,7 +103,8 @@ def test_a_shard_on_another_host_is_started_there(tmp_path: Path, monkeypatch: p
     """One of the global server's two shards stands on 127.0.0.2, which is reached by ssh; its process is killed."""
     prepare_text(tmp_path)
     mark, ports = new_mark(), free_ports(2)
-    files = write_files(tmp_path, "run", 16 * BATCH, {"eu": [1]}, {"rule": {"name": "halos"}}, min_step_s=0.5)
+    outer = {"rule": {"name": "halos"}, "fragments": {"pieces": 2}}  # one a shard
+    files = write_files(tmp_path, "run", 16 * BATCH, {"eu": [1]}, outer, min_step_s=0.5)
     cluster = json.loads(files[1].read_text())
     cluster["global_shards"] = [{}, {"host": "127.0.0.2", "port": ports[0]}]
     files[1].write_text(json.dumps(cluster))
@@ -113,7 +114,8 @@ def test_a_shard_on_another_host_is_started_there(tmp_path: Path, monkeypatch: p
             patched.setenv(name, value)
         command = [sys.executable, "-m", "geotrain", "launch", *map(str, files)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
-            assert until(lambda: trained(files[0]) > 0, BUSY_S)
+            assert until(lambda: trained(files[0]) > 0 or launcher.poll() is not None, BUSY_S)
+            assert launcher.poll() is None, launcher.communicate()[0]
             far, near = (process for number in "10" for process, words in commands(mark) if serves(words, number))
             above = {process: [parent.name() for parent in process.parents()] for process in (far, near)}
             assert any("sshd" in name for name in above[far]) and not any("sshd" in name for name in above[near])
@@ -134,4 +136,4 @@ def trained(run_file: Path) -> int:
 
 def serves(words: list[str], number: str) -> bool:
     """Whether this command is that shard of the global server."""
-    return words[2:7] == ["geotrain", "serve", "shard", "global", number]
+    return words[1:8] == ["-P", "-m", "geotrain", "serve", "shard", "global", number]

@@ -17,11 +17,12 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.transport import rpc
 from geotrain.net.transport.operator_client import command
 from geotrain.outer.messages import Refused
+from geotrain.parameters.chunks import deal
 from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.object_storage import make_bucket, s3_server
 from tests.support.server_processes import Server, Site
 
-SAMPLES = 96
+SAMPLES = 240
 MOST_LIVES = 8  # of a worker
 
 
@@ -84,13 +85,19 @@ class Story:
         wait_for(lambda: site.updates() >= 1)
         command(str(setup.address), rpc.Control("snapshot"), BUSY_S)
         wait_for(lambda: copies.own.whole()[-1:] > before[-1:])
-        enough = site.updates() + 1
-        wait_for(lambda: site.updates() >= enough)
+        enough = self.applied(server, shard) + 1  # what the copy does not have
+        wait_for(lambda: self.applied(server, shard) >= enough)
         self.servers[name].send(signal.SIGKILL)
         self.servers[name].process.join(BUSY_S)
         self.events += site.events(GLOBAL)
         shutil.rmtree(site.folder / name)
         self.servers[name] = site.serve(name, resume=True)
+
+    def applied(self, server: str, shard: str) -> int:
+        """Updates that a server has taken, or one of its shards."""
+        dealt = deal(self.site.parameter_map.fragments, 2)
+        taken = [e["fragment"] for e in self.site.events(server) if e["event"] == "UpdateApplied"]
+        return sum(not shard or fragment in dealt[int(shard)] for fragment in taken)
 
 
 @pytest.mark.long("geotrain/net", "geotrain/outer")

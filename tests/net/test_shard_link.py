@@ -24,6 +24,7 @@ from geotrain.outer.messages import (
     NotJoined,
     Refused,
     Standing,
+    WentBack,
 )
 from geotrain.outer.server.parts import ServerPart
 from tests.support.outer_world import config, make
@@ -62,6 +63,18 @@ def test_only_a_process_that_begins_can_have_gone_back() -> None:
         assert ledger.taken == [0]
 
     asyncio.run(hellos())
+
+
+def test_facts_with_versions_of_other_fragments_change_nothing() -> None:
+    world = make(config())
+    count = len(world.parameter_map.fragments)
+    ledger = world.build(GLOBAL, ServerPart((tuple(range(count)),)))
+    right, short = (0,) * count, (1,) * (count - 1)
+    before = ledger.state()[1]
+    for said in (Facts(0, 0, (), short, right), Facts(0, 0, (), right, short), WentBack(0, 0, short)):
+        with pytest.raises(Refused, match="the same cluster file"):
+            ledger.handle(said)
+    assert ledger.state()[1] == before
 
 
 def test_who_is_quarantined_has_no_share_on_shards_either() -> None:

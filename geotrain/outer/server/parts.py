@@ -174,15 +174,16 @@ class ServerParts(ABC):
     def _on_fact(self, fact: Fact) -> None:
         """Note a fact, of this process or of a shard, in the ledger."""
 
-    def _check_shard(self, shard: int, versions: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shard's fragments. Raises Refused where there is no such shard."""
-        if not self.ledger or not 0 <= shard < len(self.taken) or len(versions) != len(self.part.dealt[shard]):
+    def _check_shard(self, shard: int, *versions: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shard's fragments, each of which has one of these. Raises Refused where there is no such shard."""
+        known = self.ledger and 0 <= shard < len(self.taken)
+        if not known or any(len(each) != len(self.part.dealt[shard]) for each in versions):
             raise Refused(f"shard {shard}: this server has {len(self.taken)}; all need the same cluster file")
         return self.part.dealt[shard]
 
     def _on_facts(self, said: Facts) -> int:
         """Note what a shard has done, each fact once. Returns how many of its facts are known."""
-        numbers = self._check_shard(said.shard, said.versions)
+        numbers = self._check_shard(said.shard, said.versions, said.safe)
         if any(fact.what in OF_FRAGMENT and fact.fragment not in numbers for fact in said.facts):
             raise Refused(f"shard {said.shard}: it says facts of fragments that are not its own, {numbers}")
         if (lost := said.since - self.taken[said.shard]) > 0:  # this ledger came back from an older state
