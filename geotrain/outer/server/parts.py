@@ -175,7 +175,7 @@ class ServerParts(ABC):
         """Note a fact, of this process or of a shard, in the ledger."""
 
     def _check_shard(self, shard: int, *versions: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shard's fragments, each of which has one of these. Raises Refused where there is no such shard."""
+        """Return the shard's fragments; there is a version of each. Raises Refused where there is no such shard."""
         known = self.ledger and 0 <= shard < len(self.taken)
         if not known or any(len(each) != len(self.part.dealt[shard]) for each in versions):
             raise Refused(f"shard {shard}: this server has {len(self.taken)}; all need the same cluster file")
