@@ -83,13 +83,13 @@ def on_meta() -> Iterator[None]:
             replace(
                 get_accelerator(), name, lambda index=None, kind=str if name != "device" else torch.device: kind(META)
             )
-        made = model.GPTModel
+        made = model.stacked
 
-        def on_device(**settings: Any) -> nn.Module:
+        def on_device(*parts: Any, **settings: Any) -> nn.Module:
             with META:  # what a constructor puts on the host is moved later; from there to "meta" there is no way
-                return made(**settings)
+                return made(*parts, **settings)
 
-        replace(model, "GPTModel", on_device)
+        replace(model, "stacked", on_device)
         replace(attention, "suits_varlen", lambda query, value: query.shape[-1] == value.shape[-1])
         yield
 

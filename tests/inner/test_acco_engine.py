@@ -149,7 +149,7 @@ def not_finite(form: str | None) -> dict[str, Any]:
         kept = engine.basic_optimizer.state.values()
         return [masters(engine).clone(), *(moment.clone() for moments in kept for moment in moments.values())]
 
-    before, parameter = state(), engine.module.decoder.layers[0].mlp.linear_fc1.weight
+    before, parameter = state(), engine.module.decoder.layers[1].mlp.linear_fc1.weight
     hook = parameter.register_hook(lambda gradient: gradient * (float("nan") if engine.dp_rank else 1.0))
     engine.train_step(micro_batches(engine, LAST), LAST)
     hook.remove()

@@ -1,4 +1,4 @@
-"""Builds the Megatron-core GPT of one rank from a Hugging Face architecture.
+"""Builds the Megatron-core model of one rank from a Hugging Face architecture.
 
 On CUDA, Transformer Engine's layers are used if it is installed. Otherwise the model consists of Megatron-core's own
 linear layers with PyTorch's fused attention and RMSNorm.
@@ -22,6 +22,7 @@ from geotrain.inner.model.documents import PackedAttention
 from geotrain.inner.model.gated_silu import ClampedSwish, GatedGelu, GatedSilu
 from geotrain.inner.model.norms import CenteredRMSNorm, ProjectionNorm, RMSNorm, normed_linear
 from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
+from geotrain.inner.model.stack import by_letters, parts_of, plain_name, stacked
 from geotrain.inner.model.stacked_experts import StackedColumns, StackedRows
 from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import EXPERTS
@@ -32,7 +33,6 @@ with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -44,7 +44,7 @@ with platform.quiet_imports():
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -85,8 +85,10 @@ def transformer_config(
     activation = _ACTIVATIONS[architecture.activation][0]
     fused = platform.HAS_CUDA and activation is not None
     usual = architecture.multipliers is None and not architecture.rope_scaling
+    family = family_of(architecture.model_type)
+    letters = [family.letters(architecture, layer) for layer in range(architecture.layers)]
     common = dict(
-        num_layers=architecture.layers,
+        num_layers=sum(map(len, letters)),
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_size,
         num_attention_heads=architecture.heads,
@@ -126,7 +128,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=parallel.pipeline,
-        pipeline_model_parallel_layout=_stages(parallel, architecture.layers),
+        pipeline_model_parallel_layout=_layout(architecture, parallel),
         context_parallel_size=parallel.context,
         cp_comm_type="p2p" if parallel.context_exchange == "ring" else None,
         sequence_parallel=parallel.sequence,
@@ -134,21 +136,35 @@ def transformer_config(
         batch_p2p_sync=False,  # waiting for the device after each message serves old versions of torch only
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
+        recompute_num_layers=max(map(len, letters)) if recompute == "full" else None,
         moe_token_dispatcher_type=parallel.dispatcher,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=tp,
     )
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
-    fields = {**common, **family_of(architecture.model_type).megatron(architecture)}
+    fields = {**common, **family.megatron(architecture)}
+    for name in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):  # of layers; Megatron-core's are letters
+        if isinstance(each := fields.get(name), list):
+            fields[name] = [value for value, of in zip(each, letters, strict=True) for _ in of]
     config = kind(**{**fields, "add_bias_linear": False})
     config.add_bias_linear = fields["add_bias_linear"]  # refused with divided experts, of which ours know what to do
     return config
 
 
-def _stages(parallel: ParallelConfig, layers: int) -> list[list[str]]:
+def _letters(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[str]:
+    """List the letters of each layer of a pipeline stage."""
+    family = family_of(architecture.model_type)
+    return [family.letters(architecture, layer) for layer in parallel.layers_of(stage, architecture.layers)]
+
+
+def _owners(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[int]:
+    """List the layer of each letter of a pipeline stage, counted from its first."""
+    return [layer for layer, of in enumerate(_letters(architecture, parallel, stage)) for _ in of]
+
+
+def _layout(architecture: Architecture, parallel: ParallelConfig) -> list[list[str]]:
     """Lists what each pipeline stage holds, as Megatron-core does."""
-    stages = [["decoder"] * len(parallel.layers_of(s, layers)) for s in range(parallel.pipeline)]
+    stages = [["decoder"] * len(_owners(architecture, parallel, stage)) for stage in range(parallel.pipeline)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return stages
@@ -162,14 +178,15 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
         inside = parallel.context > 1 and parallel.context_exchange == "heads"
         return partial(ContextAttention, scaled) if inside else scaled
 
-    if HAS_TRANSFORMER_ENGINE and architecture.own_modules is None:
+    def fused_layer(index: int) -> ModuleSpec:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=architecture.experts.count if architecture.experts else None,
+            num_experts=architecture.mixture.count if architecture.has_experts(index) else None,
             qk_layernorm=architecture.qk_norm is not None,
         )
         parts = spec.submodules.self_attention.submodules
-        parts.core_attention = around(PackedAttention if packed else parts.core_attention)
+        parts.core_attention = around(PackedAttention if packed else parts.core_attention, index=index)
         return spec
+
     norm = CenteredRMSNorm if architecture.centered_norms else RMSNorm
     before = IdentityOp if architecture.norms == "behind" else norm
     row_linear = RowParallelLinear if architecture.norms == "before" else normed_linear(norm)
@@ -227,25 +244,26 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
             ),
         )
 
-    return TransformerBlockSubmodules(layer_specs=[layer(index) for index in layers], layer_norm=norm)
+    family = family_of(architecture.model_type)
+    if HAS_TRANSFORMER_ENGINE and architecture.own_modules is None:
+        layer, norm = fused_layer, LayerNormImpl
+    cut = [half for index in layers for half in by_letters(layer(index), family.letters(architecture, index))]
+    return TransformerBlockSubmodules(layer_specs=cut, layer_norm=norm)
 
 
 def _scaled_attention(
     kind: Any,
     architecture: Architecture,
-    layer_number: int,
     softmax_scale: float | None,
-    index: int | None = None,
+    index: int,
     **settings: Any,
 ) -> nn.Module:
     """Build a layer's core attention. YaRN's factor is one of queries and keys that are rotated by it, so a layer
-    that rotates none, or by the plain embedding, has the plain scale. index: of the layer; None: it is
-    layer_number − 1."""
-    index = layer_number - 1 if index is None else index
+    that rotates none, or by the plain embedding, has the plain scale. index: of the layer."""
     plain = index in architecture.unrotated or architecture.rotates_locally(index)
     if softmax_scale is not None and plain:
         softmax_scale = architecture.attention_scale
-    return kind(layer_number=layer_number, softmax_scale=softmax_scale, **settings)
+    return kind(softmax_scale=softmax_scale, **settings)
 
 
 def build_model(
@@ -258,7 +276,7 @@ def build_model(
     seed: int,
     packed: bool = False,
     precision: PrecisionConfig = PLAIN,
-) -> GPTModel:
+) -> nn.Module:
     """Build this rank's part of the model, on `platform.device()`. All weights are zero: they come from outside.
 
     packed: the model is always given the boundaries of documents as its attention mask.
@@ -272,9 +290,10 @@ def build_model(
     with platform.megatron_runtime():
         # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
         model_parallel_cuda_manual_seed(seed)
-        model = GPTModel(
-            config=transformer_config(architecture, parallel, bf16, recompute, precision),
-            transformer_layer_spec=_block_spec(architecture, parallel, mine, packed),
+        model = stacked(
+            transformer_config(architecture, parallel, bf16, recompute, precision),
+            _block_spec(architecture, parallel, mine, packed),
+            ["".join(_letters(architecture, parallel, stage)) for stage in range(parallel.pipeline)],
             vocab_size=rows * parallel.tensor,
             max_sequence_length=sequence_length,
             pre_process=mesh.is_first_stage,
@@ -292,10 +311,11 @@ def build_model(
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
                 module.inv_freq = rotary_frequencies(architecture)[0].to(platform.device())
+    layers = parts_of(model, [mine[owner] for owner in _owners(architecture, parallel, mesh.pp_rank)])
     if architecture.local_theta is not None:
-        _rotate_locally(model, architecture, mine, parts)
+        _rotate_locally(layers, architecture, parts)
     if architecture.multipliers:
-        _multiply(model, architecture.multipliers, bf16)
+        _multiply(model, layers, architecture.multipliers, bf16)
     if architecture.logit_cap is not None and mesh.is_last_stage:
         model.output_layer.register_forward_hook(partial(_capped, architecture.logit_cap))
     if mesh.is_last_stage and (words := max(architecture.vocab_size - mesh.tp_rank * rows, 0)) < rows:
@@ -313,7 +333,9 @@ def build_model(
     return model
 
 
-def _rotate_locally(model: GPTModel, architecture: Architecture, layers: range, parts: Parts | None) -> None:
+def _rotate_locally(
+    layers: list[tuple[int, str, nn.Module]], architecture: Architecture, parts: Parts | None
+) -> None:
     """Let layers with a window rotate queries and keys by `local_theta`, in place of what all layers are handed."""
     with platform.megatron_runtime():
         rotary = RotaryEmbedding(architecture.head_dim, 1.0, rotary_base=architecture.local_theta)
@@ -327,9 +349,9 @@ def _rotate_locally(model: GPTModel, architecture: Architecture, layers: range, 
             made[:] = handed, rotary(len(handed) * (parts.size if parts else 1))
         return given, {**named, "rotary_pos_emb": made[1]}
 
-    for index, layer in zip(layers, model.decoder.layers, strict=True):
-        if architecture.rotates_locally(index):
-            layer.self_attention.register_forward_pre_hook(instead, with_kwargs=True)
+    for index, name, part in layers:
+        if name == "self_attention" and architecture.rotates_locally(index):
+            part.register_forward_pre_hook(instead, with_kwargs=True)
 
 
 def _capped(cap: float, module: nn.Module, given: Any, out: Any) -> Any:
@@ -337,7 +359,7 @@ def _capped(cap: float, module: nn.Module, given: Any, out: Any) -> Any:
     return torch.tanh(out[0] / cap) * cap, *out[1:]
 
 
-def _multiply(model: GPTModel, by: Multipliers, bf16: bool) -> None:
+def _multiply(model: nn.Module, layers: list[tuple[int, str, nn.Module]], by: Multipliers, bf16: bool) -> None:
     """Let the model's parts multiply what they give; of attention Megatron-core does so itself."""
     embedding = torch.tensor(by.embedding, dtype=torch.bfloat16).item() if bf16 and by.rounded else by.embedding
 
@@ -352,9 +374,8 @@ def _multiply(model: GPTModel, by: Multipliers, bf16: bool) -> None:
         times(model.embedding, embedding)
     if model.post_process:
         times(model.output_layer, 1 / by.logits_divisor)
-    for layer in model.decoder.layers:
-        times(layer.self_attention, by.residual)
-        times(layer.mlp, by.residual)
+    for _, _, part in layers:
+        times(part, by.residual)
 
 
 @torch.no_grad()  # the softmax is 0 there, and with it the gradient of these logits: backward has nothing to do
@@ -380,7 +401,7 @@ def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
 
 
 def placements(
-    model: GPTModel, architecture: Architecture, parallel: ParallelConfig, mesh: RankMesh
+    model: nn.Module, architecture: Architecture, parallel: ParallelConfig, mesh: RankMesh
 ) -> list[tuple[Any, LocalParameter]]:
     """Find the place of each of the model's parameters in the canonical address space; in canonical order.
 
@@ -389,13 +410,12 @@ def placements(
     Raises RuntimeError if the model's parameters differ in name or size from those of
     `geotrain.parallelism.local_parameters`, as after a change in Megatron-core.
     """
-    own: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    own, owners = dict[str, Tensor](), _owners(architecture, parallel, mesh.pp_rank)
+    biases = ((f"{name}.expert_bias", router.expert_bias) for name, router in biased_routers(model))
+    for name, parameter in (*model.named_parameters(), *biases):
         for there, here in _RENAMED.items():
             name = name.replace(there, here)
-        own[name] = parameter
-    for name, router in biased_routers(model):
-        own[f"{name}.expert_bias"] = router.expert_bias
+        own[plain_name(name, owners)] = parameter
     places = local_parameters(architecture, parallel, mesh.tp_rank, mesh.pp_rank, mesh.ep_rank)
     sizes, wanted = {n: p.numel() for n, p in own.items()}, {p.name: p.numel for p in places}
     if sizes != wanted:
