@@ -20,7 +20,6 @@ from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.transport import deadlines, grpc_client, rpc, wire
 from geotrain.net.transport.deadlines import FrameDeadline
-from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.grpc_client import ConnectionLost, GrpcClient
 from geotrain.outer.messages import Answer, Refused, UpdatePart
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
@@ -69,30 +68,39 @@ def test_few_get_first_weights_at_a_time(make, monkeypatch, wait_s):
     monkeypatch.setattr(net_worlds, "tiny_layout", lambda config: ParameterMap(parameters))
     monkeypatch.setattr(grpc_service, "FIRSTS_AT_ONCE", 1)
     monkeypatch.setattr(rpc, "MAX_WAIT_S", wait_s)
-    sending, live, most = FragmentBytes.sending, set[int](), [0]
+    frames, live, most = wire.frames, set[int](), [0]
 
-    def watched(own: FragmentBytes, message: object, first: int = 0) -> Iterator[bytes]:
-        if isinstance(message, Answer):
-            live.add(id(own))
-            most.append(len(live))
-        yield from sending(own, message, first)
-        live.discard(id(own))
+    def watched(message: object, first: int = 0) -> Iterator[bytes]:
+        for number, frame in enumerate(frames(message, first)):
+            if number == 1 and isinstance(message, Answer):
+                live.add(id(message))
+                most.append(len(live))
+            yield frame
+        live.discard(id(message))
 
     cluster = make(outer(fragments=FragmentConfig(), updates_per_send=50), {"eu": dict.fromkeys("abcd", whole)})
-    monkeypatch.setattr(FragmentBytes, "sending", watched)
+    monkeypatch.setattr(wire, "frames", watched)
     with ThreadPoolExecutor(4) as joining:
         workers = list(joining.map(cluster.joined, "abcd"))
     assert all(torch.equal(worker.anchor[0], torch.ones(3_000_000)) for worker in workers)
     assert max(most) == 1 and len(most) > 4
 
 
-def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
+@pytest.fixture
+def came(monkeypatch) -> list[int]:
+    """The sizes of the data frames that were taken."""
+    sizes, take = list[int](), wire.FrameReader._take
+    monkeypatch.setattr(wire.FrameReader, "_take", lambda own, body: sizes.append(len(body)) or take(own, body))
+    return sizes
+
+
+def test_what_is_kept_of_one_update_is_not_taken_for_another(large, came):
     """Its sender comes back with another update of the same number: it is taken from the start."""
     worker = large.joined("a")
     part = worker.parts(worker.lease(), 0)[0]
     changed = dataclasses.replace(part, metrics={"loss": 2.0})
-    service = large.regions["eu"].service
-    uploads, came = service.uploads, service.fragment_bytes["a"].up
+    uploads = large.regions["eu"].service.uploads
+    came.clear()  # the first weights
 
     async def work() -> tuple[int, int, int]:
         link = GrpcClient(worker.clients[0].address, "a", "life-1")
@@ -100,7 +108,7 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
         header, *some = islice(wire.frames(part), 8)
         for frame in (header, *some):
             await call.write(frame)
-        while came.total() < sum(map(len, some)):  # `do` has a deadline
+        while len(came) < len(some):  # `do` has a deadline
             await asyncio.sleep(0.01)
         call.cancel()
         while not (kept := uploads.data_frames(("a", 0), wire.crc_of(header))):
@@ -117,13 +125,13 @@ def test_what_is_kept_of_one_update_is_not_taken_for_another(large):
 
 
 @pytest.mark.parametrize("first", ["ends", "goes on"])
-def test_an_update_whose_stream_another_replaces_is_told_so(large, first):
+def test_an_update_whose_stream_another_replaces_is_told_so(large, came, first):
     """A stream that the rank has given up may be read after the one that followed, and end that: its sender is told,
     and does not wait until its deadline for an acknowledgement. first: what becomes of the other stream."""
     worker = large.joined("a")
     part = worker.parts(worker.lease(), 0)[0]
     header, *some = islice(wire.frames(part), 4)
-    came = large.regions["eu"].service.fragment_bytes["a"].up
+    came.clear()  # the first weights
 
     async def work() -> tuple[Any, str]:
         links = [GrpcClient(worker.clients[0].address, "a", "life-1") for _ in range(2)]
@@ -131,7 +139,7 @@ def test_an_update_whose_stream_another_replaces_is_told_so(large, first):
         for number, call in enumerate(calls, 1):
             for frame in (header, *some):
                 await call.write(frame)
-            while came.total() < number * sum(map(len, some)):
+            while len(came) < number * len(some):
                 await asyncio.sleep(0.01)
         if first == "ends":
             calls[1].cancel()

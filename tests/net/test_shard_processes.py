@@ -67,6 +67,8 @@ def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert any(shard["rss_bytes"] > 1e7 for shard in top["shards"])
     sent_by_ledger = json.loads((site.folder / "eu" / TRAFFIC).read_text())["links"][0]
     assert region["links"]["up_bytes"] > sent_by_ledger > 0, "those of its shards are counted, too"
+    deltas = region["members"]["a"]["updates"] * 4 * site.parameter_map.numel / len(site.parameter_map.fragments)
+    assert region["peers"]["a"]["received_bytes"] > deltas, "so are those that its members bring to shards"
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name

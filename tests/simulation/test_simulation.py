@@ -6,14 +6,17 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpc import aio
 
 from geotrain.common.names import GLOBAL
+from geotrain.net.transport import wire
 from geotrain.outer.events import Merged, UpdateApplied
+from geotrain.outer.messages import Answer
 from tests.simulation import machine
 from tests.simulation.lives import dies_half_way, digest, live, settings_of, violations
 from tests.simulation.world import World, operate
@@ -109,13 +112,22 @@ def test_a_snapshot_for_which_a_shard_has_no_room_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize(("killed", "late_s"), [(True, 0.0), (True, 20.0), (False, 20.0)])
 def test_a_region_learns_whether_the_weights_that_it_has_made_are_still_the_first(
-    killed: bool, late_s: float
+    monkeypatch: pytest.MonkeyPatch, killed: bool, late_s: float
 ) -> None:
     """Between its join and its first pull the global server dies, or others' updates come: with these the weights go
     whole, else none of them."""
-    sent: list[tuple[list[int], int]] = []  # versions, bytes
+    sent: list[tuple[list[int], bool]] = []  # versions, and whether weights went
+    answers, frames = list[Answer](), wire.frames
+
+    def noted(message: Any, first: int = 0) -> Iterator[bytes]:
+        if isinstance(message, Answer) and not message.sequence:
+            answers.append(message)
+        return frames(message, first)
+
+    monkeypatch.setattr(wire, "frames", noted)
 
     async def happens(world: World) -> None:
+        answers.clear()
         eu = next(name for name in ("eu.shard-0", "eu") if name in world.processes)
         while (host := world.processes[eu].host) is None or not host.server.origin:  # type: ignore[union-attr]
             await asyncio.sleep(0.0005)  # shorter than any message takes: its pull has not come
@@ -128,17 +140,16 @@ def test_a_region_learns_whether_the_weights_that_it_has_made_are_still_the_firs
             world.start(GLOBAL)
         while not (first := [w for _, name, w in world.record if name == eu and isinstance(w, Merged)]):
             await world.network.messages(1)
-        senders = [p.host.service for name, p in world.processes.items() if name.startswith(GLOBAL) and p.host]
-        down = sum(service.fragment_bytes["eu"].down.total() for service in senders)
-        sent.append((first[0].global_versions, down))
+        top = {p.host.server.incarnation for name, p in world.processes.items() if name.startswith(GLOBAL) and p.host}
+        sent.append((first[0].global_versions, any(answer.incarnation in top for answer in answers)))
 
     drawn = {seed: settings_of(seed) for seed in range(100)}
     kinds = {(each["down"].name, "eu" in each["shards"]): s for s, each in drawn.items() if each["rule"] != "sync"}
     assert kinds.keys() == {(name, shards) for name in ("fp32", "bf16", "int4") for shards in (False, True)}
     for kind, seed in sorted(kinds.items()):
         assert violations(live(seed, happens)) == [], kind
-        versions, down_bytes = sent.pop()
-        assert (down_bytes > 0) == any(versions) == bool(late_s), kind
+        versions, whole = sent.pop()
+        assert whole == any(versions) == bool(late_s), kind
 
 
 async def is_refused_at_once(world: World) -> None:

@@ -35,7 +35,6 @@ from geotrain.net.server.shard_link import ShardTable
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import OPERATOR, Credentials, Role, identity
 from geotrain.net.transport.deadlines import FrameDeadline, within
-from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
@@ -101,7 +100,6 @@ class GrpcService:
         self.answer_timer = AnswerTimer(server_thread)
         self._waits = WaitTable()
         self.peers: dict[str, str] = {}  # "host:port" of a connection → the member that speaks over it
-        self.fragment_bytes: defaultdict[str, FragmentBytes] = defaultdict(FragmentBytes)  # by member
         self.beats: dict[str, dict[str, float]] = {}  # member → the metrics of its last heartbeat
         self._profiles = ProfileRequests(self.server.members if self.server.member_role == "worker" else {})
         # of any update
@@ -242,11 +240,8 @@ class GrpcService:
         rank, deadline = (part.member, part.part), self._deadlines[part.member]
         keep = True  # however the stream breaks, even after a damaged frame, the data frames before are good
         try:
-            count = self.fragment_bytes[part.member].receiving(part, reader.data_frames)
             while not reader.complete:
-                frame = await rpc.next_frame(deadline.frame(context.read()))
-                reader.feed(frame)
-                count(frame)
+                reader.feed(await rpc.next_frame(deadline.frame(context.read())))
                 self.failure_detector.heard(*rank)
         except wire.WireError as error:
             keep = isinstance(error, wire.DamagedError)
@@ -283,7 +278,7 @@ class GrpcService:
                     await within(left_s, turn.enter_async_context(self._firsts))
                 except TimeoutError:
                     message = rpc.NotYet()
-            for frame in self.fragment_bytes[pull.member].sending(message, first):
+            for frame in wire.frames(message, first):
                 await self._deadlines[pull.member].frame(context.write(frame))
 
     async def _lease(self, request: bytes, context: Any) -> bytes:

@@ -40,7 +40,6 @@ from geotrain.net.storage.recovery import Dismissed, Recovered, Stopped
 from geotrain.net.storage.remote_snapshots import Copies, Uploader
 from geotrain.net.storage.snapshots import StoreError
 from geotrain.net.transport.deadlines import first_of, within
-from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.fragment_links import link_to, shards_above
 from geotrain.net.transport.grpc_client import GrpcClient
 from geotrain.net.transport.tcp_counters import TcpCounters, Traffic
@@ -122,7 +121,7 @@ class ServerHost(ProcessHost):
             self.service,
             self.events,
             self.folder,
-            self._traffic,
+            self._with_members,
             self._wide_area,
             self.setup.run.monitor.sample_s,
         )
@@ -134,7 +133,8 @@ class ServerHost(ProcessHost):
         if not self.server.ledger:
             trust, shard = self.trust(self.setup.server_role, self.server.name), self.setup.shard or 0
             to = shard, str(self.setup.server_address), trust
-            self.ledger = ShardLink(self.server_thread, *to, self._newest_safe, self.new, self.tcp_counters.total)
+            count = self.tcp_counters.total, self._traffic
+            self.ledger = ShardLink(self.server_thread, *to, self._newest_safe, self.new, *count)
             # Its ledger may be gone, if this shard knows already that the server has ended.
             works.append(asyncio.sleep(0) if self.ended_before else self.ledger.run())
         if self.setup.newest is not None:
@@ -374,6 +374,10 @@ class ServerHost(ProcessHost):
         own = self.tcp_counters.total
         return own if self.shards is None else self.shards.with_links(own)
 
+    def _with_members(self) -> dict[str, Traffic]:
+        """Bytes with each member, with those of this server's shards."""
+        return self._traffic() if self.shards is None else self.shards.with_peers(self._traffic())
+
     def _status(self, whole: bool) -> dict[str, Any]:
         """Collect what the process adds to the server's status. whole: with the bytes, which take long to count."""
         effective, ends_at = None, self.setup.run.ends_at
@@ -396,22 +400,14 @@ class ServerHost(ProcessHost):
     def _bytes_status(self) -> dict[str, Any]:
         """Collect the bytes for the server's status.
 
-        links: bytes on the wide-area links, up towards the global server and down from it, their highest rates over a
-        second, and each fragment's part of the bytes. peers: bytes with each member, and each fragment's part.
+        links: bytes on the wide-area links, up towards the global server and down from it, and their highest rates
+        over a second. peers: bytes with each member.
         """
-        parameter_map, by_member = self.server.parameter_map, self.service.fragment_bytes
-        fragments = FragmentBytes()
-        above = [self.region_client.link.fragment_bytes] if self.region_client else []
-        for counted in by_member.values() if self.server.name == GLOBAL else above:
-            fragments.add(counted)
-        peers = {}
-        for name, traffic in self._traffic().items():
-            counts = {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
-            peers[name] = {**counts, "fragments": by_member[name].status(parameter_map)}
-        return {
-            "links": {**self._up_and_down(self._wide_area()), "fragments": fragments.status(parameter_map)},
-            "peers": peers,
+        peers = {
+            name: {"sent_bytes": traffic.sent_bytes, "received_bytes": traffic.received_bytes}
+            for name, traffic in self._with_members().items()
         }
+        return {"links": self._up_and_down(self._wide_area()), "peers": peers}
 
     def _gone(self) -> set[str]:
         """The members that have no connection any more, as those of a process that was killed."""

@@ -125,6 +125,14 @@ class ShardTable:
             every.join(Traffic(sent, received))
         return every
 
+    def with_peers(self, own: dict[str, Traffic]) -> dict[str, Traffic]:
+        """Add the shards' bytes with each member, as far as they have said, to the ledger's own."""
+        every = {name: replace(traffic) for name, traffic in own.items()}
+        for _, hello in self._heard.values():
+            for each in hello.peers:
+                every.setdefault(each.member, Traffic()).join(Traffic(each.sent, each.received))
+        return every
+
     def _is_up(self, shard: int) -> bool:
         return shard in self._heard and time.monotonic() - self._heard[shard][0] < MISSED_S
 
@@ -141,14 +149,15 @@ class ShardTable:
 
 class ShardLink:
     """A shard's side. safe: gives `Facts.safe`. new: whether the shard began without any state. links: counts bytes
-    between regions."""
+    between regions, peers: those with each member."""
 
     def __init__(
         self, server_thread: ServerThread, shard: int, address: str, trust: Trust | None,
-        safe: Callable[[], tuple[int, ...]], new: bool, links: Traffic,
+        safe: Callable[[], tuple[int, ...]], new: bool, links: Traffic, peers: Callable[[], dict[str, Traffic]],
     ) -> None:  # fmt: skip
         self.server_thread, self.server, self.shard = server_thread, server_thread.server, shard
-        self.address, self.trust, self.safe, self.new, self.links = address, trust, safe, new, links
+        self.address, self.trust, self.safe, self.new = address, trust, safe, new
+        self.links, self.peers = links, peers
         self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
         self._seen = 0
         self._said: tuple[Any, ...] = ()
@@ -163,7 +172,7 @@ class ShardLink:
 
     async def _stand(self) -> None:
         while True:
-            hello = await self.server_thread.read(self._hello)
+            hello = await self._hello(ASK_S)
             if (reply := await self._call("standing", hello, Standing)) is None:
                 continue
             frame, standing = reply
@@ -173,7 +182,11 @@ class ShardLink:
             if standing.ended:
                 return
 
-    def _hello(self, wait_s: float = ASK_S, ended: bool = False) -> rpc.ShardHello:
+    async def _hello(self, wait_s: float, ended: bool = False) -> rpc.ShardHello:
+        peers = tuple(rpc.MemberBytes(n, t.sent_bytes, t.received_bytes) for n, t in self.peers().items())
+        return await self.server_thread.read(lambda: self._stands(wait_s, ended, peers))
+
+    def _stands(self, wait_s: float, ended: bool, peers: tuple[rpc.MemberBytes, ...]) -> rpc.ShardHello:
         server = self.server
         said = server.facts(())
         of_all = [m.fragments for m in server.members.values()]
@@ -182,7 +195,7 @@ class ShardLink:
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
             self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, server.incarnation,
-            tuple(self.links.counts),
+            tuple(self.links.counts), peers,
         )  # fmt: skip
 
     async def _bring(self) -> None:
@@ -205,7 +218,7 @@ class ShardLink:
         self._channel = open_channel(aio, self.address, self.trust, CHANNEL_OPTIONS)
         try:
             async with asyncio.timeout(GOODBYE_S):
-                hello = await self.server_thread.read(lambda: self._hello(0.0, ended=True))
+                hello = await self._hello(0.0, ended=True)
                 while await self._call("standing", hello, Standing) is None:
                     pass
         except TimeoutError:

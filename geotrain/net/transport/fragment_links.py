@@ -51,8 +51,6 @@ class FragmentLinks(GrpcClient):
         self.above = above
         self.shards = [GrpcClient(each, member, incarnation, above.trust) for each in above.addresses]
         self.of = {fragment: self.shards[i] for i, fragments in enumerate(above.dealt) for fragment in fragments}
-        for shard in self.shards:  # they count what they carry as this link does
-            shard.fragment_bytes = self.fragment_bytes
 
     def live_as(self, incarnation: str) -> None:
         for link in self.shards:

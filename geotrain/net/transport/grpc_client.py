@@ -16,7 +16,6 @@ from geotrain.common.backoff import RetryBackoff
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust, expiry, open_channel
 from geotrain.net.transport.deadlines import FrameDeadline, within
-from geotrain.net.transport.fragment_bytes import FragmentBytes
 from geotrain.net.transport.made_weights import MadeWeights
 from geotrain.outer.messages import (
     Answer,
@@ -99,7 +98,6 @@ class GrpcClient:
 
     def __init__(self, address: str, member: str, incarnation: str, trust: Trust | None = None) -> None:
         self.address, self.member, self.incarnation = address, member, incarnation
-        self.fragment_bytes = FragmentBytes()
         self.retries = 0  # how many attempts failed on their way and were repeated
         self._up, self._down = FrameDeadline(), FrameDeadline()
         # Of updates whose stream broke: part → checksum of the update's header.
@@ -132,7 +130,7 @@ class GrpcClient:
         try:
             first = await self._resume(call, part, header) if again else 0
             tasks = [
-                asyncio.create_task(self._write(call, self.fragment_bytes.sending(part, first), replied)),
+                asyncio.create_task(self._write(call, wire.frames(part, first), replied)),
                 asyncio.create_task(call.read()),
             ]
             # The server may reply before it has the whole update, as when it has the update already or refuses it.
@@ -189,11 +187,8 @@ class GrpcClient:
             if reader is None or frame != reader.opening:
                 reader = wire.FrameReader(Answer, rpc.NotYet, rpc.Same, limit_bytes=wanted.limit_bytes)
                 reader.feed(frame)
-            count = self.fragment_bytes.receiving(reader.header, reader.data_frames)
             while not reader.complete:
-                frame = await rpc.next_frame(self._down.frame(call.read()))
-                reader.feed(frame)
-                count(frame)
+                reader.feed(await rpc.next_frame(self._down.frame(call.read())))
             match reader.message:
                 case rpc.NotYet():
                     return None

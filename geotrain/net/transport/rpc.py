@@ -219,6 +219,15 @@ class ControlReply:
 
 
 @dataclass(frozen=True)
+class MemberBytes:
+    """Counts the bytes that a shard has exchanged with a member in the run so far."""
+
+    member: str
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True)
 class ShardHello:
     """A shard asks its ledger how the run stands.
 
@@ -227,6 +236,7 @@ class ShardHello:
     without a state. seen: checksum of the `Standing` that it has; 0: of none in this incarnation. wait_s: how long
     the ledger may wait until there is another. ended: it knows that the server has, and ends. journal_bytes,
     rss_bytes: of its process. incarnation: names the process. links: `Traffic.counts` of its links between regions.
+    peers: its bytes with each member.
     """
 
     shard: int
@@ -242,6 +252,7 @@ class ShardHello:
     rss_bytes: int
     incarnation: str
     links: tuple[int, ...] = ()
+    peers: tuple[MemberBytes, ...] = ()
 
 
 @dataclass(frozen=True)
