@@ -17,7 +17,7 @@ def main(address: str, name: str, steps: int = 2000) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     random = torch.Generator().manual_seed(sum(name.encode()))
-    with geotrain.OuterLoop(address, name, model, every=8, state={"adam": optimizer}) as outer:
+    with geotrain.OuterLoop.join(address, name, model, every=8, state={"adam": optimizer}) as outer:
         for _ in range(steps):
             x = torch.randn(64, 8, generator=random)
             loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()

@@ -134,7 +134,7 @@ def run_alone(
         enrollments.run = again
     print(
         f"geotrain serve: {name} listens at {others_say}. In each worker:\n  export {TOKEN}={enrollments.token}\n"
-        f'  geotrain.OuterLoop("{others_say}", "NAME", model, every=64)',
+        f'  geotrain.OuterLoop.join("{others_say}", "NAME", model, every=64)',
         flush=True,
     )
     run, cluster = asyncio.run(enrollments.first_members())

@@ -23,8 +23,8 @@ WITHOUT_END = "constant", "constant_with_warmup", "inverse_sqrt"  # Trainer's sc
 class OuterLoopCallback(TrainerCallback):
     """Makes a `transformers.Trainer` a worker of the run: give it as a callback, and `stream(data)` as train_dataset.
 
-    run, region, options: as for `OuterLoop`, which is made when training begins, with the batch of Trainer's step as
-    `samples_per_step` where run is an address. Set max_steps to `total_steps`, in
+    run, region, options: as for `OuterLoop`, which is made when training begins; or as for `OuterLoop.join`, with the
+    batch of Trainer's step as `samples_per_step`. Set max_steps to `total_steps`, in
     a run without an end to any number, and per_device_train_batch_size × gradient_accumulation_steps × processes to
     the run's samples of a step. Training ends when the run's data does. Trainer's schedules (torch's LambdaLR) follow
     the run's progress, over max_steps.
@@ -63,7 +63,7 @@ class OuterLoopCallback(TrainerCallback):
         with ExitStack() as opened:
             if isinstance(self.run, str):
                 joining = {"samples_per_step": batch, **self.options}
-                self.outer = OuterLoop(self.run, self.region, kwargs["model"], state=states, **joining)
+                self.outer = OuterLoop.join(self.run, self.region, kwargs["model"], state=states, **joining)
                 opened.callback(self.outer.close)
                 self.run = self.outer.run
             scheduler = kwargs.get("lr_scheduler")

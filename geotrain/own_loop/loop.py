@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from geotrain.common.names import ENDLESS_SAMPLES
-from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerConfig, load_cluster, load_run
 from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
 from geotrain.own_loop.enroll import enroll, is_address
@@ -30,6 +30,7 @@ from geotrain.worker.job_line import JobLine, say
 from geotrain.worker.loop import WorkerLoop
 
 FILLED = 4  # steps after which a loader's queue is full, though the first job may be shorter
+CONNECT_S = 60.0
 MOST_AHEAD = 1024  # steps that may be read and not trained
 
 
@@ -86,12 +87,10 @@ def whole_steps(run: RunConfig) -> int:
 class OuterLoop:
     """One rank of a worker, in a training loop of the user's own. Every rank of the worker makes the same calls.
 
+    `OuterLoop(…)` takes a worker of a run and a cluster file; `OuterLoop.join(…)` joins what `geotrain serve` serves.
+
     run, cluster: their files, or what was read from them; by default cluster.json beside the run file. region,
     worker: which of the cluster's workers this is; without a name, the region's only one.
-    Or run is the "host:port" that `geotrain serve` prints, for a run without files: then `region` is a new name, or
-    that of a worker which is started again. every: H, steps between deltas, the same for all. samples_per_step: if
-    data is leased by `batches` or the like; without, `after_step` alone counts steps. token: that it prints; None:
-    from the environment, GEOTRAIN_TOKEN. folder: for this worker's state; None: runs/ and the run's name.
     model: any torch module, as it is trained: plain, under DDP, compiled, or sharded by FSDP2; or a DeepSpeed engine,
     of ZeRO 0 to 3. Its parameters are in fp32, or have fp32 masters; what is not trained, buffers too, is the same in
     all regions, and stays so. When all data is trained it holds the run's newest weights.
@@ -119,42 +118,77 @@ class OuterLoop:
         region: str,
         model: torch.nn.Module,
         *,
-        every: int | None = None,
-        samples_per_step: int | None = None,
-        token: str | None = None,
-        folder: str | Path | None = None,
         cluster: str | Path | ClusterConfig | None = None,
         worker: str | None = None,
         state: Mapping[str, Stateful] | None = None,
         resume: bool = True,
         validate: Callable[[], float] | None = None,
         report: Callable[[dict[str, Any]], None] = lambda numbers: None,
-        connect_s: float = 60.0,
+        connect_s: float = CONNECT_S,
     ) -> None:
-        self.rank = rank = TorchRank()
-        self._joined = joined = is_address(run)
-        for_address = {"every": every, "samples_per_step": samples_per_step, "token": token, "folder": folder}
-        without = {"cluster": cluster, "worker": worker} if joined else for_address
-        if idle := [key for key, value in without.items() if value is not None]:
-            other = "an address, whose server says it" if joined else "a run file, which says it"
-            raise ConfigError(f"OuterLoop: {', '.join(idle)}: without effect with {other}; leave it out")
-        linked: dict[str, Any] = {}
-        if joined:
-            if every is None:
-                raise ConfigError("OuterLoop: state every=, the steps between two deltas")
-            length = every, samples_per_step or 1
-            given, parameter_map = enroll(str(run), region, model, rank, *length, token, folder, connect_s)
-            run, cluster = given.run, given.cluster
-            linked = {"parameter_map": parameter_map, "trust": given.trust}
-        elif not isinstance(run, RunConfig):
+        if is_address(run):
+            raise ConfigError(
+                f"OuterLoop: {run} is an address: OuterLoop.join({run!r}, name, model, every=…) joins it"
+            )
+        if not isinstance(run, RunConfig):
             cluster = Path(run).parent / "cluster.json" if cluster is None else cluster
             run = load_run(run)
         if cluster is None:
             raise ConfigError("OuterLoop: with a run that is not given as a file, give the cluster too")
-        if not isinstance(cluster, ClusterConfig):
-            cluster = load_cluster(cluster)
-        assert isinstance(run, RunConfig)
-        self.run, self._validate = run, validate
+        cluster = cluster if isinstance(cluster, ClusterConfig) else load_cluster(cluster)
+        self._joined = False
+        mine = cluster.worker(region, worker)
+        self._begin(TorchRank(), run, cluster, mine, model, {}, state, resume, validate, report, connect_s)
+
+    @classmethod
+    @in_two_lines
+    def join(
+        cls,
+        address: str,
+        name: str,
+        model: torch.nn.Module,
+        *,
+        every: int,
+        samples_per_step: int = 1,
+        token: str | None = None,
+        folder: str | Path | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        resume: bool = True,
+        validate: Callable[[], float] | None = None,
+        report: Callable[[dict[str, Any]], None] = lambda numbers: None,
+        connect_s: float = CONNECT_S,
+    ) -> OuterLoop:
+        """Join the run at the "host:port" that `geotrain serve` prints.
+
+        name: a new one, or that of a worker which is started again. every: H, steps between deltas, the same for all.
+        samples_per_step: if data is leased by `batches` or the like; without, `after_step` alone counts steps. token:
+        that it prints; None: from the environment, GEOTRAIN_TOKEN. folder: for this worker's state; None: runs/ and
+        the run's name. The rest is as for `OuterLoop`.
+        """
+        loop, rank = cls.__new__(cls), TorchRank()
+        given, parameter_map = enroll(address, name, model, rank, every, samples_per_step, token, folder, connect_s)
+        linked = {"parameter_map": parameter_map, "trust": given.trust}
+        place = given.run, given.cluster, given.cluster.worker(name, None)
+        loop._joined = True
+        loop._begin(rank, *place, model, linked, state, resume, validate, report, connect_s)
+        return loop
+
+    def _begin(
+        self,
+        rank: TorchRank,
+        run: RunConfig,
+        cluster: ClusterConfig,
+        mine: WorkerConfig,
+        model: torch.nn.Module,
+        linked: dict[str, Any],
+        state: Mapping[str, Stateful] | None,
+        resume: bool,
+        validate: Callable[[], float] | None,
+        report: Callable[[dict[str, Any]], None],
+        connect_s: float,
+    ) -> None:
+        """Connect, and load the saved state. linked: what `connected` takes of a run that was joined."""
+        self.rank, self.run, self._validate = rank, run, validate
         self._counted: Iterator[range] | None = None  # steps, where the loop has data of its own
         # Steps: how often `after_step` was called; how many may have been trained; how many the data side has read.
         self._steps = self._given = self._read = 0
@@ -166,10 +200,9 @@ class OuterLoop:
             report(numbers)
 
         def on_trouble(what: str) -> None:
-            say(f"geotrain: worker in {region}: {what}", sys.stderr)
+            say(f"geotrain: worker {mine.name}: {what}", sys.stderr)
 
         with ExitStack() as opened:
-            mine = cluster.worker(region, worker)
             member = opened.enter_context(
                 connected(run, cluster, mine, connect_s=connect_s, report=on_job, trouble=on_trouble, **linked)
             )

@@ -157,7 +157,7 @@ def test_a_resume_skips_no_leased_sample(
     second: Any = train(resume=True)
     assert servers.top.status()["complete"] and second.outer.finished
     assert second.outer.resumed_job == (0 if lost else 2)
-    told = "in eu: has trained 2 jobs before, and begins without its saved state: no whole checkpoint is in "
+    told = "eu-0: has trained 2 jobs before, and begins without its saved state: no whole checkpoint is in "
     assert (told in capsys.readouterr().err) == lost
     (log,) = (second.outer.run.run_folder / "events").glob("*.jsonl")
     events = map(json.loads, log.read_text().splitlines())

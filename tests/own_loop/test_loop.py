@@ -264,7 +264,7 @@ def test_a_batch_grows_in_a_loop_of_ones_own(outer: geotrain.OuterLoop) -> None:
 def test_a_loop_that_ends_early_says_so(outer: geotrain.OuterLoop, capsys: pytest.CaptureFixture[str]) -> None:
     with outer:
         next(outer.samples())
-    assert "in eu: the loop ends before the run's data: 1 steps were given, 0 trained" in capsys.readouterr().err
+    assert "eu-0: the loop ends before the run's data: 1 steps were given, 0 trained" in capsys.readouterr().err
 
 
 def test_a_forgotten_after_step_is_an_error(outer: geotrain.OuterLoop) -> None:

@@ -146,7 +146,7 @@ def test_who_leaves_an_endless_run_has_what_all_learned_and_the_last_to_leave_en
     monkeypatch.setenv("GEOTRAIN_TOKEN", run.token)
     monkeypatch.chdir(run.folder)
     model = network()
-    with geotrain.OuterLoop(f"127.0.0.1:{run.port}", "eu", model, every=4) as outer:
+    with geotrain.OuterLoop.join(f"127.0.0.1:{run.port}", "eu", model, every=4) as outer:
         for _ in range(10):
             with torch.no_grad():
                 model[0].bias += 0.5
@@ -184,7 +184,7 @@ def test_a_data_set_is_leased(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(run.folder)
     seen: list[float] = []
     here: Any = {"every": 4, "samples_per_step": 4, "token": run.token}
-    with geotrain.OuterLoop(f"127.0.0.1:{run.port}", "eu", network(), **here) as outer:
+    with geotrain.OuterLoop.join(f"127.0.0.1:{run.port}", "eu", network(), **here) as outer:
         for batch in outer.batches(Numbers()):
             seen += batch[:, 0].tolist()
             outer.after_step()
@@ -200,8 +200,8 @@ def test_a_data_set_is_leased(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> 
         ({"model": network().append(nn.Linear(1, 1).requires_grad_(False))}, r"frozen parameter 3.bias is \d+ at us"),
         ({"every": 16}, "every is 16 at us, and 8 in the run"),
         ({"samples_per_step": 2}, "samples_per_step is 2 at us, and 1 in the run"),
-        ({"region": "EU"}, "region"),
-        ({"region": "eu-0"}, "need names of their own"),
+        ({"name": "EU"}, "region"),
+        ({"name": "eu-0"}, "need names of their own"),
         ({"token": "geotrain2." + "0" * 64 + "." + "0" * 32}, "is not the one that printed this token"),
         ({"token": lambda token: token[:-32] + "0" * 32}, "the token's password is not this server's"),
     ],
@@ -210,11 +210,11 @@ def test_who_is_refused_changes_nothing(
     serving: AloneRun, change: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     cluster = (serving.run / "cluster.json").read_bytes()
-    options: dict[str, Any] = {"region": "us", "model": network(), "every": 8, "token": serving.token, **change}
+    options: dict[str, Any] = {"name": "us", "model": network(), "every": 8, "token": serving.token, **change}
     if callable(options["token"]):
         options["token"] = options["token"](serving.token)
     with pytest.raises(Refused, match=words):
-        geotrain.OuterLoop(f"127.0.0.1:{serving.port}", folder=tmp_path / "us", **options)
+        geotrain.OuterLoop.join(f"127.0.0.1:{serving.port}", folder=tmp_path / "us", **options)
     assert (serving.run / "cluster.json").read_bytes() == cluster and not (tmp_path / "us").exists()
 
 
@@ -291,15 +291,15 @@ def test_strangers_get_no_word_and_keep_nobody_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({}, ConfigError, "state every="),
-        ({"every": 8}, ConfigError, "needs the token that `geotrain serve` prints: token=, or GEOTRAIN_TOKEN"),
-        ({"every": 8, "token": "geotrain2.00"}, CertificateError, "not whole, or another version's"),
-        ({"every": 8, "worker": "eu-0"}, ConfigError, "worker: without effect with an address"),
+        ({}, ConfigError, "needs the token that `geotrain serve` prints: token=, or GEOTRAIN_TOKEN"),
+        ({"token": "geotrain2.00"}, CertificateError, "not whole, or another version's"),
     ],
 )
 def test_an_address_alone_is_too_little(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
-        geotrain.OuterLoop("127.0.0.1:1", "eu", network(), **options)
+        geotrain.OuterLoop.join("127.0.0.1:1", "eu", network(), every=8, **options)
+    with pytest.raises(ConfigError, match=r"OuterLoop.join\('127.0.0.1:1', name"):
+        geotrain.OuterLoop("127.0.0.1:1", "eu", network())
 
 
 def _sharded(port: int, token: str, folder: Path) -> list[float]:
@@ -307,7 +307,7 @@ def _sharded(port: int, token: str, folder: Path) -> list[float]:
     model = network()
     fully_shard(model)
     here: Any = {"every": 2, "token": token, "folder": folder}
-    with geotrain.OuterLoop(f"127.0.0.1:{port}", "eu", model, **here) as outer:
+    with geotrain.OuterLoop.join(f"127.0.0.1:{port}", "eu", model, **here) as outer:
         while not outer.finished:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -330,7 +330,7 @@ def _hangs(port: int, token: str, folder: Path, how: str) -> list[str]:
             os.kill(int(outer.loop.watch._all[1].process.rpartition(" ")[2]), signal.SIGKILL)
 
     own_loop.say = say  # type: ignore[attr-defined]
-    outer = geotrain.OuterLoop(f"127.0.0.1:{port}", "eu", model, every=8, token=token, folder=folder)
+    outer = geotrain.OuterLoop.join(f"127.0.0.1:{port}", "eu", model, every=8, token=token, folder=folder)
     outer.loop.watch.hang_s = 6.0
     for step in range(8):
         if step == 5 and dist.get_rank() == 1:
@@ -356,7 +356,7 @@ def test_a_rank_that_hangs_between_two_steps_is_told(alone: Alone, tmp_path: Pat
     run = alone(f"hangs-{how}")
     run.serve()
     told, _ = run_world(2, _hangs, run.port, run.token, tmp_path / "eu", how, lost=[1])
-    assert len(told) == 1 and re.match(f"geotrain: worker in eu: hangs: {words}", told[0]), told
+    assert len(told) == 1 and re.match(f"geotrain: worker eu-0: hangs: {words}", told[0]), told
 
 
 @LONG
