@@ -1,4 +1,4 @@
-# make train · make quick · make test · make test-all · make mutants · make lint · make bench · make bench-quick · make bench-test ·
+# make train · make quick · make test · make stack · make test-all · make mutants · make lint · make bench · make bench-quick · make bench-test ·
 # make gpu · make docs; each installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +20,7 @@ $(error $(VENV) has $(shell $(BIN)/python -V), and $(PYTHON) is $(shell $(PYTHON
 endif
 endif
 
-.PHONY: install constraints train test-packages quick test test-all mutants lint bench bench-quick bench-test gpu docs clean
+.PHONY: install constraints train test-packages quick test stack test-all mutants lint bench bench-quick bench-test gpu docs clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: setup.py constraints.txt launch/install.sh launch/cuda_driver.py
@@ -49,6 +49,11 @@ test: test-packages install
 	bash launch/test_converter.sh $(BIN)/python $(VENV)/llama.cpp
 	bash launch/test_skypilot.sh $(BIN)/python $(VENV)/skypilot
 	$(PYTEST) $(PYTEST_ARGS)
+
+# Other Pythons with their libraries (tests/stack): what touches these, a launched run, and trainings that go from this
+# one's to theirs and back.
+stack: test-packages install
+	$(BIN)/python -m tests.stack $(STACK_ARGS)
 
 # Long tests too: faults at length, whole spaces of kernels, the notebook, browsers, Hypothesis' full profile; `make gpu`,
 # shortened, on the processor.

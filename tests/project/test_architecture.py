@@ -56,7 +56,7 @@ SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 # push: a sum, with what is left of its grants, never rises.
 GRANTED = {
     "waiting answers": {"product": 0, "benchmarks": 100, "tests": 0},
-    "today's stack": {"product": 349, "benchmarks": 300, "tests": 387},
+    "today's stack": {"product": 349, "benchmarks": 300, "tests": 251},
     "healing": {"product": 1_200, "benchmarks": 400, "tests": 800},
 }
 # Each sum with its grants where git knows no other commit to compare with, such as on main itself in CI.
@@ -347,7 +347,7 @@ def test_files_can_be_read_in_a_sitting() -> None:
     assert not long, f"over 500 lines: {long}"
 
 
-SHARED = ("support", "chaos", "contexts", "mutants", "simulation")  # folders of tests/ whose modules others import
+SHARED = ("support", "chaos", "contexts", "mutants", "simulation", "stack")  # folders whose modules others import
 
 
 def test_tests_share_through_support() -> None:
