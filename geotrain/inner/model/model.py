@@ -290,7 +290,7 @@ def build_model(
     with platform.megatron_runtime():
         # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
         model_parallel_cuda_manual_seed(seed)
-        model = stacked(
+        model: Any = stacked(
             transformer_config(architecture, parallel, bf16, recompute, precision),
             _block_spec(architecture, parallel, mine, packed),
             ["".join(_letters(architecture, parallel, stage)) for stage in range(parallel.pipeline)],
@@ -359,7 +359,7 @@ def _capped(cap: float, module: nn.Module, given: Any, out: Any) -> Any:
     return torch.tanh(out[0] / cap) * cap, *out[1:]
 
 
-def _multiply(model: nn.Module, layers: list[tuple[int, str, nn.Module]], by: Multipliers, bf16: bool) -> None:
+def _multiply(model: Any, layers: list[tuple[int, str, nn.Module]], by: Multipliers, bf16: bool) -> None:
     """Let the model's parts multiply what they give; of attention Megatron-core does so itself."""
     embedding = torch.tensor(by.embedding, dtype=torch.bfloat16).item() if bf16 and by.rounded else by.embedding
 

@@ -62,14 +62,14 @@ if HybridModel is not None:
                 self.final_norm = submodules.layer_norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def stacked(config: Any, specs: TransformerBlockSubmodules, stages: Sequence[str], **settings: Any) -> nn.Module:
+def stacked(config: Any, specs: TransformerBlockSubmodules, stages: Sequence[str], **settings: Any) -> Any:
     """Build a pipeline stage. specs: of its letters. stages: the letters of all stages. settings: of both models."""
     if HybridModel is None:
         return GPTModel(config, specs, **settings)
     return HybridModel(config, ModuleSpec(Stack, submodules=specs), hybrid_layer_pattern="|".join(stages), **settings)
 
 
-def parts_of(model: nn.Module, owners: Sequence[int]) -> list[tuple[int, str, nn.Module]]:
+def parts_of(model: Any, owners: Sequence[int]) -> list[tuple[int, str, nn.Module]]:
     """List the stage's attentions and MLPs, each with its layer. owners: of each letter, the layer that it is of."""
     return [
         (layer, name, part)
