@@ -1,5 +1,5 @@
 # make train · make quick · make test · make stack · make test-all · make mutants · make lint · make bench · make bench-quick · make bench-test ·
-# make gpu · make docs; each installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
+# make gpu · make docs · make release; each installs what it needs first: into .venv, and for the tests Debian's packages (launch/test_packages.sh).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ $(error $(VENV) has $(shell $(BIN)/python -V), and $(PYTHON) is $(shell $(PYTHON
 endif
 endif
 
-.PHONY: install constraints train test-packages quick test stack test-all mutants lint bench bench-quick bench-test gpu docs clean
+.PHONY: install constraints train test-packages quick test stack release test-all mutants lint bench bench-quick bench-test gpu docs clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: setup.py constraints.txt launch/install.sh launch/cuda_driver.py
@@ -54,6 +54,11 @@ test: test-packages install
 # one's to theirs and back.
 stack: test-packages install
 	$(BIN)/python -m tests.stack $(STACK_ARGS)
+
+# An sdist and manylinux wheels in dist/, checked, installed and tried. RELEASED: a wheel for each.
+RELEASED ?= $(PYTHON)
+release:
+	bash launch/release.sh $(RELEASED)
 
 # Long tests too: faults at length, whole spaces of kernels, the notebook, browsers, Hypothesis' full profile; `make gpu`,
 # shortened, on the processor.

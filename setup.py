@@ -41,8 +41,10 @@ PACKAGES = [
 
 setup(
     name="geotrain",
-    version="0.1.0",
+    version="0.2.0",
     description="Pretrain language models on GPU clusters in different regions, joined by slow links",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=PACKAGES,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from geotrain.own_loop.loop import OuterLoop as OuterLoop
     from geotrain.own_loop.save import save_parameters as save_parameters
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _WHERE = {
     "OuterLoop": "own_loop.loop",
     "OuterLoopCallback": "own_loop.hf_trainer",
