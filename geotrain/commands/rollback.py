@@ -1,18 +1,23 @@
 """`geotrain rollback`: begins a run anew from an older snapshot of the global server, without the data since.
 
-It is a branch: another folder, with that snapshot alone. So the run stays as it is, a kill leaves the new folder or
-none, and no journal, region or worker has to be taken back: they join the new run without a state.
+It is a branch: another folder, with that snapshot alone, and of each shard the newest that is not newer. So the run
+stays as it is, a kill leaves the new folder or none, and no journal, region or worker has to be taken back: they join
+the new run without a state.
 """
 
 from __future__ import annotations
 
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from geotrain.commands.telling import age_s
 from geotrain.common.files import make_folder
 from geotrain.common.names import GLOBAL
-from geotrain.config import ConfigError, load_run
+from geotrain.config import ConfigError, load_run, shard_name
 from geotrain.net.server.newest_weights import facts_of
 from geotrain.net.storage.owner import new_origin
 from geotrain.net.storage.snapshots import SNAPSHOTS, Snapshot, SnapshotStore, alone_in
@@ -39,33 +44,76 @@ def roll_back(folder: Path, number: int, out: Path) -> int:
         raise ConfigError(f"{folder}: a synchronous run cannot skip data: its rounds are laid out; set data.skip")
     if out.exists():
         raise ConfigError(f"--out {out} exists; name a folder that does not")
-    with alone_in(server):
+    with ExitStack() as alone:
+        alone.enter_context(alone_in(server))
         store = SnapshotStore(server / SNAPSHOTS)
-        known, newest = store.numbers(), store.newest_meta()
-        if number not in known:
-            raise ConfigError(f"--to {number}: {store.folder} has snapshots {', '.join(map(str, known)) or 'none'}")
+        metas = dict(zip(store.numbers(), store.metas(), strict=True))
+        if number not in metas:
+            raise ConfigError(f"--to {number}: {store.folder} has snapshots {', '.join(map(str, metas)) or 'none'}")
+        newest, then = store.newest_meta(), metas[number]["state"]
         if not newest["ended"]:
             raise ConfigError(
                 f"{folder}: its global server did not end in good order, so that it is not known which data came "
                 "last: `geotrain launch … --resume`, then `geotrain stop`"
             )
-        if newest["state"]["part"]["dealt"]:
-            raise ConfigError(f"{folder}: its vectors are in shards of their own, of which no branch can be made")
-        skipped = 0
+        folders = [server.with_name(shard_name(GLOBAL, shard)) for shard in range(len(then["part"]["dealt"]))]
+        for each in folders:
+            alone.enter_context(alone_in(each))
+        shards = [_not_newer(each, known) for each, known in zip(folders, then["part"]["taken"], strict=True)]
+        origin = new_origin()  # another run's life begins
 
         def change(meta: dict[str, Any]) -> None:
-            nonlocal skipped
-            ramp = run.data.rampup_batch_size
-            table, newer = (LeaseTable(run.data.train_samples, run.samples_per_step, 1, ramp=ramp) for _ in range(2))
-            table.load(meta["state"]["leases"])
-            newer.load(newest["state"]["leases"])
-            skipped = table.skip_to(newer)
-            table.trained_s, origin = 0.0, new_origin()  # another run's life begins
-            meta["state"].update(leases=table.state(), origin=origin)
+            meta["state"]["origin"] = origin
             owner = meta["owner"] and {**meta["owner"], "origin": origin}
             meta.update(segment=1, checkpoint_id="", launch="", owner=owner)
 
-        new = out / "servers" / GLOBAL
-        make_folder(new)
-        store.branch(number, new / SNAPSHOTS, change)
+        def change_leases(meta: dict[str, Any]) -> None:
+            nonlocal skipped
+            change(meta)
+            ramp, state = run.data.rampup_batch_size, meta["state"]
+            table, newer = (LeaseTable(run.data.train_samples, run.samples_per_step, 1, ramp=ramp) for _ in range(2))
+            table.load(state["leases"])
+            newer.load(newest["state"]["leases"])
+            # What the shards' snapshots do not have yet is not trained, either.
+            table.go_back(dict(chain.from_iterable(each.versions for each in shards)))
+            state["part"]["taken"] = [each.facts for each in shards]
+            skipped = table.skip_to(newer)
+            table.trained_s = 0.0
+            state["leases"] = table.state()
+
+        skipped, partial = 0, out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        for each, place, changed in [(Branched(store, number, 0, ()), server, change_leases)] + [
+            (each, place, change) for each, place in zip(shards, folders, strict=True)
+        ]:
+            new = partial / "servers" / place.name
+            make_folder(new)
+            each.store.branch(each.number, new / SNAPSHOTS, changed)
+        partial.rename(out)
     return skipped
+
+
+@dataclass(frozen=True)
+class Branched:
+    """A snapshot that a new run begins with. facts, versions: of a shard, how many facts it had to say by then, and
+    the version of each of its fragments."""
+
+    store: SnapshotStore
+    number: int
+    facts: int
+    versions: tuple[tuple[int, int], ...]
+
+
+def _not_newer(folder: Path, known: int) -> Branched:
+    """Choose a shard's newest snapshot of which the ledger's knows all `known` facts. Raises ConfigError."""
+    store = SnapshotStore(folder / SNAPSHOTS)
+    for number, meta in sorted(
+        zip(store.numbers(), store.metas(), strict=True), reverse=True, key=lambda each: each[0]
+    ):
+        part = meta["state"]["part"]
+        if (facts := part["said"] + len(part["unsaid"])) <= known:
+            versions = ((fragment, counts["version"]) for fragment, counts in meta["state"]["fragments"])
+            return Branched(store, number, facts, tuple(versions))
+    raise ConfigError(
+        f"{store.folder} has no snapshot as old: choose a newer one, and have more kept (checkpoint.keep)"
+    )

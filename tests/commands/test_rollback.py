@@ -12,15 +12,15 @@ import torch
 from geotrain.commands.export import export_run
 from geotrain.commands.rollback import roll_back, snapshots_of
 from geotrain.config import ConfigError
-from geotrain.net.storage.snapshots import checked_meta, read_weights
+from geotrain.net.storage.snapshots import read_weights
 from geotrain.parameters.dcp import read_dcp
 from tests.support.process_trees import until
 from tests.support.server_processes import Site
 
 
-def site_in(folder: Path, samples: int) -> Site:
+def site_in(folder: Path, samples: int, shards: int = 0) -> Site:
     """A run in that folder, whose servers keep all snapshots."""
-    site = Site(folder, train_samples=samples, regions={"eu": ("a",)})
+    site = Site(folder, train_samples=samples, regions={"eu": ("a",)}, shards=shards)
     raw = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**raw, "checkpoint": {**raw["checkpoint"], "keep": 100}}))
     return site
@@ -29,7 +29,7 @@ def site_in(folder: Path, samples: int) -> Site:
 def played(site: Site, resume: bool = False, killed: bool = False) -> dict[str, Any]:
     """Train all of the run's data; halfway a snapshot is waited for, and where `killed` the servers die. Returns the
     global server's last words."""
-    servers = [site.serve(which, resume) for which in ("global", "eu")]
+    servers = [site.serve(which, resume) for which in site.processes]
     try:
         worker, jobs = site.worker("a", f"life-{resume}"), 0
         worker.join()
@@ -41,7 +41,7 @@ def played(site: Site, resume: bool = False, killed: bool = False) -> dict[str, 
         if not killed:
             worker.leave()
         worker.close()
-        assert killed or [server.ended() for server in servers] == [(0, "")] * 2
+        assert killed or [server.ended() for server in servers] == [(0, "")] * len(servers)
     finally:
         for server in servers:
             server.process.kill()
@@ -50,15 +50,20 @@ def played(site: Site, resume: bool = False, killed: bool = False) -> dict[str, 
     return {} if killed else dict(json.loads(words.read_text()))
 
 
+def tensors(snapshot: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in snapshot.glob("*.safetensors")}
+
+
 def weights(site: Site) -> dict[str, torch.Tensor]:
     return dict(read_weights(site.folder / "servers/global", site.parameter_map))
 
 
-def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [0, 2])
+def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(tmp_path: Path, shards: int) -> None:
     folder, new = tmp_path / "run", tmp_path / "new"
     folder.mkdir()
     (folder / "servers").symlink_to(folder)
-    site = site_in(folder, 160)
+    site = site_in(folder, 160, shards)
     first = played(site)
     older = next(each for each in snapshots_of(folder) if 0 < each["committed_samples"] < 160)
     known, before = older["committed_samples"], weights(site)
@@ -71,17 +76,21 @@ def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(tmp_path: P
     ):
         with pytest.raises(ConfigError, match=told):
             roll_back(folder, number, out)
-    assert roll_back(folder, older["snapshot"], new) == 160 - known
-    source = folder / "global/snapshots" / f"{older['snapshot']:08d}"
-    for name in checked_meta((source / "meta.json").read_bytes())["files"]:
-        copied = new / "servers/global/snapshots/00000001" / f"{name}.safetensors"
-        assert copied.read_bytes() == (source / copied.name).read_bytes()
-    (new / "servers/global").rename(new / "global")
+    skipped = roll_back(folder, older["snapshot"], new)
+    assert skipped == 160 - known if not shards else skipped >= 160 - known
+    known = 160 - skipped  # without what is not in the shards' snapshots yet
+    for place in list((new / "servers").iterdir()):
+        copied, *older_ones = map(
+            tensors, (place / "snapshots/00000001", *(folder / place.name / "snapshots").iterdir())
+        )
+        assert copied in older_ones
+        place.rename(new / place.name)
     (new / "servers").rmdir()
     (new / "servers").symlink_to(new)
-    last = played(site_in(new, 320), resume=True)
+    last = played(site_in(new, 320, shards), resume=True)
     assert last["complete"] and last["committed_samples"] == known + 160
-    assert {n for first, end in last["set_aside"] for n in range(first, end + 1)} == {*range(known, 160)}
+    aside = {n for first, end in last["set_aside"] for n in range(first, end + 1)}
+    assert aside == {*range(known, 160)} if not shards else len(aside) == skipped and max(aside) == 159
     assert first["committed_samples"] == 160 and snapshots_of(folder)[-1]["committed_samples"] == 160  # as it was
     assert all(torch.equal(value, before[name]) for name, value in weights(site).items())
 

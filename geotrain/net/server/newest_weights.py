@@ -64,7 +64,7 @@ def newest_weights(run: RunConfig, run_folder: Path, snapshot: Callable[[], obje
 def facts_of(folder: Path, snapshot: Snapshot) -> tuple[int, int, float]:
     """Read of a global server's snapshot: version, committed samples, Unix time at which it was written."""
     state, path = snapshot.meta["state"], SnapshotStore(folder / SNAPSHOTS).path(snapshot.number) / META
-    version = max(counts["version"] for _, counts in state["fragments"])
+    version = max((counts["version"] for _, counts in state["fragments"]), default=0)  # of a ledger: none yet
     return version, state["leases"]["committed_samples"], path.stat().st_mtime
 
 

@@ -293,7 +293,7 @@ class LeaseTable:
             self.pool, passed = take_out(self.pool, start, samples)
             self.aside += passed
         # Late words of older leases name no new ones.
-        self.next_lease, self.returned, self.contained = newer.next_lease, {}, {}
+        self.next_lease, self.returned, self.contained, self.recent = newer.next_lease, {}, {}, {}
         return self.set_aside_samples - before
 
     def _shorten(self) -> None:
