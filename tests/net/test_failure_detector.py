@@ -16,7 +16,7 @@ from geotrain.monitor.events import Trouble
 from geotrain.net.server import failure_detector
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.outer.events import Event
-from geotrain.outer.messages import OperatorCommand, RunComplete, UpdateRejected
+from geotrain.outer.messages import NotJoined, OperatorCommand, Refused, RunComplete, UpdateRejected
 from tests.support.net_worlds import BUSY_S, Cluster, Running, halves, outer, status_of, wait_for, whole
 
 SILENT_S = 1e6  # by the server's own clock nothing happens
@@ -78,6 +78,20 @@ def test_a_busy_server_thread_makes_nobody_dead(begin):
     judged.result(BUSY_S), busy.result(BUSY_S)
     assert not hands.silent
     assert list(cluster.top.server.lease_table.open) == [lease.lease] and not cluster.top.server.lease_table.pool
+
+
+def test_a_rank_that_waits_for_its_workers_others_is_heard(begin):
+    """Its beats are refused until all have joined, and are signs of life all the same."""
+    cluster, hands = begin()
+    worker = cluster.worker("a")
+    first = worker.clients[0]
+    first.join(worker.joins()[0])
+    hands.now_s = SILENT_S - 1
+    for part, kind in ((1, NotJoined), (0, Refused)):
+        with pytest.raises(kind):
+            first._start(first._link.beat(part)).result(BUSY_S)
+    hands.passes(2.0)
+    assert not hands.silent
 
 
 def test_a_region_is_as_the_global_server_heard_of_it(begin):

@@ -159,9 +159,9 @@ class GrpcService:
     async def _join(self, request: bytes, context: Any) -> bytes:
         join = wire.unpack(request, Join)
         self._check_speaker(context, self.server.member_role, join.member)
-        if (member := self.server.members.get(join.member)) is not None:
-            again = join.incarnation == member.incarnation and join.part in member.joined
+        if join.member in self.server.members:
             # The join itself may wait for shards, or for the thread.
+            again = self._has_joined(join.member, join.incarnation, join.part)
             self.failure_detector.heard(join.member, join.part if again else NOBODY)
         if self.shards is not None and not self.shards.ready:
             raise Refused(f"{self.server.name}: not all shards of this server are here", SHARDS_RETRY_S)
@@ -368,8 +368,9 @@ class GrpcService:
         self._check_speaker(context, self.server.member_role, beat.member)
         # Not asked on the server's thread, which may be busy for longer than a member may be silent: with a snapshot,
         # or with other members' updates. Only single attributes are read here, and none is changed.
+        if self._has_joined(beat.member, beat.incarnation, beat.part):  # be its other ranks here or not
+            self.failure_detector.heard(beat.member, beat.part)
         member = self.server.current(beat.member, beat.incarnation, beat.part)
-        self.failure_detector.heard(beat.member, beat.part)
         if beat.metrics:
             said = {name[:40]: value for name, value in islice(beat.metrics.items(), rpc.MAX_METRICS)}
             self.beats[beat.member] = credible(said)  # bounded, because another machine sent them
@@ -412,6 +413,10 @@ class GrpcService:
                 raise Refused(f"the certificate of {', '.join(names)} does not speak for {role} {name!r}")
         if role == self.server.member_role and name in self.server.members:
             self.peers[plain_peer(context.peer())] = name  # at each call, since it may come over a new connection
+
+    def _has_joined(self, name: str, incarnation: str, part: int) -> bool:
+        member = self.server.members.get(name)
+        return member is not None and member.incarnation == incarnation and part in member.joined
 
     async def _check_incarnation(self, context: Any, member: str, incarnation: str, part: int | None = None) -> Any:
         """Give the member, if it speaks for itself and this is its present incarnation. Raises Refused, NotJoined."""
