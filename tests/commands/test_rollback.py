@@ -14,6 +14,7 @@ from geotrain.commands.rollback import roll_back, snapshots_of
 from geotrain.config import ConfigError
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.parameters.dcp import read_dcp
+from tests.support.net_worlds import outer
 from tests.support.process_trees import until
 from tests.support.server_processes import Site
 
@@ -95,7 +96,7 @@ def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(tmp_path: P
     assert all(torch.equal(value, before[name]) for name, value in weights(site).items())
 
 
-def test_a_run_that_was_killed_or_never_was_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_or_never_was_or_has_rounds_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.json"):
         snapshots_of(tmp_path)
     (folder := tmp_path / "run").mkdir()
@@ -103,5 +104,9 @@ def test_a_run_that_was_killed_or_never_was_is_refused(tmp_path: Path) -> None:
     played(site_in(folder, 160), killed=True)
     known = [each["snapshot"] for each in snapshots_of(folder)]
     with pytest.raises(ConfigError, match="did not end in good order"):
+        roll_back(folder, known[0], tmp_path / "new")
+    raw = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**raw, "outer": outer("sync").model_dump(by_alias=True)}))
+    with pytest.raises(ConfigError, match="a synchronous run cannot skip data"):
         roll_back(folder, known[0], tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -13,7 +13,7 @@ from collections import defaultdict
 
 from tests.contexts.kept import ROOT, Contexts, file_of
 
-PYTEST = (sys.executable, "-m", "pytest", "--contexts", "-n", "2", "--dist", "loadfile")
+PYTEST = (sys.executable, "-m", "pytest", "--contexts", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def git(*words: str) -> str:
@@ -48,12 +48,11 @@ def quick(commit: str, seconds: float) -> int:
     """Run what executes the changed lines, for about so long. Returns pytest's exit code."""
     changed, contexts = changed_lines(commit), Contexts()
     tests = {test for file, lines in changed.items() for test in contexts.testing(file, lines)}
-    chosen = contexts.within(tests, seconds, changed)
+    chosen, left_out = contexts.within(tests, seconds, changed)
     if not contexts.seconds:
         print("nothing is recorded: tests of the same name run. `make quick RENEW=--renew` records all, once")
     for file, lines in changed.items():
         print(f"{file}: {len(lines)} lines changed")
-    left_out = len(tests) - len(chosen)
     print(
         f"{len(chosen)} tests execute them{f'; {left_out} more, which `make test` runs' if left_out else ''}",
         flush=True,

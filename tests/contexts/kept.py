@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,11 @@ def read(file: str) -> dict[str, Any]:
     return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {"seconds": {}, "lines": {}}
 
 
-def keep(file: str, lines: dict[str, Lines], seconds: dict[str, float]) -> None:
-    """Write down what tests of a file executed, and of which source, in place of what these tests did before."""
+def keep(file: str, lines: dict[str, Lines], seconds: dict[str, float], failed: Collection[str] = ()) -> None:
+    """Write down what tests of a file executed, and of which source, in place of what these tests did before. One
+    that failed may have ended before lines that it executes: what it did before stays."""
     kept = read(file)
+    before = {test: kept["lines"][test] for test in failed if test in kept["lines"]}
     if kept["seconds"].keys() <= seconds.keys():
         kept = {"seconds": {}, "lines": {}}  # all its tests were played: others are there no more
     for context, of in lines.items():
@@ -49,6 +51,7 @@ def keep(file: str, lines: dict[str, Lines], seconds: dict[str, float]) -> None:
             if any(bits):
                 old[name] = [source, bits.hex()]
         kept["lines"][context] = old
+    kept["lines"] |= before
     kept["seconds"] |= {test: round(s, 3) for test, s in seconds.items()}
     path = path_of(file)
     path.with_suffix(".new").write_bytes(gzip.compress(json.dumps(kept).encode()))
@@ -118,8 +121,9 @@ class Contexts:
         return self._lines[file]
 
     def testing(self, file: str, lines: Iterable[int]) -> set[str]:
-        """The tests that execute any of these lines or, where a constant or a default is among them, what uses it.
-        Where none does, those of the functions around them, of the module, or of the same name."""
+        """The tests that execute any of these lines, and files where what their tests share does; where a constant or
+        a default is among the lines, what uses it. Where none does, those of the functions around them, of the
+        module, or of the same name."""
         lines = set(lines)
         own = functions(file)
         inside = {line for span in own for line in span}
@@ -133,34 +137,37 @@ class Contexts:
 
     def _executing(self, file: str, lines: Iterable[int]) -> set[str]:
         executed = self.lines(file)
-        contexts = {context for line in lines for context in executed.get(line, ())}
-        return {test for c in contexts for test in ([c] if "::" in c else self.by_file[c])}
+        return {context for line in lines for context in executed.get(line, ())}
 
     def usual_s(self, test: str) -> float:
         """What a test takes, about; a file: the longest of its tests."""
         own = [self.seconds[test]] if test in self.seconds else [self.seconds[t] for t in self.by_file.get(test, ())]
         return max(own, default=UNKNOWN_S)
 
-    def within(self, tests: Iterable[str], seconds: float, files: Iterable[str]) -> list[str]:
+    def within(self, tests: Iterable[str], seconds: float, files: Iterable[str]) -> tuple[list[str], int]:
         """Of these tests, which together take at most so long, file by file: those beside the product's files come
-        first, then those that execute least, since they look closest; in a file the fastest. What is slow is last."""
-        by_file: dict[str, list[str]] = defaultdict(list)
+        first, then those that execute least, since they look closest; in a file the fastest. What is slow is last.
+        Of a file that is named itself all are meant, and the first makes what they share. Returns how many are left
+        out, too."""
+        by_file: dict[str, set[str]] = defaultdict(set)
         for test in tests:
-            by_file[file_of(test)].append(test)
-        left, quick, slow = seconds, list[str](), list[str]()
+            by_file[file_of(test)].add(test)
+        left, left_out, quick, slow = seconds, 0, list[str](), list[str]()
         beside = tuple(f"tests/{file.removeprefix('geotrain/').partition('/')[0]}/" for file in files)
 
         def order(own: str) -> tuple[bool, int]:
             return not own.startswith(beside), min(self.size[test] for test in by_file[own])
 
         for own in sorted(by_file, key=order):
-            if (left := left - COLLECTED_S) <= 0:
-                break
-            for test in sorted(by_file[own], key=self.usual_s):
-                if (usual_s := self.usual_s(test)) <= left:
-                    left -= usual_s
-                    (quick if usual_s < QUICK_S else slow).append(test)
-        return quick + sorted(slow, key=self.usual_s)
+            known = self.by_file.get(own, ()) if own in by_file[own] else ()
+            of, first_s = known or by_file[own], COLLECTED_S + (self.usual_s(own) if known else 0.0)
+            for test in sorted(of, key=self.usual_s):
+                if (cost_s := first_s + self.usual_s(test)) <= left:
+                    left, first_s = left - cost_s, 0.0
+                    (quick if self.usual_s(test) < QUICK_S else slow).append(test)
+                else:
+                    left_out += 1
+        return quick + sorted(slow, key=self.usual_s), left_out
 
     def stale(self) -> list[str]:
         """The files of tests that were never recorded, or not as they are now."""

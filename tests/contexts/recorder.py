@@ -66,6 +66,7 @@ class Recorder:
         self.settings = self.folder / "settings"
         self.settings.write_text(SETTINGS.replace("{folder}", str(self.folder)))
         self.seconds: dict[str, float] = defaultdict(float)
+        self.failed: set[str] = set()
         self.context = os.environ[CONTEXT] = ""
         self.coverage = Coverage(config_file=str(self.settings))
         self.coverage.start()
@@ -101,6 +102,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
+        if report.failed:
+            self.failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
         self.coverage.stop()
@@ -111,7 +114,8 @@ class Recorder:
             lines[context][file] = numbits_union(of, bits)
         for file in {test.partition("::")[0] for test in self.seconds}:
             own = {context: of for context, of in lines.items() if context.partition("::")[0] == file}
-            keep(file, own, {test: s for test, s in self.seconds.items() if test.partition("::")[0] == file})
+            seconds = {test: s for test, s in self.seconds.items() if test.partition("::")[0] == file}
+            keep(file, own, seconds, self.failed)
         shutil.rmtree(self.folder)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 from functools import cache
 
 from tests.contexts.kept import ROOT, Contexts, product
@@ -29,11 +28,10 @@ def draw(sample: int, seed: int, contexts: Contexts, seconds: float, files: tupl
         file, line = lines.pop()
         if (change := one_of(file, line, stream)) is not None:
             old, tests = source(file).old(change), contexts.testing(file, range(change.line, change.last + 1))
-            chosen = contexts.within(tests, seconds, [file])
+            chosen, left_out = contexts.within(tests, seconds, [file])
             breaks = f"{change.kind}: {shortened(old)} → {shortened(change.new) or 'nothing'}"
             text = source(file).mutated(change)
-            fault = Fault(f"{file}:{line}", file, old, change.new, breaks, tuple(chosen), text=text)
-            found.append(replace(fault, left_out=len(tests) - len(chosen)))
+            found.append(Fault(f"{file}:{line}", file, old, change.new, breaks, tuple(chosen), text, left_out))
     return found
 
 

@@ -16,6 +16,7 @@ TURNED = {
 }
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//"}
 INSTEAD = {"min": "max", "max": "min", "any": "all", "all": "any"}
+ANY_ORDER = {*INSTEAD, "isinstance", "suppress", "contextlib.suppress"}
 COPYING = {"list", "dict", "set", "tuple", "bytes", "copy", "deepcopy", "sorted"}
 # Says something to people, or only spares work: nobody's tests should notice, or mypy does.
 SAID = re.compile(r"(\b_?(log|logger|warnings|typer|console)\.)|^(print|say|_say|gc\.|cast\b)")
@@ -213,7 +214,7 @@ class Source:
             yield self._make("copy left out", node, self.of(node.func.value))
         for a, b in pairwise(node.args):
             plain = all(isinstance(arg, ast.Name | ast.Attribute) for arg in (a, b))
-            if plain and self.of(a) != self.of(b) and called not in INSTEAD and called != "isinstance":
+            if plain and self.of(a) != self.of(b) and called not in ANY_ORDER:
                 span = self.span(a)[0], self.span(b)[1]
                 yield self._make("arguments swapped", node, f"{self.of(b)}, {self.of(a)}", span)
         for keyword in node.keywords:
