@@ -205,6 +205,8 @@ def run(faults: list[Fault], contexts: Contexts, at_once: int, minutes: float) -
     begin_s = time.monotonic()
     for library in LIBRARIES:
         importlib.import_module(library)
+    known = [name for name in sys.modules if name.partition(".")[0] == "geotrain"]
+    assert not known, f"forks have {known} already, and would not read it with a fault"
     noticed, survived = dict[str, str](), list[Fault]()
     with tempfile.TemporaryDirectory() as folder:
         numbers = count()

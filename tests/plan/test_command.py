@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from geotrain.commands.plan import WARMUP_SHARE, default_run
 from geotrain.config import load_cluster, load_run
 from geotrain.data.tokenizer import byte_tokenizer
 from tests.support import small_runs
@@ -53,6 +55,19 @@ def test_a_model_on_an_inventory(tmp_path: Path) -> None:
     assert "certs/world/operator-operator.key: cannot be read" in done.text
     assert "8,030,261,248 parameters" in done.text
     assert "76.0 GB (h100)" in done.text and re.search(r"[\d.]+ h for 1e\+11", done.text)
+
+
+def test_the_run_of_a_bare_model() -> None:
+    """Batches of 2^20 tokens, 20 tokens a parameter, and a schedule as long as its data."""
+    model = json.loads((ROOT / "configs/models/llama-8b.json").read_text())
+    run = default_run("Llama_8B!", {**model, "max_position_embeddings": 2048}, None)
+    found = run["name"], run["data"]["sequence_length"], run["deepspeed"]["train_batch_size"]
+    assert found == ("llama-8b", 2048, 512)
+    schedule = run["deepspeed"]["scheduler"]["params"]
+    assert schedule["total_num_steps"] == run["data"]["train_samples"] // 512 == round(20 * 8_030_261_248 / 2**20)
+    assert schedule["warmup_num_steps"] == pytest.approx(WARMUP_SHARE * schedule["total_num_steps"], abs=1)
+    least = default_run("?", model, 1.0)
+    assert (least["name"], least["data"]["sequence_length"], least["data"]["train_samples"]) == ("planned", 4096, 256)
 
 
 @pytest.mark.long("geotrain/plan", "geotrain/commands", "launch", "examples/planned")

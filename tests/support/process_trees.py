@@ -1,4 +1,7 @@
-"""Process trees for the tests of guard and supervisor, and a way to see what is left of them."""
+"""Process trees for the tests of guard and supervisor, and a way to see what is left of them. Whoever imports it
+imports nothing of the product."""
+
+from __future__ import annotations
 
 import os
 import signal
@@ -7,12 +10,14 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from geotrain.launch.supervisor import Supervisor
-from geotrain.monitor.events import ProcessDied
-from geotrain.outer.events import Event
+if TYPE_CHECKING:
+    from geotrain.launch.supervisor import Supervisor
+    from geotrain.monitor.events import ProcessDied
+    from geotrain.outer.events import Event
 
 MARK = "GEOTRAIN_TEST_TREE"
 
@@ -98,4 +103,6 @@ def stopped_when(running: Supervisor, condition: Callable[[], bool]) -> int:
 
 def only_deaths(deaths: list[ProcessDied]) -> Callable[[Event], None]:
     """For `Supervisor(on_event=…)`: collects the deaths that are to be mended, or were given up."""
+    from geotrain.monitor.events import ProcessDied
+
     return lambda event: deaths.append(event) if isinstance(event, ProcessDied) else None

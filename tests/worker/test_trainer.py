@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -182,6 +183,8 @@ def try_a_lost_state() -> list[str]:
             trainer.checkpoints.wait()
             for manifest in Path(folder, "w").glob("*/manifest.json"):
                 manifest.write_bytes(b"")
+    with mock.patch("os._exit", lambda code: told.append(f"ends with {code}")):
+        trainer.loop.watch._tell({0: "rank 0"}, lost=True)
     stop(engine)
     return [each.replace(folder, "") for each in told]
 
@@ -301,7 +304,12 @@ def test_the_outer_loop_matters(results):
 def test_a_resume_without_its_state_is_reported(results):
     damaged = "/w/job-00000001: passed over: damaged manifest.json"
     begins = "has trained 1 jobs before, and begins without its saved state: no whole checkpoint is in /w"
-    assert results["lost"] == [damaged, begins]
+    assert results["lost"][:2] == [damaged, begins]
+
+
+def test_a_worker_that_hangs_ends(results):
+    hangs, ends = results["lost"][2:]
+    assert hangs.startswith("hangs: rank 0") and ends == "ends with 1"
 
 
 def test_validation_sees_the_global_weights_and_changes_no_bit_of_training(results):
