@@ -122,16 +122,16 @@ class Contexts:
 
     def testing(self, file: str, lines: Iterable[int]) -> set[str]:
         """The tests that execute any of these lines, and files where what their tests share does; where a constant or
-        a default is among the lines, what uses it. Where none does, those of the functions around them, of the
-        module, or of the same name."""
+        a default is among the lines, what uses it. Where none is known to, since not all processes are recorded, the
+        files of those that execute the functions around them, or the module; or of the same name."""
         lines = set(lines)
         own = functions(file)
         inside = {line for span in own for line in span}
         found = self._executing(file, lines & inside)
         for used in {uses for line in lines - inside if (uses := constant(file, line))}:
             found |= {test for user in product() for test in self._executing(user, places_of(used, user))}
-        found = found or self._executing(file, {line for span in own if lines & set(span) for line in span})
-        found = found or self._executing(file, inside)
+        around = {line for span in own if lines & set(span) for line in span}
+        found = found or set(map(file_of, self._executing(file, around) or self._executing(file, inside)))
         own_name = Path(file).name if Path(file).name.startswith("test_") else f"test_{Path(file).stem}.py"
         return found or {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob(own_name)}
 
