@@ -19,7 +19,7 @@ INSTEAD = {"min": "max", "max": "min", "any": "all", "all": "any"}
 ANY_ORDER = {*INSTEAD, "isinstance", "suppress", "contextlib.suppress"}
 COPYING = {"list", "dict", "set", "tuple", "bytes", "copy", "deepcopy", "sorted"}
 # Says something to people, or only spares work: nobody's tests should notice, or mypy does.
-SAID = re.compile(r"(\b_?(log|logger|warnings|typer|console)\.)|^(print|say|_say|gc\.|cast\b)")
+SAID = re.compile(r"(\b_?(log|logger|logging|warnings|typer|console)\.)|^(print|say|_say|gc\.|cast\b)")
 NO_FAULT = {"strict", "daemon", "name", "encoding", "help", "stacklevel", "repr", "description"}
 SECONDS = re.compile(r"(_s|_ms|_minutes|_hours)\b|time|now|_S\b", re.IGNORECASE)  # a boundary of these is of no width
 
@@ -165,6 +165,8 @@ class Source:
             case ast.BoolOp(op=operator, values=[left, right]):
                 new = "or" if isinstance(operator, ast.And) else "and"
                 yield self._swap_operator("and for or", node, left, right, new)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float())):
+                return  # no number of a unit, but a sign that there is none
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 yield self._make("negation left out", node, self.of(operand))
             case ast.IfExp(test=test):
@@ -187,7 +189,7 @@ class Source:
                 for operation in ("* 1000", "/ 1000", "* 60"):
                     yield self._make("unit changed", node, f"({self.of(node)} {operation})")
             case ast.Call():
-                yield from self._call(node)
+                yield from self._call(node, function)
             case ast.Name() | ast.Attribute() if isinstance(node.ctx, ast.Load) and function is not None:
                 for other in self._alike(node, function):
                     yield self._make("wrong variable", node, other)
@@ -203,7 +205,7 @@ class Source:
                     for test in child.ifs:
                         yield self._make("check left out", test, "True")
 
-    def _call(self, node: ast.Call) -> Iterator[Change]:
+    def _call(self, node: ast.Call, function: ast.AST | None) -> Iterator[Change]:
         called = self.of(node.func)
         last = called.rpartition(".")[2]
         if called in INSTEAD and len(node.args) + len(node.keywords):
@@ -212,8 +214,11 @@ class Source:
             yield self._make("copy left out", node, self.of(node.args[0]))
         if last in ("copy", "clone") and isinstance(node.func, ast.Attribute) and not node.args:
             yield self._make("copy left out", node, self.of(node.func.value))
+        types = self._types(function)
         for a, b in pairwise(node.args):
             plain = all(isinstance(arg, ast.Name | ast.Attribute) for arg in (a, b))
+            if len({types.get(self.of(arg), "") for arg in (a, b)} - {""}) == 2:
+                continue  # mypy refuses it
             if plain and self.of(a) != self.of(b) and called not in ANY_ORDER:
                 span = self.span(a)[0], self.span(b)[1]
                 yield self._make("arguments swapped", node, f"{self.of(b)}, {self.of(a)}", span)
@@ -224,13 +229,17 @@ class Source:
                     end += comma.end()
                 yield self._make("argument left out", keyword, "", (begin, end))
 
+    def _types(self, function: ast.AST | None) -> dict[str, str]:
+        """The annotations of a function's parameters."""
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            return {}
+        args = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        return {arg.arg: self.of(arg.annotation) for arg in args if arg.annotation is not None}
+
     def _alike(self, node: ast.Name | ast.Attribute, function: ast.AST) -> Iterator[str]:
         """Other parameters of the function with the same annotation."""
-        if not isinstance(node, ast.Name) or not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            return
-        args = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        types = {arg.arg: self.of(arg.annotation) for arg in args if arg.annotation is not None}
-        yield from (other for other, kind in types.items() if other != node.id and types.get(node.id) == kind)
+        types, name = self._types(function), self.of(node)
+        yield from (other for other, kind in types.items() if other != name and types.get(name) == kind)
 
     def _between(self, left: ast.expr, right: ast.expr) -> str:
         return self.text[self.span(left)[1] : self.span(right)[0]].decode()

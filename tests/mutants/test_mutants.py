@@ -56,6 +56,7 @@ def test_a_fault_is_in_code_that_is_there_and_its_tests_are_too(fault: Fault) ->
         ("self.a = list(a)", "copy left out", {"self.a = a"}),
         ("self.a = a", "assignment left out", {"pass"}),
         ("f(a, b.c, 3)", "arguments swapped", {"f(b.c, a, 3)"}),
+        ("f(a, c)", "arguments swapped", set()),
         ("f(a, key=b, name=a)", "argument left out", {"f(a, name=a)"}),
         ("f(a)", "wrong variable", {"f(b)"}),
         ("WAIT_S = 0.5", "unit changed", {"WAIT_S = (0.5 * 1000)", "WAIT_S = (0.5 / 1000)", "WAIT_S = (0.5 * 60)"}),
