@@ -10,8 +10,9 @@ import pytest
 from geotrain.commands import quickstart
 from geotrain.commands.prepare import prepare_files
 from geotrain.common.names import SHARE_DEVICES
-from geotrain.config import load_run
+from geotrain.config import ConfigError, load_run
 from geotrain.data.dataset import read_manifest
+from geotrain.launch.launcher import RunsAlready, locked
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -58,3 +59,17 @@ def test_the_quickstart_of_four_ranks_takes_the_gpus_that_are_there(
     monkeypatch.setattr(quickstart, "launch", launch)
     assert quickstart.quickstart(None, None, resume=True) == (3, {})
     assert seen == [{variable} - {""}]
+
+
+def test_the_run_before_is_kept_and_what_is_none_or_goes_on_is_left(tmp_path: Path) -> None:
+    folder = tmp_path / "quickstart"
+    for number in range(3):
+        quickstart._move_aside(folder)
+        folder.mkdir()
+        (folder / "run.json").write_text(str(number))
+    assert (tmp_path / "quickstart.previous/run.json").read_text() == "1"
+    with locked(folder), pytest.raises(RunsAlready, match="is running already"):
+        quickstart._move_aside(folder)
+    (folder / "run.json").rename(folder / "mine.txt")
+    with pytest.raises(ConfigError, match="holds no run"):
+        quickstart._move_aside(folder)

@@ -10,7 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,21 +123,25 @@ class Contexts:
     def testing(self, file: str, lines: Iterable[int]) -> set[str]:
         """The tests that execute any of these lines, and files where what their tests share does; where a constant or
         a default is among the lines, what uses it. Where none is known to, since not all processes are recorded, the
-        files of those that execute the functions around them, or the module; or of the same name."""
+        files of those that execute the functions around them, the module, or what names it; or of the same name."""
         lines = set(lines)
         own = functions(file)
         inside = {line for span in own for line in span}
         found = self._executing(file, lines & inside)
         for used in {uses for line in lines - inside if (uses := constant(file, line))}:
-            found |= {test for user in product() for test in self._executing(user, places_of(used, user))}
+            found |= self._using(used)
         around = {line for span in own if lines & set(span) for line in span}
-        found = found or set(map(file_of, self._executing(file, around) or self._executing(file, inside)))
+        named = partial(self._using, rf"\b{Path(file).stem}\b")
+        found = found or set(map(file_of, self._executing(file, around) or self._executing(file, inside) or named()))
         own_name = Path(file).name if Path(file).name.startswith("test_") else f"test_{Path(file).stem}.py"
         return found or {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob(own_name)}
 
     def _executing(self, file: str, lines: Iterable[int]) -> set[str]:
         executed = self.lines(file)
         return {context for line in lines for context in executed.get(line, ())}
+
+    def _using(self, used: str) -> set[str]:
+        return {test for user in product() for test in self._executing(user, places_of(used, user))}
 
     def usual_s(self, test: str) -> float:
         """What a test takes, about; a file: the longest of its tests."""
