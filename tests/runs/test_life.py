@@ -17,8 +17,6 @@ from geotrain.commands.evaluate import evaluate
 from geotrain.commands.logs import trace_update
 from geotrain.commands.operate import RunState
 from geotrain.commands.quickstart import PROMPTS
-from geotrain.commands.rollback import roll_back, snapshots_of
-from geotrain.config import ConfigError
 from tests.chaos.faults.audit import accounts
 from tests.chaos.faults.scenario import PACKETS
 from tests.support.recorded_life import BAD_RECORD, BATCH, CONFIGS, ENOUGH, RECORDED, STEPS, Life, in_wheel, played
@@ -244,8 +242,6 @@ def test_a_finished_run_is_left_alone(life: Life) -> None:
     assert "quickstart-moe: is finished" in again and "processes started" not in again
     paused = life.said["pause a finished run"]
     assert paused.returncode == 2 and "nothing was done: finished; 100.0% committed" in paused.stderr
-    with pytest.raises(ConfigError, match="vectors are in shards of their own"):
-        roll_back(life.run.folder, snapshots_of(life.run.folder)[-1]["snapshot"], life.folder / "branch")
 
 
 def test_it_learns(life: Life) -> None:
