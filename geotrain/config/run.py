@@ -330,7 +330,13 @@ class RunConfig(Block):
                 "model.weights: such a model is trained by a loop of your own only (docs/own_loop.md); this needs "
                 "model.config"
             )
-        return architecture_from_hf(self.model.config)
+        architecture = architecture_from_hf(self.model.config)
+        if architecture.delta and self.data.attention == "document":
+            raise UnsupportedModelError(
+                f"data.attention = 'document' does not go with the gated delta nets of a {architecture.model_type}, "
+                "whose state passes from document to document; use 'sample'"
+            )
+        return architecture
 
     @property
     def run_folder(self) -> Path:

@@ -34,6 +34,7 @@ FAMILIES = {
     "mixtral": "Mixtral",
     "gpt_oss": "GptOss",
     "qwen2_moe": "Qwen2Moe",
+    "qwen3_next": "Qwen3Next",
     "deepseek_v3": "DeepseekV3",
 }
 _GROUP = "geotrain.families"

@@ -50,6 +50,30 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta nets (arXiv 2412.06464) in place of attention: a state of key_dim × value_dim a value head, which
+    each token corrects. A key head serves value_heads / key_heads of them. kernel: tokens of the convolution before.
+    layers: that have it, by their numbers."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys, all heads together, and of its queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values, all heads together, and of their gates."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class Multipliers:
     """Factors of embeddings, of the products of queries and keys, and of what layers add to the residual stream; and
     by what logits are divided. rounded: whether that of embeddings is rounded to the type of the weights."""
@@ -79,7 +103,8 @@ class Architecture:
     norms: where attention and MLP have a norm: of what they take, of what they give, or of both. centered_norms:
     whether norms multiply by 1 + their weight. activation: of the gate of MLPs; "clamped": GPT-OSS's, for
     gates and what they open in turn. sinks: whether each head has a score that takes a share and gives no value.
-    score_cap, logit_cap: c, where scores
+    gated_attention: whether a sigmoid of the token weighs what attention gives. rotated_share: of a head's query and
+    key, from its first element on. score_cap, logit_cap: c, where scores
     of attention, or logits, x are c · tanh(x / c); None: they are x.
     """
 
@@ -110,6 +135,9 @@ class Architecture:
     centered_norms: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
     sinks: bool = False
+    gated_attention: bool = False
+    rotated_share: float = 1.0
+    delta: DeltaNet | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
 
@@ -123,12 +151,17 @@ class Architecture:
             "norms over whole projections": self.qk_norm == "projection",
             "capped scores": self.score_cap is not None,
             "attention's sinks": self.sinks,
+            "gated delta nets": self.delta is not None,
         }
         return next((what for what, there in found.items() if there), None)
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer's attention; None: it sees all tokens before."""
         return None if layer in self.unwindowed else self.sliding_window
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention, and no gated delta net in its place."""
+        return self.delta is None or layer not in self.delta.layers
 
     def rotates_locally(self, layer: int) -> bool:
         """Whether a layer rotates queries and keys by `local_theta`."""

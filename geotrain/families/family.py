@@ -205,7 +205,7 @@ class Family:
     def letters(self, a: Architecture, layer: int) -> str:
         """Write a layer in Megatron-core's letters: what mixes tokens, `*` attention, `+` latent attention, `M`
         Mamba-2 or `G` a gated delta net; then `-` an MLP or `E` experts. One of them may be left out."""
-        return ("+" if a.latent else "*") + ("E" if a.has_experts(layer) else "-")
+        return ("+" if a.latent else "*" if a.attends(layer) else "G") + ("E" if a.has_experts(layer) else "-")
 
     def divided(self, a: Architecture) -> dict[str, int]:
         """List the keys of config.json, with their values, that tensor parallelism must divide: all whose parts it

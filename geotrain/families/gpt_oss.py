@@ -69,7 +69,8 @@ class GptOss(Family):
             replace(_bias(f"{name}.down_proj_bias", h, f"{within}2.bias"), summed="always"),
         )
         for part in parts:
-            yield from (replace(part, expert=expert, stacked=count) for expert in range(count))
+            for expert in range(count):
+                yield replace(part, expert=expert, whole=(count, *part.shape), offset=expert * part.numel)
 
     def megatron(self, a: Architecture) -> dict[str, Any]:
         return {**expert_settings(a), "add_bias_linear": True}

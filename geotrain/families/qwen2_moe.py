@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts
@@ -17,7 +17,7 @@ class Qwen2Moe(Qwen3Moe):
     model_type = "qwen2_moe"
     transformers_class = "Qwen2MoeForCausalLM"
     per_token = 4
-    qk_norm = None
+    qk_norm: ClassVar[Literal["head", "projection"] | None] = None
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         return replace(super().architecture(config), qkv_bias=reading.flag(config, "qkv_bias", True))

@@ -15,7 +15,7 @@ class Qwen3Moe(Qwen3):
     transformers_class = "Qwen3MoeForCausalLM"
     only: ClassVar[Mapping[str, Any]] = {**Qwen3.only, "decoder_sparse_step": 1, "mlp_only_layers": []}
     idle = Qwen3.idle | {"intermediate_size"}  # of layers without experts
-    usual_head_dim = None
+    usual_head_dim: ClassVar[int | None] = None
     ffn_key = "moe_intermediate_size"
     per_token: ClassVar[int] = 8  # transformers' default of num_experts_per_tok
 

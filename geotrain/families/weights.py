@@ -9,7 +9,7 @@ from typing import Literal
 
 from geotrain.families.architecture import Architecture
 
-Init = Literal["normal", "ones", "zeros"]
+Init = Literal["normal", "ones", "zeros", "log_uniform"]
 Cut = Literal["rows", "columns", "whole"]
 
 
@@ -28,8 +28,8 @@ class Weight:
     summed: when each tensor rank computes only a part of its gradient: under sequence parallelism, since each then
         sees a part of the tokens only, or always.
     expert: the number of the expert that it belongs to; None: to none.
-    stacked: so many experts' weights of this kind are one parameter, one after the other; shape is that of one. 0: it
-        is a parameter of its own.
+    whole, offset: the shape of the parameter of which it is a part, and how many of its elements come before; None:
+        it is a parameter itself. The parts of one have its name.
     untrained: it is changed by counts of what the model did, not by gradients, and is kept in fp32 everywhere.
     """
 
@@ -43,7 +43,8 @@ class Weight:
     interleaved: int | None = None
     summed: Literal["never", "sequence", "always"] = "never"
     expert: int | None = None
-    stacked: int = 0
+    whole: tuple[int, ...] | None = None
+    offset: int = 0
     untrained: bool = False
 
     @property

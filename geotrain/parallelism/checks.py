@@ -199,6 +199,11 @@ def _check_context(architecture: Architecture, parallel: ParallelConfig, sequenc
             f"data.sequence_length = {sequence_length} is not divisible by {what} = {parts}, which cuts "
             f"samples into equal parts; use {math.ceil(sequence_length / parts) * parts} or another parallel.context"
         )
+    if cp > 1 and architecture.delta:
+        raise ConfigError(
+            f"parallel.context = {cp} does not go with the gated delta nets of a {architecture.model_type}, whose "
+            "state passes from token to token; leave it out"
+        )
     if cp > 1 and architecture.latent:
         raise ConfigError(
             f"parallel.context = {cp} does not go with the latent attention of a {architecture.model_type}: its keys "

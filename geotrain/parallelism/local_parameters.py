@@ -102,8 +102,6 @@ def _of_expert_rank(weights: Iterable[Weight], a: Architecture, expert_ranks: in
 def _local(name: str, parts: Sequence[Weight], parallel: ParallelConfig, tp_rank: int) -> LocalParameter:
     """Describe a tensor rank's part of the Megatron-core parameter in which these weights lie; they are cut alike."""
     tp, one, runs = parallel.tensor, parts[0], tuple(_runs(parts, parallel.tensor, tp_rank))
-    if one.stacked:
-        runs = tuple(replace(run, start=run.start + one.numel * (one.expert or 0)) for run in runs)
     copied = one.cut == "whole"
     wanted = sum(_dealt(weight, tp) for weight in parts) if one.cut == "rows" else numel(runs)
     return LocalParameter(
@@ -124,11 +122,12 @@ def _local(name: str, parts: Sequence[Weight], parallel: ParallelConfig, tp_rank
 def _runs(parts: Sequence[Weight], tp: int, tp_rank: int) -> Iterator[StridedSlice]:
     one = parts[0]
     if one.cut == "whole" or (one.cut == "columns" and tp == 1):
-        yield from (StridedSlice(0, weight.numel, parameter=weight.name) for weight in parts)
+        yield from (StridedSlice(weight.offset, weight.numel, parameter=weight.name) for weight in parts)
     elif one.cut == "columns":
         for weight in parts:
             rows, columns = weight.shape
-            yield StridedSlice(tp_rank * (columns // tp), columns // tp, columns, rows, weight.name)
+            begin = weight.offset + tp_rank * (columns // tp)
+            yield StridedSlice(begin, columns // tp, columns, rows, weight.name)
     else:
         interleaved = one.interleaved or tp
         for part in range(tp_rank * interleaved // tp, (tp_rank + 1) * interleaved // tp):
@@ -136,7 +135,7 @@ def _runs(parts: Sequence[Weight], tp: int, tp_rank: int) -> Iterator[StridedSli
                 length = _dealt(weight, interleaved)
                 begin = min(part * length, weight.numel)
                 if held := min(length, weight.numel - begin):
-                    yield StridedSlice(begin, held, parameter=weight.name)
+                    yield StridedSlice(weight.offset + begin, held, parameter=weight.name)
 
 
 def _dealt(weight: Weight, parts: int) -> int:

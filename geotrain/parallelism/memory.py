@@ -203,6 +203,8 @@ def activation_bytes(
       on both sides of its exchange; the fused ones, q + 2kv, stay only where norms of q and k need them
     - with latent attention 2q + 2v: queries and keys after rotation, values and output, divided likewise; and the
       latents, before and after their norms, divided by sequence parallelism
+    - of a gated delta net 6k + 7v of keys and values, divided likewise: projections, their convolution, output and
+      the gated output; queries and keys of each value head; and in fp32 2v, of gates
     - 3f, divided likewise: gate, up, and the activated product; of a shared expert, too
     - of experts, for each of the k that a token is sent to: 3f as above and 2h, what an expert takes and gives; and
       what the router knows of each expert, three fp32 numbers. That each gets its share of the tokens is assumed: the
@@ -219,9 +221,9 @@ def activation_bytes(
     """
     tp, layers = parallel.tensor, parallel.layers_of(stage, a.layers)
     whole = a.hidden_size / (tp if parallel.sequence else 1)
-    kinds = Counter(a.has_experts(i) for i in layers)
-    of_a_layer = {sparse: _layer_elements(a, parallel, sparse, size, recompute, fp8) for sparse in kinds}
-    kept = sum(count * of_a_layer[sparse] for sparse, count in kinds.items())
+    kinds = Counter((a.has_experts(i), a.attends(i)) for i in layers)
+    of_a_layer = {kind: _layer_elements(a, parallel, *kind, size, recompute, fp8) for kind in kinds}
+    kept = sum(count * of_a_layer[kind] for kind, count in kinds.items())
     kept, at_once = (len(layers) * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
     total = (in_flight * kept + at_once) * size
     masks = masked * (size * (in_flight * len(layers) if recompute == "none" else 1) + 2)
@@ -233,13 +235,18 @@ def activation_bytes(
 
 
 def _layer_elements(
-    a: Architecture, parallel: ParallelConfig, sparse: bool, size: int, recompute: str, fp8: bool
+    a: Architecture, parallel: ParallelConfig, sparse: bool, attends: bool, size: int, recompute: str, fp8: bool
 ) -> float:
-    """Activation elements kept per token in one layer (listed at `activation_bytes`). sparse: it has experts."""
+    """Activation elements kept per token in one layer (listed at `activation_bytes`). sparse: it has experts.
+    attends: it has attention."""
     h, tp, tokens = a.hidden_size, parallel.tensor, parallel.tensor if parallel.sequence else 1
     q, kv, v = a.heads * a.query_dim, a.kv_heads * a.head_dim, a.heads * a.value_dim
     total = (6 if a.norms == "around" else 4) * h / tokens + 3 * a.active_ffn_size(sparse) / tp
-    if a.latent is None:
+    if a.delta is not None and not attends:
+        net, served = a.delta, a.delta.value_heads // a.delta.key_heads
+        total += ((6 + 2 * served) * net.keys + 7 * net.values + 2 * net.values * _FP32_BYTES / size) / tp
+    elif a.latent is None:
+        total += (2 * q if a.gated_attention else 0) / tp
         total += (3 * q + 3 * kv + (q if a.qk_norm else 0)) / tp
         if parallel.context > 1 and recompute != "selective":  # that keeps what goes into the exchange instead
             total += (q + kv if a.qk_norm else -kv) / tp

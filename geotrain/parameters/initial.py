@@ -12,14 +12,17 @@ from geotrain.parameters.parameter_map import Parameter
 
 
 def initial_tensor(parameter: Parameter, seed: int) -> torch.Tensor:
-    """Draw a parameter's initial values: fp32, of its shape; normal with its init_std, or ones, or zeros.
+    """Draw a parameter's initial values: fp32, of its shape; normal with its init_std, ones, zeros, or the logarithms
+    of numbers between 0.01 and 16, as gated delta nets have rates of decay.
 
     The numbers come from NumPy's Philox generator, whose stream is the same on every machine (torch's normal
     numbers depend on the processor's vector instructions).
     """
-    if parameter.init != "normal":
+    if parameter.init in ("ones", "zeros"):
         return torch.full(parameter.shape, float(parameter.init == "ones"))
     key = hashlib.sha256(f"initial weights {seed} {parameter.name}".encode()).digest()[:16]
     generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8").copy()))
+    if parameter.init == "log_uniform":
+        return torch.from_numpy(np.log(generator.uniform(0.01, 16, parameter.shape)).astype(np.float32))
     values = generator.standard_normal(parameter.shape, np.float32)
     return torch.from_numpy(values).mul_(parameter.init_std)

@@ -116,11 +116,9 @@ def canonical_parameters(a: Architecture) -> tuple[Parameter, ...]:
     with `init_std / sqrt(2 · layers)` for the two projections of a layer that write to the residual stream.
     """
     return tuple(
-        Parameter(
-            w.name, (w.stacked, *w.shape) if w.stacked else w.shape, i, w.init, w.init_std, w.decays, w.untrained
-        )
+        Parameter(w.name, w.whole or w.shape, i, w.init, w.init_std, w.decays, w.untrained)
         for i, w in family_of(a.model_type).weights(a)
-        if not (w.stacked and w.expert)
+        if not w.offset
     )
 
 

@@ -17,6 +17,7 @@ from geotrain.config import (
     load_run,
     parse,
 )
+from tests.support.families import QWEN3_NEXT
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HOST = {"host": "localhost", "slots": 2}
@@ -80,6 +81,11 @@ def test_the_architecture_follows_the_models_config() -> None:
     deeper = run.model.config | {"num_hidden_layers": run.architecture.layers + 1}
     changed = run.model_copy(update={"model": run.model.model_copy(update={"config": deeper})})
     assert changed.architecture.layers == run.architecture.layers + 1
+    inside = {"data": run.data.model_copy(update={"attention": "document"})}
+    nets = run.model_copy(update={"model": run.model.model_copy(update={"config": QWEN3_NEXT})})
+    assert nets.architecture.delta
+    with pytest.raises(UnsupportedModelError, match="'document' does not go with the gated delta nets"):
+        _ = nets.model_copy(update=inside).architecture
     other = run.model_copy(update={"model": run.model.model_copy(update={"config": {"model_type": "bert"}})})
     with pytest.raises(UnsupportedModelError, match="bert"):
         _ = other.architecture

@@ -22,6 +22,7 @@ from geotrain.families.qwen2 import Qwen2
 from geotrain.families.qwen2_moe import Qwen2Moe
 from geotrain.families.qwen3 import Qwen3
 from geotrain.families.qwen3_moe import Qwen3Moe
+from geotrain.families.qwen3_next import Qwen3Next
 from geotrain.families.smollm3 import SmolLM3
 from geotrain.parameters.parameter_map import canonical_parameters, digest
 from tests.support.real_models import REFUSED
@@ -50,12 +51,21 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+DELTA = {
+    "norm_topk_prob": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "full_attention_interval": 2,
+}
 OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": SPARSE,
     "mixtral": MIXTURE,
     "gpt_oss": {**MIXTURE, "head_dim": 8, "rope_parameters": {"rope_type": "default"}},
     "qwen2_moe": {**SPARSE, "shared_expert_intermediate_size": 40},
+    "qwen3_next": {**SPARSE, "shared_expert_intermediate_size": 40, "head_dim": 16, **DELTA},
     "deepseek_v3": LATENT,
     "gemma2": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8},
@@ -75,6 +85,7 @@ DIGESTS: dict[type[Family], str] = {
     Mixtral: "39d738d3bc1390ee",
     GptOss: "d360ad7b4bd93c52",
     Qwen2Moe: "fac4502f6a7b986d",
+    Qwen3Next: "df15f0436927c6c9",
     DeepseekV3: "daee3ca4ca6547aa",
 }
 

@@ -23,6 +23,7 @@ from tests.support.families import (
     OLMO3,
     QWEN2,
     QWEN2_MOE,
+    QWEN3_NEXT,
     QWEN_MOE,
     SMOLLM3,
     YARN,
@@ -85,6 +86,7 @@ SPARSE = (
     {**QWEN_MOE, "norm_topk_prob": False},
     MIXTRAL,
     QWEN2_MOE,
+    QWEN3_NEXT,
     DEEPSEEK,
     {
         **DEEPSEEK,
@@ -164,7 +166,7 @@ def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> Non
         torch.testing.assert_close(*result["loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
         assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
-    assert [len(result["biases"]) for result in results] == [0] * 20 + [1, 1]
+    assert [len(result["biases"]) for result in results] == [0] * 21 + [1, 1]
     for result in results:
         for before, ours, expected in result["biases"].values():
             torch.testing.assert_close(ours, expected)

@@ -12,7 +12,7 @@ import torch
 from geotrain.config import ConfigError, ParallelConfig, architecture_from_hf
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank, score_bytes
 from geotrain.parameters.parameter_map import parameter_count
-from tests.support.families import DEEPSEEK, GEMMA2, GPT_OSS, OLMO2, QWEN_MOE
+from tests.support.families import DEEPSEEK, GEMMA2, GPT_OSS, OLMO2, QWEN3_NEXT, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
@@ -28,6 +28,13 @@ ROOT = Path(__file__).parents[2]
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512, "head_dim": 32, "num_hidden_layers": 2}
 RANKS = {"q_lora_rank": 96, "kv_lora_rank": 64}
 LATENT = {**RANKS, "moe_intermediate_size": 320, "v_head_dim": 48, "qk_rope_head_dim": 32}
+NETS = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "moe_intermediate_size": 320,
+    "shared_expert_intermediate_size": 320,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 48,
+}
 LLAMA_WIDE = {**LLAMA, **WIDE}
 BF16 = {"bf16": {"enabled": True}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3}}}
@@ -44,6 +51,7 @@ TWO: list[Case] = [
     ({**OLMO2, **WIDE}, ParallelConfig(tensor=2), 1),
     ({**GEMMA2, **WIDE, "sliding_window": 64}, ParallelConfig(tensor=2, sequence=True), 1),
     ({**GPT_OSS, **WIDE, "sliding_window": 64, "intermediate_size": 256}, ParallelConfig(expert=2), 1),
+    ({**QWEN3_NEXT, **WIDE, **NETS}, ParallelConfig(expert=2), 1),
 ]
 FOUR: list[Case] = [  # two ranks have the same experts
     (SPARSE, ParallelConfig(expert=2), 1),

@@ -56,7 +56,7 @@ SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 # push: a sum, with what is left of its grants, never rises.
 GRANTED = {
     "waiting answers": {"product": 0, "benchmarks": 100, "tests": 0},
-    "today's stack": {"product": 349, "benchmarks": 300, "tests": 251},
+    "today's stack": {"product": 131, "benchmarks": 300, "tests": 198},
     "healing": {"product": 1_200, "benchmarks": 400, "tests": 800},
 }
 # Each sum with its grants where git knows no other commit to compare with, such as on main itself in CI.
@@ -71,7 +71,7 @@ CALLED_BY_LIBRARIES = [
     *("create_grad_acc_hooks", "_scheduler_from_config"),
     *("get_model_parallel_rank", "get_model_parallel_world_size"),
     *("get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
-    "_resolve_qk_norm_config",  # Megatron-core: of latent attention
+    *("_resolve_qk_norm_config", "get_query_key_value_tensors"),  # Megatron-core: of attention
     *("on_train_begin", "on_step_end", "on_train_end"),  # transformers: of a callback
     "intercept_service",  # gRPC: of an interceptor
 ]

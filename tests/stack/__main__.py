@@ -117,7 +117,8 @@ def played(pair: str, tests: list[str]) -> dict[str, object]:
         apart = furthest_apart(where / "bin/python")
         code, count = launched(where, folder), tested(where, tests, folder / "tests.xml")
     except (OSError, subprocess.SubprocessError) as error:
-        return {"run": str(error), "ok": False}
+        print(error)
+        return {"run": str(error).splitlines()[-1], "ok": False}
     return {
         **dict(zip(LIBRARIES, versions, strict=True)),
         **count,

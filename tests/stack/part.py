@@ -11,7 +11,8 @@ import os
 import sys
 from typing import Any
 
-NAMES = "llama", "deepseek", "qwen_moe", "smollm3", "olmo3", "gemma3", "gpt_oss"  # what is unlike in their layers
+# What is unlike in their layers.
+NAMES = "llama", "deepseek", "qwen_moe", "smollm3", "olmo3", "gemma3", "gpt_oss", "qwen3_next"
 
 
 def play(folder: str, name: str, first: int, last: int) -> list[float]:

@@ -80,6 +80,11 @@ GPT_OSS = {
     "router_aux_loss_coef": 0.05, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 5,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
 }  # fmt: skip
+QWEN3_NEXT = {
+    **QWEN2_MOE, "model_type": "qwen3_next", "norm_topk_prob": True, "router_z_loss_coef": 0.0, "head_dim": 16,
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 DEEPSEEK = {
     **LLAMA, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,

@@ -26,6 +26,7 @@ from tests.support.families import (
     OLMO3,
     QWEN2,
     QWEN2_MOE,
+    QWEN3_NEXT,
     QWEN_MOE,
     SMOLLM3,
     YARN,
@@ -51,6 +52,7 @@ SPARSE = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "gpt_oss": {**GPT_OSS, "num_hidden_layers": 3, "num_key_value_heads": 4},
+    "qwen3_next": QWEN3_NEXT,
     "deepseek": DEEPSEEK,
 }
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
@@ -192,6 +194,7 @@ FAMILIES = (
     MIXTRAL,
     GPT_OSS,
     QWEN2_MOE,
+    QWEN3_NEXT,
     DEEPSEEK,
 )
 # Of a drawn model's config.json; what a family does not know, or refuses, is drawn anew.

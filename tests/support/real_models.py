@@ -128,6 +128,14 @@ GPT_OSS = {
     "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0, "original_max_position_embeddings": 16,
                      "rope_type": "yarn", "truncate": False},
 }  # fmt: skip
+QWEN3_NEXT = {
+    **without(QWEN2_MOE, "max_window_layers", "sliding_window"),
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "attention_bias": False, "head_dim": 16,
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_value_head_dim": 8, "mlp_only_layers": [], "norm_topk_prob": True,
+    "num_hidden_layers": 4, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rope_scaling": None,
+    "rope_theta": 10000000,
+}  # fmt: skip
 FULL = ["full_attention"] * 3
 
 
@@ -183,6 +191,7 @@ MODELS: dict[str, dict[str, Any]] = {
                         "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}},
     "gpt-oss-20b": GPT_OSS,
     "gpt-oss-120b": {**without(GPT_OSS, "layer_types"), "num_local_experts": 32, "num_hidden_layers": 3},
+    "qwen3-next-80b-a3b": QWEN3_NEXT,
     "deepseek-v3": DEEPSEEK,
     "moonlight": {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6,
                   "n_shared_experts": 2, "routed_scaling_factor": 2.446, "rope_theta": 50000.0, "rope_scaling": None,
@@ -211,5 +220,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma3-flat": ({**GEMMA3, "rope_parameters": {"rope_theta": 1e6}}, "an object for full_attention"),
     "gpt-oss-mxfp4": ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     "gpt-oss-no-rope": (without(GPT_OSS, "rope_scaling"), "a gpt_oss needs rope_scaling"),
+    "qwen3-next-dense-layers": ({**QWEN3_NEXT, "mlp_only_layers": [0]}, "mlp_only_layers"),
+    "qwen3-next-odd-share": ({**QWEN3_NEXT, "partial_rotary_factor": 0.3}, "must be an even number"),
+    "qwen3-next-two-shares": ({**QWEN3_NEXT, "rope_parameters": {"partial_rotary_factor": 0.5}}, "state one of them"),
+    "qwen3-next-types": ({**QWEN3_NEXT, "layer_types": FULL}, "for each of num_hidden_layers = 4 layers"),
+    "qwen3-next-heads": ({**QWEN3_NEXT, "linear_num_value_heads": 6}, "is not a multiple of linear_num_key_heads"),
     "gemma-bidirectional": ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
 }  # fmt: skip

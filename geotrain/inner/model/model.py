@@ -19,6 +19,7 @@ from geotrain.inner.model import latent_attention, replaced  # noqa: F401 (it re
 from geotrain.inner.model.attention import CausalAttention
 from geotrain.inner.model.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.inner.model.documents import PackedAttention
+from geotrain.inner.model.gated_delta import GatedDeltaNet, GatedSelfAttention
 from geotrain.inner.model.gated_silu import ClampedSwish, GatedGelu, GatedSilu
 from geotrain.inner.model.norms import CenteredRMSNorm, ProjectionNorm, RMSNorm, normed_linear
 from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
@@ -214,13 +215,15 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
     def attention(index: int) -> ModuleSpec:
         if architecture.latent:
             return latent_attention.spec(CausalAttention)
+        if not architecture.attends(index):
+            return ModuleSpec(module=GatedDeltaNet, params={"net": architecture.delta})
         settings = {
             "window": architecture.window_of(index),
             "cap": architecture.score_cap,
             "sinks": architecture.sinks,
         }
         return ModuleSpec(
-            module=SelfAttention,
+            module=GatedSelfAttention if architecture.gated_attention else SelfAttention,
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=ColumnParallelLinear,
@@ -302,6 +305,7 @@ def build_model(
             share_embeddings_and_output_weights=architecture.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
+            rotary_percent=architecture.rotated_share,
         )
     parts = Parts(mesh.cp_rank, mesh.cp_size, parallel.context_exchange) if parallel.context > 1 else None
     if parts is not None:
@@ -394,7 +398,8 @@ def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     # Of one head: a Llama's must divide hidden_size, as other families' need not.
-    one_head: dict[str, Any] = {"hidden_size": architecture.head_dim, "num_attention_heads": 1}
+    rotated = round(architecture.head_dim * architecture.rotated_share)
+    one_head: dict[str, Any] = {"hidden_size": rotated, "num_attention_heads": 1}
     rope = {**dict(architecture.rope_scaling), "rope_theta": architecture.rope_theta}
     config = LlamaConfig(**one_head, max_position_embeddings=architecture.max_positions, rope_parameters=rope)
     return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))

@@ -61,6 +61,8 @@ def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops
     window = min(a.window_of(layer) or sequence_length, sequence_length)
     met_keys = window - window**2 / (2 * sequence_length)
     attention = 2.0 * a.heads * (a.query_dim + a.value_dim) * met_keys
+    if a.delta is not None and not a.attends(layer):  # its state forgets, is corrected and is read
+        attention = 6.0 * a.delta.values * a.delta.key_dim
     met, chosen = active_weights(a, layer)
     layer_flops = 2.0 * (met + chosen) + attention
     return TokenFlops(layer_flops, attention, 2.0 * chosen, 2.0 * a.hidden_size * a.vocab_size)
