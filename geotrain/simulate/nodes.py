@@ -187,20 +187,19 @@ class Node:
 
     def answer(self, uplink: VirtualClient, fragment: int, sequence: int) -> None:
         """Send the member its answer, or keep in mind that it waits for one."""
+        self._parked.pop((uplink.name, fragment, sequence), None)
         if not uplink.alive:
             return
         answer = self.server.answer(uplink.name, uplink.incarnation, 0, fragment, sequence)
         if answer is None:
             self._parked[uplink.name, fragment, sequence] = uplink
             return
-        self._parked.pop((uplink.name, fragment, sequence), None)
         table = self.sizes.first if sequence == 0 else self.sizes.down
         uplink.answered(self.times.held(uplink.name, answer), table[fragment])
 
     def forget(self, uplink: VirtualClient) -> None:
         """Forget a member that died."""
         uplink.alive = False
-        self._parked = {key: other for key, other in self._parked.items() if other is not uplink}
 
 
 class GlobalNode(Node):

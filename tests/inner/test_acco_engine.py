@@ -77,6 +77,8 @@ def refusal(run: RunConfig) -> str:
 
 def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
     """Train past a checkpoint, and from it. Other layouts and ZeRO-1 go on from it in test_layouts.py."""
+    from geotrain.checkpoint.state import state_of
+
     seen: dict[str, Any] = {}
 
     def begun(form: str | None, tag: str | None = None) -> Any:
@@ -96,6 +98,7 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
     engine.settle()
     if engine.residuals:
         engine.optimizer.move_residuals()  # as a checkpoint does
+        seen["moved"] = [bool(state_of(engine, own)["residual"].any()) for own in engine.shards()]
     engine.refresh()  # forgets what was predicted, as a restart does
     seen["undisturbed"] = ended(engine, THEN)
     engine = begun(form)
@@ -211,7 +214,7 @@ def test_a_checkpoint_disturbs_nothing_and_resumes_to_the_same_bits(ranks: list[
     for rank in ranks:
         seen = rank["checkpoint"][form]
         assert seen["undisturbed"] == seen["saved"] == seen["resumed"]
-        assert seen["steps"] == THEN.stop
+        assert seen["steps"] == THEN.stop and all(seen.get("moved", ()))
         assert seen["into a step"] == seen["resumed"], "a load into a running engine waits for what is under way"
 
 
