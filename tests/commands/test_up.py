@@ -11,12 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from geotrain.commands.sky_tasks import Shipment, Wanted, cluster_of, machines_of, machines_of_plan, shipped, tasks_of
-from geotrain.commands.up import Sky, SkyError, _signals_raised, start_and_follow, up
+from geotrain.commands.up import Sky, SkyError, _signals_raised, start_and_follow, tear_down, up
 from geotrain.config import ClusterConfig, ConfigError, load_run, parse
 from geotrain.launch.launcher import placed
 from geotrain.launch.run_rules import misfits
@@ -256,6 +256,19 @@ def test_the_readmes_machines_are_to_be_had(sky: Path, tmp_path: Path) -> None:
         done = say(*words, cwd=tmp_path)
         assert done.returncode == 0, done.text
     assert "aws/us-east-2 1 × 8 H100" in done.text and "gcp/europe-west4 1 × 8 A100" in done.text
+
+
+def test_one_that_cannot_be_ended_is_named_and_keeps_no_other(run_file: Path, tmp_path: Path) -> None:
+    class Stuck:
+        def run(self, *words: str) -> tuple[int, str]:
+            if words[0] == "down":
+                raise SkyError("did not end")
+            return int(words[-1] == "mine-us"), ""
+
+    (tmp_path / "up/tasks").mkdir(parents=True)
+    sites: Any = ("eu", "global", "us"), new_console()
+    left = tear_down(cast(Sky, Stuck()), load_run(run_file), tmp_path / "up", *sites)
+    assert left == ["mine-global", "mine-us"] and (tmp_path / "up/tasks").exists()
 
 
 def test_what_cannot_be_started_is_torn_down(run_file: Path, sky: Path, capsys: pytest.CaptureFixture[str]) -> None:
