@@ -78,6 +78,7 @@ def refusal(run: RunConfig) -> str:
 def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
     """Train past a checkpoint, and from it. Other layouts and ZeRO-1 go on from it in test_layouts.py."""
     from geotrain.checkpoint.state import state_of
+    from geotrain.optimizers.inner_optimizer import step_count
 
     seen: dict[str, Any] = {}
 
@@ -108,7 +109,8 @@ def canonical_checkpoint(folder: str, form: str) -> dict[str, Any]:
 
     engine = begun(form, "first")
     seen["resumed"] = train(engine, THEN), masters(engine).tolist()
-    seen["steps"] = engine.global_steps
+    engine.settle()
+    seen["steps"] = engine.global_steps, step_count(engine.basic_optimizer)
     thread = getattr(engine.optimizer, "communication", SimpleNamespace(exchange=None))
     exchange = thread.exchange
     thread.exchange = lambda *given: (time.sleep(0.5), exchange(*given))  # under way while that is read
@@ -214,7 +216,7 @@ def test_a_checkpoint_disturbs_nothing_and_resumes_to_the_same_bits(ranks: list[
     for rank in ranks:
         seen = rank["checkpoint"][form]
         assert seen["undisturbed"] == seen["saved"] == seen["resumed"]
-        assert seen["steps"] == THEN.stop and all(seen.get("moved", ()))
+        assert seen["steps"] == (THEN.stop, THEN.stop) and all(seen.get("moved", ()))
         assert seen["into a step"] == seen["resumed"], "a load into a running engine waits for what is under way"
 
 

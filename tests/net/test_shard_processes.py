@@ -16,7 +16,7 @@ from torch import Tensor
 
 from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, shards_of
 from geotrain.net.server.server_host import TRAFFIC
-from geotrain.net.storage.snapshots import read_weights
+from geotrain.net.storage.snapshots import StoreError, read_weights
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.authority import make_certificates
 from geotrain.net.transport.certs import open_channel, trust_between
@@ -72,6 +72,9 @@ def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+    (site.folder / "global.shard-1").rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="holds 0 snapshots, 1 are wanted"):
+        dict(read_weights(site.folder / "global", site.parameter_map))
 
 
 def test_servers_listen_on_other_addresses_than_they_are_reached_by(tmp_path: Path) -> None:
