@@ -29,9 +29,9 @@ from geotrain.commands.export import export_run
 from geotrain.common.ports import why_not_bound
 from geotrain.config import Address, ConfigError, changed_run
 from geotrain.launch.check import free_ports
-from geotrain.net.server.enrollment_server import EnrollmentServer
+from geotrain.net.server.enrollment_server import CERTIFICATES, EnrollmentServer
 from geotrain.net.transport import rpc
-from geotrain.net.transport.certs import CertificateError, Credentials, Trust, open_channel
+from geotrain.net.transport.certs import SECRET, CertificateError, Credentials, Trust, open_channel
 from geotrain.net.transport.enrollment import EnrollmentClient
 from geotrain.outer.messages import Refused
 from geotrain.own_loop import loop as own_loop
@@ -284,6 +284,7 @@ def test_strangers_get_no_word_and_keep_nobody_out(tmp_path: Path) -> None:
                     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             await asyncio.to_thread(begins_the_run, server)
             assert server.run is not None
+            assert (server.folder / CERTIFICATES / SECRET).stat().st_mode & 0o077 == 0
 
     asyncio.run(play())
 
