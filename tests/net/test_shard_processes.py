@@ -6,6 +6,7 @@ import json
 import random
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from geotrain.config import ClusterConfig, ConfigError, codec_config, parse, shards_of
+from geotrain.config import ClusterConfig, ConfigError, OverlapConfig, codec_config, parse, shards_of
 from geotrain.net.server.server_host import TRAFFIC
 from geotrain.net.storage.snapshots import StoreError, read_weights
 from geotrain.net.transport import rpc, wire
@@ -75,6 +76,29 @@ def test_a_run_with_shards_ends_with_the_same_bits(tmp_path: Path) -> None:
     (site.folder / "global.shard-1").rename(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match="holds 0 snapshots, 1 are wanted"):
         dict(read_weights(site.folder / "global", site.parameter_map))
+
+
+@pytest.mark.parametrize(("rule", "kind"), [("sync", "round"), ("region_momentum", "delta")])
+def test_who_is_waited_for_in_shards_is_named(tmp_path: Path, rule: str, kind: str) -> None:
+    waiting: Any = {"answers": "wait", "overlap": OverlapConfig(steps=1, adopt="rebase"), "updates_per_send": 4}
+    answers = waiting if kind == "delta" else {}
+    site = Site(folder(tmp_path, "one"), rule, 24, shards=2, **answers)
+    for name in site.processes:
+        site.serve(name)
+    try:
+        trains, waits = site.worker("a"), site.worker("b")
+        for worker in (trains, waits):
+            worker.join()
+        lease, _ = trains.lease(), waits.lease()
+        parts = [part for f in range(len(site.parameter_map.fragments)) for part in trains.parts(lease, f)]
+        for part in parts:
+            trains.clients[part.part].push(replace(part, need_s=BUSY_S))
+        wait_for(lambda: (kind, "b") in {(w["what"], w["whom"]) for w in site.status("eu")["waits"]})
+        for worker in (trains, waits):
+            worker.close()
+    finally:
+        for server in site.servers:
+            server.process.kill()
 
 
 def test_servers_listen_on_other_addresses_than_they_are_reached_by(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def a(**facts: Any) -> dict[str, Any]:
         (REGION, {"in_rounds": False, **a(owed=[0])}, []),
         (REGION, {"members": {name: {**UP, "owed": [0]} for name in "ab"}}, [("round", "global")]),
         (TOP, {"in_rounds": False, "awaited": ["b"], "due_s": 0.84, **a(owed=[0])}, [("delta", "b")]),
+        (TOP, {"in_rounds": True, "awaited": ["b"], "due_s": None}, [("round", "b")]),
         (REGION, {"connected": False}, [("link", "global")]),
         (REGION, {"wanted": ["b"]}, [("data", "b")]),
         (REGION, {"members": {"a": LEFT, "b": LEFT}}, [("answer", "global")]),

@@ -149,6 +149,8 @@ class GrpcService:
         """Say how the server goes, for people: its state, its members, and what it waits for; whole: also bytes."""
         said = {**self.server_thread.status, "silent_limit_s": self.failure_detector.silent_s}
         said |= {**self._extra_status(whole), **self.answer_timer.status()}
+        if self.shards is not None:
+            said |= {"awaited": sorted(self.shards.late() & said["members"].keys()), "due_s": None}
         if self.server.ledger:
             said["members"] = self.failure_detector.judge(said)
             said["waits"] = self._waits.told(waits(said), time.time())

@@ -28,6 +28,7 @@ from geotrain.net.transport.deadlines import first_of
 from geotrain.net.transport.grpc_client import CHANNEL_OPTIONS, REPLY_S
 from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.messages import Facts, Refused, Standing, WentBack
+from geotrain.outer.server.waits import late_members
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,10 @@ class ShardTable:
                 every.setdefault(each.member, Traffic()).join(Traffic(each.sent, each.received))
         return every
 
+    def late(self) -> set[str]:
+        """Members for whose deltas others wait in shards."""
+        return {name for _, hello in self._heard.values() for name in hello.late}
+
     def _is_up(self, shard: int) -> bool:
         return shard in self._heard and time.monotonic() - self._heard[shard][0] < MISSED_S
 
@@ -195,7 +200,7 @@ class ShardLink:
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
             self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, server.incarnation,
-            tuple(self.links.counts), peers,
+            tuple(self.links.counts), peers, tuple(late_members(self.server_thread.status)),
         )  # fmt: skip
 
     async def _bring(self) -> None:

@@ -236,7 +236,7 @@ class ShardHello:
     without a state. seen: checksum of the `Standing` that it has; 0: of none in this incarnation. wait_s: how long
     the ledger may wait until there is another. ended: it knows that the server has, and ends. journal_bytes,
     rss_bytes: of its process. incarnation: names the process. links: `Traffic.counts` of its links between regions.
-    peers: its bytes with each member.
+    peers: its bytes with each member. late: members for whose deltas others wait.
     """
 
     shard: int
@@ -253,6 +253,7 @@ class ShardHello:
     incarnation: str
     links: tuple[int, ...] = ()
     peers: tuple[MemberBytes, ...] = ()
+    late: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,12 @@ def waits(status: Mapping[str, Any]) -> list[Wait]:
     return found
 
 
+def late_members(status: Mapping[str, Any]) -> list[str]:
+    """List the members for whose deltas others wait here, of a shard's status, too."""
+    found = (*_of_rounds(status), *_of_answers(status))
+    return sorted({each.whom for each in found} & status["members"].keys())
+
+
 class WaitTable:
     """Remembers since when a server waits for each thing."""
 
@@ -98,9 +104,13 @@ def _of_rounds(status: Mapping[str, Any]) -> Iterator[Wait]:
 
 
 def _of_answers(status: Mapping[str, Any]) -> Iterator[Wait]:
-    """List those for whose deltas answers wait, as long as these come in time."""
+    """List those for whose deltas answers wait, as long as these come in time; of shards' rounds, too."""
     for name in status.get("awaited", ()):
-        yield Wait("delta", name, f"its delta, for which an answer waits, {status.get('due_s', 0.0):.1f} s left")
+        if status["in_rounds"]:
+            yield Wait("round", name, "its deltas of this round, for which all others wait")
+            continue
+        left = "as long as it comes in time" if (s := status.get("due_s")) is None else f"{s:.1f} s left"
+        yield Wait("delta", name, f"its delta, for which an answer waits, {left}")
 
 
 def _of_region(status: Mapping[str, Any]) -> Iterator[Wait]:
