@@ -149,29 +149,29 @@ class Contexts:
         return max(own, default=UNKNOWN_S)
 
     def within(self, tests: Iterable[str], seconds: float, files: Iterable[str]) -> tuple[list[str], int]:
-        """Of these tests, which together take at most so long, file by file: those beside the product's files come
-        first, then those that execute least, since they look closest; in a file the fastest. What is slow is last.
-        Of a file that is named itself all are meant, and the first makes what they share. Returns how many are left
-        out, too."""
+        """Of these tests, which together take at most so long: first the quick ones, of files beside the product's
+        before others, then of those that execute least, since they look closest; then the slow ones, the fastest
+        first. Of a file that is named itself all are meant, and the first makes what they share. Returns how many
+        are left out, too."""
         by_file: dict[str, set[str]] = defaultdict(set)
         for test in tests:
             by_file[file_of(test)].add(test)
-        left, left_out, quick, slow = seconds, 0, list[str](), list[str]()
         beside = tuple(f"tests/{file.removeprefix('geotrain/').partition('/')[0]}/" for file in files)
 
         def order(own: str) -> tuple[bool, int]:
             return not own.startswith(beside), min(self.size[test] for test in by_file[own])
 
+        first_s, all_of, chosen = dict[str, float](), list[str](), list[str]()
         for own in sorted(by_file, key=order):
-            known = self.by_file.get(own, ()) if own in by_file[own] else ()
-            of, first_s = known or by_file[own], COLLECTED_S + (self.usual_s(own) if known else 0.0)
-            for test in sorted(of, key=self.usual_s):
-                if (cost_s := first_s + self.usual_s(test)) <= left:
-                    left, first_s = left - cost_s, 0.0
-                    (quick if self.usual_s(test) < QUICK_S else slow).append(test)
-                else:
-                    left_out += 1
-        return quick + sorted(slow, key=self.usual_s), left_out
+            known = self.by_file.get(own, []) if own in by_file[own] else []
+            first_s[own] = COLLECTED_S + (self.usual_s(own) if known else 0.0)
+            all_of += sorted(known or by_file[own], key=self.usual_s)
+        left, quick = seconds, [test for test in all_of if self.usual_s(test) < QUICK_S]
+        for test in (*quick, *sorted(set(all_of) - set(quick), key=self.usual_s)):
+            if (cost_s := first_s[file_of(test)] + self.usual_s(test)) <= left:
+                left, first_s[file_of(test)] = left - cost_s, 0.0
+                chosen.append(test)
+        return chosen, len(all_of) - len(chosen)
 
     def stale(self) -> list[str]:
         """The files of tests that were never recorded, or not as they are now."""
