@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.main import get_command
 
 from geotrain import __version__
+from geotrain.commands import cli
 from geotrain.commands.cli import app
 from geotrain.commands.operate import RunState
 from tests.support.command_line import Run
@@ -289,3 +291,12 @@ def test_eval_says_how_to_install_the_harness(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     said = refused("eval", tmp_path, "--tasks", "arc_easy")
     assert said.endswith("which is not installed: pip install lm-eval")
+
+
+def test_a_fault_of_the_programs_own_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "leave_quickly", lambda: None)
+    monkeypatch.setattr(sys, "__stdout__", None)
+    for error, raised in ((ValueError("a fault"), ValueError), (OSError("no room"), SystemExit)):
+        monkeypatch.setattr(cli, "app", mock.Mock(side_effect=error))
+        with pytest.raises(raised):
+            cli.main()
