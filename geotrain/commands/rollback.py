@@ -60,7 +60,7 @@ def roll_back(folder: Path, number: int, out: Path) -> int:
         for each in folders:
             alone.enter_context(alone_in(each))
         shards = [_not_newer(each, known) for each, known in zip(folders, then["part"]["taken"], strict=True)]
-        origin = new_origin()  # another run's life begins
+        origin, skipped = new_origin(), 0  # another run's life begins
 
         def change(meta: dict[str, Any]) -> None:
             meta["state"]["origin"] = origin
@@ -81,14 +81,14 @@ def roll_back(folder: Path, number: int, out: Path) -> int:
             table.trained_s = 0.0
             state["leases"] = table.state()
 
-        skipped, partial = 0, out.with_name(f".{out.name}.partial")
+        partial = out.with_name(f".{out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        for each, place, changed in [(Branched(store, number, 0, ()), server, change_leases)] + [
-            (each, place, change) for each, place in zip(shards, folders, strict=True)
+        for part, place, changed in [(Branched(store, number, 0, ()), server, change_leases)] + [
+            (part, place, change) for part, place in zip(shards, folders, strict=True)
         ]:
             new = partial / "servers" / place.name
             make_folder(new)
-            each.store.branch(each.number, new / SNAPSHOTS, changed)
+            part.store.branch(part.number, new / SNAPSHOTS, changed)
         partial.rename(out)
     return skipped
 
