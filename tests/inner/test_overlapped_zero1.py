@@ -61,7 +61,13 @@ def on_a_rank() -> dict[str, Any]:
         for hook in hooks:
             hook.remove()
         curve = train(engine, range(3, 6))
+        engine.optimizer.wait_for_weights()
+        largest = [max(float(own.abs().max()) for own in engine.optimizer._reduced)]
+        engine.optimizer.begin_step(1)  # a step in which nothing is used
+        engine.optimizer.finish_reduction()
+        largest.append(max(float(own.abs().max()) for own in engine.optimizer._reduced))
         seen[name] = {
+            "largest": largest,
             "events": events,
             "curve": curve,
             "buckets": len(engine.optimizer._forward),
@@ -112,6 +118,13 @@ def test_weights_come_during_the_first_forward(ranks: list[dict[str, Any]], name
         gathers = "all_gather_into_tensor", "all_to_all_single"
         during = [what for what in events[step[0] : step[3]] if what in gathers]
         assert during, "some are still to come when the first layer begins"
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_no_micro_batch_used_has_no_gradient_of_an_earlier_step(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        before, now = rank[name]["largest"]
+        assert before > 0.0 and now == 0.0
 
 
 @pytest.mark.parametrize("name", BLOCKS)
