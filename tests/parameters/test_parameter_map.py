@@ -140,6 +140,7 @@ def test_parameter_counts_of_known_models():
                            "original_max_position_embeddings": 8}},
          "low_freq_factor = 4.0 must be less than high_freq_factor = 4.0"),
         ({"rope_theta": 0}, "rope_theta = 0 must be a number, 1 or more"),
+        ({"rope_parameters": ["default"]}, r"rope_parameters = \['default'\] must be an object"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1000.* must be a number"),
         ({"initializer_range": 1.5}, "initializer_range = 1.5 must be a number, from 0 to 1"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false' must be true or false"),
