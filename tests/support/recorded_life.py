@@ -35,7 +35,7 @@ from tests.support.programs import program
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-PACKAGED = ("geotrain", "kernels", "launch", "configs", "setup.py", "pyproject.toml", "LICENSE")  # a wheel's sources
+PACKAGED = ("geotrain", "kernels", "launch", "configs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 BUSY_S = 500.0  # until ranks have joined, on a busy machine
 ENOUGH = 1_000_000  # samples: no machine trains them before the run is stopped
 PACE_S = 1.0  # a step: workers that wait leave the processor to those who look at them

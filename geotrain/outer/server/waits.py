@@ -109,7 +109,7 @@ def _of_answers(status: Mapping[str, Any]) -> Iterator[Wait]:
         if status["in_rounds"]:
             yield Wait("round", name, "its deltas of this round, for which all others wait")
             continue
-        left = "as long as it comes in time" if (s := status.get("due_s")) is None else f"{s:.1f} s left"
+        left = "as long as it comes in time" if (s := status.get("due_s", 0.0)) is None else f"{s:.1f} s left"
         yield Wait("delta", name, f"its delta, for which an answer waits, {left}")
 
 
