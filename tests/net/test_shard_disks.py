@@ -22,7 +22,7 @@ from tests.support.net_worlds import BUSY_S, wait_for
 from tests.support.object_storage import make_bucket, s3_server
 from tests.support.server_processes import Server, Site
 
-SAMPLES = 240
+SAMPLES = 960
 MOST_LIVES = 8  # of a worker
 
 

@@ -189,9 +189,10 @@ class ShardLink:
 
     async def _hello(self, wait_s: float, ended: bool = False) -> rpc.ShardHello:
         peers = tuple(rpc.MemberBytes(n, t.sent_bytes, t.received_bytes) for n, t in self.peers().items())
-        return await self.server_thread.read(lambda: self._stands(wait_s, ended, peers))
+        late = tuple(late_members(self.server_thread.status))  # not on that thread, which it waits for
+        return await self.server_thread.read(lambda: replace(self._stands(wait_s, ended), peers=peers, late=late))
 
-    def _stands(self, wait_s: float, ended: bool, peers: tuple[rpc.MemberBytes, ...]) -> rpc.ShardHello:
+    def _stands(self, wait_s: float, ended: bool) -> rpc.ShardHello:
         server = self.server
         said = server.facts(())
         of_all = [m.fragments for m in server.members.values()]
@@ -200,7 +201,7 @@ class ShardLink:
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
             self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, server.incarnation,
-            tuple(self.links.counts), peers, tuple(late_members(self.server_thread.status)),
+            tuple(self.links.counts),
         )  # fmt: skip
 
     async def _bring(self) -> None:
