@@ -87,6 +87,7 @@ class Account:
         self.applied: defaultdict[str, Counter[tuple[str, int, int]]] = defaultdict(Counter)
         self.ever: set[tuple[str, str, int, int]] = set()  # server, and the same of it
         self.facts: defaultdict[str, list[Fact]] = defaultdict(list)  # shard → all that it has reported
+        self.former: defaultdict[str, list[Fact]] = defaultdict(list)  # before a lost disk, as its ledger knows it
         self.known = Counter[str]()  # shard → how many of them its ledger has taken
         self.kept: dict[tuple[str, str], Any] = {}  # shard, checkpoint id → what it has then
         self.refusing: dict[str, bool] = {}  # region → whether its next update is refused; False: one was
@@ -185,6 +186,7 @@ class Account:
         self.copied |= shard.startswith(GLOBAL)
         kept = self.kept[shard, checkpoint_id or min(each for of, each in self.kept if of == shard)]
         server, numbers, reported, flying, taken, weights = kept
+        self.former[shard] = max(self.former[shard], list(self.facts[shard]), key=len)
         del self.facts[shard][reported if checkpoint_id else 0 :]
         workers = self.regions.get(server, ())
         self.taken = {each for each in self.taken if each[0] not in workers or each[1] not in numbers}
@@ -210,7 +212,9 @@ class Account:
         if isinstance(message, Facts | WentBack):
             lost = [event for event in handled.events if isinstance(event, FactsLost)]
             shard = shard_name(server.name, message.shard)
-            self.known[shard] = message.facts if isinstance(message, WentBack) else self.known[shard]
+            if isinstance(message, WentBack):
+                self.known[shard] = message.facts
+                self.former.pop(shard, None)
             assert not lost and server.taken[message.shard] == self.known[shard], f"facts of {shard} are missing"
         if isinstance(message, MemberSilent):
             here = self.spec.region.get(message.member, {})
@@ -252,8 +256,8 @@ class Account:
         for i, taken in enumerate(ledger.taken):
             if taken > self.known[shard := shard_name(ledger.name, i)]:
                 self.known[shard] += 1
-                said = self.facts[shard][taken - 1 : taken]
-                assert said == [fact] and self.known[shard] == taken, (
+                said = [each[taken - 1 : taken] for each in (self.facts[shard], self.former[shard])]
+                assert [fact] in said and self.known[shard] == taken, (
                     f"fact {taken} of {shard} was {said}, not {fact}"
                 )
         if fact.what in ("applied", "contained") and ledger.name == GLOBAL:
