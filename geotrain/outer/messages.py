@@ -417,7 +417,8 @@ class Facts:
 
     versions: of its fragments, in their order. safe: those that a copy has, from which a lost disk comes back.
     quiet: number of the rest (`Standing.rest`) in which it has nothing left to send up; 0: of none. seen: number of
-    the standing that it has, if these are all the facts from before that; else 0.
+    the standing that it has, if these are all the facts from before that; else 0. incarnation: names the process, of
+    whose former ones nothing is taken any more.
     """
 
     shard: int
@@ -427,6 +428,7 @@ class Facts:
     safe: tuple[int, ...]
     quiet: int = 0
     seen: int = 0
+    incarnation: str = ""
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,10 @@ class AtOnce:
     def __init__(self, server: Any) -> None:
         self.server = server
 
-    async def persist(self, message: Any) -> None:
-        self.server.handle(message)
+    async def persist(self, message: Any) -> Any:
+        return self.server.handle(message).reply
+
+    say = persist
 
     async def read(self, call: Callable[[], Any]) -> Any:
         return call()
@@ -54,12 +56,18 @@ def test_only_a_process_that_begins_can_have_gone_back() -> None:
     first = rpc.ShardHello(0, 0, (0,) * count, 0, "", False, 0, 0.0, False, 0, 0, "life-1")
 
     async def hellos() -> None:
+        versions, former = ((1,) * count, (0,) * count), Fact("contained", "eu")
+        said = Facts(0, 0, (former,), *versions, incarnation="life-1")
+        with pytest.raises(Refused, match="has not said hello"):
+            await table.facts(said)
         await table.standing(first)
-        ledger.handle(Facts(0, 0, (Fact("contained", "eu"),), (1,) * count, (0,) * count))
+        assert await table.facts(said) == 1
         await table.standing(replace(first, seen=7))
         await table.standing(first)
         assert ledger.taken == [1]
         await table.standing(replace(first, incarnation="life-2"))
+        with pytest.raises(Refused, match="lives no more"):  # as it lay in a socket while its process died
+            await table.facts(said)
         assert ledger.taken == [0]
 
     asyncio.run(hellos())

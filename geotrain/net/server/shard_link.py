@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 FAREWELL_S = 60.0  # how long a server that has ended waits until its shards know
 GOODBYE_S = 5.0  # how long a shard that ends tries to say so
+SHARD_RETRY_S = 0.5  # when facts may be said again that came before a hello
 AGAIN_S = (0.1, 1.0)  # pauses between two calls that fail, drawn at random
 ASK_S = 2.0  # a shard asks again after so long
 MISSED_S = 10.0  # one that has not asked for so long counts as away
@@ -82,6 +83,7 @@ class ShardTable:
         async with self._beginning[shard]:
             if not hello.seen and hello.incarnation != self._incarnations.get(shard):
                 await self._begin(hello)
+            self._incarnations.setdefault(shard, hello.incarnation)  # this ledger is the one that is new
         self._heard[shard] = time.monotonic(), hello
         if hello.ended and shard not in self.left:
             await self._note(shard)
@@ -104,7 +106,10 @@ class ShardTable:
         self._incarnations[shard] = hello.incarnation
 
     async def facts(self, said: Facts) -> int:
-        """Take a shard's facts. Returns how many of them the ledger has. Raises Refused."""
+        """Take a shard's facts. Returns how many of them the ledger has. Raises Refused: as those of a process that
+        is no more, which came late. Its disk may be lost, and with it what they are counted from."""
+        if said.incarnation != self._incarnations.get(said.shard):
+            raise Refused(f"shard {said.shard}: it has not said hello in this life, or lives no more", SHARD_RETRY_S)
         known: int = await self.server_thread.say(said)
         return known
 
@@ -163,6 +168,7 @@ class ShardLink:
         self.server_thread, self.server, self.shard = server_thread, server_thread.server, shard
         self.address, self.trust, self.safe, self.new = address, trust, safe, new
         self.links, self.peers = links, peers
+        self.process = self.server.incarnation  # its first: a region that starts over has another one from there on
         self._channel = open_channel(aio, address, trust, CHANNEL_OPTIONS)
         self._seen = 0
         self._said: tuple[Any, ...] = ()
@@ -200,7 +206,7 @@ class ShardLink:
         return rpc.ShardHello(
             said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
             self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
-            self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, server.incarnation,
+            self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, self.process,
             tuple(self.links.counts),
         )  # fmt: skip
 
@@ -214,7 +220,7 @@ class ShardLink:
             facts = await self.server_thread.until(news, float("inf"))
             assert facts is not None
             self._said = ()  # its ledger may have taken what is said now, though the reply is lost
-            if (reply := await self._call("facts", facts, rpc.Ack)) is not None:
+            if (reply := await self._call("facts", replace(facts, incarnation=self.process), rpc.Ack)) is not None:
                 known = reply[1].applied
                 self._said = facts.safe, facts.quiet, facts.seen
                 await self.server_thread.read(partial(self.server.heard_facts, known))
