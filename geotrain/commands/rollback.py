@@ -83,20 +83,20 @@ def roll_back(folder: Path, number: int, out: Path) -> int:
 
         partial = out.with_name(f".{out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        for part, place, changed in [(Branched(store, number, 0, ()), server, change_leases)] + [
-            (part, place, change) for part, place in zip(shards, folders, strict=True)
-        ]:
-            new = partial / "servers" / place.name
+        of_shards = [(each.store, each.number, change) for each in shards]
+        branched = [(store, number, change_leases), *of_shards]
+        for process, (of, which, changed) in zip([server, *folders], branched, strict=True):
+            new = partial / "servers" / process.name
             make_folder(new)
-            part.store.branch(part.number, new / SNAPSHOTS, changed)
+            of.branch(which, new / SNAPSHOTS, changed)
         partial.rename(out)
     return skipped
 
 
 @dataclass(frozen=True)
-class Branched:
-    """A snapshot that a new run begins with. facts, versions: of a shard, how many facts it had to say by then, and
-    the version of each of its fragments."""
+class ShardSnapshot:
+    """The snapshot of a shard that a new run begins with. facts: how many it had to say by then. versions: of each of
+    its fragments."""
 
     store: SnapshotStore
     number: int
@@ -104,7 +104,7 @@ class Branched:
     versions: tuple[tuple[int, int], ...]
 
 
-def _not_newer(folder: Path, known: int) -> Branched:
+def _not_newer(folder: Path, known: int) -> ShardSnapshot:
     """Choose a shard's newest snapshot of which the ledger's knows all `known` facts. Raises ConfigError."""
     store = SnapshotStore(folder / SNAPSHOTS)
     for number, meta in sorted(
@@ -113,7 +113,7 @@ def _not_newer(folder: Path, known: int) -> Branched:
         part = meta["state"]["part"]
         if (facts := part["said"] + len(part["unsaid"])) <= known:
             versions = ((fragment, counts["version"]) for fragment, counts in meta["state"]["fragments"])
-            return Branched(store, number, facts, tuple(versions))
+            return ShardSnapshot(store, number, facts, tuple(versions))
     raise ConfigError(
         f"{store.folder} has no snapshot as old: choose a newer one, and have more kept (checkpoint.keep)"
     )

@@ -140,8 +140,8 @@ class ShardTable:
         return every
 
     def late(self) -> set[str]:
-        """Members for whose deltas others wait in shards."""
-        return {name for _, hello in self._heard.values() for name in hello.late}
+        """Members for whose deltas others wait in shards that are here."""
+        return {name for shard, (_, hello) in self._heard.items() if self._is_up(shard) for name in hello.late}
 
     def _is_up(self, shard: int) -> bool:
         return shard in self._heard and time.monotonic() - self._heard[shard][0] < MISSED_S
