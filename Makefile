@@ -34,7 +34,7 @@ UV ?= uv
 constraints:
 	$(UV) pip compile --quiet setup.py --extra dev --universal --python-version 3.11 --no-annotate --no-header \
 	  -c constraints.in -o constraints.txt $(UV_ARGS)
-	sed -i -E "/^(nvidia|cuda)-/d; s/ ; python_full_version < '3.14'.*//; s/ ; (python_full_version [<>=]+ '[0-9.]+').*/ ; \1/" \
+	sed -i -E "/^(nvidia|cuda)-/{/^nvidia-ml-py==/!d}; s/ ; python_full_version < '3.14'.*//; s/ ; (python_full_version [<>=]+ '[0-9.]+').*/ ; \1/" \
 	  constraints.txt
 
 train: install

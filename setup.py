@@ -72,6 +72,7 @@ setup(
         "rich>=14",
         "typer>=0.15,<1",
         "numpy>=2",
+        "nvidia-ml-py>=13.580",
         "scipy>=1.14",
         "zstandard>=0.23",
         "zlib-ng>=0.5",

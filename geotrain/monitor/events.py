@@ -134,6 +134,24 @@ class ShardSampled(Event):
     rss_bytes: Annotated[int, Metric("shard_memory", "Resident memory of its process", SHARD, unit="bytes")]
 
 
+class DeviceSampled(Event):
+    """A rank has read its device's state; about every 30 s."""
+
+    worker: Annotated[str, "its name"]
+    rank: Annotated[int, "of the worker"]
+    numbers: Annotated[dict[str, float], "what the driver knows, as JobTrained has it of all the worker's devices"]
+
+
+class DeviceFailed(Event):
+    """A rank's device is not fit to compute, as after uncorrectable errors of its memory."""
+
+    worker: Annotated[str, "its name"]
+    rank: Annotated[int, "of the worker"]
+    host: Annotated[str, "its name, as it gives it itself"]
+    device: Annotated[str, "its address on the PCI bus"]
+    what: Annotated[str, "in words"]
+
+
 class ProcessDied(Event):
     """A server or a worker has died before its time; the launcher starts it again, or gives it up."""
 

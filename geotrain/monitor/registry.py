@@ -127,6 +127,9 @@ DERIVED: dict[Metric, dict[type[Event], Reader]] = {
         events.Unbanned: _zero,
     },
     MEMBER_SAYS: {events.MemberSampled: lambda event, _: event.metrics},
+    Metric("device_says", "Numbers of the device of a worker's rank (by OTLP)", ("worker", "rank", "what")): {
+        events.DeviceSampled: lambda event, _: event.numbers
+    },
     Metric("snapshots", "Snapshots written", kind="counter"): {events.SnapshotWritten: _one},
     Metric("snapshot", "Seconds that the last snapshot took", unit="seconds"): {
         events.SnapshotWritten: lambda event, _: event.seconds

@@ -38,6 +38,7 @@ class Metric:
 
 ADDED_UP = "a region's value is the sum of its workers' values"  # marks a field; all others are averaged
 MEMBER = ("member",)
+Maybe = float | None
 MOST = 1e18  # of a number that a member says; sums of these stay finite
 
 
@@ -68,6 +69,16 @@ class JobTrained(Event):
         float | None,
         Metric("mfu", "Model FLOPs utilization while computing; needs the cluster's `devices`", MEMBER, unit="ratio"),
     ] = None
+    # Of the devices of the worker's ranks, where their driver knows.
+    device_busy: Annotated[Maybe, Metric("device_busy", "Time in which a kernel ran, mean", MEMBER, "ratio")] = None
+    device_clock_hz: Annotated[Maybe, Metric("device_clock", "Of the slowest device", MEMBER, "hertz")] = None
+    device_power_w: Annotated[Maybe, Metric("device_power", "Of all devices", MEMBER, "watts"), ADDED_UP] = None
+    device_celsius: Annotated[Maybe, Metric("device_heat", "Of the hottest device", MEMBER, "celsius")] = None
+    device_memory_bytes: Annotated[Maybe, Metric("device_memory", "Of the fullest device", MEMBER, "bytes")] = None
+    device_slowed: Annotated[Maybe, Metric("devices_slowed", "With clocks held down", MEMBER), ADDED_UP] = None
+    device_ecc_errors: Annotated[Maybe, Metric("ecc_errors", "Of memory, uncorrectable", MEMBER), ADDED_UP] = None
+    device_nvlink_errors: Annotated[Maybe, Metric("nvlink_errors", "Of all devices", MEMBER), ADDED_UP] = None
+    device_xids: Annotated[Maybe, Metric("xids", "Errors logged by drivers, lately", MEMBER), ADDED_UP] = None
     retries: Annotated[float, "attempts of this rank's calls that failed and were repeated, so far"] = 0.0
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from geotrain.common.device_state import DeviceState
 from geotrain.config import ClusterConfig, RunConfig, Topology, WorkerConfig
 from geotrain.monitor.dispatch import EventDispatcher
-from geotrain.monitor.events import EventLog, JobTrained, Trouble
+from geotrain.monitor.events import DeviceFailed, DeviceSampled, EventLog, JobTrained, Trouble
 from geotrain.net.transport.certs import Trust, trust_between
 from geotrain.net.transport.fragment_links import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
+from geotrain.worker.device_watch import FAILED_MARK, DeviceWatch
+from geotrain.worker.job_line import say
 from geotrain.worker.loop import RunMember
 
 
@@ -62,7 +71,7 @@ def connected(
     client = WorkerClient(str(topology.servers[site]), trust=trust, connect_s=connect_s, shards=shards)
     log = run.run_folder / "events" / f"{worker.name}.jsonl"
     opened = EventLog(log, source=worker.name, enabled=run.monitor.enabled)
-    with closing(client), opened as events, _exported(run, events, worker.name):
+    with closing(client), opened as events, _exported(run, events, worker.name), ExitStack() as watches:
 
         def on_job(numbers: dict[str, Any]) -> None:
             events.write(JobTrained(worker=worker.name, retries=float(client.retries), **numbers))
@@ -71,6 +80,22 @@ def connected(
         def on_trouble(what: str) -> None:
             events.write(Trouble(what))
             trouble(what)
+
+        def watch_device(on: torch.device, rank: int) -> DeviceWatch:
+            host = socket.gethostname()
+
+            def on_failed(device: str, what: str) -> None:
+                event = DeviceFailed(worker.name, rank, host, device, what)
+                events.write(event)
+                say(FAILED_MARK + json.dumps(asdict(event)), sys.stderr)
+                on_trouble(f"rank {rank} on {host}: device {device} is not fit: {what}; reset or replace it")
+
+            def on_sample(state: DeviceState) -> None:
+                events.write(DeviceSampled(worker.name, rank, state.numbers()))
+
+            watch = DeviceWatch(on, on_failed, on_sample)
+            watches.callback(watch.stop)
+            return watch
 
         yield RunMember(
             run,
@@ -82,4 +107,5 @@ def connected(
             report=on_job,
             trouble=on_trouble,
             write_event=events.write,
+            watch_device=watch_device,
         )

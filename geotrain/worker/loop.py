@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from geotrain.common.device_state import DeviceState
 from geotrain.config import RunConfig
 from geotrain.inner.runtime.shards import OwnedShard
 from geotrain.kernels.spans import span
@@ -75,8 +76,8 @@ class RunMember:
 
     name: of the worker. identity: of the run, for the join. workers: that the run has. report: called on the metrics
     rank after every job, with what `geotrain.outer.metrics.JobTrained` has. trouble: called with what a person
-    should know. write_event: writes an event of this rank, of the
-    stages of its updates among others.
+    should know. write_event: writes an event of this rank, of the stages of its updates among others. watch_device:
+    begins to watch the device of this rank, whose number it takes, and returns what gives its state at once.
     """
 
     run: RunConfig
@@ -88,6 +89,7 @@ class RunMember:
     report: Callable[[dict[str, Any]], None] = lambda numbers: None
     trouble: Callable[[str], None] = lambda what: None
     write_event: Callable[[Event], None] = lambda event: None
+    watch_device: Callable[[torch.device, int], Callable[[], DeviceState]] = lambda device, rank: DeviceState
 
     @property
     def checkpoints(self) -> Path:
@@ -137,7 +139,8 @@ class WorkerLoop:
             run.run_folder / "profiles", member.name, rank.rank, member.write_event, member.trouble
         )
         client.on_profile = self._profiler.ask
-        self.watch = RankWatch(device, member.trouble, lost, run.monitor.hang_s)
+        state = member.watch_device(device, rank.rank)
+        self.watch = RankWatch(device, member.trouble, lost, run.monitor.hang_s, state=state)
         self.exchange = Exchange(
             member.name,
             run.outer,
@@ -208,6 +211,7 @@ class WorkerLoop:
         if self.step < lease.steps:
             return
         self._share = lease.samples / lease.steps / self.run.samples_per_step
+        self.watch.after_job()
         metrics = self._metrics()
         if self.rank.is_metrics_rank:
             self.report({"job": lease.job, "start": lease.start, **metrics})
@@ -327,4 +331,4 @@ class WorkerLoop:
         seconds = time.perf_counter() - self._begin_s
         numbers = job_metrics(self._results, self.laps, seconds, self.peak_flops_per_token_s)
         mine = {"waited_s": self.exchange.waited_s, "memory_bytes": self.rank.peak_memory_bytes}
-        return {**numbers, **mine, "loss": self.rank.mean_loss(numbers["loss"])}
+        return {**numbers, **mine, **self.watch.numbers(), "loss": self.rank.mean_loss(numbers["loss"])}

@@ -26,10 +26,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from geotrain.common.device_state import DeviceState, numbers_of_worker
 from geotrain.common.running_clock import RunningClock
 
 EVERY_S, IN_A_ROW = 12.0, 3  # between two products; a slow rank is told within a minute
 FACTOR = 2.0  # times the others' median
+JOB_FACTOR, JOB_PRODUCTS = 1.25, 3  # of the fastest of a job's products, where there were so many: in three jobs
 TURNS = 4  # of which the fastest counts: what else the host does for a moment is no fault
 BEAT_S = 5.0  # between two words of a rank
 SILENT = 0.625  # of `hang_s` without a word: the process is stopped, or its machine gone
@@ -41,7 +43,8 @@ FRAMES = 4  # innermost ones, of what a rank is at
 class RankState(NamedTuple):
     """What a rank says. beats: words so far. in_step_s: since its step began; −1: it is not in a step, as while it
     waits for data or a server. stuck: whether that is too long. product_s, turn: its last product's time and number.
-    at: the innermost functions of its main thread. left: whether it has ended in good order."""
+    at: the innermost functions of its main thread. left: whether it has ended in good order. job_s, jobs: the fastest
+    product of its last job, and how many jobs had one. device: that it computes on."""
 
     beats: int = 0
     kind: str = ""
@@ -53,6 +56,9 @@ class RankState(NamedTuple):
     turn: int = 0
     at: str = ""
     left: bool = False
+    job_s: float = 0.0
+    jobs: int = 0
+    device: DeviceState = DeviceState()
 
 
 class RankWatch:
@@ -61,8 +67,8 @@ class RankWatch:
     device: that computes. trouble: called, in a thread, on one rank with what a person should know. lost: called
     after it where the worker cannot go on, on that rank; None: the loop is the user's, whose steps hold all that it
     does between them, an evaluation too: the longest one is never forgotten. hang_s: `monitor.hang_s`. store: of the
-    ranks' process group; None: the default group's, or of a rank alone its own. rank, ranks, measure, clock: for
-    tests.
+    ranks' process group; None: the default group's, or of a rank alone its own. state: gives at once what is known
+    of the device. rank, ranks, measure, clock: for tests.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class RankWatch:
         ranks: int = 1,
         measure: Callable[[torch.device], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        state: Callable[[], DeviceState] = DeviceState,
     ) -> None:
         if store is None and dist.is_initialized():
             store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
@@ -84,7 +91,7 @@ class RankWatch:
         self._device, self._trouble, self._lost, self._rank, self.hang_s = device, trouble, lost, rank, hang_s
         # This process may have been stopped: it took no step meanwhile, and heard nobody.
         self._clock = RunningClock(2 * BEAT_S, clock)
-        self._measure = measure or product_s
+        self._measure, self._state = measure or product_s, state
         self._keys = [f"geotrain.rank.{each}" for each in range(ranks)]
         self._main = threading.get_ident()
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -95,7 +102,11 @@ class RankWatch:
         self._all = {each: RankState() for each in range(ranks)}  # what each said last
         self._read_s, self._heard_s = now_s, dict.fromkeys(self._all, now_s)  # by rank: when what it said last came
         self._told = set[int]()  # ranks that hang or are waited for, until they go on
-        self._slow, self._seen = Counter[int](), dict[int, int]()  # by rank: times in a row; the last turn compared
+        self._in_job = list[float]()  # seconds of this job's products
+        # By what is compared, and rank: times in a row; the last one compared.
+        self._slow, self._seen = Counter[tuple[str, int]](), dict[tuple[str, int], int]()
+        # Ranks whose device is not watched, and why: of whom it was told, and at the last look.
+        self._unwatched, self._now_unwatched = set[tuple[int, str]](), set[tuple[int, str]]()
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -130,6 +141,17 @@ class RankWatch:
         if now_s >= self._due_s:
             self._due_s = now_s + EVERY_S
             self._own = self._own._replace(product_s=self._measure(self._device), turn=self._own.turn + 1)
+            self._in_job.append(self._own.product_s)
+
+    def after_job(self) -> None:
+        """Note that a job is over; one with few products counts with the next."""
+        if len(self._in_job) >= JOB_PRODUCTS:
+            self._own = self._own._replace(job_s=min(self._in_job), jobs=self._own.jobs + 1)
+            self._in_job = []
+
+    def numbers(self) -> dict[str, float]:
+        """What is known of the devices of all ranks, for a job's report."""
+        return numbers_of_worker(state.device for state in self._all.values())
 
     def _repeat(self, work: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the store is gone with its rank, as all collectives will say
@@ -150,10 +172,12 @@ class RankWatch:
                 faulthandler.dump_traceback(sys.stderr)
         beats, left = self._all[self._rank].beats + 1, self._over.is_set()
         said = own._replace(beats=beats, in_step_s=in_step_s, stuck=stuck, at=_place(frame), left=left)
+        said = said._replace(device=self._state())
         self._store.set(self._keys[self._rank], json.dumps(said))
         for rank, key in enumerate(self._keys):
             if self._store.check([key]):
                 state = RankState(*json.loads(self._store.get(key)))
+                state = state._replace(device=DeviceState(*state.device))
                 if state.beats != self._all[rank].beats:
                     self._heard_s[rank] = self._clock()
                 self._all[rank] = state
@@ -174,6 +198,7 @@ class RankWatch:
         if silent:
             self._tell({rank: f"{self._words(rank)}; its process does not answer" for rank in silent}, lost=True)
             return
+        self._tell_of_devices(present)
         self._compare(present)
         if not any(state.stuck for state in present.values()):
             self._told.clear()
@@ -188,7 +213,8 @@ class RankWatch:
         state = self._all[rank]
         if not state.beats:
             return f"rank {rank}, of which nothing was heard"
-        return f"rank {rank} ({state.process}) after {state.steps} steps, last seen in {state.at}"
+        told = f"rank {rank} ({state.process}) after {state.steps} steps, last seen in {state.at}"
+        return told + (f"; its device: {state.device}" if str(state.device) else "")
 
     def _tell(self, words: dict[int, str], lost: bool = False) -> None:
         """Tell of ranks, once. lost: they hang, and the worker with them."""
@@ -204,21 +230,44 @@ class RankWatch:
         if lost and self._lost is not None:
             self._lost()
 
+    def _tell_of_devices(self, present: dict[int, RankState]) -> None:
+        """Tell of devices that are not watched, each once, when all ranks that are to be named have said so."""
+        before, self._now_unwatched = (
+            self._now_unwatched,
+            {(rank, state.device.unwatched) for rank, state in present.items() if state.device.unwatched},
+        )
+        if self._now_unwatched != before:
+            return
+        new, self._unwatched = before - self._unwatched, self._unwatched | before
+        for reason in sorted({reason for _, reason in new}):
+            ranks = ", ".join(str(rank) for rank, each in sorted(new) if each == reason)
+            self._trouble(f"devices are not watched, of rank {ranks}: {reason}; training goes on")
+
     def _compare(self, present: dict[int, RankState]) -> None:
-        for rank, state in present.items():
-            equals = [s.product_s for r, s in present.items() if r != rank and s.kind == state.kind and s.turn]
-            if not equals or self._seen.get(rank, 0) == state.turn:
-                continue
-            self._seen[rank] = state.turn
-            usual = median(equals)
-            self._slow[rank] = self._slow[rank] + 1 if state.product_s >= FACTOR * usual else 0
-            if self._slow[rank] == IN_A_ROW:
-                self._trouble(
-                    f"rank {rank} on {state.process} computes at {usual / state.product_s:.0%} of its equals' speed, "
-                    f"and all wait for it: a matrix product takes {1e3 * state.product_s:.3g} ms there, "
-                    f"{1e3 * usual:.3g} ms elsewhere; look at that device's clocks, temperature and errors "
-                    "(nvidia-smi -q), and at what else the host does"
-                )
+        products = {rank: (s.turn, s.product_s) for rank, s in present.items()}
+        jobs = {rank: (s.jobs, s.job_s) for rank, s in present.items()}
+        for what, factor, all_said in (("product", FACTOR, products), ("job", JOB_FACTOR, jobs)):
+            for rank, (number, seconds) in all_said.items():
+                kind = present[rank].kind
+                equals = {r: s for r, (n, s) in all_said.items() if r != rank and n and present[r].kind == kind}
+                if not equals or self._seen.get((what, rank), 0) == number:
+                    continue
+                self._seen[what, rank] = number
+                usual = median(equals.values())
+                self._slow[what, rank] = self._slow[what, rank] + 1 if seconds >= factor * usual else 0
+                known = what == "job" and self._slow["product", rank] >= IN_A_ROW
+                if self._slow[what, rank] == IN_A_ROW and not known:
+                    equal = min(equals, key=lambda r: abs(equals[r] - usual))
+                    self._tell_slow(rank, seconds, usual, equal)
+
+    def _tell_slow(self, rank: int, seconds: float, usual_s: float, equal: int) -> None:
+        own, other = self._all[rank], self._all[equal]
+        devices = f"its device: {own.device}; that of rank {equal}: {other.device}" if str(own.device) else ""
+        self._trouble(
+            f"rank {rank} on {own.process} computes at {usual_s / seconds:.0%} of its equals' speed, and all wait "
+            f"for it: a matrix product takes {1e3 * seconds:.3g} ms there, {1e3 * usual_s:.3g} ms elsewhere; "
+            f"{devices or 'look at its clocks and temperature'}; look at what else the host does"
+        )
 
 
 def _least_far(states: dict[int, RankState]) -> list[int]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from geotrain.common.device_state import DeviceState
 from geotrain.worker import rank_watch
 from geotrain.worker.rank_watch import BEAT_S, EVERY_S, RankState, RankWatch
 from tests.support.inner_worlds import run_world
@@ -32,6 +33,7 @@ class Ranks:
     def __init__(self, *seconds: float | None, hang_s: float = 40.0) -> None:
         self.seconds, self.now_s, self.told = list(seconds), 0.0, list[tuple[float, str]]()
         self.waits, self.blocked, self.lost = set[int](), set[int](), list[tuple[float, int]]()
+        self.devices = [DeviceState()] * len(seconds)
         store = dist.HashStore()
 
         def rank(number: int) -> RankWatch:
@@ -45,6 +47,7 @@ class Ranks:
                 len(seconds),
                 measure=lambda device: self.seconds[number] or 0.0,
                 clock=lambda: self.now_s,
+                state=lambda: self.devices[number],
             )
 
         self.ranks = [rank(number) for number in range(len(seconds))]
@@ -129,6 +132,39 @@ def test_what_a_users_loop_does_between_its_steps_is_told_once() -> None:
     assert len(told) == 1 and told[0].startswith("hangs: rank 0 ")
 
 
+def test_a_rank_that_is_slower_in_three_jobs_is_told_with_its_device() -> None:
+    ranks = Ranks(1e-3, 1.4e-3, 1e-3)
+    ranks.devices = [DeviceState(0.97, 1.98e9), DeviceState(0.99, 1.4e9, slowed="heat"), DeviceState(0.97, 1.98e9)]
+
+    def jobs(count: int, for_s: float) -> None:
+        for _ in range(count):
+            ranks.run(for_s)
+            for rank in ranks.ranks:
+                rank.after_job()
+
+    jobs(1, 60.0)
+    jobs(3, 10.0)  # with too few products
+    assert ranks.told == []
+    jobs(3, 60.0)
+    ((_, words),) = ranks.told
+    assert "rank 1 on " in words and "at 71% of its equals' speed" in words
+    assert "its device: 99% busy, 1.4e+09 Hz, slowed by heat; that of rank 0: 97% busy, 1.98e+09 Hz" in words
+
+
+def test_a_device_that_is_not_watched_is_told_once() -> None:
+    ranks = Ranks(1e-3, 1e-3, 1e-3)
+    blind = DeviceState(unwatched="its driver does not answer")
+    ranks.devices = [blind, DeviceState(), blind]
+    ranks.run(60.0)
+    ranks.devices[0] = DeviceState(0.5)
+    ranks.run(60.0)
+    ranks.devices[1] = blind
+    ranks.run(60.0)
+    said = [words.removesuffix(": its driver does not answer; training goes on") for _, words in ranks.told]
+    assert said == ["devices are not watched, of rank 0, 2", "devices are not watched, of rank 1"]
+    assert ranks.ranks[1].numbers()["device_busy"] == 0.5
+
+
 def test_a_moment_is_no_fault() -> None:
     ranks = Ranks(1e-3, 1e-3)
     ranks.seconds[1] = 5e-3
@@ -154,10 +190,11 @@ def test_a_rank_whose_process_is_stopped_is_told_within_a_minute_and_ends_its_wo
 def test_a_rank_that_others_wait_for_in_a_step_is_told_and_ends_its_worker(capfd: pytest.CaptureFixture[str]) -> None:
     ranks = Ranks(1e-3, 1e-3, 1e-3)
     ranks.run(100.0)
-    ranks.blocked, begin_s = {1}, ranks.now_s
+    ranks.blocked, begin_s, ranks.devices[0] = {1}, ranks.now_s, DeviceState(1.0, xids=(79,))
     ranks.run(300.0)
     ((at_s, words),) = ranks.told
     assert at_s - begin_s < 60.0 and ranks.lost == [(at_s, 0)] and words.startswith("hangs: rank 0 (")
+    assert "; its device: 100% busy, Xid 79;" in words
     assert capfd.readouterr().err.count("Current thread") == 3  # each wrote its stacks once
 
 

@@ -1,0 +1,94 @@
+"""Watches the device of a rank, in a thread of its own: what its driver reports, and whether it is broken."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import pynvml
+import torch
+
+from geotrain.common.device_state import DeviceState
+from geotrain.common.nvml import XIDS_OF_BROKEN, XidEvents, read_state
+from geotrain.common.running_clock import RunningClock
+
+EVERY_S = 5.0  # between two readings
+SAMPLES_EVERY = 6  # readings
+SILENT_S = 20.0  # without an answer of the driver: it hangs
+XIDS = 16  # so many of the last ones are kept
+FAILED_MARK = "geotrain-device-failed: "  # in a rank's log, before a line of JSON
+
+
+class DeviceWatch:
+    """Watches one device. A call gives what was read last, at once, whatever the driver does.
+
+    device: that a rank computes on. failed: called, in the thread, with its address and each thing that makes
+    it unfit. sampled: called with a reading now and then. address: of the device on the PCI bus; "": torch's answer.
+    clock: for tests.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        failed: Callable[[str, str], None],
+        sampled: Callable[[DeviceState], None] = lambda state: None,
+        address: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self._failed, self._sampled = failed, sampled
+        self._clock = RunningClock(2 * EVERY_S, clock)  # this process may have been stopped
+        self._state, self._read_s = DeviceState(), self._clock()
+        self._told, self._over = set[str](), threading.Event()
+        self.xids = deque[int](maxlen=XIDS)
+        if device.type == "cuda" and torch.version.hip is not None:
+            self._state = DeviceState(unwatched="NVML reads NVIDIA's devices only")
+        elif device.type == "cuda" and not address:
+            found = torch.cuda.get_device_properties(device)
+            place = found.pci_domain_id, found.pci_bus_id, found.pci_device_id  # type: ignore[attr-defined]
+            self.address = "{:08X}:{:02X}:{:02X}.0".format(*place)
+        self.thread = threading.Thread(target=self._run, name="device-watch", daemon=True)
+        if self.address:
+            self.thread.start()
+
+    def __call__(self) -> DeviceState:
+        hangs = self.address and not self._state.unwatched and self._clock() - self._read_s > SILENT_S
+        return self._state._replace(unwatched="its driver does not answer") if hangs else self._state
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._over.set()
+
+    def _run(self) -> None:
+        try:
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByPciBusId(self.address)
+            events = XidEvents(handle)
+        except pynvml.NVMLError as error:
+            self._state = DeviceState(unwatched=f"NVML says: {error}")
+            return
+        readings = 0
+        while not self._over.is_set():
+            try:
+                found = events.read()
+                self.xids += found
+                self._state = read_state(handle, self.xids)
+            except pynvml.NVMLError as error:
+                self._tell(f"NVML says: {error}")
+                found = []
+            self._read_s = self._clock()
+            for xid in XIDS_OF_BROKEN.intersection(found):
+                self._tell(f"its driver logged Xid {xid}")
+            if count := self._state.ecc_errors:
+                self._tell(f"its memory has had {count:.0f} uncorrectable errors since its last reset")
+            if readings % SAMPLES_EVERY == 0:
+                self._sampled(self._state)
+            readings += 1
+            self._over.wait(EVERY_S)
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._failed(self.address, what)
