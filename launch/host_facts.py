@@ -6,7 +6,6 @@ Only reading happens here; what it means is decided in `geotrain.launch.host_rul
 from __future__ import annotations
 
 import contextlib
-import csv
 import importlib.metadata
 import importlib.util
 import os
@@ -14,35 +13,39 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import pynvml
 from pydantic import TypeAdapter
 
 from geotrain import __version__
+from geotrain.common.nvml import ecc_errors, known, within
 from geotrain.common.ports import why_not_bound
 from geotrain.config import ConfigError
 from geotrain.launch import cuda_driver
 
 MARK = "geotrain-host: "  # before the line of JSON: shells and launchers print lines of their own
-SMI_S = 30.0  # without its persistence daemon the driver initializes each GPU anew
+NVML_S = 30.0  # without its persistence daemon the driver initializes each GPU anew
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 1 << 20
-_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,compute_mode,compute_cap"
-_PROCESS_FIELDS = "gpu_uuid,pid,process_name"
+COMPUTE_MODES = {
+    pynvml.NVML_COMPUTEMODE_DEFAULT: "Default",
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: "Prohibited",
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "Exclusive_Process",
+}
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU, as `nvidia-smi` reports it. memory_bytes, used_bytes: None where it does not know. processes: that
+    """One GPU, as its driver reports it. memory_bytes, used_bytes: None where it does not know. processes: that
     compute on it, as "NAME (process NUMBER)"; a container may not show those outside of it. capability: CUDA's
-    compute capability; None: nvidia-smi does not know."""
+    compute capability. ecc_errors: of its memory, uncorrectable, since its last reset; None: it does not know."""
 
     index: int
     uuid: str
@@ -53,15 +56,16 @@ class GpuFacts:
     compute_mode: str
     processes: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
+    ecc_errors: int | None = None
 
 
 @dataclass(frozen=True)
 class HostFacts:
     """The facts of one host. clock_s: its clock, seconds since 1970. usable: CUDA devices that ranks would use, after
-    what hides them in the environment. unusable: why devices that are there cannot be used. smi_error: what
-    nvidia-smi said instead of its answer. cuda, nccl: versions that torch brings. transformer_engine: its version;
-    None: it is not installed. headers, compiler: for Triton, which compiles its launcher. shm_bytes, free_bytes: free
-    in /dev/shm, and where the run's folder lies. taken_ports: of those asked.
+    what hides them in the environment. unusable: why devices that are there cannot be used. nvml_error: what the
+    driver said of GPUs in place of an answer. cuda, nccl: versions that torch brings. transformer_engine: its
+    version; None: it is not installed. headers, compiler: for Triton, which compiles its launcher. shm_bytes,
+    free_bytes: free in /dev/shm, and where the run's folder lies. taken_ports: of those asked.
     """
 
     name: str
@@ -75,7 +79,7 @@ class HostFacts:
     driver: str | None
     usable: int
     unusable: str
-    smi_error: str
+    nvml_error: str
     gpus: tuple[GpuFacts, ...]
     headers: bool
     compiler: bool
@@ -106,7 +110,7 @@ def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
             unusable = str(error)
         except (ImportError, OSError) as error:  # a library of its CUDA is missing or broken
             unusable = f"torch cannot be imported: {str(error).splitlines()[0]}"
-    gpus, smi_error = read_gpus() if usable or unusable else ((), "")
+    gpus, nvml_error = read_gpus() if usable or unusable else ((), "")
     gpus = visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     driver = next((gpu.driver for gpu in gpus), None)
     with contextlib.suppress(OSError):
@@ -124,7 +128,7 @@ def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
         driver=driver,
         usable=usable,
         unusable=unusable,
-        smi_error=smi_error,
+        nvml_error=nvml_error,
         gpus=gpus,
         headers=(Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
         compiler=any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))),
@@ -137,7 +141,7 @@ def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
 
 def may_have_gpus() -> bool:
     """Whether torch is worth its import, which takes seconds."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()  # or in WSL
 
 
 def torch_build() -> tuple[str | None, str | None]:
@@ -164,40 +168,47 @@ def _nccl() -> str | None:
     return None
 
 
-# -------------------------------------------------------------------------------------------------------- nvidia-smi
+# -------------------------------------------------------------------------------------------------------------- NVML
 
 
 def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
-    """Ask nvidia-smi for the host's GPUs; returns also its message if it failed. Nothing where it is not
-    installed."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    """Ask the driver for the host's GPUs; returns also what it said of those that it could not tell of. Nothing where
+    no driver is installed."""
+    try:
+        return within(NVML_S, _all_gpus)
+    except pynvml.NVMLError_LibraryNotFound:
         return (), ""
-    texts = []
-    for query, fields in (("gpu", _GPU_FIELDS), ("compute-apps", _PROCESS_FIELDS)):
-        command = (program, f"--query-{query}={fields}", "--format=csv,noheader,nounits")
+    except (pynvml.NVMLError, TimeoutError) as error:
+        return (), str(error)
+
+
+def _all_gpus() -> tuple[tuple[GpuFacts, ...], str]:
+    pynvml.nvmlInit()
+    found, said = list[GpuFacts](), ""
+    for index in range(pynvml.nvmlDeviceGetCount()):
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            hangs = isinstance(error, subprocess.TimeoutExpired)
-            return (), f"no answer within {SMI_S:g} s" if hangs else str(error)
-        if done.returncode != 0:
-            said = f"{done.stdout}\n{done.stderr}".strip().splitlines()
-            return (), said[0].strip() if said else f"exit code {done.returncode}"
-        texts.append(done.stdout)
-    return parse_gpus(*texts), ""
+            found.append(_gpu(index))
+        except pynvml.NVMLError as error:  # it has fallen off the bus, or must be reset
+            said = f"GPU {index}: {error}"
+    return tuple(found), said
 
 
-def parse_gpus(gpus: str, processes: str) -> tuple[GpuFacts, ...]:
-    """Parse nvidia-smi's CSV, without headers and units, of `_GPU_FIELDS` and `_PROCESS_FIELDS`. Lines of another
-    form are left out: a lost GPU has an error in place of its line. Memory comes in MiB."""
-    on: defaultdict[str, tuple[str, ...]] = defaultdict(tuple)
-    for uuid, pid, program in _rows(processes, _PROCESS_FIELDS):
-        on[uuid] += (f"{Path(program).name} (process {pid})",)
-    return tuple(
-        GpuFacts(int(index), uuid, name, driver, _bytes(total), _bytes(used), mode, on[uuid], _capability(capability))
-        for index, uuid, name, driver, total, used, mode, capability in _rows(gpus, _GPU_FIELDS)
-        if index.isdigit()
+def _gpu(index: int) -> GpuFacts:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = known(partial(pynvml.nvmlDeviceGetMemoryInfo, version=pynvml.nvmlMemory_v2), handle)
+    programs = known(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    names = {each.pid: known(pynvml.nvmlSystemGetProcessName, each.pid) or "?" for each in programs}
+    return GpuFacts(
+        index,
+        pynvml.nvmlDeviceGetUUID(handle),
+        pynvml.nvmlDeviceGetName(handle),
+        pynvml.nvmlSystemGetDriverVersion(),
+        memory and int(memory.total),
+        memory and int(memory.used),
+        COMPUTE_MODES.get(known(pynvml.nvmlDeviceGetComputeMode, handle), ""),
+        tuple(f"{Path(name).name} (process {pid})" for pid, name in names.items()),
+        known(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
+        ecc_errors(handle),
     )
 
 
@@ -207,21 +218,6 @@ def visible(gpus: tuple[GpuFacts, ...], listed: str | None) -> tuple[GpuFacts, .
         return gpus
     names = [name.strip() for name in listed.split(",") if name.strip()]
     return tuple(gpu for name in names for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name))
-
-
-def _rows(text: str, fields: str) -> list[list[str]]:
-    rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    return [[cell.strip() for cell in row] for row in rows if len(row) == len(fields.split(","))]
-
-
-def _bytes(mib: str) -> int | None:
-    """Convert MiB to bytes. None: [N/A], [Not Supported], [Unknown Error] or the like stands in place of a number."""
-    return int(mib) * MIB if mib.isdigit() else None
-
-
-def _capability(text: str) -> tuple[int, int] | None:
-    major, _, minor = text.partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 if __name__ == "__main__":

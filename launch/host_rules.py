@@ -14,11 +14,11 @@ CLOCK_S = 5.0  # clocks may differ by so much: logs of two hosts can still be la
 SHM_BYTES = 1 << 30  # NCCL's buffers between the ranks of a host lie there; containers begin with 64 MiB
 BUSY_BYTES = 1 << 30  # more than this in use on an idle GPU belongs to somebody
 PROHIBITED, EXCLUSIVE = "Prohibited", "Exclusive_Process"  # compute modes
-_BROKEN = {  # in what nvidia-smi says → what to do
-    "Driver/library version mismatch": "the driver was updated under way: start the machine again",
-    "couldn't communicate": "load the driver (modprobe nvidia), or install it for the running kernel",
+_BROKEN = {  # in what NVML says → what to do
+    "version mismatch": "the driver was updated under way: start the machine again",
+    "Driver Not Loaded": "load the driver (modprobe nvidia), or install it for the running kernel",
     "GPU is lost": "start the machine again; if that does not help, the GPU or its slot is broken",
-    "Unable to determine the device handle": "a GPU has fallen off the bus (`dmesg | grep Xid`): start it again",
+    "requires restart": "reset it (`nvidia-smi -r -i NUMBER`), or start the machine again",
 }
 
 
@@ -107,9 +107,9 @@ def _check_devices(look: Look, ranks: int, tell: Tell) -> None:
     if facts.unusable:
         # The message ends with advice for this machine; the table has its own.
         tell(facts.unusable.partition(". Install ")[0], cuda_driver.remedy(facts.driver, facts.cuda))
-    if facts.smi_error:
-        known = (text for part, text in _BROKEN.items() if part in facts.smi_error)
-        tell(f"nvidia-smi fails: {facts.smi_error}", next(known, "look at `nvidia-smi` and `dmesg` there"), False)
+    if facts.nvml_error:
+        known = (text for part, text in _BROKEN.items() if part in facts.nvml_error)
+        tell(f"the driver says: {facts.nvml_error}", next(known, "look at `nvidia-smi` and `dmesg` there"), False)
     kinds = ", ".join(sorted({needs.device for needs in look.needs if needs.device}))
     if facts.usable:
         shared = all(needs.shares for needs in look.needs if not needs.on_cpu)
@@ -161,6 +161,9 @@ def _check_gpu(gpu: GpuFacts, ranks: int, rank_bytes: int, tell: Tell) -> None:
         who = "a rank needs" if ranks == 1 else f"its {ranks} ranks need"
         what = f"{name} has {_gb(gpu.memory_bytes)}, {who} about {_gb(needed_bytes)}"
         tell(what, "see `geotrain dry-run`: more ranks, recomputation, or smaller batches", False)
+    if gpu.ecc_errors:
+        what = f"the memory of {name} has had {gpu.ecc_errors} uncorrectable errors since its last reset"
+        tell(what, f"reset it (`nvidia-smi -r -i {gpu.index}`); if they come back, replace it", False)
 
 
 def _between(worker: str, hosts: Mapping[str, HostFacts]) -> list[Finding]:

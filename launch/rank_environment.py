@@ -87,7 +87,7 @@ def library_settings(
 
 
 def capability_here(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """The lowest compute capability of the GPUs that this process may see, by `nvidia-smi`: CUDA must not be asked,
+    """The lowest compute capability of the GPUs that this process may see, by NVML: CUDA must not be asked,
     since it then reads its settings. None: there are none, or nobody knows."""
     if env.get("DS_ACCELERATOR") == "cpu":
         return None

@@ -13,12 +13,12 @@ import pytest
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.launch import host_check, host_facts
 from geotrain.launch.host_check import HERE, check_hosts, hosts_of, inquiries, parse_answers
-from geotrain.launch.host_facts import read_gpus, read_host
+from geotrain.launch.host_facts import GpuFacts, read_gpus, read_host
+from geotrain.launch.host_rules import EXCLUSIVE
 from tests.support.command_line import say
+from tests.support.nvml import Nvml
 from tests.support.programs import SSH, stand_in
 from tests.support.small_runs import prepare_text, write_files
-
-GPU = "0, GPU-2d1e, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default, 9.0"
 
 
 @pytest.fixture
@@ -114,23 +114,40 @@ def test_a_launch_is_refused_before_anything_begins(tmp_path: Path, taken: int) 
     assert not (tmp_path / "run/servers").exists() and not (tmp_path / "run/hosts").exists()
 
 
+def test_gpus_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(tmp_path, monkeypatch)
+    nvml.say({"1.used": 5 << 30, "1.mode": 3, "1.processes": 1, "1.ecc": 2})
+    kind = "NVIDIA H100 80GB HBM3", "580.95.05", 85520809984
+    first = GpuFacts(0, "GPU-0", *kind, 4 << 20, "Default", (), (9, 0), 0)
+    second = GpuFacts(1, "GPU-1", *kind, 5 << 30, EXCLUSIVE, ("python3 (process 4242)",), (9, 0), 2)
+    assert read_gpus() == ((first, second), "")
+    nvml.say({"0.lost": 1, "nvmlDeviceGetMemoryInfo_v2.error": 3})
+    assert read_gpus() == ((replace(second, memory_bytes=None, used_bytes=None),), "GPU 0: GPU is lost")
+
+
 @pytest.mark.parametrize(
-    ("script", "gpus", "error"),
+    ("answers", "error"),
     [
-        (f'case "$1" in --query-gpu=*) echo "{GPU}";; esac', 1, ""),
-        ('echo "No devices were found"; exit 6', 0, "No devices were found"),
-        ('echo "Failed to initialize NVML: Driver/library version mismatch"; echo "NVML version: 580.95"; exit 18', 0,
-         "Failed to initialize NVML: Driver/library version mismatch"),
-        ("exec sleep 60", 0, "no answer within 0.5 s"),
+        ({"system.devices": 0}, ""),
+        ({"nvmlInitWithFlags.error": 18}, "RM has detected an NVML/RM version mismatch."),
+        ({"nvmlInitWithFlags.error": 9}, "Driver Not Loaded"),
+        ({"nvmlDeviceGetUUID.hang": 1}, "no answer within 0.5 s"),
     ],
-)  # fmt: skip
-def test_nvidia_smi_is_read(
-    tmp_path: Path, script: str, gpus: int, error: str, monkeypatch: pytest.MonkeyPatch
+)
+def test_a_driver_that_gives_no_gpus(
+    tmp_path: Path, answers: dict[str, int], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(monkeypatch, tmp_path / "bin/nvidia-smi", f"#!/bin/bash\n{script}\n")
-    monkeypatch.setattr(host_facts, "SMI_S", 0.5 if "sleep" in script else 60.0)
-    found, said = read_gpus()
-    assert (len(found), said) == (gpus, error)
+    nvml = Nvml(tmp_path, monkeypatch)
+    nvml.say(answers)
+    monkeypatch.setattr(host_facts, "NVML_S", 0.5 if "0.5 s" in error else 60.0)
+    assert read_gpus() == ((), error)
+    nvml.go_on()
+
+
+def test_no_driver_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Nvml(tmp_path, monkeypatch)
+    (tmp_path / "libnvidia-ml.so.1").unlink()
+    assert read_gpus() == ((), "")
 
 
 def test_this_machine_is_read(tmp_path: Path, taken: int) -> None:

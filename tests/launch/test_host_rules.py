@@ -8,29 +8,29 @@ from typing import Any
 import pytest
 
 from geotrain.launch import cuda_driver
-from geotrain.launch.host_facts import MARK, GpuFacts, HostFacts, parse_gpus, visible
+from geotrain.launch.host_facts import MARK, GpuFacts, HostFacts, visible
 from geotrain.launch.host_rules import EXCLUSIVE, HostNeeds, Look, findings
 
 GB = 10**9
-# Of nvidia-smi with --format=csv,noheader,nounits, by its manual and by what users report of it.
-H100S = """0, GPU-2d1ef2a0-6f3c-1a5b-8a55-0c2b3b1f7a01, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default, 9.0
-1, GPU-77aa31c4-9f00-4a55-b4a5-7dbb0f0c1e02, NVIDIA H100 80GB HBM3, 580.95.05, 81559, 61234, Default, 9.0
-"""
-LOST = """0, GPU-2d1ef2a0-6f3c-1a5b-8a55-0c2b3b1f7a01, A100, 580.95.05, [GPU requires reset], [N/A], Default, [N/A]
-Unable to determine the device handle for GPU 0000:5E:00.0: Unknown Error
-"""
-PROCESSES = """GPU-77aa31c4-9f00-4a55-b4a5-7dbb0f0c1e02, 4242, /opt/other/bin/python3
-GPU-77aa31c4-9f00-4a55-b4a5-7dbb0f0c1e02, 4243, [Not Found]
-"""
+MIB = 1 << 20
+OTHERS = "python3 (process 4242)", "? (process 4243)"
+
+
+def h100(index: int = 0, **facts: Any) -> GpuFacts:
+    first = GpuFacts(0, "GPU-2d1e", "NVIDIA H100 80GB HBM3", "580.95.05", 81559 * MIB, 4 * MIB, "Default", (), (9, 0))
+    return replace(first, index=index, uuid=("GPU-2d1e", "GPU-77aa31c4")[index], **facts)
+
+
 NVRM = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.2.0\n"
 )
 NVRM_OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder@U22)\n"
 
-FREE = parse_gpus(H100S.replace("61234", "4"), "")
+FREE = h100(), h100(1)
+BUSY = h100(), h100(1, used_bytes=61234 * MIB)
 GOOD = HostFacts(
     name="h", clock_s=1000.0, python="3.12.3", geotrain="0.1.0", torch="2.13.0", cuda="13.0", nccl="2.29.7",
-    transformer_engine=None, driver="580.95.05", usable=2, unusable="", smi_error="", gpus=FREE, headers=True,
+    transformer_engine=None, driver="580.95.05", usable=2, unusable="", nvml_error="", gpus=FREE, headers=True,
     compiler=True, shm_bytes=64 * GB, free_bytes=1000 * GB, taken_ports=(),
 )  # fmt: skip
 NEEDS = HostNeeds("w", 2, 40 * GB, 100 * GB, "h100", (29500,))
@@ -40,16 +40,6 @@ OLD = "this machine has GPUs (nvidia0) that torch cannot use: too old. Driver: 5
 
 def look(facts: HostFacts, *needs: HostNeeds) -> Look:
     return Look(facts, needs or (NEEDS,), 999.0, 1001.0)
-
-
-def test_output_of_nvidia_smi() -> None:
-    first, second = parse_gpus(H100S, PROCESSES)
-    assert first == GpuFacts(0, "GPU-2d1ef2a0-6f3c-1a5b-8a55-0c2b3b1f7a01", "NVIDIA H100 80GB HBM3", "580.95.05",
-                             81559 << 20, 4 << 20, "Default", (), (9, 0))  # fmt: skip
-    assert second.processes == ("python3 (process 4242)", "[Not Found] (process 4243)")
-    (left,) = parse_gpus(LOST, "")
-    assert (left.memory_bytes, left.used_bytes, left.capability) == (None, None, None)
-    assert parse_gpus("No devices were found\n", "\n") == ()
 
 
 def test_gpus_that_the_environment_hides() -> None:
@@ -73,9 +63,9 @@ def test_good_hosts_have_no_findings() -> None:
 @pytest.mark.parametrize(
     ("change", "told", "remedy", "refuses"),
     [
-        ({"gpus": parse_gpus(H100S.replace("81559, 61234", "24576, 4"), "")},
+        ({"gpus": (h100(), h100(1, memory_bytes=24576 * MIB))},
          "has 25.8 GB, a rank needs about 40.0 GB", "dry-run", False),
-        ({"gpus": parse_gpus(H100S.replace("61234, Default", "4, Prohibited"), "")},
+        ({"gpus": (h100(), h100(1, compute_mode="Prohibited"))},
          "GPU 1 (NVIDIA H100 80GB HBM3) is in compute mode Prohibited", "nvidia-smi -i 1 -c DEFAULT", True),
         ({"free_bytes": 199 * GB},
          "199.0 GB are free for the run's folder, two checkpoints take 200.0 GB", "room", False),
@@ -85,16 +75,18 @@ def test_good_hosts_have_no_findings() -> None:
         ({"usable": 0, "unusable": OLD, "driver": None}, "too old", "load the NVIDIA driver", True),
         ({"usable": 0, "unusable": OLD, "cuda": None}, "too old", "install a torch with CUDA", True),
         ({"usable": 0, "unusable": OLD}, "too old", "must be started again", True),
-        ({"smi_error": "Failed to initialize NVML: Driver/library version mismatch"}, "version mismatch",
+        ({"gpus": (h100(), h100(1, ecc_errors=3))},
+         "the memory of GPU 1 (NVIDIA H100 80GB HBM3) has had 3 uncorrectable errors", "nvidia-smi -r -i 1", False),
+        ({"nvml_error": "RM has detected an NVML/RM version mismatch."}, "version mismatch",
          "updated under way", False),
-        ({"smi_error": "Unable to determine the device handle for GPU 0000:5E:00.0: GPU is lost.  Reboot"},
-         "GPU is lost", "start the machine again", False),
-        ({"smi_error": "something new"}, "nvidia-smi fails: something new", "dmesg", False),
+        ({"nvml_error": "GPU 3: GPU is lost"}, "GPU 3: GPU is lost",
+         "start the machine again", False),
+        ({"nvml_error": "something new"}, "the driver says: something new", "dmesg", False),
         ({"usable": 1}, "2 ranks, but 1 GPUs", "GEOTRAIN_SHARE_DEVICES=1", True),
-        ({"gpus": parse_gpus(H100S, PROCESSES)},
-         "GPU 1 (NVIDIA H100 80GB HBM3) is used by python3 (process 4242), [Not Found] (process 4243), 64.2 GB",
+        ({"gpus": (h100(), h100(1, used_bytes=61234 * MIB, processes=OTHERS))},
+         "GPU 1 (NVIDIA H100 80GB HBM3) is used by python3 (process 4242), ? (process 4243), 64.2 GB",
          "CUDA_VISIBLE_DEVICES", False),
-        ({"gpus": parse_gpus(H100S, "")}, "used by processes that this container does not show, 64.2 GB", "", False),
+        ({"gpus": BUSY}, "used by processes that this container does not show, 64.2 GB", "", False),
         ({"headers": False}, "Python.h is missing", "python3-dev", True),
         ({"compiler": False}, "no C compiler", "gcc", True),
         ({"shm_bytes": 64 << 20}, "64 MiB are free in /dev/shm", "--shm-size", False),
@@ -116,7 +108,7 @@ def test_ranks_that_share_a_gpu_need_its_memory_together_and_its_consent() -> No
     assert "3 ranks, but 1 GPUs" in alone.what  # whoever does not share wants one of its own
     (full,) = findings({"h": look(replace(GOOD, usable=1, gpus=GOOD.gpus[:1]), needs, replace(needs, worker="v"))})
     assert "has 85.5 GB, its 4 ranks need about 160.0 GB" in full.what and not full.refuses
-    own = parse_gpus(H100S.splitlines()[0].replace("Default", EXCLUSIVE), "")
+    own = (h100(compute_mode=EXCLUSIVE),)
     (refused,) = findings({"h": look(replace(GOOD, usable=1, gpus=own), needs)})
     assert f"compute mode {EXCLUSIVE}" in refused.what and refused.refuses
     assert findings({"h": look(replace(GOOD, gpus=own), replace(NEEDS, ranks=1))}) == []
@@ -130,7 +122,7 @@ def test_what_a_host_bears_with() -> None:
         findings({"h": look(replace(GOOD, usable=1, headers=False, unusable=OLD), replace(NEEDS, on_cpu=True))}) == []
     )
     # a GPU that no rank takes
-    busy = replace(GOOD, gpus=parse_gpus(H100S, PROCESSES))
+    busy = replace(GOOD, gpus=BUSY)
     assert findings({"h": look(busy, replace(NEEDS, ranks=1))}) == []
     # of a resumed run, its own former process may hold the port
     (port,) = findings({"h": look(replace(GOOD, taken_ports=(29500,)))}, resume=True)

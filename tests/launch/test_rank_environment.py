@@ -15,7 +15,7 @@ import pytest
 
 from geotrain.config import ConfigError
 from geotrain.launch import rank_environment as module
-from geotrain.launch.host_facts import parse_gpus
+from geotrain.launch.host_facts import GpuFacts
 from geotrain.launch.launchers.registry import launchers
 from geotrain.launch.rank_environment import (
     address_to,
@@ -57,14 +57,6 @@ def settings(env: dict[str, str], tensor: int = 1, acco: bool = False, **others:
     return library_settings(env, tensor_parallel=tensor, overlaps_steps=acco, **asked)
 
 
-SMI = {  # of nvidia-smi, a GPU a line
-    (8, 0): "NVIDIA A100-SXM4-80GB, 580.95.05, 81920, 4, Default, 8.0",
-    (9, 0): "NVIDIA H100 80GB HBM3, 580.95.05, 81559, 4, Default, 9.0",
-    (10, 0): "NVIDIA B200, 580.95.05, 183359, 4, Default, 10.0",
-    None: "NVIDIA X, 580.95.05, 81559, 4, Default, [N/A]",
-}
-
-
 def test_a_rank_that_hangs_leaves_its_collectives_with_the_run() -> None:
     told = settings({}, capability=(9, 0), traces=Path("/run/profiles/a"))
     assert told["TORCH_FR_DUMP_TEMP_FILE"] == "/run/profiles/a/collectives-rank-"
@@ -85,15 +77,15 @@ def test_ranks_of_one_start_compile_together_and_wait_for_no_other(tmp_path: Pat
     assert "TORCH_EXTENSIONS_DIR" not in settings(mine, extensions=tmp_path)
 
 
-@pytest.mark.parametrize("capability", SMI)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), None])
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("acco", [False, True])
 def test_the_device_decides_how_many_queues_cuda_has(
     capability: tuple[int, int] | None, tensor: int, acco: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 on Blackwell; before it one, where tensor ranks hide their collectives."""
-    lines = "\n".join(f"{i}, GPU-{i}, {SMI[capability]}" for i in range(8))
-    monkeypatch.setattr(module, "read_gpus", lambda: (parse_gpus(lines, ""), ""))
+    gpus = tuple(GpuFacts(i, f"GPU-{i}", "", "", None, None, "Default", (), capability) for i in range(8))
+    monkeypatch.setattr(module, "read_gpus", lambda: (gpus, ""))
     assert capability_here({"CUDA_VISIBLE_DEVICES": "2,3"}) == capability_here({}) == capability
     assert capability_here({"DS_ACCELERATOR": "cpu"}) is capability_here({"CUDA_VISIBLE_DEVICES": ""}) is None
     told = settings({}, tensor, acco, capability=capability).get("CUDA_DEVICE_MAX_CONNECTIONS")
