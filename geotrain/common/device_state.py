@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class DeviceState(NamedTuple):
@@ -25,8 +25,11 @@ class DeviceState(NamedTuple):
     xids: Sequence[int] = ()
     unwatched: str = ""
 
+    def said(self, whose: str) -> str:
+        """What is known, as the end of a sentence; "" if nothing is."""
+        return f"; {whose}: {self}" if str(self) else ""
+
     def __str__(self) -> str:
-        """What is known, in words; "" if nothing is."""
         told = [FORMS[name].format(value) for name, value in zip(FORMS, self, strict=False) if value is not None]
         told += [f"slowed by {self.slowed}"] * bool(self.slowed) + [f"Xid {xid}" for xid in self.xids]
         return ", ".join([*told, *[f"not watched: {self.unwatched}"] * bool(self.unwatched)])
@@ -39,22 +42,19 @@ class DeviceState(NamedTuple):
         return {**known, "slowed": float(bool(self.slowed)), "xids": float(len(self.xids))}
 
 
-FORMS = {  # of the fields that are numbers, in their order
-    "busy": "{:.0%} busy",
-    "clock_hz": "{:.3g} Hz",
-    "power_w": "{:.0f} W",
-    "celsius": "{:.0f} °C",
-    "memory_bytes": "{:.3g} bytes in use",
-    "ecc_errors": "{:.0f} uncorrectable memory errors",
-    "nvlink_errors": "{:.0f} NVLink errors",
-}
-# What the devices of a worker have together; of the others it is the sum.
-_TOGETHER: dict[str, Callable[[Sequence[float]], float]] = {
-    "busy": fmean,
-    "clock_hz": min,
-    "celsius": max,
-    "memory_bytes": max,
-}
+_WORDS = (
+    "{:.0%} busy",
+    "{:.3g} Hz",
+    "{:.0f} W",
+    "{:.0f} °C",
+    "{:.3g} bytes in use",
+    "{:.0f} uncorrectable memory errors",
+)
+FORMS = dict(
+    zip(DeviceState._fields, (*_WORDS, "{:.0f} NVLink errors"), strict=False)
+)  # of the fields that are numbers
+# Of the devices of a worker; of the other numbers it is the sum.
+_TOGETHER: dict[str, Any] = {"busy": fmean, "clock_hz": min, "celsius": max, "memory_bytes": max}
 
 
 def numbers_of_worker(states: Iterable[DeviceState]) -> dict[str, float]:

@@ -203,6 +203,7 @@ class MonitorConfig(Block):
     hang_s: float = Field(
         40.0, ge=20.0, description="Seconds in one step after which a rank hangs (docs/monitoring.md)."
     )
+    collective_s: float = Field(600.0, ge=60.0, description="Longest wait for a worker's ranks, as while it forms.")
     host: HostName = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
     page_port: Port | None = Field(0, description="Port of the global server's page; 0: a free one; null: no page.")
     metrics_port: Port | None = Field(

@@ -34,20 +34,22 @@ def build_engine(
     run: RunConfig,
     parallel: ParallelConfig,
     deepspeed_block: dict[str, Any],
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
     end_of_document: int | None = None,
     precision: PrecisionConfig | None = None,
 ) -> GeoEngine:
     """Join the worker and build its engine. All weights are zero until shards() are written and refresh() is called.
 
     deepspeed_block: the run's `deepspeed` block, overridden by the worker's own keys; it may say "auto". precision:
-    None: the run's. timeout_s: the longest that a collective may wait; ACCO's use `acco.timeout_s` instead.
+    None: the run's. timeout_s: the longest that a collective may wait, None: `monitor.collective_s`; ACCO's use
+    `acco.timeout_s` instead.
     end_of_document: the id that ends documents, to keep attention inside them; None: it is causal over a sample.
     Raises ConfigError if the parallel layout or the DeepSpeed block cannot work for this model.
     """
     architecture, deepspeed_block = run.architecture, completed(deepspeed_block, run.total_steps)
     sequence_length, bf16 = run.data.sequence_length, checks.trains_in_bf16(deepspeed_block)
     precision = precision or run.precision
+    timeout_s = run.monitor.collective_s if timeout_s is None else timeout_s
     ranks = join(timeout_s)
     dp = checks.check_layout(architecture, parallel, ranks, deepspeed_block, sequence_length)
     if run.acco is not None:

@@ -11,6 +11,7 @@ model. Much here serves this rule: wherever ranks could see different things, th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -75,12 +76,15 @@ class Rank(Protocol):
         whose masters were overwritten on some rank; no others need travel."""
 
 
-def wait_for(waiting: Waiting[T]) -> T:
-    """Run the generator to its end, blocking on each future that it yields. Raises what a future failed with."""
+def wait_for(waiting: Waiting[T], blocked: Callable[[], AbstractContextManager[None]] = nullcontext) -> T:
+    """Run the generator to its end, blocking on each future that it yields, in the context that `blocked` gives.
+    Raises what a future failed with."""
     try:
         pending = next(waiting)
         while True:
-            pending = waiting.send(pending.result())
+            with blocked():
+                result = pending.result()
+            pending = waiting.send(result)
     except StopIteration as end:
         return end.value
 

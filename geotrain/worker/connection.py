@@ -93,7 +93,10 @@ def connected(
             def on_sample(state: DeviceState) -> None:
                 events.write(DeviceSampled(worker.name, rank, state.numbers()))
 
-            watch = DeviceWatch(on, on_failed, on_sample)
+            def on_unwatched(why: str) -> None:
+                on_trouble(f"rank {rank} on {host}: its device is not watched: {why}; training goes on")
+
+            watch = DeviceWatch(on, on_failed, on_unwatched, on_sample)
             watches.callback(watch.stop)
             return watch
 

@@ -24,27 +24,28 @@ FAILED_MARK = "geotrain-device-failed: "  # in a rank's log, before a line of JS
 class DeviceWatch:
     """Watches one device. A call gives what was read last, at once, whatever the driver does.
 
-    device: that a rank computes on. failed: called, in the thread, with its address and each thing that makes
-    it unfit. sampled: called with a reading now and then. address: of the device on the PCI bus; "": torch's answer.
-    clock: for tests.
+    device: that a rank computes on. failed: called with its address and each thing that makes it unfit. unwatched:
+    called with each reason why it is not watched. sampled: called with a reading now and then. address: of the device
+    on the PCI bus; "": torch's answer. clock: for tests.
     """
 
     def __init__(
         self,
         device: torch.device,
         failed: Callable[[str, str], None],
+        unwatched: Callable[[str], None],
         sampled: Callable[[DeviceState], None] = lambda state: None,
         address: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
-        self._failed, self._sampled = failed, sampled
+        self._failed, self._unwatched, self._sampled = failed, unwatched, sampled
         self._clock = RunningClock(2 * EVERY_S, clock)  # this process may have been stopped
         self._state, self._read_s = DeviceState(), self._clock()
         self._told, self._over = set[str](), threading.Event()
         self.xids = deque[int](maxlen=XIDS)
         if device.type == "cuda" and torch.version.hip is not None:
-            self._state = DeviceState(unwatched="NVML reads NVIDIA's devices only")
+            self._state = self._blind("NVML reads NVIDIA's devices only")
         elif device.type == "cuda" and not address:
             found = torch.cuda.get_device_properties(device)
             place = found.pci_domain_id, found.pci_bus_id, found.pci_device_id  # type: ignore[attr-defined]
@@ -54,8 +55,9 @@ class DeviceWatch:
             self.thread.start()
 
     def __call__(self) -> DeviceState:
-        hangs = self.address and not self._state.unwatched and self._clock() - self._read_s > SILENT_S
-        return self._state._replace(unwatched="its driver does not answer") if hangs else self._state
+        if not self.address or self._state.unwatched or self._clock() - self._read_s <= SILENT_S:
+            return self._state
+        return self._blind("its driver does not answer", self._state)
 
     def stop(self) -> None:
         """Read no more."""
@@ -67,7 +69,7 @@ class DeviceWatch:
             handle = pynvml.nvmlDeviceGetHandleByPciBusId(self.address)
             events = XidEvents(handle)
         except pynvml.NVMLError as error:
-            self._state = DeviceState(unwatched=f"NVML says: {error}")
+            self._state = self._blind(f"NVML says: {error}")
             return
         readings = 0
         while not self._over.is_set():
@@ -87,6 +89,13 @@ class DeviceWatch:
                 self._sampled(self._state)
             readings += 1
             self._over.wait(EVERY_S)
+
+    def _blind(self, why: str, known: DeviceState | None = None) -> DeviceState:
+        """The state of a device that is not watched, any more."""
+        if why not in self._told:
+            self._told.add(why)
+            self._unwatched(why)
+        return (known or DeviceState())._replace(unwatched=why)
 
     def _tell(self, what: str) -> None:
         if what not in self._told:

@@ -31,7 +31,7 @@ from geotrain.outer.worker import OwnedSlices, WorkerRank
 from geotrain.parameters.parameter_map import ParameterMap, fragments_due
 from geotrain.staging.cuda import staging_for
 from geotrain.worker.profile import StepProfiler
-from geotrain.worker.rank_watch import RankWatch
+from geotrain.worker.rank_watch import CHECKPOINT, EXCHANGE, VALIDATION, RankWatch
 from geotrain.worker.schedule import schedule_step
 
 
@@ -139,18 +139,10 @@ class WorkerLoop:
             run.run_folder / "profiles", member.name, rank.rank, member.write_event, member.trouble
         )
         client.on_profile = self._profiler.ask
-        state = member.watch_device(device, rank.rank)
-        self.watch = RankWatch(device, member.trouble, lost, run.monitor.hang_s, state=state)
-        self.exchange = Exchange(
-            member.name,
-            run.outer,
-            rank,
-            self.weights,
-            client,
-            parameter_map.chunk_numbers,
-            parameter_map.groups,
-            clock,
-        )
+        watched = member.watch_device(device, rank.rank)
+        self.watch = RankWatch(device, member.trouble, lost, run.monitor.hang_s, state=watched)
+        numbers, groups = parameter_map.chunk_numbers, parameter_map.groups
+        self.exchange = Exchange(member.name, run.outer, rank, self.weights, client, numbers, groups, clock)
         self.finished = False  # whether all was trained and sent, and the worker has left
         self.lease: Lease | None = None  # in training
         self.step = 0  # inner steps of it that are trained
@@ -217,7 +209,8 @@ class WorkerLoop:
             self.report({"job": lease.job, "start": lease.start, **metrics})
         self.laps.restart()
         if lease.job % self.run.checkpoint.every_jobs == 0:
-            self.save(lease.job)
+            with self.watch.doing(CHECKPOINT):
+                self.save(lease.job)
             self.laps.lap("checkpoint")
         self._begin_or_finish()
 
@@ -281,7 +274,8 @@ class WorkerLoop:
         self.lease, self.step, self._results = self._untrained.popleft(), 0, []
         self._last_job, self._begun = self.lease.job, self.lease.lease
         if self.lease.validate:
-            self.validate(self.lease.validate)
+            with self.watch.doing(VALIDATION):
+                self.validate(self.lease.validate)
         self._begin_s = time.perf_counter()
         self.exchange.begin(self.lease)
 
@@ -292,10 +286,11 @@ class WorkerLoop:
         self._leave()
 
     def _leave(self) -> None:
-        self.watch.stop()
         if self._adopt_last:
             self._wait_for(self.exchange.adopt_newest())
-        self.save(self._last_job)
+        with self.watch.doing(CHECKPOINT):
+            self.save(self._last_job)
+        self.watch.stop()
         self.client.leave()
         self.finished = True
 
@@ -303,7 +298,8 @@ class WorkerLoop:
         """Run a part of the exchange. A delta that is not finite ends this worker, and is told to the server: the
         data may be to blame, and would end one worker after another."""
         try:
-            wait_for(waiting)
+            with self.watch.doing(EXCHANGE):
+                wait_for(waiting, self.watch.elsewhere)
         except NonFiniteError:
             self.client.gave_nothing(self._begun)
             raise
@@ -311,7 +307,8 @@ class WorkerLoop:
     def weights_to_evaluate(self, number: int) -> Answer | None:
         """Fetch the global weights that validation `number` is to evaluate; None, on all ranks, if it is left out. A
         collective."""
-        answer = self.client.global_weights(number).result()
+        with self.watch.elsewhere():
+            answer = self.client.global_weights(number).result()
         versions = [w.version for w in answer.weights]
         words = f"{answer.incarnation} {versions}"
         same = self.rank.from_rank_0(words) == words

@@ -14,10 +14,10 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice, pairwise
+from itertools import islice, pairwise, product
 from pathlib import Path
 from statistics import median
 from traceback import walk_stack
@@ -32,19 +32,23 @@ from geotrain.common.running_clock import RunningClock
 EVERY_S, IN_A_ROW = 12.0, 3  # between two products; a slow rank is told within a minute
 FACTOR = 2.0  # times the others' median
 JOB_FACTOR, JOB_PRODUCTS = 1.25, 3  # of the fastest of a job's products, where there were so many: in three jobs
+LOOKS = (FACTOR, "turn", "product_s"), (JOB_FACTOR, "jobs", "job_s")  # what of a rank's state counts, and is compared
 TURNS = 4  # of which the fastest counts: what else the host does for a moment is no fault
 BEAT_S = 5.0  # between two words of a rank
 SILENT = 0.625  # of `hang_s` without a word: the process is stopped, or its machine gone
-STUCK_STEPS = 5.0  # in one step: `hang_s`, and so many times the longest of the last ones
+STUCK_STEPS = 5.0  # in one piece of work: `hang_s`, and so many times the longest of the last ones of its kind
 STEPS = 16  # these; the first two compile, and none is judged before
+STEP, EXCHANGE, VALIDATION, CHECKPOINT = "step", "exchange", "validation", "checkpoint"  # kinds of work
+PATIENCE = {CHECKPOINT: 10.0}  # times `hang_s`: a file system of many may pause
 FRAMES = 4  # innermost ones, of what a rank is at
 
 
 class RankState(NamedTuple):
-    """What a rank says. beats: words so far. in_step_s: since its step began; −1: it is not in a step, as while it
-    waits for data or a server. stuck: whether that is too long. product_s, turn: its last product's time and number.
-    at: the innermost functions of its main thread. left: whether it has ended in good order. job_s, jobs: the fastest
-    product of its last job, and how many jobs had one. device: that it computes on."""
+    """What a rank says. beats: words so far. in_step_s: since its step, or other work that ranks do together, began;
+    −1: it is in none, as while it waits for data or a server. work: which. stuck: whether that is too long. turn,
+    product_s: number and time of its last product. at: the innermost functions of its main thread. left: whether it
+    has ended in good order. jobs, job_s: jobs that had products, and the fastest of the last one. device: that it
+    computes on."""
 
     beats: int = 0
     kind: str = ""
@@ -59,6 +63,7 @@ class RankState(NamedTuple):
     job_s: float = 0.0
     jobs: int = 0
     device: DeviceState = DeviceState()
+    work: str = STEP
 
 
 class RankWatch:
@@ -97,16 +102,15 @@ class RankWatch:
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._own = RankState(kind=kind, process=f"{socket.gethostname()}, process {os.getpid()}")
         now_s = self._clock()
-        self._due_s, self._step_s, self._samples = now_s + EVERY_S, -1.0, 1
-        self._lasted_s = deque[float](maxlen=STEPS)  # seconds of a sample
+        self._due_s, self._step_s, self._samples, self._work = now_s + EVERY_S, -1.0, 1, STEP
+        # By kind of work: seconds, of a step for each of its samples.
+        self._lasted_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEPS))
         self._all = {each: RankState() for each in range(ranks)}  # what each said last
         self._read_s, self._heard_s = now_s, dict.fromkeys(self._all, now_s)  # by rank: when what it said last came
         self._told = set[int]()  # ranks that hang or are waited for, until they go on
         self._in_job = list[float]()  # seconds of this job's products
         # By what is compared, and rank: times in a row; the last one compared.
         self._slow, self._seen = Counter[tuple[str, int]](), dict[tuple[str, int], int]()
-        # Ranks whose device is not watched, and why: of whom it was told, and at the last look.
-        self._unwatched, self._now_unwatched = set[tuple[int, str]](), set[tuple[int, str]]()
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -121,23 +125,40 @@ class RankWatch:
         """End in good order: from now on no rank waits for this one."""
         self._over.set()
 
-    def begin_step(self, samples: int = 1) -> None:
-        """Note that a step of so many samples begins, for which all data are here."""
-        self._step_s, self._samples = self._clock(), samples
+    def begin_step(self, samples: int = 1, work: str = STEP) -> None:
+        """Note that a step of so many samples begins, for which all data are here, or other work."""
+        self._work, self._samples, self._step_s = work, samples, self._clock()
+
+    def _end(self, work: str) -> None:
+        begun_s, self._step_s = self._step_s, -1.0
+        lasted_s = 0.0 if begun_s < 0 else (self._clock() - begun_s) / self._samples
+        before = self._lasted_s[work]
+        before.append(max([lasted_s, *before]) if self._lost is None else lasted_s)
+
+    @contextmanager
+    def doing(self, work: str) -> Iterator[None]:
+        """Do other work that all ranks do together: it hangs as a step does."""
+        self.begin_step(work=work)
+        try:
+            yield
+        finally:
+            self._end(work)
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Be in no step meanwhile: what this waits for has a deadline of its own."""
-        in_step, self._step_s = self._step_s >= 0, -1.0
+        """Be in no work meanwhile: what this waits for has a deadline of its own."""
+        work = self._work if self._step_s >= 0 else ""
+        if work and work != STEP:
+            self._end(work)
+        self._step_s = -1.0
         yield
-        self._step_s = self._clock() if in_step else -1.0
+        if work:
+            self.begin_step(self._samples, work)
 
     def after_step(self) -> None:
         """Note that a step is over, and time a product if that is due."""
-        now_s = self._clock()
-        lasted_s = 0.0 if self._step_s < 0 else (now_s - self._step_s) / self._samples
-        self._lasted_s.append(max([lasted_s, *self._lasted_s]) if self._lost is None else lasted_s)
-        self._step_s, self._own = -1.0, self._own._replace(steps=self._own.steps + 1)
+        self._end(STEP)
+        self._own, now_s = self._own._replace(steps=self._own.steps + 1), self._clock()
         if now_s >= self._due_s:
             self._due_s = now_s + EVERY_S
             self._own = self._own._replace(product_s=self._measure(self._device), turn=self._own.turn + 1)
@@ -164,15 +185,16 @@ class RankWatch:
 
     def speak(self) -> None:
         """Write what this rank does, and read what all do."""
-        own, since_s, frame = self._own, self._step_s, sys._current_frames().get(self._main)
-        in_step_s = self._clock() - since_s if since_s >= 0 else -1.0
-        stuck = own.steps >= 2 and in_step_s > max(self.hang_s, STUCK_STEPS * self._samples * max(self._lasted_s))
+        own, work, since_s, frame = self._own, self._work, self._step_s, sys._current_frames().get(self._main)
+        in_step_s, lasted_s = self._clock() - since_s if since_s >= 0 else -1.0, tuple(self._lasted_s.get(work, ()))
+        least_s = PATIENCE.get(work, 1.0) * self.hang_s
+        stuck = len(lasted_s) >= 2 and in_step_s > max(least_s, STUCK_STEPS * self._samples * max(lasted_s))
         if stuck and not self._all[self._rank].stuck:
             with suppress(OSError, ValueError, AttributeError):  # no log is there, or it is no file
                 faulthandler.dump_traceback(sys.stderr)
         beats, left = self._all[self._rank].beats + 1, self._over.is_set()
         said = own._replace(beats=beats, in_step_s=in_step_s, stuck=stuck, at=_place(frame), left=left)
-        said = said._replace(device=self._state())
+        said = said._replace(device=self._state(), work=work)
         self._store.set(self._keys[self._rank], json.dumps(said))
         for rank, key in enumerate(self._keys):
             if self._store.check([key]):
@@ -198,7 +220,6 @@ class RankWatch:
         if silent:
             self._tell({rank: f"{self._words(rank)}; its process does not answer" for rank in silent}, lost=True)
             return
-        self._tell_of_devices(present)
         self._compare(present)
         if not any(state.stuck for state in present.values()):
             self._told.clear()
@@ -213,8 +234,9 @@ class RankWatch:
         state = self._all[rank]
         if not state.beats:
             return f"rank {rank}, of which nothing was heard"
-        told = f"rank {rank} ({state.process}) after {state.steps} steps, last seen in {state.at}"
-        return told + (f"; its device: {state.device}" if str(state.device) else "")
+        work = f" in its {state.work}" if state.work != STEP and state.in_step_s >= 0 else ""
+        told = f"rank {rank} ({state.process}){work} after {state.steps} steps, last seen in {state.at}"
+        return told + state.device.said("its device")
 
     def _tell(self, words: dict[int, str], lost: bool = False) -> None:
         """Tell of ranks, once. lost: they hang, and the worker with them."""
@@ -230,44 +252,24 @@ class RankWatch:
         if lost and self._lost is not None:
             self._lost()
 
-    def _tell_of_devices(self, present: dict[int, RankState]) -> None:
-        """Tell of devices that are not watched, each once, when all ranks that are to be named have said so."""
-        before, self._now_unwatched = (
-            self._now_unwatched,
-            {(rank, state.device.unwatched) for rank, state in present.items() if state.device.unwatched},
-        )
-        if self._now_unwatched != before:
-            return
-        new, self._unwatched = before - self._unwatched, self._unwatched | before
-        for reason in sorted({reason for _, reason in new}):
-            ranks = ", ".join(str(rank) for rank, each in sorted(new) if each == reason)
-            self._trouble(f"devices are not watched, of rank {ranks}: {reason}; training goes on")
-
     def _compare(self, present: dict[int, RankState]) -> None:
-        products = {rank: (s.turn, s.product_s) for rank, s in present.items()}
-        jobs = {rank: (s.jobs, s.job_s) for rank, s in present.items()}
-        for what, factor, all_said in (("product", FACTOR, products), ("job", JOB_FACTOR, jobs)):
-            for rank, (number, seconds) in all_said.items():
-                kind = present[rank].kind
-                equals = {r: s for r, (n, s) in all_said.items() if r != rank and n and present[r].kind == kind}
-                if not equals or self._seen.get((what, rank), 0) == number:
-                    continue
-                self._seen[what, rank] = number
-                usual = median(equals.values())
-                self._slow[what, rank] = self._slow[what, rank] + 1 if seconds >= factor * usual else 0
-                known = what == "job" and self._slow["product", rank] >= IN_A_ROW
-                if self._slow[what, rank] == IN_A_ROW and not known:
-                    equal = min(equals, key=lambda r: abs(equals[r] - usual))
-                    self._tell_slow(rank, seconds, usual, equal)
-
-    def _tell_slow(self, rank: int, seconds: float, usual_s: float, equal: int) -> None:
-        own, other = self._all[rank], self._all[equal]
-        devices = f"its device: {own.device}; that of rank {equal}: {other.device}" if str(own.device) else ""
-        self._trouble(
-            f"rank {rank} on {own.process} computes at {usual_s / seconds:.0%} of its equals' speed, and all wait "
-            f"for it: a matrix product takes {1e3 * seconds:.3g} ms there, {1e3 * usual_s:.3g} ms elsewhere; "
-            f"{devices or 'look at its clocks and temperature'}; look at what else the host does"
-        )
+        for (factor, count, lasted), (rank, own) in product(LOOKS, present.items()):
+            number, seconds, of = getattr(own, count), getattr(own, lasted), (count, rank)
+            alike = {r: s for r, s in present.items() if r != rank and s.kind == own.kind and getattr(s, count)}
+            equals = {r: getattr(s, lasted) for r, s in alike.items()}
+            if not equals or self._seen.get(of, 0) == number:
+                continue
+            self._seen[of] = number
+            usual = median(equals.values())
+            self._slow[of] = self._slow[of] + 1 if seconds >= factor * usual else 0
+            if self._slow[of] == IN_A_ROW and (count == "turn" or self._slow["turn", rank] < IN_A_ROW):
+                other = min(equals, key=lambda r: abs(equals[r] - usual))
+                self._trouble(
+                    f"rank {rank} on {own.process} computes at {usual / seconds:.0%} of its equals' speed, and all "
+                    f"wait for it: a matrix product takes {1e3 * seconds:.3g} ms there, {1e3 * usual:.3g} ms "
+                    f"elsewhere{own.device.said('its device')}{present[other].device.said(f'that of rank {other}')}; "
+                    "look at what else the host does"
+                )
 
 
 def _least_far(states: dict[int, RankState]) -> list[int]:

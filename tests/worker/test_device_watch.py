@@ -23,6 +23,7 @@ from tests.support.process_trees import until
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WITHIN_S = 60.0
+ADDRESS = "00000001:00:00.0"
 CUDA = torch.device("cuda", 0)
 
 
@@ -30,14 +31,10 @@ class Watched(DeviceWatch):
     """Device 1, with what was said of it."""
 
     def __init__(self, nvml: Nvml) -> None:
-        self.nvml, self.now_s, self.failed, self.samples = nvml, 0.0, list[str](), list[DeviceState]()
-        super().__init__(
-            CUDA,
-            lambda address, what: self.failed.append(what),
-            self.samples.append,
-            "00000001:00:00.0",
-            lambda: self.now_s,
-        )
+        self.nvml, self.now_s, self.samples = nvml, 0.0, list[DeviceState]()
+        self.failed, self.blind = list[tuple[str, str]](), list[str]()
+        said = lambda *what: self.failed.append(what), self.blind.append, self.samples.append
+        super().__init__(CUDA, *said, ADDRESS, lambda: self.now_s)
 
     def becomes(self, **fields: object) -> bool:
         return until(lambda: all(getattr(self(), name) == value for name, value in fields.items()), WITHIN_S)
@@ -87,7 +84,7 @@ def test_a_device_that_is_not_fit_is_told_once(watch: Watched, answers: dict[str
     assert until(lambda: watch.failed, WITHIN_S)
     watch.nvml.say({"system.xid": 31})  # of a program
     assert until(lambda: 31 in watch.xids, WITHIN_S)
-    assert watch.failed == [told]
+    assert watch.failed == [(ADDRESS, told)]
 
 
 def test_a_driver_that_hangs_keeps_nobody_and_is_told(watch: Watched) -> None:
@@ -100,6 +97,7 @@ def test_a_driver_that_hangs_keeps_nobody_and_is_told(watch: Watched) -> None:
     watch.nvml.say({"nvmlDeviceGetPowerUsage.hang": 1})
     assert until(lambda: later() == "its driver does not answer", WITHIN_S)
     assert watch().numbers() == {} and "97% busy, " in str(watch())
+    assert watch.blind == ["its driver does not answer"]
     watch.nvml.go_on()
     assert watch.becomes(unwatched="")
 
@@ -116,13 +114,16 @@ def test_why_a_device_is_not_watched(
 ) -> None:
     nvml = Nvml(tmp_path, monkeypatch)
     nvml.say({f"{symbol}.error": error})
-    assert Watched(nvml).becomes(unwatched=told)
+    watch = Watched(nvml)
+    assert watch.becomes(unwatched=told) and watch.blind == [told]
 
 
 def test_devices_of_other_makers_and_processors_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert DeviceWatch(torch.device("cpu"), print)() == DeviceState()
+    assert DeviceWatch(torch.device("cpu"), print, print)() == DeviceState()
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert DeviceWatch(CUDA, print)() == DeviceState(unwatched="NVML reads NVIDIA's devices only")
+    told = list[str]()
+    assert DeviceWatch(CUDA, print, told.append)() == DeviceState(unwatched="NVML reads NVIDIA's devices only")
+    assert told == ["NVML reads NVIDIA's devices only"]
 
 
 def test_the_devices_of_a_worker_together() -> None:

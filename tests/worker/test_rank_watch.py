@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from geotrain.common.device_state import DeviceState
 from geotrain.worker import rank_watch
-from geotrain.worker.rank_watch import BEAT_S, EVERY_S, RankState, RankWatch
+from geotrain.worker.rank_watch import BEAT_S, CHECKPOINT, EVERY_S, EXCHANGE, VALIDATION, RankState, RankWatch
 from tests.support.inner_worlds import run_world
 from tests.support.process_trees import until
 
@@ -149,20 +150,7 @@ def test_a_rank_that_is_slower_in_three_jobs_is_told_with_its_device() -> None:
     ((_, words),) = ranks.told
     assert "rank 1 on " in words and "at 71% of its equals' speed" in words
     assert "its device: 99% busy, 1.4e+09 Hz, slowed by heat; that of rank 0: 97% busy, 1.98e+09 Hz" in words
-
-
-def test_a_device_that_is_not_watched_is_told_once() -> None:
-    ranks = Ranks(1e-3, 1e-3, 1e-3)
-    blind = DeviceState(unwatched="its driver does not answer")
-    ranks.devices = [blind, DeviceState(), blind]
-    ranks.run(60.0)
-    ranks.devices[0] = DeviceState(0.5)
-    ranks.run(60.0)
-    ranks.devices[1] = blind
-    ranks.run(60.0)
-    said = [words.removesuffix(": its driver does not answer; training goes on") for _, words in ranks.told]
-    assert said == ["devices are not watched, of rank 0, 2", "devices are not watched, of rank 1"]
-    assert ranks.ranks[1].numbers()["device_busy"] == 0.5
+    assert ranks.ranks[0].numbers()["device_clock_hz"] == 1.4e9
 
 
 def test_a_moment_is_no_fault() -> None:
@@ -205,6 +193,28 @@ def test_a_rank_that_waits_for_data_or_a_server_is_told_and_ends_nothing() -> No
     ranks.run(300.0)
     ((_, words),) = ranks.told
     assert words.startswith("rank 1 (") and words.endswith("the other ranks wait for it") and ranks.lost == []
+
+
+@pytest.mark.parametrize(("work", "within_s"), [(EXCHANGE, 60.0), (VALIDATION, 60.0), (CHECKPOINT, 420.0)])
+def test_work_between_steps_hangs_as_a_step_does(work: str, within_s: float) -> None:
+    """But not what it waits for from a server."""
+    ranks = Ranks(1e-3, 1e-3)
+    ranks.run(100.0)
+    with ExitStack() as works:
+        for rank in ranks.ranks:
+            rank.after_step()
+            for _ in range(2):  # with these it is compared
+                with rank.doing(work):
+                    pass
+            works.enter_context(rank.doing(work))
+        ranks.blocked, begin_s = {1}, ranks.now_s
+        with ranks.ranks[0].elsewhere(), ranks.ranks[1].elsewhere():
+            ranks.run(1000.0)
+        assert ranks.told == []
+        ranks.run(600.0)
+    ((at_s, words),) = ranks.told
+    assert within_s - 30.0 < at_s - begin_s - 1000.0 < within_s and ranks.lost == [(at_s, 0)]
+    assert re.match(rf"hangs: rank 0 \(.*\) in its {work} after \d+ steps", words)
 
 
 @pytest.mark.parametrize("numbers", [1, 2])

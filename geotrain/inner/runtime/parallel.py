@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from geotrain.common.names import OUTAGE_S
 from geotrain.config import ParallelConfig
 from geotrain.inner.runtime import platform
 from geotrain.parallelism.mesh import RankMesh
@@ -78,7 +79,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
-    control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    # In it ranks agree on what one of them may still wait for from a server.
+    control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=OUTAGE_S + timeout_s))
     _control_groups.append(control_group)
     mesh = RankMesh(
         rank=dist.get_rank(),

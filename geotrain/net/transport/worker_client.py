@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
+from geotrain.common.names import OUTAGE_S
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.certs import Trust
 from geotrain.net.transport.fragment_links import ShardsAbove, link_to
@@ -73,7 +74,7 @@ class WorkerClient:
         address: str,
         *,
         connect_s: float = 60.0,
-        deadline_s: float = 3600.0,
+        deadline_s: float = OUTAGE_S,
         trust: Trust | None = None,
         shards: ShardsAbove | None = None,
     ) -> None:
