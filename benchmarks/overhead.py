@@ -26,8 +26,8 @@ from benchmarks.processes import be_only_rank
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.kernels.devices import cuda_devices, processor_has_bf16
 from geotrain.launch.check import free_ports
+from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import Lease
-from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
 
 if TYPE_CHECKING:  # they take seconds to import, and the environment must be set before

@@ -226,7 +226,7 @@ def at_rest(top: Status) -> str:
 
 
 def missing(top: Status) -> dict[str, Mapping[str, Any]]:
-    """Return the members that are not heard of. top: the global server's status."""
+    """Return the members that are silent. top: the global server's status."""
     members = {} if "as_of" in top else top.get("members", {})
     return {name: m for name, m in members.items() if "state" in m and Liveness(m["state"]).missing}
 

@@ -14,8 +14,8 @@ from benchmarks.servers.world import QUIET_S, REGION, ServerProcess, answered, s
 from geotrain.config import load_run
 from geotrain.net.transport import rpc
 from geotrain.net.transport.grpc_client import AnswerPull, GrpcClient
+from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import Join
-from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
 
 JOINING_AT_ONCE = 4

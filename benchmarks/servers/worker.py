@@ -18,8 +18,8 @@ from geotrain.net.transport.certs import trust_between
 from geotrain.net.transport.fragment_links import shards_above
 from geotrain.net.transport.worker_client import WorkerClient
 from geotrain.outer.codec import make_codec
+from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import ChunkDelta, Join, UpdatePart
-from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import StridedSlice, parameter_map_of
 from geotrain.staging.interface import to_bytes
 

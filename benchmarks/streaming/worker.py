@@ -17,7 +17,7 @@ from geotrain.config import load_cluster, load_run
 from geotrain.inner.runtime import parallel
 from geotrain.net.transport.operator_client import ask_status
 from geotrain.net.transport.worker_client import WorkerClient
-from geotrain.outer.server.server import identity_of
+from geotrain.outer.identity import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.worker.loop import RunMember
 from geotrain.worker.trainer import Trainer

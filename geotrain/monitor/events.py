@@ -40,7 +40,7 @@ class LivenessChanged(Event):
 
     member: MemberName
     state: Annotated[str, "away, up, paused, stalled, cut off, lost, quarantined or left"]
-    silent_s: Annotated[float, "seconds for which it was not heard of"]
+    silent_s: Annotated[float, "seconds without a sign of life"]
 
 
 class WaitsChanged(Event):

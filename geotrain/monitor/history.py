@@ -48,8 +48,8 @@ MARKS: dict[type[events.Event], tuple[str, str, Callable[[Any], str]]] = {
 
 # State that a member takes → kind and text of the mark that it leaves.
 STATE_MARKS = {
-    Liveness.CUT_OFF: ("lost", "not heard of for {:.0f} s"),
-    Liveness.LOST: ("lost", "not heard of for {:.0f} s: its data goes to others"),
+    Liveness.CUT_OFF: ("lost", "silent for {:.0f} s"),
+    Liveness.LOST: ("lost", "silent for {:.0f} s: its data goes to others"),
     Liveness.STALLED: ("trouble", "lives, but sent nothing for too long: its data goes to others"),
     Liveness.LEFT: ("left", "left in good order"),
 }
@@ -233,7 +233,7 @@ class History:
         if lost > before:
             self._mark(now_s, "lost", sample.member, f"{lost:g} of its workers cut off")
         elif lost < before:
-            self._mark(now_s, "found", sample.member, "its workers are heard of again")
+            self._mark(now_s, "found", sample.member, "its workers are back")
         member.sample, member.sampled_s = sample, now_s
 
     def _compact(self) -> None:
@@ -265,7 +265,7 @@ class History:
             kind, text = STATE_MARKS[member.state]
             self._mark(now_s, kind, event.member, text.format(event.silent_s))
         elif before.missing:
-            self._mark(now_s, "found", event.member, f"heard of again after {event.silent_s:.0f} s")
+            self._mark(now_s, "found", event.member, f"back after {event.silent_s:.0f} s")
 
     def _mark(self, now_s: float, kind: str, member: str, text: str) -> None:
         self._marks.append([self._number, now_s, kind, member, text])
@@ -284,7 +284,7 @@ class History:
         if m.sampled_s > (m.updated_s or 0):
             metrics = metrics | sample.metrics  # those of its heartbeat are newer
         bare = m.state is Liveness.UP and not (self.facts.flat or sample.metrics.get("workers"))
-        still = {} if now_s - m.sampled_s < 60 and m.state.heard else dict.fromkeys(RATES, 0.0)
+        still = {} if now_s - m.sampled_s < 60 and m.state.reachable else dict.fromkeys(RATES, 0.0)
         return {
             **asdict(sample),
             **still,

@@ -37,7 +37,7 @@ class Narrator:
                 if state in STATE_MARKS:
                     log.info("%s: %s", event.member, STATE_MARKS[state][1].format(event.silent_s))
                 elif before is not None and before.missing:
-                    log.info("%s: heard of again after %.0f s", event.member, event.silent_s)
+                    log.info("%s: back after %.0f s", event.member, event.silent_s)
             case events.WaitsChanged():
                 for wait in event.waits:
                     if (wait["what"], wait["whom"]) not in self._waits:

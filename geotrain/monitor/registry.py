@@ -53,7 +53,7 @@ def _versions(event: Any, time_s: float) -> Mapping[int, int]:
 
 def _is_up(event: events.LivenessChanged, time_s: float) -> float | None:
     state = Liveness(event.state)
-    return float(state.heard) if state.heard or state.missing else None
+    return float(state.reachable) if state.reachable or state.missing else None
 
 
 MEMBER_UP = Metric(

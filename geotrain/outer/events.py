@@ -150,7 +150,7 @@ class Steered(Event):
     """An operator had the run pause, resume, drain a region, stop, or set a key."""
 
     what: Annotated[str, "what was asked for"]
-    region: Annotated[str, "to drain, or whose server was told; else empty"]
+    region: Annotated[str, "to drain, or whose server was asked; else empty"]
 
 
 class SetAside(Event):
@@ -188,7 +188,7 @@ class UpdateEncoded(Event):
 
 
 class Acknowledged(Event):
-    """A member was told that its update is safe."""
+    """A member got the acknowledgement that its update is durable."""
 
     member: MemberName
     incarnation: Annotated[str, "names this incarnation of the member"]
@@ -197,7 +197,7 @@ class Acknowledged(Event):
 
 
 class UpdateStage(Event):
-    """An update has come to a stage of its way that no other event tells.
+    """An update has come to a stage of its way that no other event reports.
 
     sent: rank 0 of the worker begins to send its part. arrived: the first part of a worker of several ranks is in the
     server's journal. waits: it is applied, and its answer, or in a region its way up, waits for the deltas of others.

@@ -89,7 +89,7 @@ def wait_for(waiting: Waiting[T], blocked: Callable[[], AbstractContextManager[N
         return end.value
 
 
-def _tell_nobody(event: Event) -> None:
+def _report_nowhere(event: Event) -> None:
     """Drop the event. A function with a name: studies keep exchanges in pickles."""
 
 
@@ -122,7 +122,7 @@ class Exchange:
         self.in_rounds = outer.rule.synchronous  # the servers wait for every worker's delta: none may be left out
         self.rank, self.weights, self.client = rank, weights, client
         self.chunks, self.groups, self.all = chunks, groups, tuple(range(len(chunks)))
-        self.tell: Callable[[Event], None] = _tell_nobody  # takes what happens to leases and updates
+        self.report: Callable[[Event], None] = _report_nowhere  # takes what happens to leases and updates
         self.incarnation = ""
         self.server_incarnations = [""] * len(chunks)  # of the server that gave the last weights of each fragment
         self.sequences = [1] * len(chunks)  # of the next update of each fragment
@@ -161,7 +161,7 @@ class Exchange:
         """Begin a job: the inner steps that follow train this lease."""
         self.lease, self.waited_s, self.next_job, self.ends = lease, 0.0, lease.job + 1, False
         self._job_begin, self._job_step = self.clock(), self.step
-        self.tell(LeaseBegun(self.name, lease.job, lease.lease, lease.start, lease.samples))
+        self.report(LeaseBegun(self.name, lease.job, lease.lease, lease.start, lease.samples))
 
     def steps_at_rest(self, period: int) -> int:
         """Count the inner steps, at most `period`, a caller that takes several at once (the simulator) may take
@@ -244,7 +244,7 @@ class Exchange:
             need_s = max(0.0, needed_s - self.clock())
             part = UpdatePart(*header, made, job=job, contains=contains, metrics=metrics, need_s=need_s)
             size, update = sum(len(delta.payload) for delta in made), update_id(self.name, fragment, sequence)
-            self.tell(UpdateEncoded(update, job, list(contains), size))
+            self.report(UpdateEncoded(update, job, list(contains), size))
             with span("send"):
                 return self.client.push(part)
 
@@ -306,4 +306,4 @@ class Exchange:
             self.rank.refresh(self.weights.parameters(tuple(answer.fragment for answer in answers)))
         for answer in answers:
             if answer.sequence:  # 0 is no update, but a join
-                self.tell(UpdateStage(update_id(self.name, answer.fragment, answer.sequence), "adopted"))
+                self.report(UpdateStage(update_id(self.name, answer.fragment, answer.sequence), "adopted"))

@@ -118,10 +118,10 @@ class Welcome:
     gone: tuple[int, ...] = ()
 
 
-class Elsewhere(bytes):
+class PayloadSize(bytes):
     """Stands for a payload that is not here, or not yet. Its length is known."""
 
-    def __new__(cls, length: int) -> Elsewhere:
+    def __new__(cls, length: int) -> PayloadSize:
         return super().__new__(cls)
 
     def __init__(self, length: int) -> None:
@@ -238,7 +238,7 @@ class Lease:
 @dataclass(frozen=True)
 class Finished:
     """No data is left for this worker now: it sends the progress that it has not sent yet, and asks for the next job,
-    since what others hold may come back. When it hears the same again, it leaves."""
+    since what others hold may come back. When it is answered the same again, it leaves."""
 
     worker: str
     job: int
@@ -302,7 +302,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class MemberSilent:
-    """This incarnation of the member was not heard from for too long, or has held its leases for too long and sent
+    """This incarnation of the member was silent for too long, or has held its leases for too long and sent
     nothing: it counts as dead until it joins again, or sends an update to the server that gave it its data.
 
     A message, because the state machine has no clock and a replay must see the same silence at the same place.
@@ -413,7 +413,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Facts:
-    """A shard tells its server's ledger what it has done, in order; fact `since` + 1 is the first of these.
+    """A shard reports to its server's ledger what it has done, in order; fact `since` + 1 is the first of these.
 
     versions: of its fragments, in their order. safe: those that a copy has, from which a lost disk comes back.
     quiet: number of the rest (`Standing.rest`) in which it has nothing left to send up; 0: of none. seen: number of

@@ -177,7 +177,7 @@ class Node:
     def _due(self, name: str, fragment: int, sequence: int) -> None:
         """The answer to this update would come too late if it waited for longer."""
         same = self.server.members[name].fragments[fragment].sequence == sequence
-        if same and name in self.server.held(fragment):
+        if same and name in self.server.answers.held(fragment):
             self._handle(None, AnswersDue((name,), fragment))
 
     def send(self, send: Send) -> None:
@@ -258,7 +258,7 @@ class RegionNode(Node):
             self.uplink.say(message)
 
     def _send_up(self, update: UpdatePart) -> None:
-        if self.server.waits:
+        if self.server.answers.waits:
             need_s = self.times.left_s(self.server.going_up(update.fragment), update.fragment)
             update = replace(update, need_s=need_s)
         self.uplink.push(update)

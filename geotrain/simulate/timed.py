@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from geotrain.outer.codec import Codec
 from geotrain.outer.messages import Answer, ChunkWeights, Join, UpdatePart
 from geotrain.outer.rules.rule import Inputs
-from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.store import Decoded, Store
+
+S = TypeVar("S", bound=Server)
 
 
 class _EmptyStore(Store):
@@ -65,19 +65,11 @@ class _NoBytes(Codec):
         return 0
 
 
-class _Timed(Server):
-    reports_updates = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.up = _NoBytes()
-        self.store = _EmptyStore(self.name, self.parameter_map, (), self.rule, self.up, self.down)
-        self.norms = None  # of nothing
-
-
-class TimedGlobalServer(_Timed, GlobalServer):
-    pass
-
-
-class TimedRegionServer(_Timed, RegionServer):
-    pass
+def timed(server: S) -> S:
+    """Make a server that keeps no tensors, and reports no updates. Returns it."""
+    core = server.core
+    core.up = _NoBytes()
+    core.store = _EmptyStore(core.name, core.parameter_map, (), core.rule, core.up, core.down)
+    server.intake.norms = None  # of nothing
+    server.answers.reports_updates = False
+    return server

@@ -27,7 +27,7 @@ from geotrain.simulate.links import Star
 from geotrain.simulate.nodes import GlobalNode, Node, RegionNode, VirtualClient
 from geotrain.simulate.server_work import ServerWork
 from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
-from geotrain.simulate.timed import TimedGlobalServer, TimedRegionServer
+from geotrain.simulate.timed import timed
 from geotrain.simulate.worker import Idle, Learner, SimWorker
 
 FP32 = codec_config("fp32")
@@ -50,8 +50,8 @@ class VirtualTask:
     train_samples: int
     samples_per_step: int
     learner: Callable[[WorkerSpec], Learner]
-    global_server: type[GlobalServer] = GlobalServer
-    region_server: type[RegionServer] = RegionServer
+    global_server: Callable[..., GlobalServer] = GlobalServer
+    region_server: Callable[..., RegionServer] = RegionServer
     tensors: bool = True
     momentum_decay: float | None = None
     server_rates: ServerRates | None = None
@@ -77,8 +77,8 @@ def timing_task(
         steps * samples_per_step,
         samples_per_step,
         lambda spec: Idle(tiny),
-        TimedGlobalServer,
-        TimedRegionServer,
+        lambda *about: timed(GlobalServer(*about)),
+        lambda *about: timed(RegionServer(*about)),
         tensors=False,
         server_rates=server_rates,
     )
@@ -184,7 +184,7 @@ class VirtualWorld:
             "utilization": trained_s / (end * len(self.workers)),
             "goodput": committed_steps / speed / end,
             "global_versions": self.top.server.versions,
-            "lost_updates": sum(node.server.lost_updates for node in self.regions.values()),
+            "lost_updates": sum(node.server.uplink.lost_updates for node in self.regions.values()),
             "links": {name: asdict(u) for name, u in usage.items() if u.messages},
             "servers": {name: node.work.busy_s for name, node in {GLOBAL: self.top, **self.regions}.items()},
             "events": self.clock.events,
@@ -207,7 +207,7 @@ class VirtualWorld:
         )
         rule = region_rule(task.outer, workers, updates, task.momentum_decay)
         server = task.region_server(name, self.identity, task.parameter_map, task.outer, rule, workers)
-        server.incarnation, server.leases.jobs_each = f"{name}-1", updates / len(workers)
+        server.incarnation, server.worker_data.leases.jobs_each = f"{name}-1", updates / len(workers)
         uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)
         work = self._work("region", len(workers), region.share)
         node = self.regions[name] = RegionNode(server, task.sizes.local, work, uplink)

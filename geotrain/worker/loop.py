@@ -48,7 +48,7 @@ class LoopClient(exchange.Client, Protocol):
     def lease(self, request: LeaseRequest) -> Future[Lease | Finished]: ...
     def global_weights(self, number: int) -> Future[Answer]: ...
     def validated(self, result: Validated) -> None: ...
-    def gave_nothing(self, lease: int) -> None: ...
+    def report_nonfinite_delta(self, lease: int) -> None: ...
     def leave(self) -> None: ...
 
 
@@ -166,7 +166,7 @@ class WorkerLoop:
         self.client.on_acknowledged = lambda *update: write(Acknowledged(self.name, incarnation, *update))
         if self.rank.is_metrics_rank:
             self.client.on_sent = lambda *update: write(UpdateStage(update_id(self.name, *update), "sent"))
-            self.exchange.tell = write
+            self.exchange.report = write
         job = wait_for(self.exchange.start(self.member.identity, incarnation))
         self.laps.restart()
         self._ask(job)
@@ -301,7 +301,7 @@ class WorkerLoop:
             with self.watch.doing(EXCHANGE):
                 wait_for(waiting, self.watch.elsewhere)
         except NonFiniteError:
-            self.client.gave_nothing(self._begun)
+            self.client.report_nonfinite_delta(self._begun)
             raise
 
     def weights_to_evaluate(self, number: int) -> Answer | None:

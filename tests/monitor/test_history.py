@@ -52,7 +52,7 @@ def test_states_of_a_member() -> None:
     made = told(joined, up, Joined("a", 1, "x", False), cut, lost, up, left, Recovery(0), left)
     assert [mark[2] for mark in made.state(9)["marks"]] == ["joined", "lost", "lost", "found", "left", "start"]
     gone = told(up, cut, lost).state(9)["members"][0]
-    assert (gone["state"], gone["since_s"]) == ("lost", 1.0), "since it was not heard of"
+    assert (gone["state"], gone["since_s"]) == ("lost", 1.0), "since it was silent"
 
 
 def test_a_region_without_workers_does_not_train_and_their_deaths_are_marked() -> None:
@@ -68,7 +68,7 @@ def test_a_region_without_workers_does_not_train_and_their_deaths_are_marked() -
     assert seen == ["no worker", "no worker", "up", "up", "no worker", "up"]
     assert [(mark[2], mark[4]) for mark in made.state(9)["marks"]] == [
         ("lost", "1 of its workers cut off"), ("lost", "2 of its workers cut off"),
-        ("found", "its workers are heard of again"),
+        ("found", "its workers are back"),
     ]  # fmt: skip
 
 

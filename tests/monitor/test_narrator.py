@@ -29,7 +29,7 @@ DISK = {"what": "room", "whom": "", "text": "room on its disk", "since_s": 0.0}
         ((Joined("a", 0, "x"), Joined("a", 1, "x", False)), ["a: joined"]),
         ((LivenessChanged("a", "up", 0.0), LivenessChanged("a", "paused", 0.0)), []),
         ((LivenessChanged("a", "cut off", 6.0), LivenessChanged("a", "up", 9.0)),
-         ["a: not heard of for 6 s", "a: heard of again after 9 s"]),
+         ["a: silent for 6 s", "a: back after 9 s"]),
         ((LivenessChanged("a", "left", 0.0),), ["a: left in good order"]),
         ((WaitsChanged([LEASE]), WaitsChanged([LEASE, DISK]), WaitsChanged([])),
          ["waits for a: the 2 leases that it holds", "waits for room on its disk"]),

@@ -91,7 +91,7 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
         site.serve("eu", resume=True)
         chromium.wait_for(STATE, good=lambda state: state == "no worker")
         marks = chromium.evaluate("document.querySelector('#marks').textContent")
-        assert "not heard of" in marks and "joined" in marks and "1 of its workers cut off" in marks
+        assert "silent for" in marks and "joined" in marks and "1 of its workers cut off" in marks
 
         assert chromium.complaints == []
         assert {request for request in chromium.requests if not request.startswith(url)} <= {"about:blank"}

@@ -29,14 +29,14 @@ class Hands:
         self.running, self.now_s = running, 0.0
         self.detector = running.service.failure_detector
         self.detector.clock = lambda: self.now_s
-        self.detector._heard_s = dict.fromkeys(self.detector._heard_s, 0.0)
+        self.detector._alive_s = dict.fromkeys(self.detector._alive_s, 0.0)
 
     def passes(self, seconds: float, *heard: tuple[str, int], late_s: float = 0.0) -> None:
         """Let seconds pass, and the detector look. heard: ranks that were heard of at their end. late_s: for how long
         the server's process stood still."""
         self.now_s += seconds
         for rank in heard:
-            self.detector.heard(*rank)
+            self.detector.note_alive(*rank)
         self.running.loop.do(self.detector.look(self.now_s - late_s))
 
     def states(self) -> dict[str, str]:
@@ -73,7 +73,7 @@ def test_a_busy_server_thread_makes_nobody_dead(begin):
     judged = asyncio.run_coroutine_threadsafe(hands.detector.look(hands.now_s), region.loop.loop)
     region.loop.do(asyncio.sleep(0))  # it waits for the thread by now
     for part in (0, 1):
-        hands.detector.heard("a", part)
+        hands.detector.note_alive("a", part)
     may_go_on.set()
     judged.result(BUSY_S), busy.result(BUSY_S)
     assert not hands.silent
@@ -178,12 +178,12 @@ def test_a_quarantine_ends_after_its_time_and_an_expulsion_only_by_the_operator(
     for name in "ab":
         cluster.joined(name)
     hands.running.loop.do(say(OperatorCommand("expel", "a")))
-    for _ in range(server.limits.strikes):
+    for _ in range(server.core.limits.strikes):
         hands.running.loop.do(say(UpdateRejected("b", server.members["b"].incarnation, "it is bad")))
 
     def quarantined(after_s: float) -> list[str]:
         hands.passes(after_s)
         return [name for name, member in server.members.items() if member.quarantined]
 
-    assert quarantined(0.0) == quarantined(server.limits.quarantine_s - 1.0) == ["a", "b"]
+    assert quarantined(0.0) == quarantined(server.core.limits.quarantine_s - 1.0) == ["a", "b"]
     assert quarantined(1.0) == ["a"] == quarantined(SILENT_S / 2)

@@ -20,7 +20,7 @@ from tests.support.net_worlds import BUSY_S, halves, outer, status_of, wait_for,
 
 
 def test_an_unreachable_server_is_named_within_the_deadline(monkeypatch, caplog):
-    monkeypatch.setattr(grpc_client, "TELL_S", 0.0)
+    monkeypatch.setattr(grpc_client, "REPORT_S", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -136,7 +136,7 @@ def test_ranks_do_not_join_over_and_over_while_a_peer_is_missing(make):
     worker.clients[1].close()  # the second rank stands still: it neither beats nor calls
     cluster.restart("eu")
     joins, refused, running = [], [], cluster.regions["eu"]
-    take, current = running.server.take, running.server.current
+    take, current = running.server.take, running.server.membership.current
 
     def joining(message):
         joins.extend([message] if isinstance(message, Join) else [])
@@ -149,7 +149,7 @@ def test_ranks_do_not_join_over_and_over_while_a_peer_is_missing(make):
             refused.append(error)
             raise
 
-    running.server.take, running.server.current = joining, asking
+    running.server.take, running.server.membership.current = joining, asking
     first = worker.clients[0]
     calls = [first.push(worker.parts(lease, 0)[0]), first.pull(0, worker.sequences[0])]
     wait_for(lambda: len(refused) >= 6)
@@ -171,7 +171,7 @@ def test_an_update_made_while_a_session_begins_is_sent(make):
         if what == running.server.resend and not asked:
             asked.append(len(found))
             await asyncio.to_thread(worker.train, lease)
-            while not any(running.server.sequences):
+            while not any(running.server.uplink.sequences):
                 await asyncio.sleep(0.01)
         return found
 
@@ -198,5 +198,5 @@ def test_payloads_that_were_delivered_do_not_stay_in_memory(make):
 
     running.region_client.deliver = watched
     worker.train(worker.lease())
-    wait_for(lambda: len(sent) == len(cluster.parameter_map.fragments) and not running.server.in_flight)
+    wait_for(lambda: len(sent) == len(cluster.parameter_map.fragments) and not running.server.uplink.in_flight)
     wait_for(lambda: not any(update() for update in sent), 20.0)

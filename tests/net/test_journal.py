@@ -24,8 +24,8 @@ from geotrain.net.storage.journal import Journal, JournalDamaged, JournalFull
 from geotrain.net.storage.recovery import JOURNAL, KINDS, Restarted, begin_snapshot, finish_snapshot, recover
 from geotrain.net.storage.snapshots import OtherFormatError
 from geotrain.outer.messages import ChunkDelta, LeaseRequest, Leave, UpdatePart
-from geotrain.outer.server import server as server_module
-from geotrain.outer.server.membership import ServerPart
+from geotrain.outer.server import intake
+from geotrain.outer.server.parts import ServerPart
 from tests.support.outer_world import config, halves, make, random_deltas
 from tests.support.recorded_world import JournaledWorld, same_state
 
@@ -331,7 +331,7 @@ def test_what_a_shard_took_after_its_snapshot_is_there_again(tmp_path):
     updates = [message for message in world.up["eu"] if isinstance(message, UpdatePart) and message.fragment == 1]
     handle(*updates)
     assert shard.server.members["eu"].fragments[1].sequence == 1
-    with patch.object(server_module, "MOST_UNSAID", 0):
+    with patch.object(intake, "MOST_UNSAID", 0):
         again = recover(build, int, tmp_path, 2, read_only=True)
     same_state(again.server, shard.server)
     shard.journal.close()

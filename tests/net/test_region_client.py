@@ -156,7 +156,7 @@ def test_a_shard_that_starts_over_is_another_to_its_workers_and_not_to_the_serve
 def test_a_region_that_counts_as_dead_joins_anew_where_it_has_something_to_send():
     async def life(waits: bool) -> str:
         server = make(config("halos"), cut_a=halves).regions["eu"]
-        server.trained = {1} if waits else set()
+        server.worker_data.trained = {1} if waits else set()
 
         async def read(call: Any) -> Any:
             return call()

@@ -91,7 +91,7 @@ def test_payloads_are_decoded_while_the_disk_writes_and_taken_after(make, monkey
     region, worker = cluster.regions["eu"], cluster.joined("a")
     lease = worker.lease()
     assert lease is not None
-    fdatasync, take, decode = os.fdatasync, region.server.take, region.server.up.decode_measured
+    fdatasync, take, decode = os.fdatasync, region.server.take, region.server.core.up.decode_measured
     decoded, order, journal = threading.Event(), list[str](), region.recovered.journal
     append = journal.append
 
@@ -117,7 +117,7 @@ def test_payloads_are_decoded_while_the_disk_writes_and_taken_after(make, monkey
 
     monkeypatch.setattr(os, "fdatasync", synced)
     monkeypatch.setattr(region.server, "take", taken)
-    monkeypatch.setattr(region.server.up, "decode_measured", measured)
+    monkeypatch.setattr(region.server.core.up, "decode_measured", measured)
     monkeypatch.setattr(journal, "append", written)
     worker.exchange(worker.parts(lease, 0))
     at = order.index("taken")

@@ -13,9 +13,9 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, OuterConfig, RunConfig, parse, rule_config
 from geotrain.net.server.server_process import any_server, begin_server
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
+from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import Answer, ChunkWeights
 from geotrain.outer.rules import Counts, RegionRule, Vectors, region_rule
-from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
 from geotrain.staging.interface import to_bytes
 from tests.support.net_worlds import TINY, outer

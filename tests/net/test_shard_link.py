@@ -64,11 +64,11 @@ def test_only_a_process_that_begins_can_have_gone_back() -> None:
         assert await table.facts(said) == 1
         await table.standing(replace(first, seen=7))
         await table.standing(first)
-        assert ledger.taken == [1]
+        assert ledger.as_ledger.taken == [1]
         await table.standing(replace(first, incarnation="life-2"))
         with pytest.raises(Refused, match="lives no more"):  # as it lay in a socket while its process died
             await table.facts(said)
-        assert ledger.taken == [0]
+        assert ledger.as_ledger.taken == [0]
 
     asyncio.run(hellos())
 
@@ -95,7 +95,7 @@ def test_who_is_quarantined_has_no_share_on_shards_either() -> None:
             MemberStanding("us", "life-1", "present"),
         )
         shard.handle(Standing("life-1", "run", "", members))
-        assert shard.sharing == shares
+        assert shard.membership.sharing == shares
 
 
 def test_leases_of_who_is_gone_go_once_its_shards_have_said_what_they_took() -> None:

@@ -65,7 +65,7 @@ class Waiting(World):
 
     @property
     def waiting(self) -> list[str]:
-        return [*self.top.held(0)]
+        return [*self.top.answers.held(0)]
 
 
 def test_all_are_answered_when_all_at_work_have_sent() -> None:
@@ -88,7 +88,7 @@ def test_one_is_answered_when_its_answer_is_due_and_who_comes_later_waits_anew()
     world.tell(GLOBAL, AnswersDue(("eu",), 0))  # once more: it waits no more
     world.exchange("ap")
     assert world.waiting == ["ap", "us"], "eu is at work on its next"
-    assert world.deliver_down("eu", world.regions["eu"].in_flight[0])
+    assert world.deliver_down("eu", world.regions["eu"].uplink.in_flight[0])
     world.exchange("eu")
     assert [world.version(name) for name in ("eu", "us", "ap")] == [4, 4, 4]
 
@@ -131,9 +131,9 @@ def test_who_waits_does_so_after_a_restart_until_the_new_process_says_that_it_is
     world.exchange("eu")
     world.top = saved_and_loaded(world, GLOBAL)
     world.tell(GLOBAL, world.regions["eu"].join_message())
-    assert world.waiting == ["eu"] and not world.deliver_down("eu", world.regions["eu"].in_flight[0])
+    assert world.waiting == ["eu"] and not world.deliver_down("eu", world.regions["eu"].uplink.in_flight[0])
     world.tell(GLOBAL, AnswersDue(("eu",), 0))
-    assert world.deliver_down("eu", world.regions["eu"].in_flight[0])
+    assert world.deliver_down("eu", world.regions["eu"].uplink.in_flight[0])
 
 
 def test_a_region_waits_for_all_its_workers_or_until_one_of_them_cannot_wait() -> None:
@@ -143,10 +143,10 @@ def test_a_region_waits_for_all_its_workers_or_until_one_of_them_cannot_wait() -
     world.sends("b")
     assert len(world.up["eu"]) == 1
     world.goes_up("eu", 0.0)
-    assert world.deliver_down("eu", world.regions["eu"].in_flight[0])
+    assert world.deliver_down("eu", world.regions["eu"].uplink.in_flight[0])
     assert world.weights("a", {0: 1}) is not None
     world.sends("a", need_s=0.0)
-    assert len(world.up["eu"]) == 1 and not world.regions["eu"].held(0)
+    assert len(world.up["eu"]) == 1 and not world.regions["eu"].answers.held(0)
 
 
 def test_a_deadline_that_passes_while_an_update_is_in_flight_is_remembered() -> None:
@@ -160,12 +160,14 @@ def test_a_deadline_that_passes_while_an_update_is_in_flight_is_remembered() -> 
             world.tell("eu", join)
     world.sends("a", need_s=0.0)
     world.sends("b")
-    assert len(world.up["eu"]) == 1 and region.held(0) == ("b",), "one of each fragment is in flight at a time"
+    assert len(world.up["eu"]) == 1 and region.answers.held(0) == ("b",), (
+        "one of each fragment is in flight at a time"
+    )
     world.tell("eu", AnswersDue(("b",), 0))
     again = saved_and_loaded(world, "eu")
-    assert not again.held(0) and not region.held(0)
+    assert not again.answers.held(0) and not region.answers.held(0)
     world.goes_up("eu", 0.0)
-    assert world.deliver_down("eu", region.in_flight[0])
+    assert world.deliver_down("eu", region.uplink.in_flight[0])
     assert len(world.up["eu"]) == 1, "it leaves as soon as it can, though e has not sent"
 
 
@@ -197,7 +199,7 @@ def test_other_rules_answer_as_they_did() -> None:
     world = Waiting("merged")
     world.sends("a")
     world.goes_up("eu", 0.0)
-    assert world.version("eu") == 1 and not world.regions["eu"].held(0)
+    assert world.version("eu") == 1 and not world.regions["eu"].answers.held(0)
     flat = outer_world.flat("region_momentum")
     (part,) = FakeWorker("a", parameter_map(), whole(parameter_map())).parts({0: torch.zeros(64)})
     flat.handle(replace(part, need_s=5.0))

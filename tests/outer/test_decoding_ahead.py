@@ -59,13 +59,13 @@ def test_what_is_decoded_ahead_changes_no_bit(seed: int) -> None:
 
 def test_nothing_is_decoded_twice_but_for_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
     server, decoded = flat(), list[int]()
-    decode = server.up.decode_measured
+    decode = server.core.up.decode_measured
 
     def counted(payload: torch.Tensor, out: torch.Tensor) -> float:
         decoded.append(out.numel())
         return decode(payload, out)
 
-    monkeypatch.setattr(server.up, "decode_measured", counted)
+    monkeypatch.setattr(server.core.up, "decode_measured", counted)
     worker = FakeWorker("a", server.parameter_map, halves(server.parameter_map))
     joins, fragments = worker.joins(server.identity, "life-2"), range(len(server.parameter_map.fragments))
     for join in joins:

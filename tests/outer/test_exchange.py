@@ -151,7 +151,7 @@ def test_an_update_says_when_its_answer_is_needed() -> None:
 def test_the_stages_of_an_update_are_told_in_their_order() -> None:
     exchange, world = begun("continue")
     told: list[Event] = []
-    exchange.tell = told.append
+    exchange.report = told.append
     waits(exchange.after_step((0,), {}))
     assert told == [UpdateEncoded("w/0.1", 1, [], 0)]
     world.answer(0, 1)

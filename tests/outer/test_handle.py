@@ -15,7 +15,7 @@ from geotrain.outer.messages import (
     UpdatePart,
     UpdateRejected,
 )
-from geotrain.outer.server import server
+from geotrain.outer.server import intake
 from geotrain.outer.server.server import Handled
 from tests.support.outer_world import config, halves, make, random_deltas
 
@@ -24,13 +24,13 @@ from tests.support.outer_world import config, halves, make, random_deltas
 def checked(monkeypatch) -> list[tuple[int, int]]:
     """(sequence, part) of every update that was checked in full."""
     seen: list[tuple[int, int]] = []
-    real = server.check_part
+    real = intake.check_part
 
     def counting(part: UpdatePart, *others: Any) -> None:
         seen.append((part.sequence, part.part))
         real(part, *others)
 
-    monkeypatch.setattr(server, "check_part", counting)
+    monkeypatch.setattr(intake, "check_part", counting)
     return seen
 
 
@@ -40,7 +40,7 @@ def test_an_admitted_update_is_not_checked_again(checked) -> None:
     for admit in (True, False):  # from a socket; from a journal, or in the simulator
         parts = worker.parts(random_deltas(world, 1))
         if admit:
-            assert all(region.admit(part) for part in parts)
+            assert all(region.intake.admit(part) for part in parts)
         assert [region.handle(part).reply for part in parts] == [False, True]
     assert checked == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
@@ -50,16 +50,16 @@ def test_only_what_was_admitted_passes_unchecked(checked) -> None:
     world = make(config(), cut_a=halves)
     region, worker = world.regions["eu"], world.workers["a"][1]
     good, other = worker.parts(random_deltas(world, 1))
-    assert region.admit(good)
+    assert region.intake.admit(good)
     short = dataclasses.replace(good.deltas[0], payload=good.deltas[0].payload[:-1])
     with pytest.raises(Refused, match="its slices need"):
         region.handle(dataclasses.replace(good, deltas=(short,)))
-    assert region.admit(good)
+    assert region.intake.admit(good)
     assert region.handle(good).reply is False
     checked.clear()
     assert region.handle(good).reply is False  # a retry of half an update
     assert checked == [(1, 0)]
-    assert region.admit(other)
+    assert region.intake.admit(other)
     region.handle(worker.joins(world.identity)[1])  # this rank joined again: its slices may be others now
     checked.clear()
     assert region.handle(other).reply is True
@@ -116,7 +116,7 @@ def test_a_worker_need_not_wait_for_what_its_update_sends_up() -> None:
     assert [type(event) for event in taken.events] == [UpdateStage, UpdateApplied]
     assert not [send for send in taken.sends if isinstance(send.message, UpdatePart)]
     assert region.answer("a", part.incarnation, 0, 0, 1) is not None
-    assert (region.sequences, region.status()["in_flight"]) == ([0], 1)
+    assert (region.uplink.sequences, region.status()["in_flight"]) == ([0], 1)
     rest = region.go_on()
     assert [send.message.sequence for send in rest.sends if isinstance(send.message, UpdatePart)] == [1]
     assert [type(event) for event in rest.events] == [SentUp]

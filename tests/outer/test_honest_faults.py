@@ -78,13 +78,13 @@ def test_a_lease_that_went_back_while_it_was_asked_for_once_more_is_not_held():
     world.tell("eu", LeaseRequest("a", 1))
     while world.up["eu"]:
         world.deliver("eu")
-    (spare,) = [lease for lease in region.leases.held["a"].values() if lease.job == 2]
+    (spare,) = [lease for lease in region.worker_data.leases.held["a"].values() if lease.job == 2]
     world.tell("eu", Recall())
-    assert world.tell("eu", spare) == "again" and 2 not in region.leases.held["a"]
+    assert world.tell("eu", spare) == "again" and 2 not in region.worker_data.leases.held["a"]
     world.settle("eu")
     granted = world.top.handle(LeaseRequest("a", 2)).reply
     assert granted.lease != spare.lease and world.tell("eu", granted) is None
-    assert region.leases.held["a"][2] == granted
+    assert region.worker_data.leases.held["a"][2] == granted
 
 
 def test_data_of_a_job_to_which_a_worker_will_not_come_goes_back():
@@ -93,7 +93,7 @@ def test_data_of_a_job_to_which_a_worker_will_not_come_goes_back():
     world.tell("eu", LeaseRequest("a", 1))
     while world.up["eu"]:
         world.deliver("eu")
-    held = region.leases.held["a"]
+    held = region.worker_data.leases.held["a"]
     third = held[3].lease
     del held[1], held[2]  # what they gave was refused for good, and its worker begins anew
     world.tell("eu", Finished("a", 1))
@@ -199,10 +199,10 @@ def test_what_others_were_given_meanwhile_is_taken_from_nobody_who_counted_as_de
     assert top.handle(LeaseRequest("b", 1)).reply.start == second.start
     for leases in ((second.lease,), ()):
         with pytest.raises(DataGone, match=r"leases \[2\] went to others"):
-            top.admit(dataclasses.replace(made, sequence=2, contains=leases))
+            top.intake.admit(dataclasses.replace(made, sequence=2, contains=leases))
     [join] = FakeWorker("a", toy(), whole(toy())).joins(top.identity, "life-2")
     top.handle(join)
-    assert top.admit(dataclasses.replace(made, sequence=2, incarnation="life-2"))
+    assert top.intake.admit(dataclasses.replace(made, sequence=2, incarnation="life-2"))
 
 
 def test_a_lease_for_a_job_that_is_done_is_given_back_unless_it_is_a_copy():

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
-from geotrain.outer.server.leases import LeaseTable, patience_s
+from geotrain.outer.server.lease_requests import patience_s
+from geotrain.outer.server.leases import LeaseTable
 from geotrain.outer.server.region_leases import RegionLeases
 from tests.support.outer_world import config
 

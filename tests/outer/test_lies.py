@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks import ROOT
 from geotrain.config import LimitsConfig, load_run
 from geotrain.net.transport import wire
+from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import (
     Identity,
     Join,
@@ -28,7 +29,6 @@ from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.leases import FASTER, LeaseTable
 from geotrain.outer.server.limits import FAR, NormLimits
 from geotrain.outer.server.member import MOST_LEASES, MOST_METRICS, MOST_NAME
-from geotrain.outer.server.server import identity_of
 from tests.support.outer_world import FakeWorker, World, config, make, parameter_map, random_deltas, whole
 
 # ------------------------------------------------------------------------------------------------------ weight
@@ -44,10 +44,10 @@ def test_a_weight_without_data_excuses_no_norm_and_changes_no_usual():
     lie = dataclasses.replace(
         part, member="eu", sequence=world.top.members["eu"].fragments[0].sequence + 1, weight=10**6
     )
-    norms = json.dumps(world.top.norms.state())
+    norms = json.dumps(world.top.intake.norms.state())
     with pytest.raises(Refused, match="far out of the ordinary"):
         world.top.handle(lie)
-    assert json.dumps(world.top.norms.state()) == norms
+    assert json.dumps(world.top.intake.norms.state()) == norms
 
 
 # ------------------------------------------------------------------------------------------------------ growth
@@ -154,7 +154,7 @@ def test_what_a_region_merges_can_always_be_written_down():
         [part] = fake.parts(random_deltas(world, 1))
         metrics = {f"{fake.name}-{n:03}".ljust(MOST_NAME, "x"): 1.0 for n in range(MOST_METRICS)}
         region.handle(dataclasses.replace(part, metrics=metrics))
-    region.contains[0] = list(range(1, 3 * MOST_LEASES))
+    region.uplink.contains[0] = list(range(1, 3 * MOST_LEASES))
     told = 0
     for fake in workers:
         handled = region.handle(MemberSilent(fake.name, "life-1"))

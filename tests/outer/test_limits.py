@@ -185,7 +185,7 @@ def test_an_update_looks_at_as_many_members_however_many_have_joined():
             top.members.count = 0
             assert top.handle(part).reply
         looked.append(top.members.count)
-        remembered.append(len(top.norms.state()[0][0]))
+        remembered.append(len(top.intake.norms.state()[0][0]))
     assert looked[0] == looked[1] > 0
     assert remembered == [MEMORY, MOST_MEMORY]  # of 200 members, 200 times as many would be sorted for each update
 

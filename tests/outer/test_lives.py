@@ -14,6 +14,9 @@ from geotrain.config import codec_config
 from geotrain.net.storage.recovery import end_incarnations
 from geotrain.outer.events import Joined
 from geotrain.outer.messages import (
+    AnswerWanted,
+    Fact,
+    Facts,
     Finished,
     Lease,
     LeaseRequest,
@@ -23,12 +26,24 @@ from geotrain.outer.messages import (
     OperatorCommand,
     Recall,
     Refused,
+    TakenBack,
     UpdateRejected,
 )
 from geotrain.outer.server.leases import RETURNED_KEPT
 from geotrain.outer.server.member import MOST_INCARNATIONS, Member
 from geotrain.outer.server.member_phase import TRANSITIONS, MemberEvent, MemberPhase
-from tests.support.outer_world import FakeWorker, config, flat, halves, make, random_deltas, saved_and_loaded, whole
+from geotrain.outer.server.parts import ServerPart
+from tests.support.outer_world import (
+    FakeWorker,
+    config,
+    flat,
+    halves,
+    make,
+    random_deltas,
+    saved_and_loaded,
+    weights_of,
+    whole,
+)
 
 
 def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
@@ -104,7 +119,7 @@ def test_random_lives_never_leave_the_table(happenings):
         member = region.members["a"]
         assert (member.left, member.quarantined, member.restarts) == (left, quarantined, restarts)
         assert member.silent == (silent and not left) and member.away == (left or silent or quarantined)
-        assert region.sharing == {name for name, each in region.members.items() if each.takes_part}
+        assert region.membership.sharing == {name for name, each in region.members.items() if each.takes_part}
 
 
 def test_a_share_belongs_to_who_takes_part():
@@ -113,7 +128,7 @@ def test_a_share_belongs_to_who_takes_part():
     names = ("a", "b", "c", "d", "never")
     top = flat("region_momentum", samples=8, workers=names, local_steps=4)
     top.members["never"] = Member()
-    top.sharing.discard("never")
+    top.membership.sharing.discard("never")
     fakes = {name: FakeWorker(name, top.parameter_map, whole(top.parameter_map)) for name in names}
 
     def share(life: str = "life-1", name: str = "a") -> float:
@@ -134,7 +149,7 @@ def test_a_share_belongs_to_who_takes_part():
     ):
         top.handle(message)
         assert share() == others
-        assert {name for name in names if top.status()["members"][name]["takes_part"]} == top.sharing
+        assert {name for name in names if top.status()["members"][name]["takes_part"]} == top.membership.sharing
     assert share(name="c") == 4, "it lives, and counts in its own update already"
     top.handle(LeaseRequest("a", 1))
     top.handle(Leave("d"))
@@ -148,9 +163,9 @@ def test_a_share_belongs_to_who_takes_part():
 def test_what_no_phase_allows_is_refused():
     region = make(config()).regions["eu"]
     region.members["a"].phase = MemberPhase.NEW
-    assert (MemberPhase.NEW, MemberEvent.HEARD) not in TRANSITIONS
-    with pytest.raises(ValueError, match="HEARD cannot happen to a member that is new"):
-        region.members["a"].meet(MemberEvent.HEARD)
+    assert (MemberPhase.NEW, MemberEvent.ALIVE) not in TRANSITIONS
+    with pytest.raises(ValueError, match="ALIVE cannot happen to a member that is new"):
+        region.members["a"].transition(MemberEvent.ALIVE)
 
 
 def test_whether_a_part_is_wanted_is_known_without_its_payload():
@@ -163,13 +178,13 @@ def test_whether_a_part_is_wanted_is_known_without_its_payload():
         return dataclasses.replace(part, deltas=deltas)
 
     size = len(first.deltas[0].payload)
-    assert region.admit(bare(first, size))
+    assert region.intake.admit(bare(first, size))
     with pytest.raises(Refused, match="bytes, its slices need"):
-        region.admit(bare(first, size + 1))
+        region.intake.admit(bare(first, size + 1))
     region.handle(first)
-    assert not region.admit(bare(first, size))
+    assert not region.intake.admit(bare(first, size))
     region.handle(second)
-    assert not region.admit(bare(second, len(second.deltas[0].payload)))
+    assert not region.intake.admit(bare(second, len(second.deltas[0].payload)))
 
 
 def test_an_answer_that_comes_twice_is_adopted_once():
@@ -198,12 +213,12 @@ def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():
     region = world.regions["eu"]
     region.handle(Leave("a"))
     half_way = saved_and_loaded(world, "eu")
-    assert half_way.gone and half_way.empty  # its goodbye is still to be said
+    assert half_way.gone and half_way.membership.empty  # its goodbye is still to be said
     region.handle(Leave("eu"))
     again = saved_and_loaded(world, "eu")
     assert again.done
     again.begin_again()
-    assert not again.gone and not again.empty
+    assert not again.gone and not again.membership.empty
 
 
 def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():
@@ -217,11 +232,11 @@ def test_a_reserve_has_no_gap_that_a_worker_does_not_come_across():
     world.up["eu"].appendleft(late)
     while world.up["eu"]:
         world.deliver("eu")
-    assert world.regions["eu"].leases.held["a"].keys() == {1} and len(world.top.lease_table.open) == 1
+    assert world.regions["eu"].worker_data.leases.held["a"].keys() == {1} and len(world.top.lease_table.open) == 1
     world.tell("eu", LeaseRequest("a", 2))
     while world.up["eu"]:
         world.deliver("eu")
-    assert world.regions["eu"].leases.held["a"].keys() == {1, 2, 3}
+    assert world.regions["eu"].worker_data.leases.held["a"].keys() == {1, 2, 3}
 
 
 def test_a_restarted_region_keeps_all_leases_that_it_answers_for_however_many():
@@ -229,7 +244,7 @@ def test_a_restarted_region_keeps_all_leases_that_it_answers_for_however_many():
     numbers = tuple(world.top.handle(LeaseRequest("a", job)).reply.lease for job in range(1, RETURNED_KEPT + 3))
     again = dataclasses.replace(world.regions["eu"].join_message(), incarnation="life-2", leases=numbers[:-1])
     assert world.top.handle(again).reply.gone == ()
-    assert tuple(world.top.holds("eu")) == numbers[:-1]
+    assert tuple(world.top.keeper.holds("eu")) == numbers[:-1]
     assert world.top.handle(LeaseRequest("b", 1)).reply.start == RETURNED_KEPT + 1  # that of which it knows nothing
 
 
@@ -238,7 +253,7 @@ def test_a_run_that_is_resumed_with_fewer_samples_than_were_handed_out_trains_no
     world.tell("eu", LeaseRequest("a", 1))
     while world.up["eu"]:
         world.deliver("eu")
-    world.push("a", random_deltas(world, 1), (world.regions["eu"].leases.held["a"][1].lease,))
+    world.push("a", random_deltas(world, 1), (world.regions["eu"].worker_data.leases.held["a"][1].lease,))
     world.top.handle(OperatorCommand("stop"))
     world.tell("eu", Recall())
     world.tell("eu", Leave("a"))
@@ -262,3 +277,41 @@ def test_a_member_has_only_so_many_lives():
     with pytest.raises(Refused, match=f"more than {MOST_INCARNATIONS:,} incarnations"):
         region.handle(fake.joins(world.identity, "one-more")[0])
     assert region.handle(fake.joins(world.identity, "life-1")[0]).reply
+
+
+def test_what_a_shard_took_before_it_knew_that_a_lease_went_back_counts_once_the_lease_is_held_again():
+    world = make(config())
+    numbers = tuple(range(len(world.parameter_map.fragments)))
+    region, zeros = world.build("eu", ServerPart((numbers,))), (0,) * len(numbers)
+    for join in world.workers["a"][1].joins(world.identity):
+        region.handle(join)
+    region.handle(Facts(0, 0, (), zeros, zeros, seen=region.as_ledger.changes))
+    region.handle(LeaseRequest("a", 1))
+    region.handle(Lease("a", 1, 7, 0, 1, 1))
+    over = Fact("over", reason="an update was refused")
+    taken = (Fact("applied", "a", "life-1", fragment, 1, 1, contains=(7,)) for fragment in numbers)
+    region.handle(Facts(0, 0, (over, *taken), zeros, zeros))
+    assert not region.worker_data.leases.held["a"] and not region.worker_data.trained
+    region.handle(TakenBack("a", (7,), ()))
+    assert region.worker_data.trained == {7} and not region.worker_data.leases.held["a"]
+
+
+def test_last_weights_that_lack_an_update_on_its_way_are_asked_for_once_more():
+    world = make(config(merge_alpha=0.5, updates_per_send=1))
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    region.worker_data.final, region.worker_data.no_data_job = set(), {"a": 1}
+    deltas = random_deltas(world, 1)
+    for part in worker.parts(deltas, ()):
+        world.tell("eu", part)
+    own = [vector.clone() for vector in weights_of(region)]
+    assert region.uplink.in_flight.keys() == set(deltas)
+    world.answer("eu", 0, 0)
+    assert torch.equal(weights_of(region)[0], own[0]) and not region.worker_data.final
+    while world.up["eu"]:
+        world.deliver("eu")
+    for update in list(region.uplink.in_flight.values()):
+        world.deliver_down("eu", update)
+    assert [send for send in world.up["eu"] if isinstance(send, AnswerWanted)]
+    for fragment in deltas:
+        world.answer("eu", fragment, 0)
+        assert torch.equal(region.weights(fragment), world.top.weights(fragment))

@@ -45,7 +45,7 @@ def refuses(server: Any, message: Any, reason: str) -> None:
     tensors, plain = frozen(server)
     takes = [server.handle]
     if isinstance(message, UpdatePart) and "not finite" not in reason and "beyond all" not in reason:
-        takes.insert(0, server.admit)
+        takes.insert(0, server.intake.admit)
     for take in takes:
         with pytest.raises(Refused, match=reason):
             take(message)

@@ -66,7 +66,7 @@ def test_the_published_rule_loses_what_travelled_and_the_ledger_does_not():
         everything = x0 - deltas.sum(axis=0)
         error = np.abs(world.top.weights(0).numpy() - everything).max()
         assert (error < 1e-4) == ledger
-        assert (region.lost_updates > 0) == (lost > 0)
+        assert (region.uplink.lost_updates > 0) == (lost > 0)
 
 
 def test_sync_gives_the_same_bits_whatever_the_order_of_arrival():

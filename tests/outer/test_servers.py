@@ -88,7 +88,7 @@ def test_a_loaded_region_sends_the_same_numbers_for_people():
     for region in (old, new):
         region.handle(part)
     assert old.state()[1] == new.state()[1]
-    assert [sent.metrics["loss"] for sent in new.in_flight.values()] == [3.0]
+    assert [sent.metrics["loss"] for sent in new.uplink.in_flight.values()] == [3.0]
 
 
 def test_who_was_silent_is_silent_when_it_is_loaded_whatever_parts_it_had_sent():

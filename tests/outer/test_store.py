@@ -72,7 +72,7 @@ def test_a_fault_in_one_chunk_of_global_weights_changes_no_mirror() -> None:
         region.handle(wrong)
     assert all(torch.equal(tensor, before[name]) for name, tensor in region.state()[0].items())
     world.tell("eu", answer)
-    assert update.fragment not in region.in_flight
+    assert update.fragment not in region.uplink.in_flight
 
 
 def test_a_state_that_is_cut_otherwise_is_refused() -> None:

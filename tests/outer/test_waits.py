@@ -64,14 +64,14 @@ def test_what_is_waited_for(status: dict[str, Any], changes: dict[str, Any], fou
 
 def test_each_lasts_since_it_was_seen_first_and_there_is_a_bound() -> None:
     table, lease = WaitTable(), Wait("lease", "a", "2 leases")
-    assert table.told([lease], 10.0)[0]["since_s"] == 10.0
+    assert table.as_json([lease], 10.0)[0]["since_s"] == 10.0
     fewer = Wait("lease", "a", "1 lease")
-    told = table.told([Wait("join", "b", "b"), fewer], 20.0)
+    told = table.as_json([Wait("join", "b", "b"), fewer], 20.0)
     assert [(wait["whom"], wait["text"], wait["since_s"]) for wait in told] == [
         ("a", "1 lease", 10.0),
         ("b", "b", 20.0),
     ]
-    assert table.told([], 30.0) == []
-    assert table.told([lease], 40.0)[0]["since_s"] == 40.0, "it is another time"
-    many = table.told([Wait("join", f"w{i}", "") for i in range(1000)], 50.0)
+    assert table.as_json([], 30.0) == []
+    assert table.as_json([lease], 40.0)[0]["since_s"] == 40.0, "it is another time"
+    many = table.as_json([Wait("join", f"w{i}", "") for i in range(1000)], 50.0)
     assert len(many) == MOST_WAITS + 1 and many[-1]["text"] == f"{1000 - MOST_WAITS} things more"

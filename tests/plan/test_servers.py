@@ -76,7 +76,7 @@ def play(world: World) -> Iterator[int]:
                 assert sent.member == region
         yield turn
         for region, server in world.regions.items():
-            for update in list(server.in_flight.values()):
+            for update in list(server.uplink.in_flight.values()):
                 world.deliver_down(region, update)
         yield turn
 

@@ -45,11 +45,11 @@ ONLY_IN = {  # who may import these
 # Door → lines of code that must be read to know all that runs behind it, at most: of its import closure, wherever the
 # files lie, so that nothing is won by moving or cutting them.
 DOORS = {
-    "worker.loop": 5_933,
-    "net.transport.worker_client": 4_047,
-    "outer.server.server": 6_761,
+    "worker.loop": 5_930,
+    "net.transport.worker_client": 3_875,
+    "outer.server.server": 6_460,
     "worker.trainer": 9_452,
-    "net.server.server_process": 15_280,
+    "net.server.server_process": 14_800,
 }
 SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 # Lines of code that an issue grants, and that nobody has spent. Who spends some takes them away here in the same
@@ -57,7 +57,7 @@ SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 GRANTED = {
     "waiting answers": {"product": 0, "benchmarks": 100, "tests": 0},
     "today's stack": {"product": 131, "benchmarks": 300, "tests": 198},
-    "healing": {"product": 894, "benchmarks": 400, "tests": 485},
+    "healing": {"product": 899, "benchmarks": 400, "tests": 542},
 }
 # Each sum with its grants where git knows no other commit to compare with, such as on main itself in CI.
 RECORDED = {"product": 37_160 + 2_400, "benchmarks": 11_468 + 800, "tests": 35_842 + 1_600}

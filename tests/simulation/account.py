@@ -99,8 +99,8 @@ class Account:
 
     def watch(self, server: Server, lives: Callable[[], bool], fail: Callable[[str], None]) -> None:
         """Be told what this incarnation of a server does, as long as it lives. fail: is called with what is wrong."""
-        take, go_on, admit = server.take, server.go_on, server.admit
-        on_fact, reject = server._on_fact, server._on_update_rejected
+        take, go_on, admit = server.take, server.go_on, server.intake.admit
+        on_fact, reject = server._on_fact, server.membership.count_strike
         shard = server.part.shard
 
         def watched(message: Any) -> Handled:
@@ -110,7 +110,7 @@ class Account:
             handled = take(message)
             if shard is not None and lives():
                 said = self.facts[process_of(server)]
-                said += server.unsaid[len(said) - server.said :]
+                said += server.as_shard.unsaid[len(said) - server.as_shard.said :]
             judge(self._took, message, handled, before)
             judge(self._sent, handled.sends)
             return handled
@@ -150,9 +150,9 @@ class Account:
         if server.ledger and server.part.dealt:
             server._on_fact = noted  # type: ignore[method-assign]
         if server.ledger and server.name != GLOBAL:
-            server._on_update_rejected = rejected  # type: ignore[method-assign]
+            server.membership.count_strike = rejected  # type: ignore[method-assign]
         if server.name == GLOBAL:
-            server.admit = refusing  # type: ignore[method-assign]
+            server.intake.admit = refusing  # type: ignore[method-assign]
 
     def trains(self, parts: Sequence[UpdatePart], slicing: Sequence[Sequence[tuple[StridedSlice, ...]]]) -> None:
         """A worker makes an update of each of some fragments, which its ranks are about to send."""
@@ -174,7 +174,7 @@ class Account:
 
     def keeps(self, shard: str, server: Server, checkpoint_id: str) -> None:
         """A shard's snapshot is of this moment."""
-        reported = server.said + len(server.unsaid)
+        reported = server.as_shard.said + len(server.as_shard.unsaid)
         here = {fragment for region, fragment in self.flying if region == server.name}
         taken = {each for each in self.taken if each[0] in server.members and each[1] in server.numbers}
         weights = self.spec.weights_of(server.name, server.numbers)
@@ -215,7 +215,9 @@ class Account:
             if isinstance(message, WentBack):
                 self.known[shard] = message.facts
                 self.former.pop(shard, None)
-            assert not lost and server.taken[message.shard] == self.known[shard], f"facts of {shard} are missing"
+            assert not lost and server.as_ledger.taken[message.shard] == self.known[shard], (
+                f"facts of {shard} are missing"
+            )
         if isinstance(message, MemberSilent):
             here = self.spec.region.get(message.member, {})
             begins = server.name == GLOBAL and len(here) < len(self.parameter_map.fragments)  # no beats before that
@@ -229,6 +231,10 @@ class Account:
         elif isinstance(message, Answer):
             if any(isinstance(event, Merged) for event in handled.events):
                 self._merged(server, message)
+            elif (server.name, message.fragment) in self.flying and not message.sequence:
+                final = server.worker_data.final
+                for weights in message.weights if final is not None and message.fragment not in final else ():
+                    self.spec.received(server.name, weights)  # it is passed over
         else:
             self._region_took(server, message, handled.reply)
             if any(isinstance(event, StartedOver) for event in handled.events):
@@ -253,7 +259,7 @@ class Account:
 
     def _noted(self, ledger: Any, fact: Fact) -> None:
         """A server of shards takes a fact, each once, as it was reported."""
-        for i, taken in enumerate(ledger.taken):
+        for i, taken in enumerate(ledger.as_ledger.taken):
             if taken > self.known[shard := shard_name(ledger.name, i)]:
                 self.known[shard] += 1
                 said = [each[taken - 1 : taken] for each in (self.facts[shard], self.former[shard])]
@@ -280,14 +286,14 @@ class Account:
 
     def _share(self, server: Any) -> None:
         """Who has come, and is not away, takes part; and who ended as there was no data for it."""
-        joined = server.members if server.ledger else server.stands
+        joined = server.members if server.ledger else server.as_shard.stands
         here = {
             name
             for name, m in server.members.items()
             if (name in joined and joined[name].incarnation)
             and (not m.away or (m.phase is MemberPhase.DONE and not m.quarantined))
         }
-        assert server.sharing == here, f"{server.sharing} take part, not {here}"
+        assert server.membership.sharing == here, f"{server.membership.sharing} take part, not {here}"
         self.spec.sharing[server.name] = len(here)
 
     def _top_took(self, top: Any, message: Any, reply: Any, before: str) -> None:
@@ -317,7 +323,7 @@ class Account:
             case Release() if not top.rule.in_rounds:
                 for number in sorted(message.leases):
                     if message.failed:
-                        ledger.gave_nothing(number, max(0.05 * self.samples, 4 * self.local_steps * STEP))
+                        ledger.report_nonfinite_delta(number, max(0.05 * self.samples, 4 * self.local_steps * STEP))
                     else:
                         ledger.given_back(number)
             case OperatorCommand("pause" | "resume"):
@@ -354,7 +360,7 @@ class Account:
 
     def _settled(self, server: Any) -> list[tuple[str, tuple[int, ...] | None]]:
         """Members whose shards have confirmed that they are gone, or begin anew; with these the leases they name."""
-        of = [key for key in self.waits if key[0] == server.name and key[1] not in server.unsettled]
+        of = [key for key in self.waits if key[0] == server.name and key[1] not in server.as_ledger.unsettled]
         return [(key[1], self.waits.pop(key)) for key in of]
 
     def _back(self, top: Any, member: str, but: tuple[int, ...] = ()) -> None:

@@ -30,7 +30,7 @@ from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.storage import frozen_state, remote_snapshots
 from geotrain.net.transport import grpc_client, rpc, wire, worker_client
 from geotrain.net.transport.tcp_counters import Traffic
-from geotrain.outer.server import leases
+from geotrain.outer.server import lease_requests
 from tests.simulation.disk import Disk
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network
@@ -83,7 +83,7 @@ class Machine:
             (wire, "DATA_FRAME_BYTES", FRAME_BYTES),
             (failure_detector, "LEAST_PATIENCE_S", PATIENCE_S),
             (failure_detector.FailureDetector, "clock", staticmethod(loop.time)),
-            (leases, "LEAST_PATIENCE_S", PATIENCE_S),
+            (lease_requests, "LEAST_PATIENCE_S", PATIENCE_S),
             (grpc_client, "LAST_PAUSE_S", 3.0),
             (rpc, "BEAT_S", BEAT_S),
             (rpc, "REGION_BEAT_S", BEAT_S),

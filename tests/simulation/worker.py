@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from geotrain.net.transport.fragment_links import shards_above
+from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import Answer, Lease, LeaseRequest
-from geotrain.outer.server.server import identity_of
 from geotrain.parameters.parameter_map import StridedSlice
 from tests.support.net_worlds import FakeWorker, halves, whole
 

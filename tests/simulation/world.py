@@ -27,7 +27,7 @@ from geotrain.config.cluster import shard_name
 from geotrain.config.outer import LimitsConfig
 from geotrain.monitor.events import EventLog, Trouble
 from geotrain.net.server.first_weights import initial_weights
-from geotrain.net.server.server_host import RegionServerHost, ServerHost
+from geotrain.net.server.server_host import ServerHost
 from geotrain.net.server.server_process import EXPECTED, FOR_GOOD, _recovered, any_server
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.recovery import Recovered, restarted
@@ -335,9 +335,8 @@ class World:
                 self._compare(name, process.expected, durable(recovered.server))
             self.account.watch(recovered.server, lambda: log.alive, self.faults.append)
             recovered.store.new_checkpoint_id = self._keeping(process, recovered)  # type: ignore[method-assign]
-            kind = ServerHost if server == GLOBAL else RegionServerHost
             monitor: Any = SimpleNamespace(page_url=None, metrics_url=None)
-            process.host = kind(setup, recovered, events, monitor, copies)
+            process.host = ServerHost(setup, recovered, events, monitor, copies)
             await process.host.run()
         except Exception as error:
             process.host = process.task = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from geotrain.config import RunConfig
+from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
@@ -24,7 +25,6 @@ from geotrain.outer.rules import region_rule
 from geotrain.outer.rules.region_momentum import updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.server.server import identity_of
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from tests.support.outer_world import InProcess
@@ -95,10 +95,10 @@ class LocalClient:
     def validated(self, result: Validated) -> None:
         self.servers.say(result)
 
-    def gave_nothing(self, lease: int) -> None:
+    def report_nonfinite_delta(self, lease: int) -> None:
         self.servers.say(
             UpdateRejected(
-                self.name, self.incarnation, "not finite", job=self.servers.region.holds(self.name)[lease].job
+                self.name, self.incarnation, "not finite", job=self.servers.region.keeper.holds(self.name)[lease].job
             )
         )
 

@@ -26,7 +26,7 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.rules import region_rule
 from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.membership import WHOLE, ServerPart
+from geotrain.outer.server.parts import WHOLE, ServerPart
 from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Server
 from geotrain.parameters.chunks import cut_slice
@@ -222,7 +222,7 @@ class World(InProcess):
         while self.up[region] or answered:
             while self.up[region]:
                 self.deliver(region)
-            answered = any(self.deliver_down(region, u) for u in list(self.regions[region].in_flight.values()))
+            answered = any(self.deliver_down(region, u) for u in list(self.regions[region].uplink.in_flight.values()))
 
     def lease(self, worker: str) -> Lease | None:
         """The worker's next lease, which the global server gives and the region is told of."""
@@ -330,4 +330,4 @@ def saved_and_loaded(world: World, name: str) -> Any:
 def say_again(old: Server, new: Server) -> None:
     """Replay what a state leaves out."""
     for message in left_out(old):
-        new.note_joined(message.join) if isinstance(message, StillJoined) else new.handle(message)
+        new.membership.note_joined(message.join) if isinstance(message, StillJoined) else new.handle(message)

@@ -14,6 +14,7 @@ import torch
 from geotrain.common.names import GLOBAL
 from geotrain.net.storage.recovery import begin_snapshot, finish_snapshot, recover
 from geotrain.outer.messages import Refused
+from geotrain.outer.server.region_server import RegionServer
 from geotrain.outer.server.server import Handled
 from tests.support.outer_world import World
 
@@ -103,7 +104,7 @@ def check_store(server: Any) -> None:
         exchanges = member.fragments.items()
         assert known.updates.keys() == {(f, own.sequence + 1) for f, own in exchanges if own.arriving}
         assert known.answers.keys() <= {f for f, own in exchanges if own.answer is not None}
-    updates = getattr(server, "in_flight", {}).values()  # of a region
+    updates = server.uplink.in_flight.values() if isinstance(server, RegionServer) else ()
     travelling = {delta.chunk for update in updates for delta in update.deltas}
     assert server.store.in_flight.keys() == travelling
 

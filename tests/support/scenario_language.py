@@ -307,7 +307,7 @@ class Scenario:
 
     def do_leases(self, region: str) -> None:
         """Show for which jobs of its workers the region has leases."""
-        held = self.world.servers(region).leases.held
+        held = self.world.servers(region).worker_data.leases.held
         self.lines.append(f"{region} holds leases of jobs { ({name: sorted(of) for name, of in held.items()}) }")
 
     # -- the link between a region and the global server

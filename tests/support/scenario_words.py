@@ -81,7 +81,7 @@ def message_text(message: Any) -> str:
         case Leave():
             return f"{message.member} leaves"
         case MemberSilent():
-            return f"{message.member} was not heard of for too long"
+            return f"{message.member} was silent for too long"
         case AnswersDue():
             return f"answers to {', '.join(message.members)} for fragment {message.fragment} are due"
         case OperatorCommand():

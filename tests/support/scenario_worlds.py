@@ -184,7 +184,7 @@ class InMemory(World):
 
     def lease(self, worker: str, incarnation: str, request: LeaseRequest) -> Any:
         region, _ = self.workers[worker]
-        self.servers(region).current(worker, incarnation)
+        self.servers(region).membership.current(worker, incarnation)
         reply = self.tell(region, request)
         if reply is None:
             self.rest()
@@ -209,7 +209,7 @@ class InMemory(World):
                 self.refusing.remove(name)
                 world.top.handle(UpdateRejected(name, region.incarnation, REFUSED))
                 raise Refused(REFUSED)
-            world.top.current(name, region.incarnation)
+            world.top.membership.current(name, region.incarnation)
             if isinstance(message, UpdatePart) and name in self.needs:
                 message = replace(message, need_s=self.needs[name])
             reply = world.top.handle(message).reply
@@ -234,20 +234,20 @@ class InMemory(World):
             world.tell(name, reply)
         elif isinstance(message, Leave):
             world.tell(name, message)
-        elif isinstance(message, AnswerWanted) and message.fragment not in (region.final or ()):
+        elif isinstance(message, AnswerWanted) and message.fragment not in (region.worker_data.final or ()):
             world.answer(name, message.fragment, message.sequence)
         return True
 
     def answer(self, region: str, fragment: int) -> None:
-        self.world.deliver_down(region, self.world.regions[region].in_flight[fragment])
+        self.world.deliver_down(region, self.world.regions[region].uplink.in_flight[fragment])
 
     def answered(self, name: str) -> bool:
         """Pull the answers to what the global server has taken, and take what heartbeats tell. Returns whether there
         was anything."""
         world, region = self.world, self.world.regions[name]
-        above, sent = world.top.members[name].fragments, list(region.in_flight.values())
+        above, sent = world.top.members[name].fragments, list(region.uplink.in_flight.values())
         found = [world.deliver_down(name, u) for u in sent if u.sequence <= above[u.fragment].sequence]
-        if world.top.recalls(name) and any(region.leases.spare(worker) for worker in region.members):
+        if world.top.recalls(name) and any(region.worker_data.leases.spare(worker) for worker in region.members):
             found.append(world.tell(name, Recall()) is None)
         if world.top.over and not region.over:
             found.append(world.tell(name, RunComplete()) is None)
@@ -269,7 +269,7 @@ class InMemory(World):
         status = {"silent_limit_s": 60.0, "connected": server not in self.held, **self.status(server)}
         paused = status.get("phase") == "paused"
         judged = {name: {**m, "state": liveness(m, 0.0, 1.0, paused)} for name, m in status["members"].items()}
-        return WaitTable().told(waits({**status, "members": judged}), 0.0)
+        return WaitTable().as_json(waits({**status, "members": judged}), 0.0)
 
     def new_events(self, server: str) -> list[tuple[str, dict[str, Any]]]:
         return self.events.pop(server, [])
@@ -296,7 +296,7 @@ class OverSockets(World):
         detector = self.running(server).service.failure_detector
         self.loop.loop.call_soon_threadsafe(detector.stop)
         detector.clock = lambda: self.now_s
-        detector._heard_s = dict.fromkeys(detector._heard_s, self.now_s)
+        detector._alive_s = dict.fromkeys(detector._alive_s, self.now_s)
 
     def passes(self, server: str, seconds: float, heard: list[tuple[str, int]], late_s: float) -> None:
         """Let seconds pass, and the server's failure detector look. heard: member and rank of whom it has heard at
@@ -304,7 +304,7 @@ class OverSockets(World):
         self.now_s += seconds
         detector = self.running(server).service.failure_detector
         for rank in heard:
-            detector.heard(*rank)
+            detector.note_alive(*rank)
         self.loop.do(detector.look(self.now_s - late_s))
 
     def servers(self, name: str) -> Any:
@@ -398,15 +398,15 @@ class OverSockets(World):
         self.hold_clock(server)
 
     def refuse(self, region: str) -> None:
-        top, admit = self.cluster.top.server, self.cluster.top.server.admit
+        top, admit = self.cluster.top.server, self.cluster.top.server.intake.admit
 
         def refuse_once(part: UpdatePart) -> bool:
             if part.member != region:
                 return admit(part)  # type: ignore[no-any-return]
-            top.admit = admit
+            top.intake.admit = admit
             raise Refused(REFUSED)
 
-        top.admit = refuse_once
+        top.intake.admit = refuse_once
 
     def snapshot(self, server: str) -> None:
         self.running(server).snapshot()

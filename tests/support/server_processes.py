@@ -23,7 +23,7 @@ from geotrain.net.server.server_setup import Evaluate, ServerSetup
 from geotrain.net.transport.certs import OPERATOR, trust_between
 from geotrain.net.transport.fragment_links import shards_above
 from geotrain.net.transport.operator_client import ask_status
-from geotrain.outer.server.server import identity_of
+from geotrain.outer.identity import identity_of
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.support.forks import FORKS, preload
 from tests.support.net_worlds import BUSY_S, TINY, FakeWorker, halves, outer, whole

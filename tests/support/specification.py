@@ -245,7 +245,7 @@ class Ledger:
             if self.place[sample] == number:
                 self.place[sample] = "free"
 
-    def gave_nothing(self, number: int, most: float, stays: bool | None = None) -> None:
+    def report_nonfinite_delta(self, number: int, most: float, stays: bool | None = None) -> None:
         """Its training was of no use: what has failed before is set aside, as far as that is `most` samples. stays:
         in rounds, whether its worker keeps it, as it may where nothing else is left."""
         lease = self.leases[number]

@@ -144,7 +144,7 @@ def try_outer_loops() -> dict[str, Any]:
             masters = torch.cat([s.master for s in engine.shards()])
             results[name] = {
                 "losses": losses, "jobs": len(reports), "expected": expected, "status": servers.top.status(),
-                "lost": servers.region.lost_updates, "left": servers.top.finished,
+                "lost": servers.region.uplink.lost_updates, "left": servers.top.finished,
                 "weights": torch.cat(weights_of(servers.top)).norm().item(), "masters": masters.norm().item(),
                 "validations": checked,
             }  # fmt: skip

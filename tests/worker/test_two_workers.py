@@ -346,14 +346,14 @@ def test_rates_and_leases_are_of_the_run_and_not_of_the_worker(played: Played) -
     jobs = H * BATCH  # samples; every second update goes up, and commits both
     assert played.committed == [jobs * done for last in range(0, JOBS, 2) for done in (last, last + 2)]
     assert played.servers.top.phase == "ended" and played.servers.region.gone
-    assert played.servers.region.leases.jobs_each == UPDATES / 2  # as known before the run
+    assert played.servers.region.worker_data.leases.jobs_each == UPDATES / 2  # as known before the run
 
 
 def test_a_workers_update_is_what_its_ranks_trained_and_moves_the_momentum(played: Played) -> None:
     """m = k·m + (1−k)·Δ; x −= ½·(Δ + c·m), with k and c by the two files."""
     k = exp(-1 / (SHARE * UPDATES))
     c = GAIN / (20 * (1 - k))
-    m, codec = torch.zeros(ELEMENTS), played.servers.region.up
+    m, codec = torch.zeros(ELEMENTS), played.servers.region.core.up
     lost = dict.fromkeys("ab", torch.zeros(ELEMENTS))  # by codes, so far: it goes with the next update
     changes = played.servers.applied
     assert [(change.update.member, change.update.sequence) for change in changes] == [
@@ -387,13 +387,13 @@ def test_what_a_region_sends_is_its_progress_and_its_loss_goes_with_the_next(pla
 
 
 def test_every_encoding_rounds_with_random_bits_of_its_own(played: Played) -> None:
-    parts = JOBS * 2 if played.servers.region.up.error_feedback else 0
+    parts = JOBS * 2 if played.servers.region.core.up.error_feedback else 0
     assert len(set(played.seeds)) == len(played.seeds) == parts + JOBS / 2
 
 
 def test_bytes_on_both_links(played: Played) -> None:
     """Each rank sends its half; the region 4 bits an element, and a scale for each begun block of 128."""
-    each = 2 if played.servers.region.up.error_feedback else 4
+    each = 2 if played.servers.region.core.up.error_feedback else 4
     sent = [len(part.deltas[0].payload) for parts in played.servers.parts.values() for part in parts.values()]
     assert sent == [ELEMENTS // 2 * each] * JOBS * 2
     assert [len(change.update.deltas[0].payload) for change in played.servers.sent] == [16 + ELEMENTS // 2] * 6

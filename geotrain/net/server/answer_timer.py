@@ -26,7 +26,7 @@ class AnswerTimer:
         self._due_s: dict[tuple[str, int], float] = {}
 
     def start(self) -> None:
-        if self.server.waits:
+        if self.server.answers.waits:
             self._tasks["", 0] = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
@@ -66,4 +66,4 @@ class AnswerTimer:
             self.took_s = self.times.clock() - began_s
 
     def _waits(self, name: str, fragment: int) -> bool:
-        return name in self.server.held(fragment)
+        return name in self.server.answers.held(fragment)

@@ -22,7 +22,7 @@ from geotrain.monitor.events import Trouble
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.transport import rpc
 from geotrain.outer.messages import Lease, LiftQuarantine, MemberSilent, Refused
-from geotrain.outer.server.leases import LEAST_PATIENCE_S, PATIENCE
+from geotrain.outer.server.lease_requests import LEAST_PATIENCE_S, PATIENCE
 from geotrain.outer.server.liveness import liveness
 from geotrain.outer.server.member import Member
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 WORKER_SILENT_S = 60.0
 REGION_SILENT_S = 600.0  # longer, because a region that is cut off trains on, and its data should stay with it
-FRESH_S = 2.0  # who was heard of in it may have a connection that no sample of them has found
+FRESH_S = 2.0  # who gave a sign of life in it may have a connection that no sample of them has found
 MISSED_BEATS = 3  # a member that was silent for the time of so many heartbeats counts as cut off
 OF_REGION = 2.0  # times a worker's patience: its server gives up first who hangs there, and the leases come back
 FAR = 10.0  # times what is usual among the others: what is believed of a member's slowness
@@ -54,7 +54,7 @@ class FailureDetector:
         beat_s = rpc.REGION_BEAT_S if server_thread.server.member_role == "region" else rpc.BEAT_S
         self.slack = OF_REGION if server_thread.server.member_role == "region" else 1.0
         self.missed_s = min(MISSED_BEATS * beat_s, silent_s)
-        self._heard_s: dict[tuple[str, int], float] = {}
+        self._alive_s: dict[tuple[str, int], float] = {}
         self._quarantined_s: dict[str, float] = {}
         # Member → its incarnation, its last update, whether it holds leases, whether the run is over; since when.
         self._progress: dict[str, tuple[tuple[str, int, bool, bool], float]] = {}
@@ -72,13 +72,13 @@ class FailureDetector:
         if self._task is not None:
             self._task.cancel()
 
-    def heard(self, member: str, part: int) -> None:
+    def note_alive(self, member: str, part: int) -> None:
         """Note that one rank made a call."""
-        self._heard_s[member, part] = self.clock()
+        self._alive_s[member, part] = self.clock()
 
     def judge(self, status: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Judge all members now. status: the server's. Returns by member its part of the status, with `state`, as
-        `Liveness` has it, and `silent_s`, the seconds since its most silent rank was heard of."""
+        `Liveness` has it, and `silent_s`, the seconds since the last sign of life of its most silent rank."""
         now_s, paused, found, gone = self.clock(), status.get("phase") == "paused", {}, self.gone()
         for name, member in status.get("members", {}).items():
             silent_s = max(0.0, now_s - self._last_s(name, self.server_thread.server.members[name], now_s))
@@ -103,22 +103,22 @@ class FailureDetector:
         # members. That time does not count against them, nor that in which they cannot join, as a shard is away.
         late_s = now_s - due_s + (0.0 if self.ready() else self.silent_s / 8)
         if late_s > self.silent_s / 8 or not self.ready():
-            self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
+            self._alive_s = {rank: heard_s + late_s for rank, heard_s in self._alive_s.items()}
             self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
         self._sorted_s = sorted(self._usual_s.values())
-        # A member may have spoken while the server's thread was busy: it is judged by what was heard until now.
-        work = await self.server_thread.read(server.work)
+        # A member may have spoken while the server's thread was busy: it is judged by what came until now.
+        work = await self.server_thread.read(server.membership.work)
         for name, member in list(server.members.items()):
             # A quarantine's time is measured by this process, so it begins anew when the server is restarted.
             if not member.quarantined:
                 self._quarantined_s.pop(name, None)
             elif (
-                now_s - self._quarantined_s.setdefault(name, now_s) >= server.limits.quarantine_s
+                now_s - self._quarantined_s.setdefault(name, now_s) >= server.core.limits.quarantine_s
                 and not member.expelled
             ):
                 with suppress(Refused):
                     await self.server_thread.say(LiftQuarantine(name))
-            # A member that was there before this server was restarted is expected to join again; it counts as heard
+            # A member that was there before this server was restarted is expected to join again; it counts as alive
             # of for the first time now. One that never came (it has no incarnation) is not waited for.
             last_s = self._last_s(name, member, now_s)
             if member.left or not member.incarnation or now_s - last_s < self.silent_s:
@@ -127,7 +127,7 @@ class FailureDetector:
             elif not member.silent:
                 with suppress(Refused):  # refused when the disk is full; the next look tries again
                     await self.server_thread.say(MemberSilent(name, member.incarnation))
-                    log.warning("%s: not heard of for %.0f s; its leases go to others", name, now_s - last_s)
+                    log.warning("%s: silent for %.0f s; its leases go to others", name, now_s - last_s)
         return now_s
 
     async def _look_at_work(
@@ -175,8 +175,8 @@ class FailureDetector:
         return min(known[-1] if own_s is None else own_s, FAR * others_s)
 
     def _last_s(self, name: str, member: Member, now_s: float) -> float:
-        """Time when the member's most silent rank was last heard of. One that never was counts as heard of now."""
+        """Time of the last sign of life of the member's most silent rank. One that gave none counts as alive now."""
         ranks = [(name, part) for part in list(member.joined)] or [(name, NOBODY)]
         if member.joined:
-            self._heard_s.pop((name, NOBODY), None)
-        return min(self._heard_s.setdefault(rank, now_s) for rank in ranks)
+            self._alive_s.pop((name, NOBODY), None)
+        return min(self._alive_s.setdefault(rank, now_s) for rank in ranks)

@@ -76,7 +76,7 @@ class GrpcService:
     """Runs from `start` to `stop`. All methods belong to the event loop in which it was started.
 
     snapshot: writes a snapshot and returns where it is. extra_status: gives more entries for a status, whole or not.
-    silent_s: a member that was not heard of for so long is taken for dead.
+    silent_s: a member that was silent for so long is taken for dead.
     credentials: None means plaintext, where everyone is believed to be who they say.
     shards: where the server has some, of which this process keeps the ledger.
     enroll: takes new members' enrollments (`geotrain.net.transport.enrollment`).
@@ -103,7 +103,7 @@ class GrpcService:
         self.beats: dict[str, dict[str, float]] = {}  # member → the metrics of its last heartbeat
         self._profiles = ProfileRequests(self.server.members if self.server.member_role == "worker" else {})
         # of any update
-        most_bytes = sum(self.server.up.encoded_bytes(p.numel) for p in self.server.parameter_map.chunks)
+        most_bytes = sum(self.server.core.up.encoded_bytes(p.numel) for p in self.server.parameter_map.chunks)
         self._update_bytes = most_bytes + 4096
         self.uploads = ResumableUploads(most_bytes)
         self.rates = RateLimits()
@@ -153,7 +153,7 @@ class GrpcService:
             said |= {"awaited": sorted(self.shards.late() & said["members"].keys()), "due_s": None}
         if self.server.ledger:
             said["members"] = self.failure_detector.judge(said)
-            said["waits"] = self._waits.told(waits(said), time.time())
+            said["waits"] = self._waits.as_json(waits(said), time.time())
         return said
 
     # -- the calls
@@ -164,11 +164,11 @@ class GrpcService:
         if join.member in self.server.members:
             # The join itself may wait for shards, or for the thread.
             again = self._has_joined(join.member, join.incarnation, join.part)
-            self.failure_detector.heard(join.member, join.part if again else NOBODY)
+            self.failure_detector.note_alive(join.member, join.part if again else NOBODY)
         if self.shards is not None and not self.shards.ready:
             raise Refused(f"{self.server.name}: not all shards of this server are here", SHARDS_RETRY_S)
         welcome = await self.server_thread.say(join)
-        self.failure_detector.heard(join.member, join.part)
+        self.failure_detector.note_alive(join.member, join.part)
         self._granted.pop(join.member, None)  # a lease of its earlier incarnation may be void by now
         return wire.pack(welcome)
 
@@ -200,7 +200,7 @@ class GrpcService:
         part: UpdatePart = reader.header
         self._check_speaker(context, self.server.member_role, part.member)
         # Not wanted is, for example, an update that was applied before: its acknowledgement was lost.
-        wanted = await self._judged(part, self.server_thread.read(lambda: self.server.admit(part)))
+        wanted = await self._judged(part, self.server_thread.read(lambda: self.server.intake.admit(part)))
         if wanted:
             await self._only_one(part.member, part.part)
             kept = self.uploads.take((part.member, part.part), reader)
@@ -244,7 +244,7 @@ class GrpcService:
         try:
             while not reader.complete:
                 reader.feed(await rpc.next_frame(deadline.frame(context.read())))
-                self.failure_detector.heard(*rank)
+                self.failure_detector.note_alive(*rank)
         except wire.WireError as error:
             keep = isinstance(error, wire.DamagedError)
             raise
@@ -310,7 +310,7 @@ class GrpcService:
     async def _release(self, request: bytes, context: Any) -> bytes:
         release = wire.unpack(request, rpc.ReleaseLeases)
         await self._check_incarnation(context, release.member, release.incarnation)
-        held = await self.server_thread.read(lambda: self.server.holds(release.member))
+        held = await self.server_thread.read(lambda: self.server.keeper.holds(release.member))
         # Others may have gone to another worker meanwhile, because this one was silent for too long.
         mine = {n: held[n] for n in release.release.leases if n in held}
         if not release.release.failed or self.server.member_role == "region":
@@ -371,8 +371,8 @@ class GrpcService:
         # Not asked on the server's thread, which may be busy for longer than a member may be silent: with a snapshot,
         # or with other members' updates. Only single attributes are read here, and none is changed.
         if self._has_joined(beat.member, beat.incarnation, beat.part):  # be its other ranks here or not
-            self.failure_detector.heard(beat.member, beat.part)
-        member = self.server.current(beat.member, beat.incarnation, beat.part)
+            self.failure_detector.note_alive(beat.member, beat.part)
+        member = self.server.membership.current(beat.member, beat.incarnation, beat.part)
         if beat.metrics:
             said = {name[:40]: value for name, value in islice(beat.metrics.items(), rpc.MAX_METRICS)}
             self.beats[beat.member] = credible(said)  # bounded, because another machine sent them
@@ -423,7 +423,7 @@ class GrpcService:
     async def _check_incarnation(self, context: Any, member: str, incarnation: str, part: int | None = None) -> Any:
         """Give the member, if it speaks for itself and this is its present incarnation. Raises Refused, NotJoined."""
         self._check_speaker(context, self.server.member_role, member)
-        return await self.server_thread.read(lambda: self.server.current(member, incarnation, part))
+        return await self.server_thread.read(lambda: self.server.membership.current(member, incarnation, part))
 
     async def _judged(self, said: UpdatePart | rpc.FromMember, call: Awaitable[Any]) -> Any:
         """Await a call about what a member said. A refusal is final once the strike for it is written down."""

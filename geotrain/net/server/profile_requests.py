@@ -1,4 +1,4 @@
-"""Keeps what `geotrain profile` asked of workers until their ranks hear of it."""
+"""Keeps what `geotrain profile` asked of workers until their ranks get it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from geotrain.outer.server.member import Member
 
 
 class ProfileRequests:
-    """Holds inner steps that ranks are to record; each hears of it with the answer to its next heartbeat. A server
+    """Holds inner steps that ranks are to record; each gets it with the answer to its next heartbeat. A server
     that ends before then forgets them. members: of the server, by name; empty unless they are workers."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:

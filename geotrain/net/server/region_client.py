@@ -115,7 +115,9 @@ class RegionClient:
         `close`, so that its bytes can be counted.
         """
         within_s = CONNECT_S
-        await self.server_thread.until(lambda: self.server.open or None, float("inf"))  # its ledger has spoken
+        await self.server_thread.until(
+            lambda: self.server.as_shard.open or None, float("inf")
+        )  # its ledger has spoken
         while not self.server.finished:
             try:
                 await self._session(within_s)  # also ends when the global server was restarted
@@ -184,14 +186,14 @@ class RegionClient:
         while True:
             message = await self._updates.first()
             if isinstance(message, Leave):
-                await self.link.persist(partial(self.link.leave, 0, tuple(self.server.sequences)), GOODBYE_S)
+                await self.link.persist(partial(self.link.leave, 0, tuple(self.server.uplink.sequences)), GOODBYE_S)
                 await self.server_thread.persist(message)
                 raise _SessionOver
             if isinstance(message, Trained):
                 await self._persist(partial(self.link.trained, message))
                 await self.server_thread.persist(message)
             elif isinstance(message, AnswerWanted):
-                final = self.server.final
+                final = self.server.worker_data.final
                 if final is not None and message.fragment not in final:  # else they have come since it was said
                     self.link.live_as(self.server.speaks_as)  # with nothing of what came at the join
                     await self.server_thread.persist(await self._pull(message.fragment, 0))
@@ -256,7 +258,7 @@ class RegionClient:
                 each.stirred.set()
 
     async def _run_beats(self) -> None:
-        leases = self.server.leases
+        leases = self.server.worker_data.leases
         while True:
             await asyncio.sleep(rpc.REGION_BEAT_S)
             ack = await self._persist(partial(self.link.beat, 0, self.metrics()))
@@ -276,7 +278,7 @@ class RegionClient:
     async def _with_need(self, update: UpdatePart) -> UpdatePart:
         """Return an update that leaves now, with the seconds until its answer is needed: by the first of the workers
         whose deltas are in it."""
-        if self.times is None or not self.server.waits:
+        if self.times is None or not self.server.answers.waits:
             return update
         times, fragment = self.times, update.fragment
         left_s = await self.server_thread.read(lambda: times.left_s(self.server.going_up(fragment), fragment))

@@ -29,7 +29,7 @@ from geotrain.outer.server.liveness import Liveness
 from geotrain.outer.server.region_server import mean_metrics
 
 LOOK_S = 1.0  # time between two looks at members and waits
-TOLD_AFTER_S = 10.0  # shorter waits are usual, and no event tells of them
+REPORTED_AFTER_S = 10.0  # shorter waits are usual, and no event reports them
 IN_HEARTBEATS = "queue", "in_flight", "pending", "retries", "rss_bytes", "disk_free_bytes"  # fields of ServerSampled
 
 
@@ -54,9 +54,9 @@ class Sampler:
         self.traffic, self.wide_area = traffic, wide_area
         self.sample_s = sample_s
         self.region_client: RegionClient | None = None
-        self._states: dict[str, Liveness] = {}  # member → as the last event told
-        self._cut_s: dict[str, float] = {}  # member that is not heard of → when it was; Unix time
-        self._waits: list[tuple[str, str]] = []  # what and whom of the waits that the last event told
+        self._states: dict[str, Liveness] = {}  # member → as the last event reported
+        self._cut_s: dict[str, float] = {}  # member that is silent → since when; Unix time
+        self._waits: list[tuple[str, str]] = []  # what and whom of the waits that the last event reported
         # member → bytes sent and received at the last sample; at first, those of earlier incarnations of this server
         self._before = {name: (t.sent_bytes, t.received_bytes) for name, t in traffic().items()}
         self._sampled_s = time.monotonic()
@@ -76,7 +76,7 @@ class Sampler:
                 if time.monotonic() - self._sampled_s >= self.sample_s or before != self._workers:
                     self.sample()
         finally:
-            self.look()  # so that the last goodbyes are told
+            self.look()  # so that the last goodbyes are reported
 
     def look(self) -> None:
         """Write an event for each member that is otherwise than before, and one if what is waited for has changed."""
@@ -89,9 +89,9 @@ class Sampler:
                 self.events.write(LivenessChanged(name, state.value, round(now_s - cut_s, 1)))
                 if not state.missing:
                     del self._cut_s[name]
-        waits = [wait for wait in status["waits"] if now_s - wait["since_s"] >= TOLD_AFTER_S]
-        if (told := [(wait["what"], wait["whom"]) for wait in waits]) != self._waits:
-            self._waits = told
+        waits = [wait for wait in status["waits"] if now_s - wait["since_s"] >= REPORTED_AFTER_S]
+        if (reported := [(wait["what"], wait["whom"]) for wait in waits]) != self._waits:
+            self._waits = reported
             self.events.write(WaitsChanged(waits))
 
     def sample(self) -> None:
@@ -137,7 +137,7 @@ class Sampler:
     def metrics(self) -> dict[str, float]:
         """Collect the numbers that a region's heartbeat carries to the global server."""
         status, measured = self.server_thread.status, self._measured()
-        here = [m for name, m in status["members"].items() if self._states.get(name, Liveness.AWAY).heard]
+        here = [m for name, m in status["members"].items() if self._states.get(name, Liveness.AWAY).reachable]
         return {
             **mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here]),
             **{name: float(getattr(measured, name)) for name in IN_HEARTBEATS},

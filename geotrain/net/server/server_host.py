@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from geotrain.common.files import OutputError, out_of_room, write_whole
 from geotrain.common.names import GLOBAL
@@ -66,7 +66,7 @@ class Grown(Exception):
 
 
 class ServerHost(ProcessHost):
-    """Runs one incarnation of a server. This is the global server's; `RegionServerHost` is a region server's."""
+    """Runs one incarnation of a server, or of a shard of one."""
 
     def __init__(
         self,
@@ -128,7 +128,9 @@ class ServerHost(ProcessHost):
         if self.uploader is not None:  # goes on beyond these, for the copy of the last snapshot
             self.uploading = asyncio.ensure_future(self.uploader.run())
         works = [self._snapshots(), self._write_traffic()]
-        if self.server.ledger or self.server.name != GLOBAL:
+        if self.server.name != GLOBAL:
+            works.append(self._go_up())
+        elif self.server.ledger:
             works.append(self._until_finished())
         if not self.server.ledger:
             trust, shard = self.trust(self.setup.server_role, self.server.name), self.setup.shard or 0
@@ -181,10 +183,12 @@ class ServerHost(ProcessHost):
         if whole:
             await self._last_upload()
         if self.shards is not None and not self.stop.is_set():
-            self.doing = "its shards, to hear that it has ended"
+            self.doing = "its shards, to acknowledge that it has ended"
             deaf = await first_of(self.stop.wait(), self.shards.farewell(FAREWELL_S))
             for shard in [] if self.stop.is_set() else deaf:
-                self.report(f"{self.server.name}: shard {shard} has not heard that the server has ended: stop it")
+                self.report(
+                    f"{self.server.name}: shard {shard} has not acknowledged that the server has ended: stop it"
+                )
         if self.ledger is not None:
             await self.ledger.farewell()
 
@@ -218,7 +222,7 @@ class ServerHost(ProcessHost):
     @property
     def ledger_ended(self) -> bool:
         """Whether a shard's server has ended in good order."""
-        return self.server.standing is not None and self.server.standing.ended
+        return self.server.as_shard.standing is not None and self.server.as_shard.standing.ended
 
     async def _last_upload(self) -> None:
         """Wait for the last snapshot's copy. Without it the snapshot is still on this machine's disk, so it is no
@@ -236,7 +240,7 @@ class ServerHost(ProcessHost):
             await self.server_thread.until(lambda: self.server.finished or None, float("inf"))
             await self._validate_final_weights()
             await asyncio.sleep(LINGER_S)
-            with suppress(Refused):  # somebody has joined meanwhile, and waits to be told that all is done
+            with suppress(Refused):  # somebody has joined meanwhile, and waits for the answer that all is done
                 await self.server_thread.persist(RunComplete())
                 return
 
@@ -298,7 +302,7 @@ class ServerHost(ProcessHost):
             began_s = time.monotonic()
             try:
                 await asyncio.sleep(TRAFFIC_EVENT_S)
-            finally:  # also when cancelled at the end, so that the last seconds are told
+            finally:  # also when cancelled at the end, so that the last seconds are written
                 recent, seconds = self.tcp_counters.take_recent(), round(time.monotonic() - began_s, 3)
                 self.events.write(LinkTraffic(seconds, **self._up_and_down(recent)))
                 self._keep_traffic()
@@ -355,7 +359,7 @@ class ServerHost(ProcessHost):
     def _updates(self) -> int:
         """Count the updates so far: of a shard, its facts."""
         own = sum(member.updates for member in self.server.members.values())
-        return own if self.server.ledger else self.server.said + len(self.server.unsaid)
+        return own if self.server.ledger else self.server.as_shard.count
 
     def _deliver(self, send: Send) -> None:
         if send.to != GLOBAL:
@@ -365,7 +369,7 @@ class ServerHost(ProcessHost):
 
     def _is_wide_area(self, peer: str) -> bool:
         """Whether a connection is on a link between regions: in the global server all are, in a region server those
-        to the global server and its shards, which are told by their ports."""
+        to the global server and its shards, which are known by their ports."""
         above = self.setup.cluster.global_server, *shards_of(self.setup.cluster, GLOBAL)
         return self.server.name == GLOBAL or peer.rpartition(":")[2] in {str(each.port) for each in above}
 
@@ -423,36 +427,32 @@ class ServerHost(ProcessHost):
                 members.setdefault(member, Traffic()).join(traffic[peer])
         return members
 
+    # -- of a region's server
 
-class RegionServerHost(ServerHost):
-    """Runs a region server. It ends when its client does, after the global server has taken the region's goodbye."""
-
-    server: RegionServer
-
-    def _until_finished(self) -> Coroutine[Any, Any, None]:
+    def _go_up(self) -> Coroutine[Any, Any, None]:
+        """Exchange progress with the global server, until that has taken the region's goodbye."""
         # No coroutine function: the client is made at once, not when the task first runs. What the server sends
         # before there is a client would be lost.
-        name, parameter_map = self.server.name, self.server.parameter_map
-        first = partial(first_answers, self.setup.run, parameter_map, self.server.numbers)
+        server = cast(RegionServer, self.server)
         self.region_client = self.sampler.region_client = RegionClient(
             self.server_thread,
-            self.server,
-            self._link_above(),
+            server,
+            self._link_above(server),
             on_lost=lambda updates: self.events.write(UpdatesLost(updates)),
-            on_acknowledged=lambda *u: self.events.write(Acknowledged(name, self.server.speaks_as, *u)),
-            on_joined=lambda: note_origin(self.folder.parent, self.server.origin),
+            on_acknowledged=lambda *u: self.events.write(Acknowledged(server.name, server.speaks_as, *u)),
+            on_joined=lambda: note_origin(self.folder.parent, server.origin),
             metrics=self.sampler.metrics,
-            first=first,
+            first=partial(first_answers, self.setup.run, server.parameter_map, server.numbers),
             times=self.service.answer_timer.times,
         )
         return self.region_client.run()
 
-    def _link_above(self) -> GrpcClient:
+    def _link_above(self, server: RegionServer) -> GrpcClient:
         """Make the link to the global server: of a shard, to the shard that has the same fragments there; of the
         ledger of a region with shards, to the ledger."""
-        cluster, who, shard = self.setup.cluster, (self.server.name, self.server.speaks_as), self.setup.shard
+        cluster, who, shard = self.setup.cluster, (server.name, server.speaks_as), self.setup.shard
         if shard is not None:
             return GrpcClient(str(cluster.global_shards[shard]), *who, self.trust("shard", GLOBAL))
-        above = shards_above(cluster, self.server.parameter_map, "region", self.server.name, GLOBAL)
-        own = None if self.server.part.dealt else above
+        above = shards_above(cluster, server.parameter_map, "region", server.name, GLOBAL)
+        own = None if server.part.dealt else above
         return link_to(str(cluster.global_server), *who, self.trust("global", GLOBAL), own)

@@ -36,7 +36,7 @@ from geotrain.config import (
 )
 from geotrain.monitor.events import EventLog, Recovery
 from geotrain.net.server.first_weights import initial_weights
-from geotrain.net.server.server_host import Grown, RegionServerHost, ServerHost
+from geotrain.net.server.server_host import Grown, ServerHost
 from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.disk_mirror_store import mirror_store_of
 from geotrain.net.storage.journal import JournalDamaged
@@ -53,13 +53,14 @@ from geotrain.net.storage.snapshots import (
 from geotrain.net.transport.certs import CertificateError
 from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.rpc import ListenError
+from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import Refused
 from geotrain.outer.rules import region_rule
 from geotrain.outer.rules.region_momentum import updates_in_run
 from geotrain.outer.server.global_server import GlobalServer
-from geotrain.outer.server.membership import WHOLE, ServerPart
+from geotrain.outer.server.parts import WHOLE, ServerPart
 from geotrain.outer.server.region_server import RegionServer
-from geotrain.outer.server.server import Server, identity_of
+from geotrain.outer.server.server import Server
 from geotrain.parameters.chunks import deal
 from geotrain.parameters.parameter_map import ParameterMapError, parameter_map_of
 
@@ -69,7 +70,7 @@ ROOM_BYTES = 8 << 20  # so much must be free before a server that found its disk
 ROOM_LOOK_S = 2.0
 # Of a run file, what decides how a server handles a message. The model cannot change.
 DECIDES = "seed", "data", "outer", "monitor", "deepspeed"
-# Errors that a restart by the supervisor would meet again; and all that are reported in one line without a traceback.
+# Errors with which a restart by the supervisor would end again; all that are reported in one line, with no traceback.
 FOR_GOOD = (
     JournalDamaged,
     OtherFormatError,
@@ -114,7 +115,7 @@ def region_server(run: RunConfig, cluster: ClusterConfig, region: str, part: Ser
     server = RegionServer(
         region, identity_of(run, parameter_map), parameter_map, run.outer, rule, workers, validates, part
     )
-    server.leases.jobs_each = updates / len(workers)
+    server.worker_data.leases.jobs_each = updates / len(workers)
     return server
 
 
@@ -122,7 +123,7 @@ def any_server(run: RunConfig, cluster: ClusterConfig, name: str, shard: int | N
     """Make the global server or a region's, or one of its shards, without state."""
     part = part_of(run, cluster, name, shard)
     server = global_server(run, cluster, part) if name == GLOBAL else region_server(run, cluster, name, part)
-    server.validation_steps = validation_steps(run)
+    server.membership.validation_steps = validation_steps(run)
     plain = run.model_dump(by_alias=True, mode="json", include=set(DECIDES))
     server.settings = json.dumps([plain, {r.name: [w.name for w in r.workers] for r in cluster.serving}])
 
@@ -194,12 +195,11 @@ def _run_incarnation(setup: ServerSetup, copies: Copies | None) -> None:
         recovered = _recovered(setup, events, build, copies.own if copies else None)
         if recovered.ended:
             log.warning("it ended in launch %s, and stays ended: only another launch begins again", setup.launch)
-        kind = ServerHost if setup.server == GLOBAL else RegionServerHost
-        host = kind(setup, recovered, events, monitor, copies)
+        host = ServerHost(setup, recovered, events, monitor, copies)
         try:
             asyncio.run(host.run())
         except Grown:
-            if not host.stop.is_set():  # else it is told to end, and no new incarnation is wanted
+            if not host.stop.is_set():  # else it is asked to end, and no new incarnation is wanted
                 raise
 
 

@@ -32,7 +32,7 @@ class ServerSetup:
 
     server: `GLOBAL`, or the region's name. shard: number of the shard that this process is; None: it is the server.
     evaluate: gives the validation loss of the final weights of a run that is validated; None: nothing does. It may
-    raise whatever it meets. launch: as `geotrain.net.storage.recovery.recover` takes it. newest: told, now and then,
+    raise any error. launch: as `geotrain.net.storage.recovery.recover` takes it. newest: given, now and then,
     the cluster that is served; gives the cluster as it is now, whose members may have become more. None: it stays.
     enroll: answers the calls of those that are to become members.
     """

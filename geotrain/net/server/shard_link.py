@@ -53,21 +53,21 @@ class ShardTable:
         self.left, self._note = set(left), note
         server_thread.looks_again = True
         self.ending = False
-        self._heard: dict[int, tuple[float, rpc.ShardHello]] = {}  # shard → when it asked last, and what it said
+        self._hellos: dict[int, tuple[float, rpc.ShardHello]] = {}  # shard → when it asked last, and what it said
         self._incarnations: dict[int, str] = {}  # shard → its present one
-        self._beginning = [asyncio.Lock() for _ in server_thread.server.taken]
+        self._beginning = [asyncio.Lock() for _ in self.server.as_ledger.taken]
         self._made: tuple[int, bool, bytes] = (-1, False, b"")  # the standing after so many looks, as it is sent
 
     @property
     def ready(self) -> bool:
         """Whether all shards are here now."""
-        return all(map(self._is_up, range(len(self.server.taken))))
+        return all(map(self._is_up, range(len(self.server.as_ledger.taken))))
 
     def status(self) -> list[dict[str, Any]]:
         """Describe each shard, as plain data. behind: how many facts of it are not in the ledger."""
         found = []
-        for shard, taken in enumerate(self.server.taken):
-            _, said = self._heard.get(shard, (0.0, None))
+        for shard, taken in enumerate(self.server.as_ledger.taken):
+            _, said = self._hellos.get(shard, (0.0, None))
             numbers = {name: getattr(said, name, 0) for name in ("facts", "journal_bytes", "rss_bytes")}
             behind = max(0, numbers["facts"] - taken)
             found.append({"shard": shard, "up": self._is_up(shard), "behind": behind, **numbers})
@@ -76,15 +76,17 @@ class ShardTable:
     async def standing(self, hello: rpc.ShardHello) -> bytes:
         """Answer a shard that asks how the run stands, once that has changed. Raises Refused."""
         shard, server = hello.shard, self.server
-        if not 0 <= shard < len(server.taken) or len(hello.versions) != len(server.part.dealt[shard]):
-            raise Refused(f"shard {shard}: {server.name!r} has {len(server.taken)}; all need the same cluster file")
+        if not 0 <= shard < len(server.as_ledger.taken) or len(hello.versions) != len(server.part.dealt[shard]):
+            raise Refused(
+                f"shard {shard}: {server.name!r} has {len(server.as_ledger.taken)}; all need the same cluster file"
+            )
         if hello.origin and server.origin and hello.origin != server.origin:
             raise Refused(f"shard {shard} of {server.name!r}: its state is of another run than its ledger's")
         async with self._beginning[shard]:
             if not hello.seen and hello.incarnation != self._incarnations.get(shard):
                 await self._begin(hello)
             self._incarnations.setdefault(shard, hello.incarnation)  # this ledger is the one that is new
-        self._heard[shard] = time.monotonic(), hello
+        self._hellos[shard] = time.monotonic(), hello
         if hello.ended and shard not in self.left:
             await self._note(shard)
             self.left.add(shard)
@@ -96,7 +98,7 @@ class ShardTable:
         """See whether a process of a shard, which has brought no fact yet, knows of as many as its former ones. Later
         hellos cannot say: they may be older than facts that came over another connection. Raises Refused."""
         shard, server = hello.shard, self.server
-        if hello.facts < server.taken[shard]:
+        if hello.facts < server.as_ledger.taken[shard]:
             if hello.new and server.name == GLOBAL:
                 raise Refused(
                     f"shard {shard} of {server.name!r} has lost its disk, and there is no copy of it: bring back its "
@@ -114,10 +116,10 @@ class ShardTable:
         return known
 
     async def farewell(self, wait_s: float) -> list[int]:
-        """Tell the shards that the server has ended in good order. Returns those that have not heard it."""
+        """Report to the shards that the server has ended in good order. Returns those that did not acknowledge it."""
         self.ending, until_s = True, time.monotonic() + wait_s
         self.server_thread.look_again()
-        everyone = set(range(len(self.server.taken)))
+        everyone = set(range(len(self.server.as_ledger.taken)))
         while self.left != everyone and time.monotonic() < until_s:
             await asyncio.sleep(0.05)
         return sorted(everyone - self.left)
@@ -126,7 +128,7 @@ class ShardTable:
         """Add the bytes of the shards' links between regions, as far as they have said, to the ledger's own; peaks
         are the ledger's."""
         every = replace(own)
-        for _, hello in self._heard.values():
+        for _, hello in self._hellos.values():
             sent, received, *_ = *hello.links, 0, 0
             every.join(Traffic(sent, received))
         return every
@@ -134,17 +136,17 @@ class ShardTable:
     def with_peers(self, own: dict[str, Traffic]) -> dict[str, Traffic]:
         """Add the shards' bytes with each member, as far as they have said, to the ledger's own."""
         every = {name: replace(traffic) for name, traffic in own.items()}
-        for _, hello in self._heard.values():
+        for _, hello in self._hellos.values():
             for each in hello.peers:
                 every.setdefault(each.member, Traffic()).join(Traffic(each.sent, each.received))
         return every
 
     def late(self) -> set[str]:
         """Members for whose deltas others wait in shards that are here."""
-        return {name for shard, (_, hello) in self._heard.items() if self._is_up(shard) for name in hello.late}
+        return {name for shard, (_, hello) in self._hellos.items() if self._is_up(shard) for name in hello.late}
 
     def _is_up(self, shard: int) -> bool:
-        return shard in self._heard and time.monotonic() - self._heard[shard][0] < MISSED_S
+        return shard in self._hellos and time.monotonic() - self._hellos[shard][0] < MISSED_S
 
     def _packed(self) -> bytes:
         looks, ending, packed = self._made
@@ -204,8 +206,8 @@ class ShardLink:
         of_all = [m.fragments for m in server.members.values()]
         rounds = [each[f].came if f in each else 0 for each in of_all for f in server.numbers]  # makes no entry
         return rpc.ShardHello(
-            said.shard, server.said + len(server.unsaid), said.versions, min(rounds, default=0), server.origin,
-            self.new and not server.open, self._seen, wait_s if self._seen else 0.0, ended,
+            said.shard, server.as_shard.count, said.versions, min(rounds, default=0), server.origin,
+            self.new and not server.as_shard.open, self._seen, wait_s if self._seen else 0.0, ended,
             self.server_thread.journal.segment_bytes, psutil.Process().memory_info().rss, self.process,
             tuple(self.links.counts),
         )  # fmt: skip
@@ -215,7 +217,7 @@ class ShardLink:
             facts = self.server.facts(self.safe())
             return facts if facts.facts or (facts.safe, facts.quiet, facts.seen) != self._said else None
 
-        await self.server_thread.until(lambda: self.server.open or None, float("inf"))
+        await self.server_thread.until(lambda: self.server.as_shard.open or None, float("inf"))
         while True:
             facts = await self.server_thread.until(news, float("inf"))
             assert facts is not None
@@ -223,7 +225,7 @@ class ShardLink:
             if (reply := await self._call("facts", replace(facts, incarnation=self.process), rpc.Ack)) is not None:
                 known = reply[1].applied
                 self._said = facts.safe, facts.quiet, facts.seen
-                await self.server_thread.read(partial(self.server.heard_facts, known))
+                await self.server_thread.read(partial(self.server.as_shard.known, known))
 
     async def farewell(self) -> None:
         """Tell the ledger that this shard knows, and ends."""

@@ -1,7 +1,7 @@
 """Says whose state a folder or an object store holds, so that what belongs to another run is refused, untouched.
 
 Every snapshot names its owner: run, process and *origin*, which the run's global server draws where the run begins.
-Two runs of one name differ in it. Regions are told it when they join, shards by their ledger, and a copy in object
+Two runs of one name differ in it. Regions get it when they join, shards by their ledger, and a copy in object
 storage keeps it. It lies beside the folders of a run's servers on each machine, so that another run's state is known
 for that also while no global server answers.
 """

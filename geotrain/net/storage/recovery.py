@@ -138,7 +138,7 @@ def recover(
                 case Stopped():
                     end_incarnations(server)
                 case StillJoined(join):
-                    server.note_joined(join)
+                    server.membership.note_joined(join)
                 case Dismissed(shard):
                     dismissed.add(shard)
                 case _:  # what it sends is dropped: it was sent then, or will be sent again after the next join
@@ -165,7 +165,7 @@ def journal_limit(parameter_map: ParameterMap) -> int:
 def end_incarnations(server: Server) -> None:
     """Do what `Stopped` means: the members' next incarnations follow no death."""
     for member in server.members.values():
-        member.meet(MemberEvent.STOPS)
+        member.transition(MemberEvent.STOPS)
 
 
 def restarted(build: Callable[[], Server], server: Server) -> Server:
@@ -227,11 +227,11 @@ def left_out(server: Server) -> list[Message | StillJoined]:
     state leaves out: that a shard's ledger has spoken, who had joined, and the updates of which not all parts had
     arrived."""
     messages: list[Message | StillJoined] = []
-    if server.standing is not None and server.open:
-        messages.append(server.standing)
+    if server.as_shard.standing is not None and server.as_shard.open:
+        messages.append(server.as_shard.standing)
     for name, member in server.members.items():
         messages += map(StillJoined, member.joined.values())
-        messages += server.left_out(name)
+        messages += server.intake.left_out(name)
         if member.silent and server.ledger:  # to be said last: whoever joins or sends a part of an update is alive
             messages.append(MemberSilent(name, member.incarnation))
     return messages

@@ -71,7 +71,7 @@ class FragmentLinks(GrpcClient):
         welcome = await super().join(to_ledger)
         of = {fragment: each[i] for i, fragments in enumerate(self.above.dealt) for fragment in fragments}
         every = range(len(of))
-        versions = tuple(of[f].versions[f] for f in every) if all(told.versions for told in each) else ()
+        versions = tuple(of[f].versions[f] for f in every) if all(welcome.versions for welcome in each) else ()
         incarnations = tuple(of[f].incarnations[f] for f in every)
         sequences = tuple(of[f].sequences[f] for f in every)
         return replace(welcome, sequences=sequences, versions=versions, incarnations=incarnations)
@@ -116,8 +116,7 @@ class FragmentLinks(GrpcClient):
 
 
 async def join_shard(link: GrpcClient, join: Join) -> Welcome:
-    """Make an attempt to join a shard, whose ledger may not have told it yet that the member has joined: then it is
-    to be repeated."""
+    """Make an attempt to join a shard, to be repeated where that has not got word of the member from its ledger."""
     try:
         return await link.join(join)
     except NotJoined as refused:

@@ -41,7 +41,7 @@ T = TypeVar("T")
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 1.0
 REPLY_S = 30.0  # for a small call, in addition to the time for which the server may hold it
 GOODBYE_S = 120.0  # how long a member tries to say goodbye: its server may have taken that, and ended
-TELL_S = 30.0  # people are told of trouble that lasts so long, and again whenever that time has doubled
+REPORT_S = 30.0  # trouble that lasts so long is reported, and again whenever that time has doubled
 ANSWER_S = 600.0  # from an update's last frame to its acknowledgement; keepalive notices a dead server much earlier
 MAX_HALF_ANSWERS = 4  # so many answers that broke off are kept, to go on with
 CHANNEL_OPTIONS = (
@@ -268,7 +268,7 @@ class GrpcClient:
         """
         loop = asyncio.get_running_loop()
         since = loop.time()  # of the trouble, if there is any
-        deadline, tell_s = since + deadline_s, TELL_S
+        deadline, report_s = since + deadline_s, REPORT_S
         backoff, trouble = RetryBackoff(FIRST_PAUSE_S, LAST_PAUSE_S), "it has not answered yet"
         must_join, joined = False, False
         while True:
@@ -281,7 +281,7 @@ class GrpcClient:
                     if value is not None:
                         return value
                     backoff.reset()
-                    trouble, since, tell_s = "it had no answer yet", loop.time(), TELL_S
+                    trouble, since, report_s = "it had no answer yet", loop.time(), REPORT_S
                     deadline = loop.time() + deadline_s if patient else deadline
                     continue
             except (ConnectionLost, wire.DamagedError) as lost:
@@ -304,8 +304,8 @@ class GrpcClient:
                 deadline = loop.time() + deadline_s
             elif loop.time() + wait_s >= deadline:
                 raise self.unreachable(deadline_s, trouble)
-            if loop.time() - since >= tell_s:
-                tell_s *= 2
+            if loop.time() - since >= report_s:
+                report_s *= 2
                 what = "%s: for %.0f s, the server at %s has not answered a call: %s; it is repeated"
                 log.warning(what, self.member, loop.time() - since, self.address, trouble)
             await asyncio.sleep(wait_s)

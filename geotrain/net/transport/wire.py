@@ -27,7 +27,7 @@ import msgpack
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from geotrain.outer.messages import Elsewhere
+from geotrain.outer.messages import PayloadSize
 
 VERSION = 5
 DATA_FRAME_BYTES = 1 << 20
@@ -136,9 +136,9 @@ class FrameReader:
 
     @property
     def header(self) -> Any:
-        """The message with `Elsewhere` in place of its payloads; known once the first frame was fed."""
+        """The message with `PayloadSize` in place of its payloads; known once the first frame was fed."""
         lengths = iter(self._lengths)
-        return self._build(lambda length: Elsewhere(next(lengths)))
+        return self._build(lambda length: PayloadSize(next(lengths)))
 
     @property
     def complete(self) -> bool:

@@ -38,7 +38,6 @@ from geotrain.parameters.parameter_map import numel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONNECT_S, CLOSE_S = 60.0, 10.0  # for the first connection; for the loop inside to end
 LAST_WORDS_S = 10.0
 MAX_WAITING_PARTS = 64  # so many updates may wait to be sent, or two of each fragment
 NOT_YET = -1  # in place of the last update that a server has applied
@@ -74,7 +73,7 @@ class WorkerClient:
         self,
         address: str,
         *,
-        connect_s: float = CONNECT_S,
+        connect_s: float = 60.0,
         deadline_s: float = OUTAGE_S,
         trust: Trust | None = None,
         shards: ShardsAbove | None = None,
@@ -138,12 +137,12 @@ class WorkerClient:
         no harm: there will be others."""
         self._start(self._persist(lambda link: link.validated(result)))
 
-    def gave_nothing(self, lease: int) -> None:
+    def report_nonfinite_delta(self, lease: int) -> None:
         """Tell the server that this lease's training gave a delta that is not finite; returns when it knows, or soon:
         this worker is about to end."""
         with suppress(Exception):
-            told = self._start(self._persist(lambda link: link.release(Release((lease,), failed=True))))
-            told.result(LAST_WORDS_S)
+            released = self._start(self._persist(lambda link: link.release(Release((lease,), failed=True))))
+            released.result(LAST_WORDS_S)
 
     @property
     def retries(self) -> int:
@@ -160,9 +159,9 @@ class WorkerClient:
         if self._closed:
             return
         self._closed = True
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(CLOSE_S)
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
+        self._thread.join(10)
 
     # -- between the threads
 
@@ -336,7 +335,7 @@ class WorkerClient:
 
         try:
             await self._persist(say, patient=True, within_s=GOODBYE_S)
-        except Unreachable as error:  # all that it has sent is durable there, and perhaps its goodbye was heard
+        except Unreachable as error:  # all that it has sent is durable there, and perhaps its goodbye came
             log.warning("nobody has answered the goodbye: %s", error)
 
     def _note_applied(self, fragment: int, sequence: int) -> None:

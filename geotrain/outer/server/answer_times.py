@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from geotrain.outer.messages import Answer
-from geotrain.outer.server.answers import Answers
+from geotrain.outer.server.server import Server
 from geotrain.outer.travel import Travel
 
 
@@ -17,7 +17,7 @@ class AnswerTimes:
     above: of a region, the travel of its own updates.
     """
 
-    def __init__(self, server: Answers, clock: Callable[[], float], above: Travel | None = None) -> None:
+    def __init__(self, server: Server, clock: Callable[[], float], above: Travel | None = None) -> None:
         self.server, self.clock, self.above = server, clock, above
         # Member and fragment → its last update that was not answered at once, when it came, until when it needs that.
         self._came: dict[tuple[str, int], tuple[int, float, float]] = {}
@@ -49,13 +49,13 @@ class AnswerTimes:
 
     def _look(self) -> None:
         server, now_s = self.server, self.clock()
-        for fragment, state in server.fragments.items() if server.waits else ():
+        for fragment, state in server.fragments.items() if server.answers.waits else ():
             for name in state.waiting:
                 own, key = server.members[name].fragments[fragment], (name, fragment)
                 if key in self._came and self._came[key][0] == own.sequence:
                     continue
                 self._came[key] = own.sequence, now_s, now_s + own.need_s
-                if name in server.held(fragment):
+                if name in server.answers.held(fragment):
                     self._new.append((name, fragment, self._wait_s(fragment, own.need_s)))
 
     def _wait_s(self, fragment: int, need_s: float) -> float:

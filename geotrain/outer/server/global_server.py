@@ -39,12 +39,13 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.metrics import credible
 from geotrain.outer.rules import global_rule
-from geotrain.outer.server.leases import LeaseTable, Range, check_numbers
+from geotrain.outer.server.lease_requests import check_numbers
+from geotrain.outer.server.leases import LeaseTable, Range
 from geotrain.outer.server.limits import changed_number
 from geotrain.outer.server.loss_watch import LossWatch
 from geotrain.outer.server.member import MOST_WEIGHT, attributes, set_attributes
 from geotrain.outer.server.member_phase import MemberEvent
-from geotrain.outer.server.membership import JOIN_RETRY_S, WHOLE, ServerPart
+from geotrain.outer.server.parts import JOIN_RETRY_S, WHOLE, ServerPart
 from geotrain.outer.server.server import Server
 from geotrain.outer.server.validations import Validations
 from geotrain.parameters.parameter_map import ParameterMap
@@ -76,7 +77,7 @@ class GlobalServer(Server):
         rule = global_rule(config.rule, members)
         role: Literal["worker", "region"] = "worker" if config.flat else "region"
         super().__init__(
-            GLOBAL, role, identity, parameter_map, rule, members, config.up, config.down, config.limits, part,
+            GLOBAL, role, identity, parameter_map, rule, members, self, config.up, config.down, config.limits, part,
             bf16_state=config.server_state == "bf16",
         )  # fmt: skip
         self.sample_tokens = sample_tokens
@@ -102,7 +103,7 @@ class GlobalServer(Server):
             case TakeBack():
                 return self._on_take_back(message)
             case Trained():
-                self._present(message.member)
+                self.membership.present(message.member)
                 about = message.member, "", message.fragment
                 self._report(
                     Fact("contained", *about, contains=message.leases, version=self._version(message.fragment))
@@ -121,6 +122,8 @@ class GlobalServer(Server):
                     tokens = self.lease_table.committed_samples * self.sample_tokens
                     self._events.append(ValidationDone(**asdict(message), tokens=tokens))
                 return None
+            case Leave() if (self.stopping or not self.lease_table.left) and message.member not in self.draining:
+                self.membership.member(message.member).transition(MemberEvent.ENDS)
         return super()._route(message)
 
     def _on_operator_command(self, command: OperatorCommand) -> str:
@@ -162,22 +165,22 @@ class GlobalServer(Server):
             raise Refused(f"no worker of this run is called {request.worker!r}")
         check_numbers(request)
         if self.member_role == "worker":
-            self._check_request(request)  # otherwise its region has done so
-        self._present(self._member_of[request.worker])
-        self._check_own(self._member_of[request.worker], ())
+            self.membership.check_request_of(request)  # otherwise its region has done so
+        self.membership.present(self._member_of[request.worker])
+        self.check_own(self._member_of[request.worker], ())
         leaves = self.leaves(request.worker)
         task = self.validations.task_for(request.worker, self.lease_table)
         granted = self.lease_table.grant(request, not (self.paused or leaves), task)
         # The lease may be one granted before, which is given again as it was and does not carry the new task.
         if task and isinstance(granted, Lease) and granted.validate == task:
             self.validations.handed_out(self.lease_table.committed_samples)
-        # A worker that is to leave still gets the leases it held already, and hears that it is finished after them.
+        # A worker that is to leave still gets the leases it held already, and is answered Finished after them.
         return self.lease_table.dismiss(request) if granted is None and leaves else granted
 
     def _answer_now(self, names: tuple[str, ...], fragment: int) -> None:
         for name in names:
             del self.fragments[fragment].waiting[name]
-        self.answer_members(names, fragment)
+        self.answers.answer(names, fragment)
 
     @property
     def final_validation(self) -> int:
@@ -219,7 +222,7 @@ class GlobalServer(Server):
 
     def _on_join(self, join: Join) -> Welcome:
         """Let a rank join, and end the draining of a member that had left and comes back in a new incarnation."""
-        before = self._member(join.member)
+        before = self.membership.member(join.member)
         new = before.incarnation != join.incarnation
         back, lives = new and before.left, new or before.silent
         welcome = super()._on_join(join)
@@ -237,21 +240,16 @@ class GlobalServer(Server):
     def holds(self, name: str) -> dict[int, Lease]:
         return self.lease_table.held_by(self._workers_of[name])
 
-    def _on_leave(self, leave: Leave) -> None:
-        if (self.stopping or not self.lease_table.left) and leave.member not in self.draining:
-            self._member(leave.member).meet(MemberEvent.ENDS)
-        super()._on_leave(leave)
-
-    def _release_leases(self, name: str) -> None:
+    def release_leases(self, name: str) -> None:
         self.lease_table.release(self.holds(name))
 
-    def _give_up(self, name: str, leases: Collection[int]) -> None:
+    def give_up(self, name: str, leases: Collection[int]) -> None:
         self._note_aside(self.lease_table.fail(leases))
 
     def _note_aside(self, ranges: Iterable[Range]) -> None:
         self._events += [SetAside(start, start + samples - 1) for start, samples in ranges]
 
-    def _begin_incarnation(self, name: str, named: tuple[int, ...]) -> None:
+    def begin_incarnation(self, name: str, named: tuple[int, ...]) -> None:
         # A restarted worker has lost the training of its leases. A restarted region server has journaled the updates
         # that contain it, and still answers for the leases that it names.
         self.lease_table.release(self.holds(name).keys() - set(named))
@@ -264,11 +262,12 @@ class GlobalServer(Server):
         named = leases if self.member_role == "region" else (*self.lease_table.returned, *leases)
         return self._given_to(member, named)
 
-    def _check_own(self, name: str, leases: tuple[int, ...]) -> None:
-        if self.members[name].silent and self.member_role == "region":  # it has to hear first whether they have it
-            raise NotJoined(f"{name}: it was not heard of for too long: join first", JOIN_RETRY_S)
-        # A region has heard of its own when it joined again, and may name one that it gave back itself: part of that
-        # was trained.
+    def check_own(self, name: str, leases: tuple[int, ...]) -> None:
+        # It has to be answered first whether others have them.
+        if self.members[name].silent and self.member_role == "region":
+            raise NotJoined(f"{name}: it was silent for too long: join first", JOIN_RETRY_S)
+        # A region got word of its own when it joined again, and may name one that it gave back itself: part of
+        # that was trained.
         named = () if self.member_role == "region" else leases
         if gone := self.lease_table.gone(self._answered_for(name, named)):
             raise DataGone(
@@ -280,7 +279,7 @@ class GlobalServer(Server):
         """Give a region leases again whose worker lives after all, or say that others have them."""
         if asked.worker not in self._member_of:
             raise Refused(f"no worker of this run is called {asked.worker!r}")
-        self._present(self._member_of[asked.worker])
+        self.membership.present(self._member_of[asked.worker])
         table = self.lease_table
         mine = [number for number in dict.fromkeys(asked.leases) if table.given_to(number) == asked.worker]
         table.take_back(mine)
@@ -304,7 +303,7 @@ class GlobalServer(Server):
                 self.lease_table.contain(leases, fact.fragment, fact.version)
             case "refused":
                 about = fact.member, fact.incarnation, fact.reason, fact.fragment, fact.sequence, fact.job
-                self._on_update_rejected(UpdateRejected(*about))
+                self.membership.count_strike(UpdateRejected(*about))
 
     def _on_facts(self, said: Facts) -> int:
         known = super()._on_facts(said)
@@ -330,7 +329,7 @@ class GlobalServer(Server):
         given = self._given_to(applied.member, own)
         samples = self.lease_table.contain(given, applied.fragment, applied.version)
         tokens = self.lease_table.committed_samples * self.sample_tokens
-        loss = credible(applied.metrics).get("loss") if self.reports_updates else None
+        loss = credible(applied.metrics).get("loss") if self.answers.reports_updates else None
         if loss is not None and (spike := self.losses.note(loss, tokens)):
             self._events.append(spike)
         return samples, tokens
@@ -346,7 +345,7 @@ class GlobalServer(Server):
     def finished(self) -> bool:
         """Whether the run has ended: every member left, or all data is trained and nobody is at work any more. The
         second holds also where a member died at the end and never said goodbye."""
-        return self.empty or (self.over and self.idle)
+        return self.membership.empty or (self.over and self.membership.idle)
 
     @property
     def over(self) -> bool:

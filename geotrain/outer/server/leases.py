@@ -20,11 +20,6 @@ from geotrain.outer.server.ranges import Range, take_out
 
 RETURNED_KEPT = 4096  # leases that came back, which a late update may still name as trained
 FASTER = 4.0  # than the next: what of a speed that a worker claims is believed
-SHORTEST_STEP_S, LONGEST_STEP_S = 1e-6, 1e6  # inner steps are neither shorter nor longer, whatever a worker claims
-MOST_HELD = 64  # leases that a worker holds untrained, beside its reserve
-MOST_HELD_IN_ROUNDS = 4  # the round in training, the one before it, the next, and one to spare
-PATIENCE = 10.0  # a worker that sends nothing for so many times what its job should take trains no more
-LEAST_PATIENCE_S = 1800.0  # for what a job's steps do not include: a checkpoint, a slow disk, a first compilation
 MOST_ASIDE = 0.05  # of the run's samples: beyond that it is not the data that is to blame
 LEAST_ASIDE = 4  # leases that may be set aside in any run
 # Attributes of a table that a snapshot keeps as they are.
@@ -115,25 +110,25 @@ class LeaseTable:
         who have begun wait for them without end. validate: number of the validation that goes with a new lease.
 
         Finished is said as soon as nothing is left to hand out, although leases that are out with others may still
-        come back: a worker sends its last progress only when it hears so. Asked for a later job, be it as a region's
-        reserve, the table returns None until leases have come back or all are committed, unless the worker has got a
-        lease since: then it must hear it again. In rounds Finished is final.
+        come back: a worker sends its last progress only when it is answered so. Asked for a later job, be it as a
+        region's reserve, the table returns None until leases have come back or all are committed, unless the worker
+        has got a lease since: then it must be answered so again. In rounds Finished is final.
         Raises Refused for a worker or a round that is not of this synchronous run.
         """
         held = self._held.get(request.worker, {}).get(request.job)
         if held:
             return held
         # All ranks of a worker must get the same reply, even if a lease has come back between their requests.
-        told = self.dismissed.get(request.worker, inf)
-        if request.job == told or (self.rounds is not None and request.job > told):
+        last = self.dismissed.get(request.worker, inf)
+        if request.job == last or (self.rounds is not None and request.job > last):
             return Finished(request.worker, request.job)
         if request.step_s:
             self.note_speed(request.worker, request.step_s)
         if self.rounds is not None:
             return self._grant_round(request, new, validate)
         if not self.left:
-            since = max(self._held.get(request.worker, ()), default=0) > told
-            return None if self.open and request.job > told and not since else self.dismiss(request)
+            since = max(self._held.get(request.worker, ()), default=0) > last
+            return None if self.open and request.job > last and not since else self.dismiss(request)
         if not new:
             return None
         steps = self._steps(request.worker)
@@ -479,22 +474,3 @@ class LeaseTable:
         self._held.setdefault(request.worker, {})[request.job] = lease
         self.next_lease += 1
         return lease
-
-
-def check_numbers(request: LeaseRequest) -> None:
-    """Raise Refused for a job or a speed that no worker has."""
-    step_s = request.step_s
-    if not 0 < request.job <= MOST_JOBS or (step_s and not SHORTEST_STEP_S <= step_s <= LONGEST_STEP_S):
-        raise Refused(f"{request.worker}: no worker comes to job {request.job}, or takes {step_s:g} s a step")
-
-
-def patience_s(leases: Collection[Lease], step_s: float, validation_steps: int) -> float:
-    """Seconds for which a worker with these leases may send nothing before others get them; inf: for ever.
-
-    step_s: of one inner step, as measured; 0: not known. validation_steps: inner steps that cost as much as a
-    validation, or more.
-    """
-    if not leases or not step_s:
-        return inf
-    steps = max(lease.steps + (validation_steps if lease.validate else 0) for lease in leases)
-    return max(LEAST_PATIENCE_S, PATIENCE * steps * step_s)

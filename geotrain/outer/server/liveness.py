@@ -14,21 +14,21 @@ class Liveness(StrEnum):
 
     AWAY = "away"  # not here yet: it never joined, or not since this server or the run began again
     UP = "up"
-    PAUSED = "paused"  # heard of, and holds no data, since the run is paused
-    STALLED = "stalled"  # heard of, but it sent nothing for too long: its data went to others
-    CUT_OFF = "cut off"  # not heard of for a few heartbeats; its data stays with it
-    LOST = "lost"  # not heard of for so long that its data went to others
+    PAUSED = "paused"  # alive, and holds no data, since the run is paused
+    STALLED = "stalled"  # alive, but it sent nothing for too long: its data went to others
+    CUT_OFF = "cut off"  # silent for a few heartbeats; its data stays with it
+    LOST = "lost"  # silent for so long that its data went to others
     QUARANTINED = "quarantined"
     LEFT = "left"  # ended in good order
 
     @property
-    def heard(self) -> bool:
-        """Whether the member is heard of, as far as it is expected to be."""
+    def reachable(self) -> bool:
+        """Whether the member gives signs of life, as far as it is expected to."""
         return self in (Liveness.UP, Liveness.PAUSED, Liveness.STALLED)
 
     @property
     def missing(self) -> bool:
-        """Whether the member was here and is not heard of."""
+        """Whether the member was here and is silent."""
         return self in (Liveness.CUT_OFF, Liveness.LOST)
 
 

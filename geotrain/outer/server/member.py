@@ -72,7 +72,7 @@ class Member:
     incarnation: str = ""  # names its present incarnation; empty before it has joined for the first time
     former: list[str] = field(default_factory=list)  # digests of its former incarnations: they may not come back
     restarts: int = 0  # how often a new incarnation came without the old one having ended
-    phase: MemberPhase = MemberPhase.NEW  # changed by `meet` alone
+    phase: MemberPhase = MemberPhase.NEW  # changed by `transition` alone
     # A quarantine is no phase: it bars the name whatever its process does meanwhile. It may fall silent, leave or be
     # started anew, and only time or the operator ends the quarantine.
     quarantined: bool = False
@@ -92,7 +92,7 @@ class Member:
     strikes: list[int] = field(default_factory=list)  # the refused ones of its last updates, numbered as in `strike`
     fault: str = ""  # why the last of them was refused
 
-    def meet(self, event: MemberEvent) -> None:
+    def transition(self, event: MemberEvent) -> None:
         """Move to the phase that follows this event. Raises ValueError where it cannot happen."""
         if (self.phase, event) not in TRANSITIONS:
             raise ValueError(f"{event.name} cannot happen to a member that is {self.phase.value}")
@@ -105,7 +105,7 @@ class Member:
 
     @property
     def silent(self) -> bool:
-        """Whether it was not heard from for too long."""
+        """Whether it was silent for too long."""
         return self.phase in (MemberPhase.SILENT, MemberPhase.LOST)
 
     @property
@@ -148,7 +148,7 @@ class Member:
             self.former.append(incarnation_digest(self.incarnation))
             self.restarts += self.phase in (MemberPhase.PRESENT, MemberPhase.SILENT)
         self.incarnation = incarnation
-        self.meet(MemberEvent.JOINS)
+        self.transition(MemberEvent.JOINS)
 
     def strike(self, fault: str, window: int) -> int:
         """Count a refused update. Returns how many of its last `window` updates were refused."""

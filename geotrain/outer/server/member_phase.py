@@ -10,7 +10,7 @@ class MemberPhase(Enum):
 
     NEW = "new"  # has never joined: nobody waits for it
     PRESENT = "present"
-    SILENT = "silent"  # not heard from for too long: counts as dead
+    SILENT = "silent"  # silent for too long: counts as dead
     LEFT = "left"  # said goodbye, while the others train on
     DONE = "done"  # said goodbye, as no data was left for it
     STOPPED = "stopped"  # ended with the whole run, which has begun again since: is waited for
@@ -21,7 +21,7 @@ class MemberEvent(Enum):
     """Events that move a member to another phase."""
 
     JOINS = auto()  # with a new incarnation
-    HEARD = auto()  # an update came, or its present incarnation joined again
+    ALIVE = auto()  # an update came, or its present incarnation joined again
     SILENCE = auto()
     LEAVES = auto()
     ENDS = auto()  # leaves with the run, which has no more data for it

@@ -11,7 +11,7 @@ from typing import Any
 
 from geotrain.config import OuterConfig
 from geotrain.outer.messages import Lease
-from geotrain.outer.server.leases import MOST_HELD
+from geotrain.outer.server.lease_requests import MOST_HELD
 
 CUT_S = 60.0  # longer cuts of a link are rare
 MOST_BACK = 1024  # more leases do not go back while a request for one of them is under way
@@ -120,16 +120,19 @@ class RegionLeases:
     def contain(
         self, worker: str, numbers: Collection[int], fragment: int, fragments: int
     ) -> tuple[list[int], list[Lease]]:
-        """Note that a fragment contains the training of those of these leases that the worker holds, and hold those
-        no more of which all `fragments` do: they are trained. Returns both."""
-        held = self.of(worker)
-        mine = [number for number in dict.fromkeys(numbers) if number in held]
+        """Note that a fragment contains the training of those of these leases that the worker holds, or may hold
+        again, as a shard took it before it knew that they went back. Returns them, and what is `finished` now."""
+        mine = [n for n in dict.fromkeys(numbers) if n in self.of(worker) or n in self.given_back[worker]]
         for number in mine:
             self.contained.setdefault(number, set()).add(fragment)
-        trained = self.drop(worker, [number for number in mine if len(self.contained[number]) == fragments])
+        return mine, self.finished(worker, mine, fragments)
+
+    def finished(self, worker: str, numbers: Collection[int], fragments: int) -> list[Lease]:
+        """Hold those of these leases no more that all `fragments` contain: they are trained. Returns them."""
+        trained = self.drop(worker, [n for n in numbers if len(self.contained.get(n, ())) == fragments])
         for lease in trained:
             del self.contained[lease.lease]
-        return mine, trained
+        return trained
 
     def recall(self, worker: str) -> tuple[int, ...]:
         """Give back the worker's leases for which it has not asked. Returns their numbers."""
@@ -144,7 +147,7 @@ class RegionLeases:
         self.asked.pop(worker, None)
         self.asked_above[worker] = 0
 
-    def have_again(self, worker: str, numbers: Collection[int]) -> tuple[int, ...]:
+    def reclaim(self, worker: str, numbers: Collection[int]) -> tuple[int, ...]:
         """Hold leases again that had gone back. Returns the numbers of those that nobody is there to train."""
         back = [self.given_back[worker].pop(number) for number in numbers if number in self.given_back[worker]]
         self.held[worker] |= {lease.job: lease for lease in back}

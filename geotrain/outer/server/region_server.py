@@ -7,20 +7,18 @@ loses neither an acknowledged worker's update nor the numbering of what it sent 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import OuterConfig
-from geotrain.outer.events import Left, Merged, SentUp, Steered, TrainedTwice
+from geotrain.outer.events import Left, Merged, SentUp, StartedOver, Steered, TrainedTwice
 from geotrain.outer.messages import (
     Answer,
     AnswerWanted,
-    ChunkDelta,
     Fact,
+    Facts,
     Finished,
     Identity,
     Join,
@@ -34,32 +32,30 @@ from geotrain.outer.messages import (
     Refused,
     RunComplete,
     Send,
+    Standing,
     TakeBack,
     TakenBack,
     Trained,
-    UpdatePart,
     UpdateRejected,
     Validated,
     Welcome,
+    WentBack,
     update_id,
 )
 from geotrain.outer.rules import AsyncRegion, Counts, RegionRule
 from geotrain.outer.server.limits import changed_number
-from geotrain.outer.server.member import MOST_LEASES, attributes, mean_metrics, set_attributes
-from geotrain.outer.server.membership import WHOLE, ServerPart
+from geotrain.outer.server.member import attributes, mean_metrics, set_attributes
+from geotrain.outer.server.member_phase import MemberEvent
+from geotrain.outer.server.parts import WHOLE, ServerPart
 from geotrain.outer.server.region_data import RegionData
-from geotrain.outer.server.region_leases import RegionLeases
-from geotrain.outer.server.server import Handled
+from geotrain.outer.server.server import Handled, Server
+from geotrain.outer.server.uplink import Uplink
 from geotrain.parameters.parameter_map import ParameterMap
 
-# Attributes that a snapshot keeps as they are.
-SAVED = (
-    *("sequences", "first_versions", "over", "gone", "done", "global_versions", "spent", "every", "dropped"),
-    *("rests", "at_rest"),
-)
+SAVED = "over", "gone", "done", "every", "rests", "at_rest"  # attributes that a snapshot keeps as they are
 
 
-class RegionServer(RegionData):
+class RegionServer(Server):
     """Applies its workers' deltas as its rule says and sends the region's own progress to the global server: with the
     asynchronous rules each delta at once, and progress after every K of them.
 
@@ -73,38 +69,21 @@ class RegionServer(RegionData):
         self, name: str, identity: Identity, parameter_map: ParameterMap, config: OuterConfig, rule: RegionRule,
         workers: tuple[str, ...], validates: bool = False, part: ServerPart = WHOLE,
     ) -> None:  # fmt: skip
+        self.worker_data = RegionData(workers, config, rule.in_rounds, len(parameter_map.fragments))
         super().__init__(
-            name, "worker", identity, parameter_map, rule, workers, config.local, config.local, config.limits, part,
-            (config.up, config.down), validates, config.server_state == "bf16",
+            name, "worker", identity, parameter_map, rule, workers, self.worker_data, config.local, config.local,
+            config.limits, part, (config.up, config.down), validates, config.server_state == "bf16",
         )  # fmt: skip
-        self.global_versions = [0] * len(parameter_map.fragments)
-        self.sequences = [0] * len(parameter_map.fragments)  # of the last update of each that was sent up
-        # Fragment → update whose answer has not come yet, without its payloads, which are in the store; in the order
-        # in which they were sent.
-        self.in_flight: dict[int, UpdatePart] = {}
-        self.leases = RegionLeases(workers, config, rule.in_rounds)
-        self.reserve = 0 if config.lease_reserve == "auto" else config.lease_reserve
-        self.wanted: dict[str, set[int]] = {name: set() for name in workers}  # jobs whose lease the worker waits for
-        # Fragment → leases whose training the region's weights contain, and that go up with its next update.
-        self.contains: list[list[int]] = [[] for _ in parameter_map.fragments]
-        self.trained: set[int] = set()  # leases trained here, of which not all fragments have gone up with them
-        self.gone_up: dict[int, set[int]] = {}  # lease → fragments that have
+        self.worker_data.membership, self.worker_data.sends = self.membership, self._sends
+        self.membership.reserve = 0 if config.lease_reserve == "auto" else config.lease_reserve
+        self.uplink = Uplink(self.core, rule)
         # Fragments whose newest global weights the store has kept for validation, since this process began.
         self.newest: set[int] | None = set() if validates else None
-        # Versions that the first weights get here: 0, or after `_start_over` those before, as versions never fall.
-        self.first_versions = [0] * len(parameter_map.fragments)
-        self.spent: dict[str, int] = {}  # worker → its last job, if there was no data for that
         self.gone = False  # this server's Leave is on its way to the global server
         self.done = False  # the global server has taken the Leave: this region has nothing left to do
         self.every = 0  # K, where an operator has set it
-        self.dropped = 0  # updates, counted by fragment, that it had and did not send up when it started over
-        # The global weights with which workers end that ask for the server's once more: the fragments of which they
-        # have taken the place of the region's. None: nobody has asked.
-        self.final: set[int] | None = None
         self.at_rest, self.rests = False, 0  # for shards: whether it is (`_at_rest`), and how often it came to be so
         self._due = False  # `go_on` is to look for what must be sent up
-        # Workers whose leases are asked for again. Lasts as long as the process: one request of each is under way.
-        self.asking_back: set[str] = set()
 
     @property
     def finished(self) -> bool:
@@ -120,19 +99,19 @@ class RegionServer(RegionData):
     def _route(self, message: Message) -> Any:
         match message:
             case LeaseRequest():
-                return self._on_lease_request(message)
+                return self.worker_data.request(message)
             case Welcome():
                 return self._on_welcome(message)
             case Answer():
                 return self._on_global_weights(message)
             case AnswerWanted() if self._waits_for_final(message.member, message.fragment, message.sequence):
-                self.current(message.member, message.incarnation)
-                self.final, self._due = self.final or set(), True
+                self.membership.current(message.member, message.incarnation)
+                self.worker_data.final, self._due = self.worker_data.final or set(), True
                 return None
             case Lease() | Finished():
-                return self._on_lease(message)
+                return self.worker_data.receive(message)
             case TakenBack():
-                return self._on_taken_back(message)
+                return self.worker_data.reclaim(message)
             case Trained():
                 return self._on_trained(message)
             case Validated():
@@ -140,9 +119,7 @@ class RegionServer(RegionData):
                 self._sends.append(Send(GLOBAL, message))
                 return None
             case Recall():
-                for name in self.members:
-                    self._release(self.leases.recall(name))
-                return None
+                return self.worker_data.recall()
             case RunComplete():  # workers that died are not waited for any more, since nothing is left to train
                 self.over = True
                 self._send_what_is_due()
@@ -157,6 +134,10 @@ class RegionServer(RegionData):
                 return self._set(*message.what.removeprefix("set ").partition("=")[::2])
             case OperatorCommand() if message.what != "expel":
                 raise Refused(f"a region's server can snapshot, unban, expel and set, not {message.what}")
+        if (
+            isinstance(message, Leave) and message.member in self.worker_data.no_data_job
+        ):  # it ends as no data is left
+            self.membership.member(message.member).transition(MemberEvent.ENDS)
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work, or that there
         # is no data for it, or that its leases go back: what is pending then leaves without waiting for more.
@@ -166,8 +147,8 @@ class RegionServer(RegionData):
     def go_on(self) -> Handled:
         if self.ledger and self.part.dealt and self.at_rest != (rests := self._at_rest):
             self.at_rest, self.rests = rests, self.rests + rests
-        if self._due:
-            self._due = False
+        if self._due or self.worker_data.due:
+            self._due = self.worker_data.due = False
             self._send_what_is_due()
         return super().go_on()
 
@@ -191,12 +172,7 @@ class RegionServer(RegionData):
         i, known = self.identity, self.store.own_fingerprints()
         mirrors = tuple(known.get(chunk.index, 0) for chunk in self.parameter_map.chunks) if known else ()
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.speaks_as
-        return Join(*names, 0, 1, whole, whole, self._answered_for(), self.data, mirrors, self.origin)
-
-    def _answered_for(self) -> tuple[int, ...]:
-        """Numbers of the leases that were granted to this region and may be neither given to others nor lost."""
-        held = [number for worker in self.members for number in self.leases.of(worker)]
-        return (*held, *self.uncommitted())
+        return Join(*names, 0, 1, whole, whole, self.worker_data.answered_for(), self.data, mirrors, self.origin)
 
     def _on_welcome(self, welcome: Welcome) -> int:
         """Compare the global server's count of our updates with our own. Returns how many it acknowledged and lost.
@@ -213,47 +189,17 @@ class RegionServer(RegionData):
         if len(welcome.sequences) != every or min(welcome.sequences) < 1 or wrong_versions:
             wrong = f"sequences {welcome.sequences}, versions {welcome.versions}"
             raise Refused(f"{self.name}: a welcome with {wrong} is none")
-        known, self.origin = [sequence - 1 for sequence in welcome.sequences], welcome.origin
-        self.leases.back.clear()
-        ahead = [f for f in self.numbers if known[f] > self.sequences[f] and f in self.fragments]
-        if ahead:
-            told, own = known[ahead[0]], self.sequences[ahead[0]]
-            self._start_over(f"the global server knows {told} updates of fragment {ahead[0]}, its own state {own}")
-        lost = 0
-        for f in self.numbers:
-            # The one before that in flight was answered, so the global server should expect that or a later one.
-            missing = max(0, self.sequences[f] + (f not in self.in_flight) - welcome.sequences[f])
-            if missing and f in self.in_flight:
-                self.in_flight[f] = replace(self.in_flight[f], sequence=welcome.sequences[f])
-            self.sequences[f] = max(known[f], self.sequences[f] - missing)
-            # It has lost versions as well, and refuses an update that starts from a version that it never gave.
-            if missing and welcome.versions:
-                self.global_versions[f] = min(self.global_versions[f], welcome.versions[f])
-                if update := self.in_flight.get(f):
-                    least = min(update.deltas[0].anchor_version, self.global_versions[f])
-                    deltas = tuple(replace(d, anchor_version=least) for d in update.deltas)
-                    self.in_flight[f] = replace(update, deltas=deltas)
-            if missing:
-                self._report(Fact("lost", fragment=f))
-            lost += missing
-        self._drop_gone(welcome.gone)
-        return lost
-
-    def _drop_gone(self, gone: Collection[int]) -> None:
-        """Drop leases that went to others while this region counted as dead: a worker that trains such begins anew.
-        What was trained with them is one sum with what nobody else has trained, and goes up; the samples count once.
-        """
-        for name in self.members:
-            begun = [lease.job <= self.leases.asked.get(name, 0) for lease in self.leases.drop(name, gone)]
-            if any(begun):
-                self._shut_out(name)
-        if repeated := sorted(set(self.trained) & set(gone)):
-            self.trained.difference_update(repeated)
-            self.contains = [[n for n in numbers if n not in gone] for numbers in self.contains]
-            for f, u in self.in_flight.items():
-                self.in_flight[f] = replace(u, contains=tuple(n for n in u.contains if n not in gone))
+        self.origin = welcome.origin
+        self.worker_data.leases.back.clear()
+        if why := self.uplink.ahead(welcome):
+            self._start_over(why)
+        lost = self.uplink.renumber(welcome)
+        for fragment in lost:
+            self._report(Fact("lost", fragment=fragment))
+        if repeated := self.worker_data.drop_gone(welcome.gone):
+            self.uplink.drop(welcome.gone)
             self._events.append(TrainedTwice(repeated))
-        self._forget_training()
+        return sum(lost.values())
 
     def _on_own_update_rejected(self, rejected: UpdateRejected) -> None:
         """Give up an update of ours that the global server refuses for good.
@@ -261,11 +207,11 @@ class RegionServer(RegionData):
         Sent again, it would be refused again, after every restart. What it holds is given up, and its data goes back
         to be trained again: in synchronous rounds by the same workers, for whose deltas the round waits.
         """
-        refused = self.in_flight.get(rejected.fragment)
+        refused = self.uplink.in_flight.get(rejected.fragment)
         if refused is None or refused.sequence != rejected.sequence:
             return  # it was said twice
         if self.rule.in_rounds:
-            order = list(self.in_flight)  # those after it were not sent
+            order = list(self.uplink.in_flight)  # those after it were not sent
             self._begin_round_again(set(order[order.index(rejected.fragment) :]))
         self._start_over(rejected.reason)
 
@@ -287,24 +233,11 @@ class RegionServer(RegionData):
     def _start_over(self, reason: str) -> None:
         """Begin again from the global weights: give back all leases, forget all weights, make the workers join again.
 
-        Versions are kept, since a worker may still send a delta that names one of them as its anchor's. So are the
-        numbers of the last updates that were answered: those in flight count as never sent.
+        Versions are kept, since a worker may still send a delta that names one of them as its anchor's.
         """
-        in_flight = [update.contains for update in self.in_flight.values()]
-        gone = {number for numbers in (*self.contains, *in_flight) for number in numbers}
-        dropped = self.pending + sum(update.weight for update in self.in_flight.values())
-        self.dropped = self.lost_updates + dropped  # beside what was lost without the ledger
-        for fragment in self.in_flight:
-            self.sequences[fragment] -= 1
-        for fragment in self.numbers:
-            if fragment in self.fragments:
-                self.first_versions[fragment] = self.fragments[fragment].version
-        self.fragments.clear()
-        self.in_flight.clear()
-        self.contains = [[] for _ in self.all]
-        self.store.start_over()
+        dropped, gone = self.uplink.start_over()
         for name, member in self.members.items():
-            self._forget(name)
+            self.membership.forget(name)
             for own in member.fragments.values():
                 own.owed = False
         of_all = [member.fragments[fragment].came for member in self.members.values() for fragment in self.numbers]
@@ -313,20 +246,20 @@ class RegionServer(RegionData):
 
     def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
         lacks = super().lacks_answer(name, incarnation, part, fragment, sequence)
-        return lacks and not (self.final is not None and self._waits_for_final(name, fragment, sequence))
+        return lacks and not (self.worker_data.final is not None and self._waits_for_final(name, fragment, sequence))
 
     def _waits_for_final(self, name: str, fragment: int, sequence: int) -> bool:
         """Whether this worker asks for the weights with which it ends, and they are not here: there was no data for
         the job that it has asked for last. In rounds the region's weights are the global ones."""
-        return sequence == 0 and self.ends(name) and fragment not in (self.final or ())
+        return sequence == 0 and self.ends(name) and fragment not in (self.worker_data.final or ())
 
     def _on_global_weights(self, answer: Answer) -> None:
         """Merge the answer to an update of ours, or begin with that to our join (sequence 0) or the last weights.
 
         Raises Refused; then nothing has changed.
         """
-        fragment, sent = answer.fragment, self.in_flight.get(answer.fragment)
-        final = self.final is not None and answer.sequence == 0 and fragment not in self.final
+        fragment, sent, ends = answer.fragment, self.uplink.in_flight.get(answer.fragment), self.worker_data.final
+        final = ends is not None and answer.sequence == 0 and fragment not in ends
         first = not answer.sequence and (fragment not in self.fragments or final)
         if not first and (sent is None or sent.sequence != answer.sequence):
             return  # again, or since it starts over: changes of what the mirror was, or is already
@@ -341,25 +274,28 @@ class RegionServer(RegionData):
             raise Refused(f"{self.name}: {where} of the global server: {fault.fault}")
         if self.newest is not None:
             self.newest.add(fragment)
-        (self.global_versions[fragment],) = versions
+        (self.uplink.global_versions[fragment],) = versions
+        if final and sent is not None:  # what is on its way is not in these: they are wanted again, behind its answer
+            self.store.pass_over(fragment)
+            return
         inputs, answered = ({}, ()) if first else self.rule.on_global_weights(self.fragments[fragment])
         self.store.merge(fragment, first, inputs)
         if not first:
-            contains = self.in_flight.pop(fragment).contains
-            about = fragment, answer.sequence, 0, 1, contains, self.global_versions[fragment]
+            contains = self.uplink.in_flight.pop(fragment).contains
+            about = fragment, answer.sequence, 0, 1, contains, self.uplink.global_versions[fragment]
             self._report(Fact("up", "", "", *about))
-            self.answer_members(answered, fragment)
+            self.answers.answer(answered, fragment)
         else:
-            if self.final is not None:
-                self.final.add(fragment)
-            state = self.fragments.setdefault(fragment, Counts(self.first_versions[fragment]))
+            if ends is not None:
+                ends.add(fragment)
+            state = self.fragments.setdefault(fragment, Counts(self.uplink.first_versions[fragment]))
             self.rule.start(state)
         size = sum(len(weights.payload) for weights in answer.weights)
-        self._events.append(Merged(fragment, answer.sequence, list(self.global_versions), size))
+        self._events.append(Merged(fragment, answer.sequence, list(self.uplink.global_versions), size))
         self._send_what_is_due()  # a fragment has one update in flight at most; the next one may have waited for this
 
     def versions_to_validate(self) -> list[int]:
-        return self.global_versions if len(self.newest or ()) == len(self.numbers) else []
+        return self.uplink.global_versions if len(self.newest or ()) == len(self.numbers) else []
 
     # -- members
 
@@ -369,38 +305,29 @@ class RegionServer(RegionData):
         # The global server must know its data before any lease is asked for: regions with other data are refused.
         if self.data != known:
             self._sends.append(Send(GLOBAL, self.join_message()))
-        name, back = join.member, tuple(self.leases.given_back[join.member])
-        if back and name not in self.asking_back:
-            self.asking_back.add(name)
+        name, back = join.member, tuple(self.worker_data.leases.given_back[join.member])
+        if back and name not in self.worker_data.asking_back:
+            self.worker_data.asking_back.add(name)
             self._sends.append(Send(GLOBAL, TakeBack(name, back)))
         return welcome
 
     def begin_again(self) -> None:
         super().begin_again()
         self.over = self.gone = self.done = False
-        self.final = None
-        self.spent.clear()  # there may be more data now
-
-    @property
-    def lost_updates(self) -> int:
-        return self.dropped + sum(state.counts.get("lost", 0) for state in self.fragments.values())
-
-    @property
-    def pending(self) -> int:
-        """How many updates, counted by fragment, are applied here and not sent up yet."""
-        return sum(state.counts.get("pending", 0) for state in self.fragments.values())
+        self.worker_data.final = None
+        self.worker_data.no_data_job.clear()  # there may be more data now
 
     def status(self) -> dict[str, Any]:
         return {
             **super().status(),
             "region": self.name,
-            "wanted": [name for name, jobs in self.wanted.items() if jobs],
+            "wanted": [name for name, jobs in self.worker_data.wanted.items() if jobs],
             "gone": self.gone,
-            "sent": sum(self.sequences),
-            "in_flight": len(self.in_flight) + self._due,
-            "pending": self.pending,
-            "global_versions": list(self.global_versions),
-            "lost_updates": self.lost_updates,
+            "sent": sum(self.uplink.sequences),
+            "in_flight": len(self.uplink.in_flight) + (self._due or self.worker_data.due),
+            "pending": self.uplink.pending,
+            "global_versions": list(self.uplink.global_versions),
+            "lost_updates": self.uplink.lost_updates,
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -408,15 +335,8 @@ class RegionServer(RegionData):
         meta["region"] = {
             **attributes(self, SAVED),
             "fingerprints": {str(chunk): known for chunk, known in self.store.own_fingerprints().items()},
-            **self.leases.state(),
-            "contains": [list(leases) for leases in self.contains],
-            "trained": sorted(self.trained),
-            "up": [[number, sorted(up)] for number, up in sorted(self.gone_up.items())],
-            "final": None if self.final is None else sorted(self.final),
-            "in_flight": [
-                [f, u.sequence, u.weight, list(u.contains), u.metrics, u.deltas[0].anchor_version]
-                for f, u in self.in_flight.items()
-            ],
+            **self.worker_data.state(),
+            **self.uplink.state(),
         }
         return tensors, meta
 
@@ -426,25 +346,13 @@ class RegionServer(RegionData):
         set_attributes(self, SAVED, saved)
         if self.every and isinstance(self.rule, AsyncRegion):
             self.rule.every = self.every
-        self.leases.load(saved)
-        self.contains = [list(leases) for leases in saved["contains"]]
-        self.trained = set(saved["trained"])
-        self.gone_up = {number: set(fragments) for number, fragments in saved["up"]}
-        self.final = None if saved["final"] is None else set(saved["final"])
-        for fragment, sequence, weight, contains, metrics, anchor in saved["in_flight"]:
-            update = self._update(fragment, sequence, anchor, weight, tuple(contains), metrics)
-            self.in_flight[fragment] = update
+        self.worker_data.load(saved)
+        self.uplink.load(saved, self.speaks_as)
 
     def resend(self) -> list[Send]:
         """Return the updates in flight, under this incarnation's name, to be sent again after a join. The global
         server knows by their numbers which of them it has applied already."""
-        self.in_flight = {f: replace(u, incarnation=self.speaks_as) for f, u in self.in_flight.items()}
-        return [
-            *(Send(GLOBAL, self.store.going_up(update)) for update in self.in_flight.values()),
-            *self._last_words(),
-        ]
-
-    # -- inside
+        return [*self.uplink.resend(self.speaks_as), *self._last_words()]
 
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
@@ -452,33 +360,141 @@ class RegionServer(RegionData):
         for fragment, state in sorted((f, self.fragments[f]) for f in self.numbers if f in self.fragments):
             if not self.rule.may_send(state, flush=at_rest):
                 continue
-            inputs, weight = self.rule.on_send(state)
-            self.sequences[fragment] += 1
-            sequence = self.sequences[fragment]
-            self.store.send_up(fragment, sequence, inputs)
-            contains, self.contains[fragment] = self.contains[fragment], self.contains[fragment][MOST_LEASES:]
             # Metrics of those who are at work; at the end, when all have left, of everybody.
             here = [m for m in self.members.values() if not m.left] or list(self.members.values())
-            metrics = mean_metrics([member.metrics for member in here])
-            anchor = self.global_versions[fragment]
-            update = self._update(fragment, sequence, anchor, weight, tuple(contains[:MOST_LEASES]), metrics)
-            self.in_flight[fragment] = update
-            update = self.store.going_up(update)
-            self._sends.append(Send(GLOBAL, update))
+            update, send = self.uplink.send(fragment, self.speaks_as, mean_metrics([m.metrics for m in here]))
+            self._sends.append(send)
             size = sum(len(delta.payload) for delta in update.deltas)
-            self._events.append(SentUp(fragment, sequence, weight, size))
+            self._events.append(SentUp(fragment, update.sequence, update.weight, size))
         self._sends += self._last_words()
-        if self.ledger and (self.empty or (self.over and self.idle)) and not self.gone and self._quiet:
+        whole = self.membership.empty or (self.over and self.membership.idle)
+        if self.ledger and whole and not self.gone and self._quiet:
             self.gone = True
             self._sends.append(Send(GLOBAL, Leave(self.name)))
 
-    def _update(
-        self, fragment: int, sequence: int, anchor: int, weight: int, contains: tuple[int, ...],
-        metrics: dict[str, float],
-    ) -> UpdatePart:  # fmt: skip
-        """Build an update of ours, without its payloads. anchor: version of the global weights it starts from."""
-        deltas = tuple(ChunkDelta(chunk, anchor, b"") for chunk in self.parameter_map.chunk_numbers[fragment])
-        return UpdatePart(
-            self.name, self.speaks_as, fragment, sequence, 0, deltas, weight=weight, contains=contains,
-            metrics=metrics,
-        )  # fmt: skip
+    def _answer_now(self, names: tuple[str, ...], fragment: int) -> None:
+        self.fragments[fragment].counts["due"] = 1  # until an update leaves, also while one is in flight
+        self._due = True
+
+    def going_up(self, fragment: int) -> list[str]:
+        """Return the workers whose answers come back with the fragment's update that is in flight."""
+        state = self.fragments.get(fragment)
+        return [name for name, sent in state.waiting.items() if sent] if state else []
+
+    def waited_for_by(self, name: str) -> bool:
+        # For a lease, while it has none; for the weights with which it ends, until they are here.
+        asks, final = bool(self.worker_data.wanted[name]) and not self.worker_data.holds(name), self.worker_data.final
+        ends = final is not None and len(final) < len(self.all) and self.ends(name)
+        return asks or ends or super().waited_for_by(name)
+
+    def waits_to_send(self) -> bool:
+        """Whether there is training here that the global server is not known to have."""
+        return bool(self.worker_data.trained or self.worker_data.leases.contained)
+
+    # -- what is said by facts
+
+    def _report(self, fact: Fact) -> None:
+        if not self.ledger and fact.what == "applied":
+            self.uplink.take_up(fact.fragment, fact.contains)
+        super()._report(fact)
+
+    def _on_fact(self, fact: Fact) -> None:
+        match fact.what:
+            case "applied":
+                self._on_applied(fact)
+            case "up":
+                self.uplink.sequences[fact.fragment] = max(self.uplink.sequences[fact.fragment], fact.sequence)
+                self.worker_data.note_up(fact.fragment, fact.contains)
+                known = self.uplink.global_versions
+                known[fact.fragment] = fact.version or known[fact.fragment]
+            case "lost":
+                self._name_again(fact.fragment)
+            case "refused":
+                about = fact.member, fact.incarnation, fact.reason, fact.fragment, fact.sequence, fact.job
+                self.membership.count_strike(UpdateRejected(*about))
+            case "over":
+                self.worker_data.start_over(fact.contains)
+                self._events.append(StartedOver(fact.reason, fact.weight))
+
+    def _count_trained(self, applied: Fact) -> tuple[int, None]:
+        mine, samples = self.worker_data.contain(applied.member, applied.contains, applied.fragment)
+        if applied.fragment in self.numbers:
+            self.uplink.take_up(applied.fragment, mine)
+        return samples, None
+
+    def _name_again(self, fragment: int) -> None:
+        """Name once more, with the next update of a fragment, the leases that it contains, since updates are lost."""
+        leases = self.worker_data.note_lost(fragment)
+        if fragment not in self.numbers:  # its shard knows of no lease
+            self._sends.append(Send(GLOBAL, Trained(self.name, fragment, leases)))
+            return
+        self.uplink.take_up(fragment, leases)
+
+    def _on_trained(self, said: Trained) -> None:
+        """Note that the global server knows of leases that no update of ours named."""
+        self.uplink.note_said(said)
+        sequence = self.uplink.sequences[said.fragment]
+        self._report(Fact("up", fragment=said.fragment, sequence=sequence, contains=said.leases))
+
+    def _on_facts(self, said: Facts) -> int:
+        known = super()._on_facts(said)
+        if self.rule.in_rounds:
+            for job in [fact.job for fact in said.facts if fact.what == "over"]:
+                for own in (m.fragments[f] for m in self.members.values() for f in self.part.dealt[said.shard]):
+                    own.came = min(own.came, job)
+        self._due = True
+        return known
+
+    def _on_went_back(self, back: WentBack) -> None:
+        super()._on_went_back(back)
+        gone = self.worker_data.not_up(self.part.dealt[back.shard])
+        self._on_fact(Fact("over", contains=gone, reason=f"shard {back.shard} has lost its disk"))
+
+    # -- between the ledger and shards
+
+    def _stands(self) -> dict[str, Any]:
+        return {"every": self.every, "rest": self.rests if self._at_rest else 0}
+
+    def ends(self, name: str) -> bool:
+        if self.ledger:
+            return self.worker_data.ends(name)
+        stands = self.as_shard.stands
+        return name in stands and stands[name].ends
+
+    def _on_standing(self, standing: Standing) -> None:
+        super()._on_standing(standing)
+        if standing.every and isinstance(self.rule, AsyncRegion):
+            self.every = self.rule.every = standing.every
+        self._due = True
+
+    @property
+    def _at_rest(self) -> bool:
+        """Whether no worker here has anything to add to what is pending; a shard's ledger says so."""
+        standing = self.as_shard.standing
+        return self.worker_data.at_rest if self.ledger else standing is not None and standing.rest > 0
+
+    @property
+    def speaks_as(self) -> str:
+        """The incarnation under which the region speaks to the global server: that of its ledger."""
+        standing = self.as_shard.standing
+        return self.incarnation if standing is None else standing.incarnation
+
+    def _last_words(self) -> list[Send]:
+        """Return, at the end, the leases that are trained and will be in no update: without the ledger, those whose
+        training came while one travelled; and that the last weights are wanted."""
+        if not self._at_rest or self.uplink.in_flight:
+            return []
+        said: list[Trained | AnswerWanted] = [*self.uplink.unnamed()]
+        if (final := self.worker_data.final) is not None:
+            said += [AnswerWanted(self.name, self.speaks_as, f, 0) for f in self.numbers if f not in final]
+        return [Send(GLOBAL, message) for message in said]
+
+    def quiet_since(self) -> int:
+        standing = self.as_shard.standing
+        return 0 if standing is None or not self.uplink.idle or self._last_words() else standing.rest
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether nothing of this region is left to go up, in no process of it."""
+        quiet = self.as_ledger.quiet
+        return not self.uplink.in_flight and all(each == self.rests for each in quiet)

@@ -11,24 +11,21 @@ Every update of a fragment is applied whole (all its parts) and once (by its seq
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
 from typing import Any, Literal
 
 from torch import Tensor
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import CodecConfig, LimitsConfig, RunConfig
-from geotrain.config.agreement import config_digest
-from geotrain.outer.codec import Codec, make_codec
-from geotrain.outer.events import Event, UpdateApplied
+from geotrain.config import CodecConfig, LimitsConfig
+from geotrain.outer.codec import make_codec
+from geotrain.outer.events import Event, FactsLost, UpdateApplied
 from geotrain.outer.messages import (
     Answer,
     AnswersDue,
     AnswerWanted,
-    BadDelta,
     Fact,
     Facts,
     Identity,
@@ -44,24 +41,19 @@ from geotrain.outer.messages import (
     Standing,
     UpdatePart,
     UpdateRejected,
+    Welcome,
     WentBack,
     update_id,
 )
 from geotrain.outer.rules import Counts, Rule
 from geotrain.outer.server.answers import Answers
-from geotrain.outer.server.limits import NormLimits, norm
-from geotrain.outer.server.member import Member, MemberFragment, check_part, check_round, outline
-from geotrain.outer.server.membership import WHOLE, ServerPart
-from geotrain.outer.server.parts import MOST_UNSAID
+from geotrain.outer.server.core import Core
+from geotrain.outer.server.intake import Intake
+from geotrain.outer.server.member import check_identity
+from geotrain.outer.server.membership import Leases, Membership
+from geotrain.outer.server.parts import OF_MEMBER, WHOLE, ServerPart
 from geotrain.outer.server.store import Store
-from geotrain.parameters.parameter_map import ParameterMap, numel
-
-
-def identity_of(run: RunConfig, parameter_map: ParameterMap, data: str = "") -> Identity:
-    """Build the identity on which all processes of this run must agree. data: sha256 of the training data that is
-    here; a server, which has none, knows what the run file says."""
-    model = f"{run.model.config.get('model_type', 'a model')} of {parameter_map.numel:,} parameters"
-    return Identity(run.name, config_digest(run), parameter_map.digest, model, data or run.data.sha256 or "")
+from geotrain.parameters.parameter_map import ParameterMap
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,7 @@ class Handled:
     events: tuple[Event, ...] = ()
 
 
-class Server(Answers):
+class Server(ABC):
     """State of a region server or a global server, and what it does with each message.
 
     Beside `handle` there are reads, which leave the durable state as it is; both kinds of server have all of them, so
@@ -91,21 +83,52 @@ class Server(Answers):
 
     def __init__(
         self, name: str, member_role: Literal["region", "worker"], identity: Identity, parameter_map: ParameterMap,
-        rule: Rule, members: tuple[str, ...], up: CodecConfig, down: CodecConfig, limits: LimitsConfig,
-        part: ServerPart = WHOLE, above: tuple[CodecConfig, CodecConfig] | None = None,
+        rule: Rule, members: tuple[str, ...], leases: Leases, up: CodecConfig, down: CodecConfig,
+        limits: LimitsConfig, part: ServerPart = WHOLE, above: tuple[CodecConfig, CodecConfig] | None = None,
         validates: bool = False, bf16_state: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(identity, parameter_map, rule, members, down, limits, part)
-        self.name, self.member_role = name, member_role
-        self.up: Codec = make_codec(up)
-        self.store = Store(name, parameter_map, self.numbers, rule, self.up, down, above, validates, bf16_state)
+        codec, store_of = make_codec(up), part.numbers(len(parameter_map.fragments))
+        store = Store(name, parameter_map, store_of, rule, codec, down, above, validates, bf16_state)
+        self.core = core = Core(name, member_role, part, parameter_map, rule, codec, down, limits, store)
+        self.name, self.member_role, self.identity, self.part = name, member_role, identity, part
+        self.parameter_map, self.rule, self.fragments = parameter_map, rule, core.fragments
+        self.ledger, self.all, self.numbers = core.ledger, core.all, core.numbers
+        # incarnation: names the server's present one; its process sets it, since drawing it is not pure.
+        # settings: all that it takes from configuration, as text. remade: makes it, without state, from another text.
+        self.incarnation, self.settings = "", ""
+        self.remade: Any = None
+        # Of the run: its global server's process draws it where the run begins, regions get it when they join.
+        self.origin = ""
+        self.data = identity.data  # sha256 of the run's training data, once a member's join has named it
         # Number and versions of the global weights that a worker evaluates at present. The store keeps a copy.
         self.frozen: tuple[int, list[int]] | None = None
-        judged = limits.norm_deviations is not None
-        self.norms = NormLimits(limits, len(parameter_map.fragments), len(members)) if judged else None
+        self._sends, self._events = core.sends, core.events
+        self.keeper, self.membership = leases, Membership(core, members, leases)
+        self.members, self.as_ledger, self.as_shard = (
+            self.membership.members, self.membership.as_ledger, self.membership.as_shard,
+        )  # fmt: skip
         # Workers of a flat run, which has one level, are answered at once.
-        self.waits = bool(getattr(rule, "waits", False)) and (name != GLOBAL or member_role == "region")
-        self._sends: list[Send] = []  # what `handle` is about to return
+        waits = bool(getattr(rule, "waits", False)) and (name != GLOBAL or member_role == "region")
+        self.answers = Answers(core, self.members, waits, self._answer_now)
+        self.intake = Intake(core, self.membership, self.answers, self._report)
+
+    @property
+    def store(self) -> Store:
+        """Where its vectors are."""
+        return self.core.store
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions by fragment, of those of other processes as far as they are known; empty before this server has
+        all its weights."""
+        if any(number not in self.fragments for number in self.numbers):
+            return []
+        return [self.fragments[number].version if number in self.fragments else 0 for number in self.all]
+
+    @property
+    def own_versions(self) -> tuple[int, ...]:
+        """Versions of this process's fragments."""
+        return tuple(self.fragments[n].version if n in self.fragments else 0 for n in self.numbers)
 
     def handle(self, message: Message) -> Handled:
         """Process a message. Raises Refused; then nothing has changed."""
@@ -115,8 +138,8 @@ class Server(Answers):
     def take(self, message: Message) -> Handled:
         """Do the part of `handle` for which the sender waits. `go_on` must be called before the next message."""
         reply = self._route(message)
-        if self.waits and not isinstance(message, UpdatePart | LeaseRequest):
-            self.end_waits(self.numbers)  # who was waited for may be at work no more
+        if self.answers.waits and not isinstance(message, UpdatePart | LeaseRequest):
+            self.answers.end_waits(self.numbers)  # who was waited for may be at work no more
         return self._handled(reply)
 
     def go_on(self) -> Handled:
@@ -126,30 +149,31 @@ class Server(Answers):
     def _handled(self, reply: Any) -> Handled:
         # What a message that failed has queued leaves with this one: its updates are recorded as in flight.
         handled = Handled(reply, tuple(self._sends), tuple(self._events))
-        self._sends, self._events = [], []
+        self._sends.clear()
+        self._events.clear()
         return handled
 
     def _route(self, message: Message) -> Any:
         """Call the method for this kind of message. Subclasses add the messages that only they understand."""
         match message:
             case UpdatePart():
-                return self._on_part(message)
+                return self.intake.take(message)
             case Join():
                 return self._on_join(message)
             case AnswerWanted():
                 return self._on_answer_wanted(message)
             case Leave():
-                return self._on_leave(message)
+                return self.membership.leave(message)
             case MemberSilent():
-                return self._on_member_silent(message)
+                return self.membership.silence(message)
             case AnswersDue():
-                return self.release(message.members, message.fragment)
+                return self.answers.release(message.members, message.fragment)
             case UpdateRejected():
-                return self._on_update_rejected(message)
+                return self.membership.count_strike(message)
             case LiftQuarantine():
-                return self._on_lift_quarantine(message)
+                return self.membership.lift_quarantine(message)
             case OperatorCommand(what="expel"):
-                return self._on_expel(message.region)
+                return self.membership.expel(message.region)
             case Standing():
                 return self._on_standing(message)
             case Facts():
@@ -168,22 +192,14 @@ class Server(Answers):
     def finished(self) -> bool:
         """Whether this server has nothing left to do and may end."""
 
+    @property
+    @abstractmethod
+    def ending(self) -> bool:
+        """Whether this server is about to end, and would answer nobody who joins now."""
+
     def recalls(self, member: str) -> bool:
         """Whether this member, a region, is to give back the data that no worker has asked for."""
         return False
-
-    @property
-    def lost_updates(self) -> int:
-        """How many updates, counted by fragment, were applied here and never reach the global weights."""
-        return 0
-
-    def most_weight(self, member: str) -> int:
-        """Upper bound on the workers' deltas that an update of this member may stand for; more is refused."""
-        return 1
-
-    def max_credible_weight(self, member: str) -> int:
-        """Upper bound on the workers' deltas that its leases make credible: more does not widen the norm limit."""
-        return 1
 
     @abstractmethod
     def workers_of(self, member: str) -> tuple[str, ...]:
@@ -194,67 +210,124 @@ class Server(Answers):
         where the reply comes as a message of its own when the global server has sent it."""
         return False
 
-    # -- updates
+    def ends(self, name: str) -> bool:
+        """Whether this worker ends, as there was no data for its last job. On a global server its leases say so."""
+        return False
 
-    def _on_part(self, part: UpdatePart) -> bool:
-        """Take one part of an update; apply the update when all parts are here. Returns whether it was applied now. A
-        part of one that was applied before changes nothing: its sender missed the acknowledgement."""
-        member = self._expecting(part)
-        if member is None:
-            return False
-        # Over a socket, `admit` has checked this part before its payload came; in replays and simulations, nobody.
-        if member.admitted.pop((part.fragment, part.part), None) != outline(part):
-            self._check(part, member)
-        parts = member.fragments[part.fragment].arriving
-        if part.part in parts:
-            return False
-        parts[part.part] = self.store.receive_part(part)
-        if len(parts) < member.parts:
-            if len(parts) == 1:
-                self._note_stage(part.member, part.fragment, part.sequence, "arrived")
-            self._heard(part.member)
-            return False
-        self._apply(part.member, member, [parts[i] for i in range(member.parts)])
-        return True
+    def waited_for_by(self, name: str) -> bool:
+        """Whether the member waits for something of this server, as far as this process knows."""
+        return bool(self.members[name].owed)
 
-    def admit(self, part: UpdatePart) -> bool:
-        """Whether this part is wanted; False: it is here already. Raises Refused where `handle` would.
+    def begin_again(self) -> None:
+        """Resume a saved run that had ended, perhaps with more data: members that left may come back."""
+        self.membership.begin_again()
 
-        Reads the payloads' sizes only, so that a part can be refused before memory is given to its payload and before
-        it is journaled. What is admitted here is not checked again in `handle`.
-        """
-        member = self._expecting(part)
-        if member is None:
+    def _on_join(self, join: Join) -> Welcome:
+        """Let a rank join. Raises Refused when its member, or its model, does not belong here; then nothing has
+        changed."""
+        check_identity(join, self.identity, self.data, self.origin)
+        self.membership.join(join, self.ending)
+        self.data = self.data or join.data
+        sequences = tuple(self.members[join.member].fragments[number].sequence + 1 for number in self.all)
+        here = tuple(self.incarnation if number in self.numbers else "" for number in self.all)
+        return Welcome(sequences, self.membership.next_job(join.member), here, tuple(self.versions), self.origin)
+
+    # -- between the ledger and shards
+
+    def stand(self) -> Standing:
+        """Say how the run stands, for shards."""
+        about, members = (self.incarnation, self.origin, self.data), self.membership.standing(self.ends)
+        return Standing(*about, members, self.membership.begun, **self._stands(), number=self.as_ledger.changes)
+
+    def _stands(self) -> dict[str, Any]:
+        """Return what this kind of server's shards must know beside its members."""
+        return {}
+
+    def _on_standing(self, standing: Standing) -> None:
+        before = self.as_shard.take(standing)
+        self.origin, self.data = standing.origin, standing.data
+        self.membership.follow(standing)
+        if before is None or before.validated != standing.validated:
+            self.copy_weights(None)
+
+    def facts(self, safe: tuple[int, ...]) -> Facts:
+        """Return what a shard has to say. safe: `Facts.safe`."""
+        return self.as_shard.facts(self.own_versions, safe, self.quiet_since())
+
+    def quiet_since(self) -> int:
+        """Return `Facts.quiet`."""
+        return 0
+
+    def _report(self, fact: Fact) -> None:
+        """Note a fact in the ledger, or to be said to it."""
+        if self.ledger:
+            self._on_fact(fact)
+        else:
+            self.as_shard.unsaid.append(fact)
+
+    @abstractmethod
+    def _on_fact(self, fact: Fact) -> None:
+        """Note a fact, of this process or of a shard, in the ledger."""
+
+    def _on_facts(self, said: Facts) -> int:
+        """Note what a shard has done, each fact once. Returns how many of its facts are known."""
+        known = self.as_ledger
+        numbers = known.check(said)
+        if lost := known.lost(said):
+            self._events.append(FactsLost(said.shard, lost))
+        for number, version in zip(numbers, said.versions, strict=True):
+            self.fragments.setdefault(number, Counts()).version = version
+        for fact in known.new_facts(said):
+            if fact.what in OF_MEMBER and fact.member not in self.members:
+                continue  # the run has it no more
+            if fact.what == "applied":
+                self.membership.note_alive(fact.member)
+            self._on_fact(fact)
+        known.note_seen(said)
+        self.membership.settle()
+        return known.taken[said.shard]
+
+    def _on_went_back(self, back: WentBack) -> None:
+        """Go on with a shard whose disk was lost, and came back from a copy."""
+        known = self.as_ledger
+        numbers = known.fragments_of(back.shard, back.versions)
+        known.taken[back.shard] = back.facts
+        for number, version in zip(numbers, back.versions, strict=True):
+            self.fragments.setdefault(number, Counts()).version = version
+            for member in self.members.values():
+                own = member.fragments[number]
+                own.came = min(own.came, back.job) if self.rule.in_rounds else own.came
+
+    # -- answers
+
+    def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
+        """Whether the answer, as for `answer`, is due and only an `AnswerWanted` is missing. Raises Refused."""
+        self.membership.current(name, incarnation, part)
+        own = self.intake.exchange_of(name, fragment)
+        if fragment not in self.fragments or sequence > own.sequence:
             return False
-        if len(self.unsaid) >= MOST_UNSAID:  # not in `handle`: no journal has what the ledger knows
-            raise Refused(f"{self.name}: this shard's ledger has not answered for {MOST_UNSAID} updates", retry_s=5.0)
-        self._check(part, member)
-        if part.part in member.fragments[part.fragment].arriving:
-            return False
-        member.admitted[part.fragment, part.part] = outline(part)
-        return True
+        if sequence not in (0, own.sequence):
+            raise Refused(f"{name}: the answer to update {update_id(name, fragment, sequence)} was adopted before")
+        return own.answer != sequence or (own.version is None and not own.owed)
 
-    def _check(self, part: UpdatePart, member: Member) -> None:
-        version, most = self.fragments[part.fragment].version, self.most_weight(part.member)
-        check_part(part, member, self.parameter_map, self.up, version, most)
-        if self.rule.in_rounds:
-            check_round(part, member.fragments[part.fragment])
+    def _on_answer_wanted(self, wanted: AnswerWanted) -> None:
+        name, fragment, sequence = wanted.member, wanted.fragment, wanted.sequence
+        member = self.membership.current(name, wanted.incarnation)
+        if not self.lacks_answer(name, wanted.incarnation, min(member.joined), fragment, sequence):
+            return  # another part has asked
+        own = member.fragments[fragment]
+        if sequence == 0:  # nobody trains meanwhile
+            self.answers.release((name,), fragment)
+        if own.answer != sequence:
+            if sequence == 0:  # it begins anew
+                self.store.forget(name, mirrors=(fragment,))
+            own.answer, own.version = sequence, None
+        if not own.owed:
+            self.answers.freeze(name, fragment)
 
-    def _expecting(self, part: UpdatePart) -> Member | None:
-        """Return the sender if the part belongs to its next update; None if that update was applied before."""
-        member = self.current(part.member, part.incarnation, part.part)
-        own = self._exchange_of(part.member, part.fragment)
-        if part.sequence <= own.sequence:
-            return None
-        if part.fragment not in self.fragments:
-            raise Refused("this server has no weights yet", retry_s=1.0)
-        if own.refused is not None and own.refused[0] == part.sequence:
-            raise own.refused[1].with_traceback(None)
-        if part.sequence != own.sequence + 1:
-            came = update_id(part.member, part.fragment, part.sequence)
-            raise Refused(f"{part.member}: update {came} came, but {own.sequence + 1} is next", retry_s=0.2)
-        self._check_own(part.member, part.contains)
-        return member
+    @abstractmethod
+    def _answer_now(self, names: tuple[str, ...], fragment: int) -> None:
+        """Answer these members, or send up what they wait for."""
 
     def answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> Answer | None:
         """Return the answer to the member's update `sequence` of a fragment (0: to its join) for one part; None: not
@@ -284,7 +357,7 @@ class Server(Answers):
 
         The first to ask has them copied, so that all parts evaluate the same weights. Empty when they are not here.
         """
-        self.current(name, incarnation, part)
+        self.membership.current(name, incarnation, part)
         if self.frozen is None or self.frozen[0] < number:
             versions = self.versions_to_validate()
             self.copy_weights((number, list(versions)) if versions else None)
@@ -315,8 +388,8 @@ class Server(Answers):
             "fragments": [[number, asdict(counts)] for number, counts in sorted(self.fragments.items())],
             "members": {name: member.state() for name, member in self.members.items()},
             "sent": {name: self._sent(name) for name in self.members if self.store.fingerprints_of(name)},
-            "norms": self.norms.state() if self.norms else None,
-            **self._part_state(),
+            "norms": self.intake.norms.state() if self.intake.norms else None,
+            "part": self.membership.part_state(),
         }
 
     def _sent(self, name: str) -> dict[str, Any]:
@@ -333,15 +406,16 @@ class Server(Answers):
     def load(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Load what `state` returned. Raises ParameterMapError when it is another model's, or is cut otherwise."""
         self.parameter_map.check_digest(meta["parameter_map_digest"])
-        self.fragments = {number: Counts(**saved) for number, saved in meta["fragments"]}
+        self.fragments.clear()
+        self.fragments.update((number, Counts(**saved)) for number, saved in meta["fragments"])
         self.data, self.origin = meta["data"] or self.data, meta["origin"]
-        if self.norms and meta["norms"]:
-            self.norms.load(meta["norms"])
+        if self.intake.norms and meta["norms"]:
+            self.intake.norms.load(meta["norms"])
         for name, saved in meta["members"].items():
             if name in self.members:
                 self.members[name].load(saved)
-                self._note_share(name)
-        self._load_part(meta)
+                self.membership.note_share(name)
+        self.membership.load_part(meta["part"])
         for name, saved in self.store.load(tensors, meta, self.members).items():
             member = self.members[name]
             member.parts = 1  # where weights travel as changes
@@ -359,9 +433,11 @@ class Server(Answers):
         return {
             "versions": self.versions,
             "in_rounds": self.rule.in_rounds,
-            "awaited": sorted({name for fragment in self.numbers for name in self.awaited(fragment)}),
-            "members": {name: {**m.status(), "leases": len(self.holds(name))} for name, m in self.members.items()},
-            "sharing": len(self.sharing) if getattr(self.rule, "averages", False) else 0,
+            "awaited": sorted({name for fragment in self.numbers for name in self.answers.awaited(fragment)}),
+            "members": {
+                name: {**m.status(), "leases": len(self.keeper.holds(name))} for name, m in self.members.items()
+            },
+            "sharing": len(self.membership.sharing) if getattr(self.rule, "averages", False) else 0,
             "over": self.over,
             "finished": self.finished,
             "refused": {name: member.refused for name, member in self.members.items() if member.refused},
@@ -379,63 +455,10 @@ class Server(Answers):
     def set_weights(self, vectors: Mapping[int, Tensor] | Sequence[Tensor]) -> None:
         """Begin with these weights: an fp32 vector for each fragment."""
         self.store.set_weights(vectors)
-        self.fragments = {number: Counts() for number in self.numbers}
-
-    def left_out(self, name: str) -> list[UpdatePart]:
-        """Return the parts of the member's updates that are not whole yet, as they came."""
-        arriving = [part for own in self.members[name].fragments.values() for part in own.arriving.values()]
-        return [self.store.as_received(part) for part in arriving]
+        self.fragments.clear()
+        self.fragments.update((number, Counts()) for number in self.numbers)
 
     # -- inside
-
-    def _apply(self, name: str, member: Member, parts: list[UpdatePart]) -> None:
-        first, fragment = parts[0], parts[0].fragment
-        own, state, update = member.fragments[fragment], self.fragments[fragment], (fragment, first.sequence)
-        own.arriving = {}  # also when it is refused below, so that it can be sent anew
-        spoken = [(p.contains, p.job, p.weight) for p in parts]
-        try:
-            if any(each != spoken[0] for each in spoken):
-                raise Refused(f"{name}: the parts of update {update_id(name, *update)} speak of different leases")
-            self._judge(name, own, first)
-        except Refused as refused:
-            self.store.forget(name, updates=(update,))
-            if len(parts) > 1:
-                own.refused = first.sequence, refused
-            raise
-        self._heard(name)  # not before: what is refused is no sign of life
-        own.sequence, own.answer, own.version = first.sequence, first.sequence, None
-        own.staleness = state.version - first.deltas[0].anchor_version
-        own.need_s = min(part.need_s for part in parts)
-        if not (self.rule.in_rounds and 0 < first.job <= own.came):
-            own.owed = True  # until the rule says that it is to be answered, perhaps at once
-            own.came = first.job
-            inputs, answered = self.rule.on_delta(state, name, first.weight, len(self.sharing))
-            self.store.apply(name, *update, state.version, inputs)
-        else:
-            # A former incarnation sent this round's delta. This one is only answered, now or when it is complete.
-            answered = () if own.owed else (name,)
-        # Before answers take memory. Every part has adopted the answer before, or would not have sent this update.
-        self.store.forget(name, answers=(fragment,), updates=(update,))
-        if self.waits:
-            state.waiting[name] = 0
-            self.end_waits((fragment,))
-            if own.need_s <= 0:
-                self.release((name,), fragment)
-        else:
-            self.answer_members(answered, fragment)
-        size_bytes = 0
-        if self.reports_updates:
-            pushes = [join.pushes[delta.chunk] for join in member.joined.values() for delta in first.deltas]
-            size_bytes = sum(self.up.encoded_bytes(numel(slices)) for slices in pushes)
-        fact = Fact(
-            "applied", name, member.incarnation, fragment, first.sequence, first.job, first.weight, first.contains,
-            state.version, own.staleness, size_bytes, own.norm, metrics=first.metrics,
-        )  # fmt: skip
-        if not self.ledger:  # which notes them, too
-            self._note_metrics(fact)
-        self._report(fact)
-        if name in self.held(fragment):
-            self._note_stage(name, fragment, first.sequence, "waits")
 
     def _on_applied(self, fact: Fact) -> None:
         """Account for an update that was applied, here or by a shard."""
@@ -443,26 +466,10 @@ class Server(Answers):
         member.job, member.updates = fact.job, member.updates + 1
         own = member.fragments[fact.fragment]
         own.sequence, own.came = fact.sequence, max(own.came, fact.job)
-        metrics = self._note_metrics(fact)
+        metrics = self.membership.note_metrics(fact)
         samples, tokens = self._count_trained(fact)
-        if self.reports_updates:
+        if self.answers.reports_updates:
             applied = name, fact.fragment, fact.sequence, fact.job, self.versions, fact.staleness, samples
             self._events.append(
                 UpdateApplied(*applied, fact.size_bytes, metrics.get("loss"), metrics, fact.norm, tokens)
             )
-
-    def _judge(self, name: str, own: MemberFragment, first: UpdatePart) -> None:
-        """Raise Refused when the update is not finite, or its norm not to be believed."""
-        decoded = self.store.decode(name, first.fragment, first.sequence)
-        for each in decoded:
-            if each.fault:
-                raise BadDelta(f"{name}, part {each.part}: {self.parameter_map.called(each.chunk)}: {each.fault}")
-        own.norm = norm([each.squares for each in decoded])
-        if own.norm == inf:  # some few of these, and the weights were infinite
-            raise BadDelta(f"{name}: fragment {first.fragment}: the update's norm is beyond all numbers")
-        if self.norms is not None:
-            weight = min(first.weight, self.max_credible_weight(name))
-            known = self.norms.senders(first.fragment) & self.members.keys()
-            at_work = {m for m in known if not self.members[m].away}
-            self.norms.check(name, first.fragment, own.norm, weight, at_work)
-            self.norms.note(name, first.fragment, own.norm, weight)

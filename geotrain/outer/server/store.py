@@ -268,6 +268,21 @@ class Store:
         for chunk in self._of[fragment]:
             self._merge(chunk, first, inputs)
 
+    def pass_over(self, fragment: int) -> None:
+        """Move nothing but the mirror by the received global weights of a fragment."""
+        for chunk in self._of[fragment]:
+            self._take_weights(chunk)
+            self.downlink.page_out(chunk.index)
+
+    def _take_weights(self, chunk: Chunk) -> Tensor:
+        """Decode the received global weights of a chunk, and keep what was sent for validation."""
+        if (mirror := self.downlink.mirror.get(chunk.index)) is not None:
+            self.will_change(mirror)
+        vector = self.downlink.decode(self._came.pop(chunk.index), chunk.numel)
+        if self.newest is not None:
+            self.newest[chunk.index] = vector.bfloat16()
+        return vector
+
     def _send_up(self, chunk: Chunk, sequence: int, inputs: Inputs) -> None:
         """Encode the region's progress. Raises NonFiniteError, naming the parameter."""
         rule: RegionRule = self.rule  # type: ignore[assignment]
@@ -294,12 +309,7 @@ class Store:
 
     def _merge(self, chunk: Chunk, first: bool, inputs: Inputs) -> None:
         rule: RegionRule = self.rule  # type: ignore[assignment]
-        i = chunk.index
-        if (mirror := self.downlink.mirror.get(i)) is not None:
-            self.will_change(mirror)
-        vector = self.downlink.decode(self._came.pop(i), chunk.numel)
-        if self.newest is not None:
-            self.newest[i] = vector.bfloat16()
+        i, vector = chunk.index, self._take_weights(chunk)
         if first:
             if i in self.vectors:
                 self.will_change(*self.vectors[i].all())

@@ -43,14 +43,14 @@ class WaitTable:
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], float] = {}
 
-    def told(self, found: Sequence[Wait], now_s: float) -> list[dict[str, Any]]:
+    def as_json(self, found: Sequence[Wait], now_s: float) -> list[dict[str, Any]]:
         """Return the waits as plain data, the oldest first, each with since when it lasts (Unix time)."""
         self._since = {(w.what, w.whom): self._since.get((w.what, w.whom), now_s) for w in found}
-        told = [{**asdict(w), "since_s": self._since[w.what, w.whom]} for w in found]
-        told.sort(key=lambda each: float(each["since_s"]))
-        if more := told[MOST_WAITS:]:
-            return [*told[:MOST_WAITS], {**more[0], "what": "more", "whom": "", "text": f"{len(more)} things more"}]
-        return told
+        known = [{**asdict(w), "since_s": self._since[w.what, w.whom]} for w in found]
+        known.sort(key=lambda each: float(each["since_s"]))
+        if more := known[MOST_WAITS:]:
+            return [*known[:MOST_WAITS], {**more[0], "what": "more", "whom": "", "text": f"{len(more)} things more"}]
+        return known
 
 
 def _of_process(status: Mapping[str, Any]) -> Iterator[Wait]:

@@ -101,7 +101,7 @@ def accounts(run: FaultyRun) -> dict[str, Any]:
         processes = (region, *run.shards[region])
         told_up = {(e["fragment"], e["sequence"]) for name in processes for e in _acknowledgements(run, name)}
         lost += sum((region, *update) not in above for update in {*told_up, *below.sent_up})
-        lost += sum(cast(RegionServer, process.now).lost_updates for process in below.processes)
+        lost += sum(cast(RegionServer, process.now).uplink.lost_updates for process in below.processes)
         acknowledged += len(told) + len(told_up)
     for server in servers.values():
         numbers = Counter((member, fragment, sequence) for member, _, fragment, sequence, _ in server.applied)

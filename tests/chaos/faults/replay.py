@@ -76,9 +76,9 @@ class Replay:
                 self.facts.append(fact)
                 report(fact)
 
-            server._report = noting  # type: ignore[method-assign]
+            server._report = server.intake._report = noting  # type: ignore[method-assign]
         else:
-            self.facts = server.unsaid  # nobody says to this one what its ledger has
+            self.facts = server.as_shard.unsaid  # nobody says to this one what its ledger has
         if (leases := getattr(server, "lease_table", None)) is not None:
             self._watch(leases)
 
@@ -130,7 +130,7 @@ class Replay:
                 end_incarnations(server)
         elif isinstance(message, StillJoined):
             for server in both:
-                server.note_joined(message.join)
+                server.membership.note_joined(message.join)
         elif not isinstance(message, Dismissed):  # that changes no state
             if shadow is not None:
                 _deliver(shadow, message)
@@ -146,7 +146,7 @@ class Replay:
             self.mismatches.append(f"{what}: {', '.join(sorted(differing)[:5])}")
 
     def _note(self, message: Any) -> None:
-        before = list(self.now.taken)
+        before = list(self.now.as_ledger.taken)
         reply = _deliver(self.now, message)
         if isinstance(message, Facts) and reply is not None:
             if message.since > before[message.shard]:

@@ -37,7 +37,7 @@ from geotrain.outer.messages import (
     Welcome,
     WentBack,
 )
-from geotrain.outer.server.membership import ServerPart
+from geotrain.outer.server.parts import ServerPart
 from tests.support.outer_world import FakeWorker, World, config, parameter_map, whole
 
 LIMIT_BYTES = 65536
@@ -150,14 +150,14 @@ class Messages:
             reader = wire.FrameReader(*KINDS, *CALLS, limit_bytes=LIMIT_BYTES)
             for frame in frames:
                 reader.feed(frame)
-                if isinstance(reader.header, UpdatePart) and not server.admit(reader.header):
+                if isinstance(reader.header, UpdatePart) and not server.intake.admit(reader.header):
                     return "taken"
             message = reader.message
             _round_trip(message)
             if isinstance(message, rpc.Pull):
                 server.answer(message.member, message.incarnation, message.part, message.fragment, message.sequence)
             elif isinstance(message, CALLS):
-                server.current(getattr(message, "member", ""), getattr(message, "incarnation", ""))
+                server.membership.current(getattr(message, "member", ""), getattr(message, "incarnation", ""))
             else:
                 server.handle(message)
         except (wire.WireError, Refused) as error:
