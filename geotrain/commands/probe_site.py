@@ -22,6 +22,7 @@ from geotrain.net.transport.certs import Role, Trust, identity, load_credentials
 from geotrain.net.transport.link_probe import Limits, ProbeError, ProbeServer, Way, measure
 
 START_S = 60.0  # ssh, and Python's imports on the other machine
+END_S = 5.0
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -62,7 +63,7 @@ class ProbeSite:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:
-            self._popen.wait(5.0)
+            self._popen.wait(END_S)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()

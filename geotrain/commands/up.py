@@ -52,6 +52,7 @@ from geotrain.plan.planner import plan
 START_S, ASK_S = 3600.0, 600.0  # until machines are there; for what else SkyPilot is asked
 ENDED = {0: "is over", 100: "failed", 103: "was cancelled"}  # exit codes of `sky logs`; others: it is not known
 PLANNED = 0.9  # of a budget: prices differ between zones, and a prediction is one
+FOLLOW_S = 1e9  # the job's log is followed as long as it runs
 TRIES, PAUSE_S = 20, 30.0  # of `sky logs` in a row without a word of the job's end
 WHERE = "uv tool install 'skypilot[aws,gcp]', or of your clouds; then `sky check`"
 
@@ -317,7 +318,7 @@ def _signals_raised() -> Iterator[None]:
 def follow(sky: Sky, cluster: str) -> int:
     """Print the log of a cluster's job until that has ended; returns the exit code of `sky logs`."""
     for attempt in range(TRIES):
-        code, _ = sky.run("logs", cluster, shown=True, within_s=1e9)
+        code, _ = sky.run("logs", cluster, shown=True, within_s=FOLLOW_S)
         if code in ENDED:
             break
         time.sleep(PAUSE_S if attempt else 1.0)

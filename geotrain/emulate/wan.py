@@ -38,6 +38,7 @@ IFF_TUN_WITHOUT_HEADER = 0x1001
 CLONE_NEWNET = 0x40000000
 DEVICE = "geo"  # in a region's namespace, the device of the link to the global server; others have a number behind it
 NETWORKS = 256  # 198.18.n.0/24, one for each run on this machine
+COMMAND_S = 30.0  # of ip or tc
 PACKET_S = 0.002  # a full packet occupies the link so long: there are few packets, but small ones need not wait long
 MTU_BYTES = (1500, 60000)  # the least and the most
 QUEUE_S = 0.1  # so much traffic may wait in front of a link before packets are lost
@@ -217,7 +218,7 @@ def _set_up(device: str, address: str, peer: str, shaped: LinkShape) -> None:
 
 
 def _run(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30.0)
+    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=COMMAND_S)
     if done.returncode != 0:
         raise EmulationError(f"emulated links: {command!r} failed: {done.stderr.strip()}")
 

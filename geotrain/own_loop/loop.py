@@ -20,6 +20,7 @@ from geotrain.common.names import ENDLESS_SAMPLES
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerConfig, load_cluster, load_run
 from geotrain.data.loader import RunSamples
 from geotrain.data.order import SampleOrder
+from geotrain.net.transport.worker_client import CONNECT_S
 from geotrain.own_loop.enroll import enroll, is_address
 from geotrain.own_loop.errors import in_two_lines
 from geotrain.own_loop.masters import Masters
@@ -30,7 +31,6 @@ from geotrain.worker.job_line import JobLine, say
 from geotrain.worker.loop import WorkerLoop
 
 FILLED = 4  # steps after which a loader's queue is full, though the first job may be shorter
-CONNECT_S = 60.0
 MOST_AHEAD = 1024  # steps that may be read and not trained
 
 

@@ -18,7 +18,7 @@ from geotrain.monitor.dispatch import EventDispatcher
 from geotrain.monitor.events import DeviceFailed, DeviceSampled, EventLog, JobTrained, Trouble
 from geotrain.net.transport.certs import Trust, trust_between
 from geotrain.net.transport.fragment_links import shards_above
-from geotrain.net.transport.worker_client import WorkerClient
+from geotrain.net.transport.worker_client import CONNECT_S, WorkerClient
 from geotrain.outer.identity import identity_of
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.worker.device_watch import FAILED_MARK, DeviceWatch
@@ -53,7 +53,7 @@ def connected(
     data_digest: str = "",
     parameter_map: ParameterMap | None = None,
     trust: Trust | None = None,
-    connect_s: float = 60.0,
+    connect_s: float = CONNECT_S,
     report: Callable[[dict[str, Any]], None] = lambda numbers: None,
     trouble: Callable[[str], None] = lambda what: None,
 ) -> Iterator[RunMember]:

@@ -35,6 +35,7 @@ FIRST_FRAME_BYTES, MAX_FRAME_BYTES = 16 << 10, wire.DATA_FRAME_BYTES
 FRAME_S = (0.005, 0.05)  # a frame that takes less is followed by a larger one, one that takes more by a smaller
 RAMP = 0.4  # the share of the time, at its beginning, that does not count for the rate
 MAX_S, MAX_BYTES = 60.0, 16 << 30  # a server does not do more than this, each way, whatever it is asked for
+REACH_S, CLOSE_S = 15.0, 5.0  # until a probe server has answered first; for calls under way at its end
 DRAIN_S = 30.0  # frames that are under way when the time is up may take so much longer
 CONCURRENT = 4  # calls at the same time
 
@@ -126,11 +127,11 @@ class ProbeServer:
         self._grpc.start()
 
     def close(self) -> None:
-        self._grpc.stop(None).wait(5.0)
+        self._grpc.stop(None).wait(CLOSE_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def measure(address: str, limits: Limits, trust: Trust | None = None, within_s: float = 15.0) -> Way:
+def measure(address: str, limits: Limits, trust: Trust | None = None, within_s: float = REACH_S) -> Way:
     """Measure the link to the probe server at host:port. within_s: the time until it must have answered.
 
     Raises ProbeError.

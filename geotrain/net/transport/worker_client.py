@@ -38,6 +38,7 @@ from geotrain.parameters.parameter_map import numel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+CONNECT_S, CLOSE_S = 60.0, 10.0  # for the first connection; for the loop inside to end
 LAST_WORDS_S = 10.0
 MAX_WAITING_PARTS = 64  # so many updates may wait to be sent, or two of each fragment
 NOT_YET = -1  # in place of the last update that a server has applied
@@ -73,7 +74,7 @@ class WorkerClient:
         self,
         address: str,
         *,
-        connect_s: float = 60.0,
+        connect_s: float = CONNECT_S,
         deadline_s: float = OUTAGE_S,
         trust: Trust | None = None,
         shards: ShardsAbove | None = None,
@@ -159,9 +160,9 @@ class WorkerClient:
         if self._closed:
             return
         self._closed = True
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(CLOSE_S)
 
     # -- between the threads
 
