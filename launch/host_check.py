@@ -71,6 +71,7 @@ def hosts_of(
                 worker.env.get("DS_ACCELERATOR") == "cpu",
                 *asks,
                 SHARE_DEVICES in worker.env or (launcher.on_this_machine and SHARE_DEVICES in os.environ),
+                worker.hosts[0].host if worker.hosts[1:] and not launcher.on_this_machine else "",
             )
             where = HERE if launcher.on_this_machine else host.host
             found.setdefault((launcher.name, where), []).append(needs)
@@ -95,12 +96,14 @@ def inquiries(
         launcher = launcher_of(workers[name])
         if not launcher.on_this_machine:
             ports = [port for host in names for each in hosts[launcher.name, host] for port in each.ports]
-            found.append(launcher.inquiry(workers[name], names, facts_command(folder, ports)))
+            masters = [each.master for host in names for each in hosts[launcher.name, host] if each.master]
+            command = facts_command(folder, ports, next(iter(masters), ""))
+            found.append(launcher.inquiry(workers[name], names, command))
     return [inquiry for inquiry in found if inquiry is not None]
 
 
-def facts_command(folder: Path, ports: list[int]) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", "geotrain.launch.host_facts", str(folder), *map(str, ports))
+def facts_command(folder: Path, ports: list[int], master: str = "") -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", "geotrain.launch.host_facts", str(folder), master or "-", *map(str, ports))
 
 
 def check_hosts(

@@ -1,4 +1,5 @@
-"""Reads what this host has: `python -m geotrain.launch.host_facts FOLDER [PORT …]` prints it as a line of JSON.
+"""Reads what this host has: `python -m geotrain.launch.host_facts FOLDER MASTER [PORT …]` prints it as a line
+of JSON.
 
 Only reading happens here; what it means is decided in `geotrain.launch.host_rules`.
 """
@@ -29,6 +30,7 @@ from geotrain.common.nvml import ecc_errors, known, within
 from geotrain.common.ports import why_not_bound
 from geotrain.config import ConfigError
 from geotrain.launch import cuda_driver
+from geotrain.launch.networks import Networks, networks_to
 
 MARK = "geotrain-host: "  # before the line of JSON: shells and launchers print lines of their own
 NVML_S = 30.0  # without its persistence daemon the driver initializes each GPU anew
@@ -65,7 +67,8 @@ class HostFacts:
     what hides them in the environment. unusable: why devices that are there cannot be used. nvml_error: what the
     driver said of GPUs in place of an answer. cuda, nccl: versions that torch brings. transformer_engine: its
     version; None: it is not installed. headers, compiler: for Triton, which compiles its launcher. shm_bytes,
-    free_bytes: free in /dev/shm, and where the run's folder lies. taken_ports: of those asked.
+    free_bytes: free in /dev/shm, and where the run's folder lies. taken_ports: of those asked. networks: None: no
+    worker here has several hosts.
     """
 
     name: str
@@ -86,6 +89,7 @@ class HostFacts:
     shm_bytes: int | None
     free_bytes: int
     taken_ports: tuple[int, ...]
+    networks: Networks | None = None
 
     def to_line(self) -> str:
         return MARK + TypeAdapter(HostFacts).dump_json(self).decode()
@@ -96,9 +100,9 @@ class HostFacts:
         return TypeAdapter(HostFacts).validate_json(line.partition(MARK)[2])
 
 
-def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
-    """Read this host's facts. Where devices are to be used, torch is imported and asked. It raises nothing for what a
-    host lacks."""
+def read_host(folder: Path, ports: Sequence[int], master: str = "") -> HostFacts:
+    """Read this host's facts. master: the host of rank 0, if it may be another one. Where devices are to be used,
+    torch is imported and asked. It raises nothing for what a host lacks."""
     usable, unusable, nccl = 0, "", None
     if os.environ.get("DS_ACCELERATOR") != "cpu" and may_have_gpus():
         try:
@@ -134,6 +138,7 @@ def read_host(folder: Path, ports: Sequence[int]) -> HostFacts:
         compiler=any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))),
         shm_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else None,
         free_bytes=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
+        networks=networks_to(master, os.environ) if master else None,
         taken_ports=tuple(port for port in ports if why_not_bound("", port)),
         clock_s=time.time(),  # last, so that nothing that takes time comes between it and the answer
     )
@@ -221,4 +226,5 @@ def visible(gpus: tuple[GpuFacts, ...], listed: str | None) -> tuple[GpuFacts, .
 
 
 if __name__ == "__main__":
-    print(read_host(Path(sys.argv[1]), [int(port) for port in sys.argv[2:]]).to_line(), flush=True)
+    asked_ports = [int(port) for port in sys.argv[3:]]
+    print(read_host(Path(sys.argv[1]), asked_ports, sys.argv[2].strip("-")).to_line(), flush=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from geotrain.common.names import SHARE_DEVICES
 from geotrain.launch import cuda_driver
 from geotrain.launch.host_facts import MIB, GpuFacts, HostFacts
+from geotrain.launch.networks import Networks
 from geotrain.parallelism.transformer_engine import dotted
 
 CLOCK_S = 5.0  # clocks may differ by so much: logs of two hosts can still be laid side by side
@@ -37,7 +38,8 @@ class HostNeeds:
     """The needs of one worker on one host. memory_bytes: of a rank on its device, by the estimate. checkpoint_bytes:
     one checkpoint of the ranks on the host. device: the kind that the cluster file names. ports: that must be free.
     on_cpu: its ranks take no GPU, by the worker's own environment. asks: a key, with its value, that needs
-    Transformer Engine and GPUs of at least this capability. shares: its ranks may share GPUs with others.
+    Transformer Engine and GPUs of at least this capability. shares: its ranks may share GPUs with others. master: the
+    host of its rank 0, if it has several.
     """
 
     worker: str
@@ -50,6 +52,7 @@ class HostNeeds:
     asks: str = ""
     capability: tuple[int, int] = (0, 0)
     shares: bool = False
+    master: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,15 @@ def _check_host(look: Look, resume: bool, tell: Tell) -> None:
     for port in sorted(mine & set(facts.taken_ports)):
         remedy = "end what listens there, or give the worker another master_port"
         tell(f"port {port} is taken", remedy, not resume)
+    networks = facts.networks or Networks()
+    for who, variable, used in (
+        ("gloo", "GLOO_SOCKET_IFNAME", networks.gloo),
+        ("NCCL", "NCCL_SOCKET_IFNAME", networks.nccl if facts.usable and not networks.rdma else None),
+    ):
+        fastest = max(networks.interfaces, key=lambda each: each.mbit_s or 0, default=None)
+        if used is not None and fastest is not None and used.mbit_s and (fastest.mbit_s or 0) >= 2 * used.mbit_s:
+            remedy = f"{variable}={fastest.name} in the worker's env, if the hosts reach each other over it"
+            tell(f"{who} will use {used}, where {fastest} is faster", remedy, False)
     if facts.free_bytes < (wanted := 2 * sum(needs.checkpoint_bytes for needs in look.needs)):
         what = f"{_gb(facts.free_bytes)} are free for the run's folder, two checkpoints take {_gb(wanted)}"
         tell(what, "make room, or give checkpoint.folder another place", False)

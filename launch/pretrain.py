@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.loading import loading
+from geotrain.launch.networks import address_to, networks_to
 from geotrain.launch.rank_environment import (
-    address_to,
     capability_here,
     extensions_of,
     library_settings,
@@ -109,6 +109,8 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
     end = end_of_document(run.data)
     engine = build_engine(run, setup.parallel, setup.deepspeed, end_of_document=end, precision=setup.precision)
     say(_place(engine.mesh, server), sys.stdout)
+    if worker.hosts[1:] and os.environ["LOCAL_RANK"] == "0":
+        say(f"rank {engine.mesh.rank}: {networks_to(worker.hosts[0].host, os.environ)}", sys.stdout)
     vocab_size = engine.architecture.vocab_size
     source = open_training(run.data, vocab_size, run.seed)
     micro_batch = setup.deepspeed["train_micro_batch_size_per_gpu"]

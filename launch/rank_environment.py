@@ -12,6 +12,7 @@ import psutil
 from geotrain.config import ConfigError
 from geotrain.launch.host_facts import read_gpus, visible
 from geotrain.launch.launchers.base import Launcher
+from geotrain.launch.networks import interface_to
 
 BLACKWELL = (10, 0)  # the lowest compute capability of its kind
 # What equal bits need of the libraries: cuBLAS with a workspace of its own for each stream (as torch demands), no
@@ -117,23 +118,3 @@ def _check_deterministic(env: Mapping[str, str]) -> None:
         raise ConfigError(
             f"precision.deterministic_mode does not go with {told} in the worker's environment; take it out of there"
         )
-
-
-def address_to(host: str, port: int = 9) -> str | None:
-    """This machine's address on the way to a host; None if there is no way. Nothing is sent."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as unsent:
-            unsent.connect(target)  # of a UDP socket: it makes the kernel choose the address it would send from
-            return str(unsent.getsockname()[0])
-    except OSError:
-        return None
-
-
-def interface_to(host: str) -> str | None:
-    """The network interface that has this machine's address on the way to a host; None if there is no way."""
-    here = (address_to(host) or "").partition("%")[0]
-    interfaces = psutil.net_if_addrs().items() if here else ()
-    return next(
-        (name for name, found in interfaces if here in [each.address.partition("%")[0] for each in found]), None
-    )

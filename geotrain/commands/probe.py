@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from geotrain.commands.probe_site import ProbeSite
+from geotrain.commands.probe_site import START_S, ProbeSite
 from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
@@ -170,6 +170,9 @@ class Measurement:
                 site = ProbeSite(*who, command, Address(host=host.host), certificates, host.host)
                 sites.append(stack.enter_context(site))
                 site.start()
+            for site, (_, worker) in zip(sites, remote, strict=True):
+                asked = {"master": remote[0][0].host, "env": worker.env if worker else {}}
+                self.tell(f"{region.name}: {site.where}: {site.ask(asked, START_S)['said']}")
             for site in sites[1:]:
                 ways.append(sites[0].measure(site, self.limits))
                 self.tell(f"{region.name}: {sites[0].where} – {site.where}: {_words(ways[-1])}")

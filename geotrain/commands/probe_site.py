@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 from geotrain.config import Address, ConfigError
 from geotrain.emulate.wan import in_network
+from geotrain.launch.networks import networks_to
 from geotrain.net.transport.certs import Role, Trust, identity, load_credentials
 from geotrain.net.transport.link_probe import Limits, ProbeError, ProbeServer, Way, measure
 
@@ -139,6 +141,8 @@ def serve_site() -> int:
                 from geotrain.commands.probe_step import run_step  # imports torch
 
                 say(run_step(**request["step"]))
+            elif "master" in request:
+                say({"said": str(networks_to(request["master"], {**os.environ, **request["env"]}))})
             else:
                 trust = Trust(credentials, request["server"]) if credentials else None
                 say(asdict(measure(request["measure"], Limits(**request["limits"]), trust)))

@@ -52,8 +52,8 @@ def test_each_host_is_asked_by_its_launcher(tmp_path: Path) -> None:
     assert hosts_of(run, cluster, ("global", "us")).keys() == {("local", HERE)}
     first, second = inquiries(cluster, hosts, tmp_path)
     assert first.command[:2] == ("ssh", "-T") and first.command[-2] == "h1"
-    assert first.command[-1].endswith(f"-m geotrain.launch.host_facts {tmp_path} 29400")
-    assert second.hosts == ("h2",) and second.command[-1].endswith(str(tmp_path))
+    assert first.command[-1].endswith(f"-m geotrain.launch.host_facts {tmp_path} h1 29400")
+    assert second.hosts == ("h2",) and second.command[-1].endswith(f"{tmp_path} h1")
 
 
 @pytest.mark.parametrize(("launcher", "program"), [("pdsh", "pdsh"), ("slurm", "srun")])

@@ -10,9 +10,11 @@ import pytest
 from geotrain.launch import cuda_driver
 from geotrain.launch.host_facts import MARK, GpuFacts, HostFacts, visible
 from geotrain.launch.host_rules import EXCLUSIVE, HostNeeds, Look, findings
+from geotrain.launch.networks import Interface, Networks
 
 GB = 10**9
 MIB = 1 << 20
+ETH0, ETH1 = Interface("eth0", "10.0.0.5", 1000), Interface("eth1", "10.1.0.5", 100_000)
 OTHERS = "python3 (process 4242)", "? (process 4243)"
 
 
@@ -87,6 +89,9 @@ def test_good_hosts_have_no_findings() -> None:
          "GPU 1 (NVIDIA H100 80GB HBM3) is used by python3 (process 4242), ? (process 4243), 64.2 GB",
          "CUDA_VISIBLE_DEVICES", False),
         ({"gpus": BUSY}, "used by processes that this container does not show, 64.2 GB", "", False),
+        ({"networks": Networks((ETH0, ETH1), gloo=ETH0, nccl=ETH1)},
+         "gloo will use eth0 (10.0.0.5, 1,000 Mbit/s), where eth1 (10.1.0.5, 100,000 Mbit/s) is faster",
+         "GLOO_SOCKET_IFNAME=eth1", False),
         ({"headers": False}, "Python.h is missing", "python3-dev", True),
         ({"compiler": False}, "no C compiler", "gcc", True),
         ({"shm_bytes": 64 << 20}, "64 MiB are free in /dev/shm", "--shm-size", False),

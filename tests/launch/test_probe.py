@@ -93,7 +93,9 @@ def test_another_machine_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     hosts = [{"host": f"127.0.0.{i}", "slots": 8} for i in (2, 3)]
     region = {"name": "eu", "ssh": "eu.example.org", "server": {"host": "127.0.0.4", "port": free_port}}
     path = cluster_file(tmp_path, regions=[{**region, "hosts": hosts}], links=[], global_server={"host": "127.0.0.5"})
-    probe(path, None, SHORT, print)
+    told = list[str]()
+    probe(path, None, SHORT, told.append)
+    assert sum("gloo uses lo (127.0.0.1, " in line for line in told) == 2
     assert {link.regions for link in load_cluster(path).links} == {("eu", "global"), ("eu", "eu")}
     # To the region's machine; and from there to each of its hosts.
     assert (tmp_path / "bin/hosts.txt").read_text().split() == [

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 from geotrain.config import ConfigError
+from geotrain.launch import networks
 from geotrain.launch import rank_environment as module
 from geotrain.launch.host_facts import GpuFacts
 from geotrain.launch.launchers.registry import launchers
+from geotrain.launch.networks import Interface, address_to, interface_to, nccl_interface, networks_to
 from geotrain.launch.rank_environment import (
-    address_to,
     capability_here,
     extensions_of,
-    interface_to,
     library_settings,
     rank_environment,
 )
@@ -149,3 +149,29 @@ def test_equal_bits_are_asked_of_the_libraries() -> None:
 def test_an_environment_that_contradicts_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"deterministic_mode does not go with {name} = '{value}'"):
         deterministic({name: value})
+
+
+@pytest.mark.parametrize(
+    ("stated", "chosen"),
+    [
+        ("", "ib0"), ("eth", "eth0"), ("=eth", ""), ("=eth1", "eth1"), ("^ib", "lo"), ("^ib,lo,docker", "eth0"),
+        ("mlx,docker", "docker0"),
+    ],
+)  # fmt: skip
+def test_the_interface_that_nccl_takes(stated: str, chosen: str) -> None:
+    assert nccl_interface(["lo", "docker0", "eth0", "eth1", "ib0"], stated) == chosen
+    assert nccl_interface(["lo", "docker0", "eth0"]) == "eth0" and nccl_interface(["lo"]) == "lo"
+
+
+def test_what_this_hosts_ranks_would_meet_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        (port := tmp_path / name / "ports/1").mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    monkeypatch.setattr(networks, "RDMA", tmp_path)
+    here = networks_to("127.0.0.1", {"NCCL_SOCKET_IFNAME": "=lo"})
+    assert here.gloo == here.nccl == Interface("lo", "127.0.0.1") and here.gloo in here.interfaces
+    lo = "lo (127.0.0.1, at an unknown rate)"
+    assert str(here) == f"gloo uses {lo}, NCCL {lo}, its data over mlx5_0 (400 Gb/sec (4X NDR))"
+    other = next((each for each in here.interfaces if each.name != "lo"), here.gloo)
+    assert networks_to("127.0.0.1", {"GLOO_SOCKET_IFNAME": other.name}).gloo == other
