@@ -33,6 +33,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import EXIT_FOR_GOOD
 from geotrain.launch.check import check_data
 from geotrain.launch.far_hosts import prepare_far_hosts
+from geotrain.launch.forming import without_cordoned
 from geotrain.launch.host_check import check_hosts, refuse
 from geotrain.launch.launcher import RunsAlready, event_log, locked, supervisor_of, troubles_of
 from geotrain.launch.machine import this_machine
@@ -284,13 +285,14 @@ def _run(request: LaunchRequest, files: SiteFiles) -> RunOutcome:
         event_log(request.run, files.folder, request.sites) as events,
         supervisor_of(request, files.folder, events, files.say) as supervisor,
     ):
-        wrong = check_hosts(request.run, request.cluster, request.sites, request.resume)
+        used = replace(request, cluster=without_cordoned(request.run, request.cluster, files.folder))
+        wrong = check_hosts(used.run, used.cluster, used.sites, used.resume)
         for each in wrong:
             files.say(f"{each.host}: {each.what}; {each.remedy}")
         refuse(wrong)
         request.write_files(files.folder)
         starting = local_processes(request, files.folder, this_machine())
-        prepare_far_hosts(request, files.folder)
+        prepare_far_hosts(used, files.folder)
         for process in starting:
             supervisor.start(process)
         return supervisor.wait(troubles_of(request, files.folder, files.say))

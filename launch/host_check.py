@@ -22,12 +22,12 @@ from rich.markup import escape
 
 from geotrain.common.names import SHARE_DEVICES
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, WorkerSetup
-from geotrain.launch.far_hosts import ask
 from geotrain.launch.host_facts import MARK, HostFacts, read_host
 from geotrain.launch.host_rules import Finding, HostNeeds, Look, findings
 from geotrain.launch.launchers.base import HostLauncher, Inquiry, WorldLauncher, regions_of
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.launchers.ssh import over_ssh
+from geotrain.launch.one_host import ask
 from geotrain.launch.site_processes import LaunchRequest, fixed_master_port, remote_python
 from geotrain.launch.terminal import size, table_of
 

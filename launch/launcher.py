@@ -38,6 +38,7 @@ from geotrain.launch.check import (
     with_data_digest,
 )
 from geotrain.launch.far_hosts import prepare_far_hosts
+from geotrain.launch.forming import without_cordoned
 from geotrain.launch.host_check import check_hosts, refuse, show
 from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
@@ -45,7 +46,7 @@ from geotrain.launch.run_rules import misfits
 from geotrain.launch.site_processes import LaunchRequest, local_processes, proxied_links, pump_process, remote_site
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_status, new_console, share_of, size
-from geotrain.monitor.events import EventLog, Follower, ProcessDied, Trouble
+from geotrain.monitor.events import EventLog, Follower, ProcessDied, Trouble, WorkerFormed
 from geotrain.monitor.monitor import LAUNCHER, Monitor
 from geotrain.outer.events import Event
 
@@ -109,7 +110,8 @@ def launch(
             return 0
         for obstacle in port_obstacles(run, cluster, here):  # else found when the folder holds a run already
             raise obstacle
-        wrong = check_hosts(run, cluster, here, resume)  # sites behind ssh look at their own
+        used = without_cordoned(run, cluster, folder)
+        wrong = check_hosts(run, used, here, resume)  # sites behind ssh look at their own
         show(wrong, console)
         refuse(wrong)
         links = None
@@ -128,7 +130,7 @@ def launch(
             starting.append(shaping)
         shaped, namespaces = bool(starting), links.namespaces if links else {}
         starting += local_processes(request, folder, this_machine(), namespaces, options)
-        prepare_far_hosts(request, folder, added)
+        prepare_far_hosts(dataclasses.replace(request, cluster=used), folder, added)
         starting += [remote_site(request, site, host) for site, host in hosts.items() if host]
         events = stack.enter_context(event_log(run, folder, only))
         if GLOBAL in hosts:
@@ -199,6 +201,9 @@ def supervisor_of(request: LaunchRequest, folder: Path, events: EventLog, say: C
         if isinstance(event, ProcessDied):
             then = "given up" if event.pause_s is None else f"started again in {event.pause_s:.3g} s"
             say(f"{event.group} {event.how}; {then} (restarts so far: {event.restarts})")
+        elif isinstance(event, WorkerFormed):
+            of = f"formed of {', '.join(event.hosts)}: {event.layout}"
+            say(f"{event.worker} is {of}{'; ' * bool(event.why)}{event.why}")
         elif isinstance(event, Trouble):
             say(event.what)
 

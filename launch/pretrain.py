@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geotrain.config import EXIT_FOR_GOOD, Address, ClusterConfig, RunConfig, Topology, load_cluster, load_run
+from geotrain.launch.launchers.base import EXIT_FORM, end_file, with_formed
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.loading import loading
 from geotrain.launch.networks import address_to, networks_to
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cluster", type=Path, help="the cluster file; default: cluster.json beside the run file")
     parser.add_argument("--worker", help="the worker's name; default: the region's only one")
     parser.add_argument("--resume", action="store_true", help="take up the newest checkpoint of the optimizer")
+    parser.add_argument("--formed", help="the worker, where it is not as in the cluster file; given by the launcher")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     return parser.parse_args()
 
@@ -50,7 +52,9 @@ def main() -> int:
     try:
         run = load_run(args.run)
         cluster = load_cluster(args.cluster or args.run.parent / "cluster.json")
-        train(run, cluster, args.region, args.worker, args.resume)
+        if args.formed:
+            cluster = with_formed(cluster, args.region, args.formed)
+        finished = train(run, cluster, args.region, args.worker, args.resume, bool(args.formed))
         leave_worker()
     except ValueError as error:  # ConfigError is one
         return failed(args.region, error, EXIT_FOR_GOOD)
@@ -63,7 +67,7 @@ def main() -> int:
         if told is None:
             raise
         return failed(args.region, told, 1)
-    return 0
+    return 0 if finished else EXIT_FORM
 
 
 def failed(region: str, error: Exception | str, code: int) -> int:
@@ -71,8 +75,12 @@ def failed(region: str, error: Exception | str, code: int) -> int:
     return code
 
 
-def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool) -> None:
-    """Build everything, train, close everything."""
+def train(
+    run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str | None, resume: bool, formed: bool = False
+) -> bool:
+    """Build everything, train, close everything. formed: the worker is not as in the cluster file, and begins without
+    a checkpoint that its ranks cannot read. Returns whether the worker has done all its work; no: it is to be formed
+    anew."""
     run.check_for_trainer()
     worker, topology = cluster.worker(region, worker_name), Topology(run, cluster)
     setup, server = topology.workers[worker.name], topology.servers[topology.server_of(worker.name)]
@@ -140,8 +148,14 @@ def train(run: RunConfig, cluster: ClusterConfig, region: str, worker_name: str 
             min_step_s=worker.min_step_s,
             peak_flops_per_token_s=None if peak is None else peak / per_token,
         )
+        asked = run.run_folder / end_file(worker.name)
+        asked.unlink(missing_ok=True)  # an earlier incarnation was
+        if not run.outer.rule.synchronous:  # whose rounds all workers end together
+            trainer.loop.ends = asked.exists
+        trainer.checkpoints.files.may_lack = formed
         trainer.train(resume)
     engine.close()
+    return trainer.loop.finished
 
 
 def leave_worker() -> None:

@@ -12,7 +12,7 @@ A *site* is "global" or a region's name. The run's folder on each machine holds
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from geotrain.config import (
 from geotrain.emulate import proxy, wan
 from geotrain.emulate.wan import DEVICE, Wan
 from geotrain.launch.check import free_ports, link_to_global
+from geotrain.launch.forming import Forming
 from geotrain.launch.guard import JOB
 from geotrain.launch.launchers.base import HostLauncher, LauncherCommand, WorkerPlace, regions_of
 from geotrain.launch.launchers.registry import launcher_of, worker_commands
@@ -119,9 +120,11 @@ def local_processes(
         regions = [region.name for region in request.cluster.serving if region.name in request.sites]
         for region in regions:
             started += _server(request, folder, region, namespaces.get(region), options.get(region, ()))
+    taken = dict[str, str]()  # spare host → the worker that has it
     for number, (region, worker) in enumerate(request.cluster.workers):
         port = fixed_master_port(worker, number)
-        started += _worker(request, folder, region, worker, port, devices.get(worker.name, ((), 1)), namespaces)
+        assigned = devices.get(worker.name, ((), 1))
+        started += _worker(request, folder, region, worker, port, assigned, namespaces, taken)
     return started
 
 
@@ -239,12 +242,18 @@ def _worker(
     fixed_port: int,
     assigned: Assigned,
     namespaces: Mapping[str, int],
+    taken: MutableMapping[str, str],
 ) -> list[ProcessSpec]:
     """The processes of a worker that are started here, one for each launcher command.
 
-    fixed_port: see `fixed_master_port`. assigned: devices and threads, if its ranks run on this machine.
+    fixed_port: see `fixed_master_port`. assigned: devices and threads, if its ranks run on this machine. taken: as
+    `Forming` takes it.
     """
     launcher, regions = launcher_of(worker), regions_of(region, worker)
+    formation: Forming | None = None
+    more = len(worker.hosts) + len(request.cluster.region(region).spare_hosts) > 1
+    if more and not launcher.on_this_machine and regions == (region,) and region in request.sites:
+        formation = Forming(request.run, request.cluster, folder, region, worker, taken)
     whole_here = launcher.on_this_machine and set(regions) <= set(request.sites)
     master, interface = None, "lo"
     if len(regions) > 1 and regions[0] in namespaces:
@@ -255,8 +264,9 @@ def _worker(
     def processes(resume: bool) -> list[ProcessSpec]:
         # A new free port at every start, because an earlier incarnation of the worker may still occupy its own.
         port = free_ports(1)[0] if whole_here else fixed_port
-        place = WorkerPlace(folder, port, *assigned, resume, master, interface)
-        made = worker_commands(place, region, worker)
+        now = worker if formation is None else formation.take()
+        place = WorkerPlace(folder, port, *assigned, resume, master, interface, formed=now != worker)
+        made = worker_commands(place, region, now)
         mine = [command for command in made.commands if command.region in request.sites]
         for name, text in made.files.items() if mine else ():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -265,7 +275,9 @@ def _worker(
         return [process(command) for command in mine]
 
     def process(start: LauncherCommand) -> ProcessSpec:
-        env, first = {**start.env, JOB: str(folder / start.name)}, b""
+        # Whatever a host's place among those of its worker: there may be ranks of an earlier incarnation.
+        job = start.name if start.host is None else f"{worker.name}@{start.host}"
+        env, first = {**start.env, JOB: str(folder / job)}, b""
         if start.host is None:
             netns = namespaces.get(start.region)
             command, inherited = guarded(start.command, netns), () if netns is None else (netns,)
@@ -282,6 +294,8 @@ def _worker(
             respawn=lambda: processes(True),
             group=worker.name,
             depends_on=Topology(request.run, request.cluster).server_of(worker.name),
+            host=start.host or "",
+            formation=formation,
         )
 
     return processes(request.resume)

@@ -26,10 +26,12 @@ from typing import Literal
 
 from geotrain.common.files import out_of_room
 from geotrain.common.running_clock import RunningClock
-from geotrain.config import RestartConfig
+from geotrain.config import EXIT_FOR_GOOD, ConfigError, RestartConfig
 from geotrain.emulate.wan import in_network
 from geotrain.launch import guard
 from geotrain.launch.backoff import RestartBackoff
+from geotrain.launch.forming import Forming
+from geotrain.launch.launchers.base import EXIT_FORM
 from geotrain.monitor.events import ProcessDied, ProcessEnded, ProcessStarted, Trouble
 from geotrain.outer.events import Event
 
@@ -65,6 +67,8 @@ class ProcessSpec:
         a group by itself. All processes of a group are alike in role, respawn, relay and depends_on.
     depends_on: the group of the server that this process talks to. Once that has ended well, nothing is left to do:
         the process is not restarted, and stopped if it goes on.
+    host: the host on which it starts ranks; "": this one, or several.
+    formation: of the restart group; its `respawn` is called when that is ready. None: it is started again as it was.
     """
 
     name: str
@@ -77,6 +81,8 @@ class ProcessSpec:
     relay: bool = False
     group: str = ""
     depends_on: str = ""
+    host: str = ""
+    formation: Forming | None = None
 
     @property
     def group_name(self) -> str:
@@ -310,7 +316,9 @@ class Supervisor:
                 )
             if outcome := self._restart_what_is_due(now):
                 return outcome
-            wakes = [group.restart_at_s for group in groups if group.restart_at_s is not None and not group.running]
+            self._form()
+            due = [group for group in groups if not group.running and group.spec.formation is None]
+            wakes = [group.restart_at_s for group in due if group.restart_at_s is not None]
             wakes += [group.end_by_s for group in groups if group.end_by_s is not None]
             wakes += [next_tick, *([drain_deadline] if drain_deadline else [])]
             stops, ended_now = self._pause(min(wakes))
@@ -344,6 +352,22 @@ class Supervisor:
                 self.on_event(Trouble(f"{name} goes on though its server has ended, with all data trained: stopped"))
                 group.ask_to_stop()
 
+    def _form(self) -> None:
+        """Let groups that may be formed otherwise look at their hosts, and pass on what they say. What is left of a
+        connection to a host that a group leaves is ended: such a host may answer nothing."""
+        for group in self._groups.values():
+            formation = group.spec.formation
+            if formation is None or group.given_up:
+                continue
+            if group.restart_at_s is None and group.running:
+                formation.look()
+            elif group.restart_at_s is not None and formation.ready():
+                for process in group.running.values():
+                    if formation.leaves(process.spec.host):
+                        process.popen.kill()
+            while formation.events:
+                self.on_event(formation.events.popleft())
+
     def _restart_what_is_due(self, now: float) -> RunOutcome | None:
         """Start the groups again whose pause is over. One that cannot be started counts as dead once more.
 
@@ -353,7 +377,8 @@ class Supervisor:
             if group.restart_at_s is None or group.running:
                 continue
             unneeded = self._is_unneeded(group)
-            if group.restart_at_s > now and not unneeded:
+            formation = group.spec.formation
+            if (group.restart_at_s > now or (formation is not None and not formation.ready())) and not unneeded:
                 continue
             group.restart_at_s = None
             if unneeded:
@@ -363,9 +388,10 @@ class Supervisor:
                 for spec in group.spec.respawn():
                     self.start(spec)
                 group.no_room = False
-            except (LaunchError, OSError) as error:  # as without memory or with a full disk
+            except (LaunchError, OSError, ConfigError) as error:  # as without memory or with a full disk
                 if not out_of_room(error):
-                    if outcome := self._died(name, group, 1, 0.0, f"{name!r} cannot be started: {error}"):
+                    code = EXIT_FOR_GOOD if isinstance(error, ConfigError) else 1
+                    if outcome := self._died(name, group, code, 0.0, f"{name!r} cannot be started: {error}"):
                         return outcome
                     continue
                 # That is no death, and costs no restart. Those of the group that were started wait with it.
@@ -379,9 +405,16 @@ class Supervisor:
     def _on_end(self, process: RunningProcess) -> RunOutcome | None:
         """Handle the end of a process. Returns the outcome if it ends the run."""
         spec, code, lived_s = process.spec, self._reap(process), time.monotonic() - process.started_s
-        group = self._groups[spec.group_name]
-        if group.restart_at_s is not None or group.given_up or (code == 0 and spec.role != "helper"):
-            return None  # it ended well, or was stopped because another process of its group had died
+        group, formation = self._groups[spec.group_name], spec.formation
+        if group.restart_at_s is not None or group.given_up:
+            return None  # it was stopped because another process of its group had died
+        if formation is not None and (code == EXIT_FORM or formation.ending) and not self._is_unneeded(group):
+            group.restart_at_s = self._now_s()
+            formation.again()
+            group.ask_to_stop()
+            return None
+        if code == 0 and spec.role != "helper":
+            return None
         if self._is_unneeded(group):
             if group.end_by_s != math.inf:
                 how = how_it_ended(code)
@@ -396,6 +429,8 @@ class Supervisor:
             self.on_event(Trouble(f"{spec.name}: {now}"))
             return None
         reason = f"process {spec.name!r} {how_it_ended(code)}; the end of its log {log}:\n{_quoted(tail(log))}"
+        if formation is not None:
+            formation.again(spec.host, lived_s, how_it_ended(code))
         return self._died(spec.group_name, group, code, lived_s, reason)
 
     def _died(self, name: str, group: RestartGroup, code: int, lived_s: float, reason: str) -> RunOutcome | None:

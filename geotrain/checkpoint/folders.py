@@ -132,13 +132,15 @@ class CheckpointFolder:
     """A worker's checkpoints in one folder. Every rank makes the same calls; they contain collectives.
 
     keep: how many stay. otherwise: what to do where the newest one holds another optimizer's state. suffix: of ranks'
-    files. faults: sentences about what `newest` passed over, the same on every rank.
+    files. faults: sentences about what `newest` passed over, the same on every rank. may_lack: is set where ranks may
+    not be those that saved, as without a host that is lost: what they cannot read is passed over, too.
     """
 
     def __init__(self, ranks: RanksOfWorker, folder: Path, keep: int, otherwise: str, suffix: str) -> None:
         self.ranks, self.folder, self._keep, self._otherwise = ranks, folder, keep, otherwise
         self.file = f"rank-{ranks.rank:05d}.{suffix}"
         self.faults: list[str] = []
+        self.may_lack = False
 
     def write(self, tag: str, manifest: dict[str, Any], write_file: Callable[[Path], object]) -> None:
         """Write a checkpoint; when it is whole, all but the newest `keep` go.
@@ -188,7 +190,7 @@ class CheckpointFolder:
                 return manifest
             elsewhere += lacks
             self.faults.append(f"{place}: passed over: {faults[0]}")
-        if elsewhere:
+        if elsewhere and not self.may_lack:
             raise CheckpointError(f"checkpoint {folder}: {elsewhere[0]}")
         if tag is not None:
             raise CheckpointError(f"checkpoint {folder}: there is no whole checkpoint {tag!r} in {folder}")

@@ -47,12 +47,7 @@ def kind_of(engine: GeoEngine) -> str:
 def layout_of_ranks(engine: GeoEngine) -> dict[str, Any]:
     """The worker's parallel layout: ranks of other layouts have other random states, and other shards."""
     mesh = engine.mesh
-    sizes: dict[str, Any] = {
-        "tensor": mesh.tp_size,
-        "pipeline": mesh.pp_size,
-        "context": mesh.cp_size,
-        "data": mesh.replicas,
-    }
+    sizes: dict[str, Any] = {"tensor": mesh.tp_size, "pipeline": mesh.pp_size, "context": mesh.cp_size}
     if mesh.stage_layers is not None:
         sizes["stage_layers"] = list(mesh.stage_layers)
-    return sizes | {"expert": mesh.ep_size, "cuda": platform.HAS_CUDA}
+    return sizes | {"data": mesh.replicas, "expert": mesh.ep_size, "cuda": platform.HAS_CUDA}

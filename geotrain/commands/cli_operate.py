@@ -173,6 +173,35 @@ def expel(
     return Told({"answer": answer}, answer)
 
 
+HostName = Annotated[str, typer.Argument(metavar="HOST", help="As the cluster file names it.")]
+Here = Annotated[bool, typer.Option("--here", hidden=True)]
+
+
+@command(epilog="Example: geotrain cordon runs/mine gpu07 --why 'a fan is loud'")
+@with_json
+def cordon(
+    folder: RunFolder,
+    host: HostName,
+    why: Annotated[str, typer.Option(metavar="TEXT", help="For others who look at the run.")] = "by hand",
+    here: Here = False,
+) -> Told:
+    """Put a host out of use: at the end of its job its worker is formed anew of other hosts, without loss.
+
+    It outlives restarts of the launcher; `geotrain uncordon` takes it back. Under the rule `sync` a worker is formed
+    anew when it is next started again.
+    """
+    live_run(folder).cordon(host, why, here)
+    return Told({"host": host, "why": why}, f"{host} is cordoned: {why}")
+
+
+@command(epilog="Example: geotrain uncordon runs/mine gpu07")
+@with_json
+def uncordon(folder: RunFolder, host: HostName, here: Here = False) -> Told:
+    """Take a cordoned host back: its worker is formed of it again at the end of a job."""
+    live_run(folder).cordon(host, None, here)
+    return Told({"host": host}, f"{host} may be used again")
+
+
 @command(epilog="Example: geotrain profile runs/mine --worker eu-0 --steps 5")
 @with_json
 def profile(

@@ -8,19 +8,23 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from geotrain.common.files import try_lock
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run, shards_of
+from geotrain.launch.forming import cordon, cordoned, formed_here
 from geotrain.launch.launcher import OUTCOME
+from geotrain.launch.launchers.ssh import over_ssh
+from geotrain.launch.one_host import ask as run_there
+from geotrain.launch.site_processes import path_there, remote_python
 from geotrain.launch.terminal import (
     Eta,
     Status,
@@ -59,11 +63,13 @@ class RunState(IntEnum):
 @dataclass(frozen=True)
 class RunStatus:
     """A run at one moment. statuses: by site, what each server says, or last said; then it has `as_of`, unless it
-    ended. reason: of a failure."""
+    ended. reason: of a failure. formed, cordoned: as `geotrain.launch.forming` has them, of sites on this machine."""
 
     state: RunState
     reason: str
     statuses: Mapping[str, Status]
+    formed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cordoned: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def headline(self) -> str:
@@ -73,7 +79,17 @@ class RunStatus:
 
     def as_json(self) -> dict[str, Any]:
         state, waits = self.state.name.lower(), waits_of(self.statuses)
-        return {"state": state, "reason": self.reason, "waits": waits, "servers": dict(self.statuses)}
+        hosts = {"formed": dict(self.formed), "cordoned": dict(self.cordoned)}
+        return {"state": state, "reason": self.reason, "waits": waits, "servers": dict(self.statuses), **hosts}
+
+    @property
+    def host_lines(self) -> list[str]:
+        """Say what workers are formed of that are not as in the cluster file, and which hosts are out of use."""
+        formed = [
+            f"{worker} is formed of {', '.join(of['hosts'])}: {of['layout']}; {of['why']}"
+            for worker, of in self.formed.items()
+        ]
+        return [*formed, *(f"{host} is cordoned: {why}" for host, why in self.cordoned.items())]
 
 
 def judge(
@@ -118,7 +134,7 @@ class LiveRun:
         state, reason = judge(live.get(GLOBAL), words.get(GLOBAL), outcome, launcher_runs(self.folder))
         if state is RunState.UNREACHABLE and live:
             reason = f"the global server at {self.servers[GLOBAL]} does not answer, but {', '.join(live)}"
-        return RunStatus(state, reason, {**seen, **words, **live})
+        return RunStatus(state, reason, {**seen, **words, **live}, formed_here(self.folder), cordoned(self.folder))
 
     def steer(self, what: str, region: str = "") -> str:
         """Steer the run through the global server; returns its phase then. Raises Refused, Unreachable,
@@ -149,6 +165,31 @@ class LiveRun:
 
         what: "expel" or "unban"."""
         return self._tell(Topology(self.config, self.cluster).server_of(member), rpc.Control(what, member), COMMAND_S)
+
+    def cordon(self, host: str, why: str | None, here: bool = False) -> None:
+        """Put a host out of use, or back into it (None), where its region is launched. here: by the file in this
+        folder, wherever that is. Raises ConfigError, OutputError."""
+        regions = [
+            region
+            for region in self.cluster.regions
+            if host in {each.host for each in (*region.spare_hosts, *(h for w in region.workers for h in w.hosts))}
+        ]
+        if not regions:
+            raise ConfigError(
+                f"no worker has a host {host!r}, nor is it a spare one; write it as the cluster file does"
+            )
+        for region in regions:
+            if region.ssh is None or here:
+                cordon(self.folder, host, why)
+                continue
+            words = ["uncordon"] if why is None else ["cordon", "--why", why]
+            there = path_there(str(self.folder.absolute()), region.folder)
+            geotrain = (remote_python(region.folder), "-P", "-m", "geotrain")
+            _, failed = run_there(
+                over_ssh(region.ssh, region.folder, (*geotrain, *words, "--here", there, host)), COMMAND_S
+            )
+            if failed:
+                raise ConfigError(f"region {region.name!r} was not reached on {region.ssh}: {failed}")
 
     def profile(self, worker: str, steps: int) -> str:
         """Have a worker's ranks record their next inner steps; returns the answer. Raises Refused, Unreachable,
@@ -246,6 +287,6 @@ def picture(run: LiveRun, seen: RunStatus, left_s: float | None = None) -> Rende
     """Draw the picture that `geotrain status` shows."""
     title = f"{run.config.name}: {seen.headline}"
     if seen.statuses:
-        return draw(title, run.cluster, seen.statuses, left_s)
+        return Group(draw(title, run.cluster, seen.statuses, left_s), *map(Text, seen.host_lines))
     where = ", ".join(f"{site} at {address}" for site, address in run.servers.items())
     return Text(f"{title}\nno server answers ({where}), and none has left its last status")

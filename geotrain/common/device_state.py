@@ -43,16 +43,10 @@ class DeviceState(NamedTuple):
 
 
 _WORDS = (
-    "{:.0%} busy",
-    "{:.3g} Hz",
-    "{:.0f} W",
-    "{:.0f} °C",
-    "{:.3g} bytes in use",
-    "{:.0f} uncorrectable memory errors",
+    "{:.0%} busy, {:.3g} Hz, {:.0f} W, {:.0f} °C, {:.3g} bytes in use, {:.0f} uncorrectable memory errors, "
+    "{:.0f} NVLink errors"
 )
-FORMS = dict(
-    zip(DeviceState._fields, (*_WORDS, "{:.0f} NVLink errors"), strict=False)
-)  # of the fields that are numbers
+FORMS = dict(zip(DeviceState._fields, _WORDS.split(", "), strict=False))  # of the fields that are numbers
 # Of the devices of a worker; of the other numbers it is the sum.
 _TOGETHER: dict[str, Any] = {"busy": fmean, "clock_hz": min, "celsius": max, "memory_bytes": max}
 

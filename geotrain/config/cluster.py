@@ -171,6 +171,7 @@ class RegionConfig(Block):
     )
     workers: tuple[WorkerConfig, ...] = Field((), description="`geotrain plan` makes them of `hosts`.")
     hosts: HostList = Field((), description="Hosts that `geotrain plan` may use here.")
+    spare_hosts: HostList = Field((), description="Hosts in reserve, for workers that have lost one.")
     server_hosts: ServerHosts = Field(
         (), description="Hosts that `geotrain plan` may put shards on, of the global server too if it stands here."
     )
@@ -214,6 +215,7 @@ class RestartConfig(Block):
     window_s: PositiveFloat = 3600.0
     first_s: PositiveFloat = Field(1.0, description="The pause after the first death in a row.")
     longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")
+    host_back_s: PositiveFloat = Field(60.0, description="After it a lost host is asked; doubles with each loss.")
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,7 @@ class ClusterConfig(Block):
                     f"region {region.name!r} has {len(region.shards)} shards, the global server {number}; a region "
                     "has none, or as many, since each speaks with its counterpart"
                 )
-            for host in (*region.hosts, *(h for w in region.workers for h in w.hosts)):
+            for host in (*region.hosts, *region.spare_hosts, *(h for w in region.workers for h in w.hosts)):
                 if host.device is not None and host.device not in self.devices:
                     kinds = ", ".join(sorted(self.devices)) or "none"
                     raise ValueError(f"host {host.host!r}: device {host.device!r} is not among `devices`: {kinds}")

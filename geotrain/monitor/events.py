@@ -161,6 +161,15 @@ class ProcessDied(Event):
     restarts: Annotated[int, "of it, so far"]
 
 
+class WorkerFormed(Event):
+    """A worker is started on other hosts, or in another parallel layout, than before."""
+
+    worker: Annotated[str, "its name"]
+    hosts: Annotated[list[str], "in the order of its ranks"]
+    layout: Annotated[str, "its parallel layout, in words"]
+    why: Annotated[str, "the hosts that it does without, each with why; empty: none"]
+
+
 class Recovery(Event):
     """A server has started."""
 

@@ -106,7 +106,8 @@ class WorkerLoop:
     the FLOPs of one token, for the utilization (MFU); None: not known. expect: called with the lease after this one
     once it is known, in another thread, for data that take long. adopt_last: whether the masters end as the run's
     newest weights, and not as this worker trained them. lost: called, in another thread, when a rank of the worker
-    hangs; None: the loop is the user's.
+    hangs; None: the loop is the user's. ends: called after a job, where it is set: whether the worker ends now, to be
+    started again though it has work; rank 0 decides.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class WorkerLoop:
         lost: Callable[[], None] | None = None,
     ) -> None:
         self.member, self.rank = member, rank
+        self.ends: Callable[[], bool] | None = None
         self.run, self.name, self.client = member.run, member.name, member.client
         self.validate, self.save, self.report, self.expect = validate, save, report or member.report, expect
         self.peak_flops_per_token_s, self._adopt_last = peak_flops_per_token_s, adopt_last
@@ -208,6 +210,12 @@ class WorkerLoop:
         if self.rank.is_metrics_rank:
             self.report({"job": lease.job, "start": lease.start, **metrics})
         self.laps.restart()
+        if self.ends is not None and self.rank.from_rank_0("ends" * self.ends()):
+            self.lease, self._following = None, None
+            self._unread.clear()
+            self._wait_for(self.exchange.finish())
+            self._leave(for_good=False)
+            return
         if lease.job % self.run.checkpoint.every_jobs == 0:
             with self.watch.doing(CHECKPOINT):
                 self.save(lease.job)
@@ -285,14 +293,15 @@ class WorkerLoop:
         self._wait_for(self.exchange.finish())
         self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self, for_good: bool = True) -> None:
         if self._adopt_last:
             self._wait_for(self.exchange.adopt_newest())
         with self.watch.doing(CHECKPOINT):
             self.save(self._last_job)
         self.watch.stop()
-        self.client.leave()
-        self.finished = True
+        self.finished = for_good  # else its next incarnation has the leases that this one has not trained
+        if for_good:
+            self.client.leave()
 
     def _wait_for(self, waiting: exchange.Waiting[None]) -> None:
         """Run a part of the exchange. A delta that is not finite ends this worker, and is told to the server: the

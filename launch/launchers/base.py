@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from geotrain.config import ConfigError, WorkerConfig
+from geotrain.config import ClusterConfig, ConfigError, WorkerConfig, parse
 
+EXIT_FORM = 76  # of a rank that has ended its job, and saved, so that its worker can be formed anew
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
 _ENV_FILE_VALUE = re.compile(r"[^\s\"'`$\\]*")  # DeepSpeed writes these into shell commands
 _SECRET = re.compile(r"(^|_)(KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE)(_|$)")
@@ -43,7 +44,8 @@ class WorkerPlace:
     folder: the run's, absolute. master_port: where its ranks meet. devices: the numbers of the CUDA devices that a
     `local` worker's ranks use on this machine; empty: they use the CPU. threads: CPU threads of each of these ranks.
     resume: whether to load the newest checkpoint. master: the address of rank 0; None: the first host, or this
-    machine for a `local` worker. interface: the network interface between the hosts of a `local` worker.
+    machine for a `local` worker. interface: the network interface between the hosts of a `local` worker. formed: the
+    worker is not as in the cluster file, so that its ranks must be given how it is.
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class WorkerPlace:
     resume: bool = False
     master: str | None = None
     interface: str = "lo"
+    formed: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,11 @@ def hostfile_path(worker: str) -> str:
     return f"hosts/{worker}"
 
 
+def end_file(worker: str) -> str:
+    """The file, below the run's folder, that asks a worker to end its job, save, and end with EXIT_FORM."""
+    return f"hosts/{worker}.end"
+
+
 def deepspeed_program() -> str:
     """The path of the `deepspeed` command, that of this Python's environment first."""
     beside = Path(sys.executable).with_name("deepspeed")
@@ -217,7 +225,7 @@ def host_launcher(
     """DeepSpeed's launcher of one host, to be followed by a script and its arguments. devices: host → the numbers of
     its devices, for all hosts of the worker."""
     listed = {host: list(numbers) for host, numbers in devices.items()}
-    world = base64.urlsafe_b64encode(json.dumps(listed).encode()).decode()  # as DeepSpeed's runner hands it on
+    world = encoded(json.dumps(listed))  # as DeepSpeed's runner hands it on
     return (
         *(sys.executable, "-u", "-P", "-m", "geotrain.launch.loading", "deepspeed.launcher.launch"),
         f"--world_info={world}",
@@ -249,7 +257,27 @@ def _training(place: WorkerPlace, region: str, worker: WorkerConfig) -> tuple[st
     return (
         *(str(SCRIPT), "--run", str(place.folder / "run.json"), "--region", region, "--worker", worker.name),
         *(("--resume",) if place.resume else ()),
+        *(("--formed", encoded(worker.model_dump_json(by_alias=True, exclude={"env"}))) if place.formed else ()),
     )
+
+
+def encoded(text: str) -> str:
+    """Encode a text as one word of any command line."""
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def with_formed(cluster: ClusterConfig, region: str, word: str) -> ClusterConfig:
+    """Put a worker into the cluster as `--formed` has it. Raises ConfigError."""
+    raw = json.loads(base64.urlsafe_b64decode(word))
+    return with_worker(cluster, region, parse(WorkerConfig, raw, "--formed"))
+
+
+def with_worker(cluster: ClusterConfig, region: str, worker: WorkerConfig) -> ClusterConfig:
+    """Put a worker in the place of the one of its name."""
+    of = cluster.region(region)
+    workers = tuple(worker if each.name == worker.name else each for each in of.workers)
+    regions = (each.model_copy(update={"workers": workers}) if each is of else each for each in cluster.regions)
+    return cluster.model_copy(update={"regions": tuple(regions)})
 
 
 def _hostfile(slots: Mapping[str, int]) -> str:

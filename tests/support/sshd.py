@@ -20,7 +20,8 @@ SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 @contextmanager
 def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
     """A server on the loopback interface that lets in a key of its own; in folder/bin an `ssh` that speaks to it, and
-    gives a silent connection up after 2 s, and notes the hosts that it is called for in folder/asked."""
+    gives a silent connection up after 2 s, notes the hosts that it is called for in folder/asked, and reaches none of
+    those in folder/lost."""
     assert SSHD and shutil.which("ssh"), "install openssh's client and server"
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -38,7 +39,9 @@ def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
     )
     patience = "-o ServerAliveInterval=1 -o ServerAliveCountMax=2"  # the first word for an option counts
     ssh = f"exec {shutil.which('ssh')} -F {folder}/ssh_config {patience}"
-    note = f'for word; do case "$word" in *[!a-z0-9.]*) ;; *.*) echo "$word" >> {folder}/asked; break;; esac; done'
+    lost = f'! grep -qxF "$word" {folder}/lost 2> /dev/null || exit 255'
+    note = f'echo "$word" >> {folder}/asked; {lost}; break'
+    note = f'for word; do case "$word" in *[!a-z0-9.]*) ;; *.*) {note};; esac; done'
     program(folder / "bin/ssh", f'#!/bin/sh\n{note}\n{ssh} "$@"\n')
     with subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.PIPE) as server:
         try:

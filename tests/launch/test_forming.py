@@ -1,0 +1,171 @@
+"""What a worker is formed of, from what its hosts answer: a fake clock, and answers that the test gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geotrain.config import ConfigError, load_cluster, load_run
+from geotrain.launch.forming import Forming, cordon, formed_here
+from geotrain.monitor.events import Trouble, WorkerFormed
+from tests.support.process_trees import until
+from tests.support.small_runs import write_files
+
+HOSTS = ("a", "b", "c", "d")
+
+
+class Site:
+    """Workers of one region on these hosts, two ranks on each. lost: hosts that do not answer."""
+
+    def __init__(self, folder: Path, *hosts: str, spare: tuple[str, ...] = (), back_s: float = 60.0) -> None:
+        self.lost, self.now_s, self.asked, self.folder = set[str](), 0.0, list[str](), folder
+        ssh = {"launcher": "ssh", "hosts": [{"host": host, "slots": 2} for host in hosts]}
+        files = write_files(folder, "run", 64, {"eu": [2, 2]}, {"rule": {"name": "halos"}}, first=ssh)
+        raw = json.loads(files[1].read_text())
+        raw["restart"] = {"host_back_s": back_s, "window_s": 600.0}
+        raw["regions"][0]["spare_hosts"] = [{"host": host, "slots": 2} for host in spare]
+        raw["regions"][0]["workers"][1].update(ssh, hosts=[{"host": "z", "slots": 2}])
+        files[1].write_text(json.dumps(raw))
+        self.run, self.cluster = load_run(files[0]), load_cluster(files[1])
+        self.taken: dict[str, str] = {}
+
+    def worker(self, number: int = 0) -> Forming:
+        def answer(worker: Any, host: str) -> str:
+            self.asked.append(host)
+            return "no answer" if host in self.lost else ""
+
+        region, worker = self.cluster.workers[number]
+        return Forming(self.run, self.cluster, self.folder, region, worker, self.taken, lambda: self.now_s, answer)
+
+
+def hosts(forming: Forming) -> list[str]:
+    return [host.host for host in forming.formed.hosts]
+
+
+def started_again(forming: Forming, host: str = "", lived_s: float = 1000.0) -> list[str]:
+    """Let the worker die, and start it again; returns its hosts then."""
+    forming.again(host, lived_s, "failed")
+    assert until(forming.ready, 30.0)
+    forming.take()
+    return hosts(forming)
+
+
+def asked_to_end(forming: Forming) -> bool:
+    """Whether the running worker is asked to end its job, once all that was begun is known."""
+
+    def looked() -> bool:
+        forming.look()
+        return forming._finding is None
+
+    return until(looked, 30.0) and forming.ending
+
+
+def test_a_worker_does_without_a_lost_host_and_grows_back(tmp_path: Path) -> None:
+    site = Site(tmp_path, *HOSTS[:2])
+    forming = site.worker()
+    assert started_again(forming) == ["a", "b"] and not forming.events and forming.formed == forming.configured
+    site.lost.add("b")
+    forming.again()
+    assert until(forming.ready, 30.0) and forming.leaves("b") and not forming.leaves("a") and not forming.leaves("")
+    forming.take()
+    # As many samples a step, by more accumulation.
+    assert hosts(forming) == ["a"] and forming.formed.ranks == 2
+    assert forming.formed.deepspeed["train_micro_batch_size_per_gpu"] in (1, 2)
+    (event,) = forming.events
+    assert isinstance(event, WorkerFormed) and event.hosts == ["a"] and event.why == "without b: no answer"
+    assert formed_here(tmp_path)["eu-0"] == {"hosts": ["a"], "layout": event.layout, "why": event.why}
+    site.asked.clear()
+    assert not asked_to_end(forming) and not site.asked  # not before its time
+    site.now_s += 61
+    assert not asked_to_end(forming) and site.asked == ["b"]
+    site.lost.clear()
+    site.now_s += 61
+    assert asked_to_end(forming) and hosts(forming) == ["a"]
+    assert started_again(forming) == ["a", "b"] and forming.formed == forming.configured
+    assert not forming.ending and not formed_here(tmp_path)
+    site.lost.add("b")
+    assert started_again(forming) == ["a"]
+    site.lost.clear()
+    site.now_s += 119
+    assert not asked_to_end(forming)  # lost twice: twice as long
+    site.now_s += 2
+    assert asked_to_end(forming)
+
+
+def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    site = Site(tmp_path, "a", "b", spare=("s", "t"))
+    first, second = site.worker(), site.worker(1)
+    site.lost.update("az")
+    assert started_again(first) == ["s", "b"]  # in its place: ranks of b keep their numbers
+    assert first.formed.parallel == first.configured.parallel
+    assert started_again(second) == ["t"] and site.taken == {"s": "eu-0", "t": "eu-1"}
+    site.lost = {"s", "z"}
+    site.now_s += 1000.0
+    assert started_again(first) == ["a", "b"] and site.taken == {"t": "eu-1"}
+
+
+def test_two_workers_do_not_take_the_same_spare_host(tmp_path: Path) -> None:
+    site = Site(tmp_path, "a", "b", spare=("s",))
+    first, second = site.worker(), site.worker(1)
+    site.lost.update("az")
+    for forming in (first, second):
+        forming.again()
+    assert until(first.ready, 30.0) and first.take() and hosts(first) == ["s", "b"]
+    assert until(lambda: second.ready() or bool(second.events), 30.0)
+    assert isinstance(second.events[0], Trouble) and not second.ready()
+
+
+def test_a_cordoned_host_is_left_at_a_jobs_end_and_at_a_launch(tmp_path: Path) -> None:
+    site = Site(tmp_path, *HOSTS[:2])
+    forming = site.worker()
+    cordon(tmp_path, "a", "a fan is loud")
+    assert asked_to_end(forming) and not site.asked
+    assert started_again(forming) == ["b"] and site.asked == ["b"]
+    again = site.worker()  # of a launcher that was started anew
+    assert hosts(again) == ["b"] and "without a: cordoned: a fan is loud" in again.events[0].why  # type: ignore[attr-defined]
+    cordon(tmp_path, "a", None)
+    assert asked_to_end(again) and started_again(again) == ["a", "b"]
+    cordon(tmp_path, "a", "again")
+    cordon(tmp_path, "b", "again")
+    with pytest.raises(ConfigError, match=r"worker 'eu-0': cordoned: a, b: no host is left"):
+        site.worker()
+    assert not asked_to_end(again) and isinstance(again.events[-1], Trouble)
+    assert "stays as it is" in again.events[-1].what
+
+
+def test_a_host_that_ends_its_worker_twice_at_its_start_is_lost(tmp_path: Path) -> None:
+    forming = Site(tmp_path, *HOSTS[:2]).worker()
+    assert started_again(forming, "a", 5.0) == ["a", "b"]
+    assert started_again(forming, "b", 5.0) == ["a", "b"]
+    assert started_again(forming, "b", 500.0) == ["a", "b"]
+    assert started_again(forming, "b", 5.0) == ["a", "b"]
+    assert started_again(forming, "b", 5.0) == ["a"]
+    assert forming.events[-1].why == "without b: failed"  # type: ignore[attr-defined]
+
+
+def test_a_worker_waits_for_a_host_and_then_leaves_the_run(tmp_path: Path) -> None:
+    site = Site(tmp_path, *HOSTS[:2])
+    forming = site.worker()
+    site.lost.update(HOSTS)
+
+    def waits(done: Callable[[], bool]) -> bool:
+        def passes() -> bool:
+            site.now_s += 5.0
+            return done()
+
+        return until(passes, 30.0)
+
+    forming.again()
+    assert until(lambda: forming.ready() or bool(forming.events), 30.0) and not forming.ready()
+    site.lost.clear()
+    assert waits(forming.ready) and forming.take() == forming.configured
+    site.lost.update(HOSTS)
+    forming.again()
+    assert waits(forming.ready)
+    with pytest.raises(ConfigError, match=r"worker 'eu-0' leaves the run: no host is left: a: no answer; b"):
+        forming.take()
+    assert len(forming.events) == 2
