@@ -15,6 +15,7 @@ from geotrain.config import ConfigError, RunConfig
 from geotrain.data.dataset import end_of_documents
 from geotrain.data.loader import open_source
 from geotrain.data.tokens import DataError
+from geotrain.families import family_of
 from geotrain.inner.model.documents import cu_seqlens, inside_documents
 from geotrain.kernels.devices import cuda_devices
 from geotrain.parameters.hf_checkpoint import HFCheckpointError
@@ -100,10 +101,10 @@ def loss_of_weights(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on
 
     assert run.data.validation is not None
     config = transformers.CONFIG_MAPPING[run.model.config["model_type"]].from_dict(run.model.config)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(
-        {name: tensor.bfloat16() for name, tensor in weights}, strict=False
-    )  # a tied head is left out
+    # As a checkpoint: of experts, and of some families' layers, the model itself has other names and shapes.
+    kind = getattr(transformers, family_of(run.architecture.model_type).transformers_class)
+    taken = {name: tensor.bfloat16() for name, tensor in weights}
+    model = kind.from_pretrained(None, config=config, state_dict=taken, dtype=torch.float32)
     length, inside = run.data.sequence_length, run.data.attention == "document"
     batch = max(1, TOKENS_AT_ONCE // length)
     return loss_of_model(model, Path(run.data.validation), run.data.validation_samples, length, batch, inside, go_on)
@@ -141,12 +142,22 @@ def loss_of_model(
     return total / (samples * sequence_length)
 
 
-def _mask(model: Any, tokens: Tensor, end_of_document: int) -> Tensor:
-    """Attention mask, bool [batch, 1, length, length], as training has it with attention inside documents. A
-    mask of four dimensions replaces transformers' own, so a sliding window is in it, too."""
-    mask = inside_documents(cu_seqlens(tokens, end_of_document), *tokens.shape)
+def _mask(model: Any, tokens: Tensor, end_of_document: int) -> Tensor | dict[str, Tensor]:
+    """Attention mask, what is added to scores, [batch, 1, length, length], as training has it with attention inside
+    documents. A mask of four dimensions replaces transformers' own, so a sliding window is in it, too; where layers
+    differ in it, there are both by their names. Raises ConfigError where documents cannot be kept apart."""
+    inside = inside_documents(cu_seqlens(tokens, end_of_document), *tokens.shape)
     window = getattr(model.config, "sliding_window", None)
-    return mask if window is None else mask.triu(1 - window)
+    seen = {"full_attention": inside, "sliding_attention": inside if window is None else inside.triu(1 - window)}
+    least = torch.finfo(torch.float32).min
+    masks = {kind: torch.where(mask, 0.0, least) for kind, mask in seen.items()}
+    kinds = set(getattr(model.config, "layer_types", None) or ["sliding_attention"])
+    if kinds - seen.keys():
+        raise ConfigError(
+            f"layers of a {model.config.model_type} pass a state from document to document; leave out "
+            "--inside-documents"
+        )
+    return masks if len(kinds) > 1 else masks[kinds.pop()]
 
 
 def run_tasks(

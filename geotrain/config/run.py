@@ -332,9 +332,10 @@ class RunConfig(Block):
                 "model.config"
             )
         architecture = architecture_from_hf(self.model.config)
-        if architecture.delta and self.data.attention == "document":
+        if architecture.net and self.data.attention == "document":
             raise UnsupportedModelError(
-                f"data.attention = 'document' does not go with the gated delta nets of a {architecture.model_type}, "
+                f"data.attention = 'document' does not go with the {architecture.net.name} of a "
+                f"{architecture.model_type}, "
                 "whose state passes from document to document; use 'sample'"
             )
         return architecture

@@ -26,6 +26,8 @@ FAMILIES = {
     "mistral": "Mistral",
     "smollm3": "SmolLM3",
     "granite": "Granite",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "nemotron_h": "NemotronH",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "gemma2": "Gemma2",

@@ -50,17 +50,25 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """Gated delta nets (arXiv 2412.06464) in place of attention: a state of key_dim × value_dim a value head, which
-    each token corrects. A key head serves value_heads / key_heads of them. kernel: tokens of the convolution before.
-    layers: that have it, by their numbers."""
+class Recurrence:
+    """What layers have in place of attention: a state of key_dim × value_dim a value head, which forgets.
 
-    layers: tuple[int, ...]
+    letter: G, gated delta nets (arXiv 2412.06464), whose states a token corrects; M, Mamba-2 (arXiv 2405.21060), to
+    whose states it adds. A key head, in Mamba-2 a group, serves value_heads / key_heads of them. kernel: so many
+    tokens are convolved before, with a bias or not.
+    """
+
+    letter: Literal["G", "M"]
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     kernel: int
+    biased: bool = False
+
+    @property
+    def name(self) -> str:
+        return {"G": "gated delta nets", "M": "Mamba-2 layers"}[self.letter]
 
     @property
     def keys(self) -> int:
@@ -71,6 +79,11 @@ class DeltaNet:
     def values(self) -> int:
         """Elements of a token's values, all heads together, and of their gates."""
         return self.value_heads * self.value_dim
+
+    @property
+    def convolved(self) -> int:
+        """Elements of a token that pass the convolution: values, keys and queries."""
+        return self.values + 2 * self.keys
 
 
 @dataclass(frozen=True)
@@ -101,11 +114,13 @@ class Architecture:
     usual one of attention.
 
     norms: where attention and MLP have a norm: of what they take, of what they give, or of both. centered_norms:
-    whether norms multiply by 1 + their weight. activation: of the gate of MLPs; "clamped": GPT-OSS's, for
-    gates and what they open in turn. sinks: whether each head has a score that takes a share and gives no value.
-    gated_attention: whether a sigmoid of the token weighs what attention gives. rotated_share: of a head's query and
-    key, from its first element on. score_cap, logit_cap: c, where scores
-    of attention, or logits, x are c · tanh(x / c); None: they are x.
+    whether norms multiply by 1 + their weight. activation: of the gate of MLPs; "clamped": GPT-OSS's, for gates and
+    what they open in turn; "relu2": squared ReLU, of MLPs without gates. sinks: whether each head has a score that
+    takes a share and gives no value. gated_attention: whether a sigmoid of the token weighs what attention gives.
+    rotated_share: of a head's query and key, from its first element on. score_cap, logit_cap: c, where scores of
+    attention, or logits, x are c · tanh(x / c); None: they are x. net: what some layers have in place of attention,
+    which passes a state from token to token. pattern: each layer's letters (`letters`), where layers differ in more
+    than experts.
     """
 
     model_type: str
@@ -133,13 +148,22 @@ class Architecture:
     local_theta: float | None = None
     norms: Literal["before", "behind", "around"] = "before"
     centered_norms: bool = False
-    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped", "relu2"] = "silu"
     sinks: bool = False
     gated_attention: bool = False
     rotated_share: float = 1.0
-    delta: DeltaNet | None = None
+    net: Recurrence | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
+    pattern: tuple[str, ...] = ()
+
+    def letters(self, layer: int) -> str:
+        """Write a layer in Megatron-core's letters: what mixes tokens, `*` attention, `+` latent attention, `M`
+        Mamba-2 or `G` a gated delta net; then `-` an MLP or `E` experts. One of them may be left out."""
+        if self.pattern:
+            return self.pattern[layer]
+        sparse = self.experts is not None and layer >= self.experts.dense_layers
+        return ("+" if self.latent else "*") + ("E" if sparse else "-")
 
     @property
     def own_modules(self) -> str | None:
@@ -151,17 +175,16 @@ class Architecture:
             "norms over whole projections": self.qk_norm == "projection",
             "capped scores": self.score_cap is not None,
             "attention's sinks": self.sinks,
-            "gated delta nets": self.delta is not None,
         }
-        return next((what for what, there in found.items() if there), None)
+        return self.net.name if self.net else next((what for what, there in found.items() if there), None)
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer's attention; None: it sees all tokens before."""
         return None if layer in self.unwindowed else self.sliding_window
 
     def attends(self, layer: int) -> bool:
-        """Whether a layer has attention, and no gated delta net in its place."""
-        return self.delta is None or layer not in self.delta.layers
+        """Whether a layer has attention."""
+        return self.letters(layer)[0] in "*+"
 
     def rotates_locally(self, layer: int) -> bool:
         """Whether a layer rotates queries and keys by `local_theta`."""
@@ -196,7 +219,7 @@ class Architecture:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of one MLP."""
-        return self.experts is not None and layer >= self.experts.dense_layers
+        return self.letters(layer)[-1] == "E"
 
     def active_ffn_size(self, sparse: bool) -> int:
         """Count the elements between the matrices of all MLPs that a token passes in a layer. sparse: with

@@ -45,6 +45,7 @@ class Family:
     norms: ClassVar[Literal["before", "behind", "around"]] = "before"
     full_every: ClassVar[int | None] = None  # of so many layers the last sees all tokens; None: all have one window
     qkv_bias: ClassVar[bool] = False
+    trunk: ClassVar[str] = "model"  # before the names of all but the head
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """Read a Hugging Face `config.json` (already parsed). Raises UnsupportedModelError.
@@ -54,7 +55,7 @@ class Family:
         `architecture_from_hf`.
         """
         reading.must_be(config, self.only)
-        layers = reading.whole(config, "num_hidden_layers", most=reading.MOST_LAYERS)
+        layers = self.layers(config)
         positions = reading.whole(config, "max_position_embeddings", self.positions)
         theta, scaling, local_theta = self.rope(config, positions)
         window = self.sliding_window(config)
@@ -91,6 +92,10 @@ class Family:
             init_std=reading.number(config, "initializer_range", 0.02, most=1.0),
             experts=self.experts(config),
         )
+
+    def layers(self, config: Mapping[str, Any]) -> int:
+        """Read how many layers there are. Raises UnsupportedModelError."""
+        return reading.whole(config, "num_hidden_layers", most=reading.MOST_LAYERS)
 
     def experts(self, config: Mapping[str, Any]) -> Experts | None:
         """Read the experts from config.json; None: layers have one MLP. Raises UnsupportedModelError."""
@@ -184,7 +189,7 @@ class Family:
         """List every weight of the model once, in Hugging Face's order, with the number of its layer."""
         yield None, self.embedding(a)
         for i in range(a.layers):
-            yield from ((i, weight.of_layer(i, i)) for weight in self.layer(a, i))
+            yield from ((i, weight.of_layer(i, i, self.trunk)) for weight in self.layer(a, i))
         yield None, self.final_norm(a)
         if not a.tied_embeddings:
             yield None, self.head(a)
@@ -201,11 +206,6 @@ class Family:
         return matrix("lm_head.weight", a.vocab_size, a.hidden_size, "output_layer.weight", a.init_std)
 
     # ------------------------------------------------------------------------------------------------ Megatron
-
-    def letters(self, a: Architecture, layer: int) -> str:
-        """Write a layer in Megatron-core's letters: what mixes tokens, `*` attention, `+` latent attention, `M`
-        Mamba-2 or `G` a gated delta net; then `-` an MLP or `E` experts. One of them may be left out."""
-        return ("+" if a.latent else "*" if a.attends(layer) else "G") + ("E" if a.has_experts(layer) else "-")
 
     def divided(self, a: Architecture) -> dict[str, int]:
         """List the keys of config.json, with their values, that tensor parallelism must divide: all whose parts it

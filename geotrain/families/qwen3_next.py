@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from geotrain.families import reading
-from geotrain.families.architecture import Architecture, DeltaNet, UnsupportedModelError
+from geotrain.families.architecture import Architecture, Recurrence, UnsupportedModelError
 from geotrain.families.qwen2_moe import Qwen2Moe
+from geotrain.families.states import rows_of
 from geotrain.families.weights import Weight, matrix, norm
 
 SHARE = "partial_rotary_factor"
 KINDS = "linear_attention", "full_attention"
-NUMBERS = {  # of a DeltaNet, with transformers' defaults
+NUMBERS = {  # of its Recurrence, with transformers' defaults
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
@@ -56,17 +57,18 @@ class Qwen3Next(Qwen2Moe):
                 f"model config: layer_types = {types!r:.80} must be one of {' and '.join(map(repr, KINDS))} for each "
                 f"of num_hidden_layers = {read.layers} layers"
             )
-        key_heads, value_heads, *sizes = (reading.whole(config, key, usual) for key, usual in NUMBERS.items())
+        key_heads, value_heads, key_dim, value_dim, kernel = (
+            reading.whole(config, key, usual) for key, usual in NUMBERS.items()
+        )
         if value_heads % key_heads:
             raise UnsupportedModelError(
                 f"model config: linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = "
                 f"{key_heads}"
             )
-        nets = tuple(i for i, kind in enumerate(types) if kind == KINDS[0])
-        delta = DeltaNet(nets, key_heads, value_heads, *sizes)
-        return replace(
-            read, qkv_bias=False, centered_norms=True, gated_attention=True, rotated_share=share, delta=delta
-        )
+        net = Recurrence("G", key_heads, value_heads, key_dim, value_dim, kernel)
+        pattern = tuple("GE" if kind == KINDS[0] else "*E" for kind in types)
+        made = replace(read, qkv_bias=False, centered_norms=True, gated_attention=True, rotated_share=share)
+        return replace(made, net=net, pattern=pattern)
 
     def rope(
         self, config: Mapping[str, Any], positions: int
@@ -100,13 +102,9 @@ class Qwen3Next(Qwen2Moe):
         made = 2 * keys + 2 * values  # a key head's query, key, values and their gates together
         yield matrix(f"{here}.in_proj_qkvz.weight", made, h, f"{there}.in_proj.weight", std)
         yield matrix(f"{here}.in_proj_ba.weight", 2 * net.value_heads, h, f"{there}.in_proj.weight", std)
-        whole, begin = (2 * keys + values, 1, net.kernel), 0
-        for channels in (keys, keys, values):
-            part = Weight(
-                f"{here}.conv1d.weight", (channels, 1, net.kernel), f"{there}.conv1d", "normal", "rows", std
-            )
-            yield replace(part, whole=whole, offset=begin * net.kernel)
-            begin += channels
+        shape = net.convolved, 1, net.kernel
+        convolution = Weight(f"{here}.conv1d.weight", shape, f"{there}.conv1d", "normal", "rows", std)
+        yield from rows_of(convolution, (keys, keys, values))
         for name, init in (("dt_bias", "ones"), ("A_log", "log_uniform")):
             yield Weight(f"{here}.{name}", (net.value_heads,), f"{there}.{name}", init, "rows", decays=False)  # type: ignore[arg-type]
         of_head = norm(a, f"{here}.norm.weight", net.value_dim, f"{there}.norm.weight", per_head=True)
@@ -127,6 +125,6 @@ def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return stated
 
 
-def _net(a: Architecture) -> DeltaNet:
-    assert a.delta is not None
-    return a.delta
+def _net(a: Architecture) -> Recurrence:
+    assert a.net is not None
+    return a.net

@@ -39,6 +39,3 @@ class SmolLM3(Family):
             "no_rope_layers": [int(layer not in a.unrotated) for layer in range(a.layers)],
             "use_sliding_window": False,
         }
-
-    def megatron(self, a: Architecture) -> dict[str, Any]:
-        return {"no_rope_freq": [int(layer in a.unrotated) for layer in range(a.layers)] if a.unrotated else None}

@@ -9,7 +9,7 @@ from typing import Literal
 
 from geotrain.families.architecture import Architecture
 
-Init = Literal["normal", "ones", "zeros", "log_uniform"]
+Init = Literal["normal", "ones", "zeros", "log_uniform", "time_steps"]
 Cut = Literal["rows", "columns", "whole"]
 
 
@@ -51,9 +51,10 @@ class Weight:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def of_layer(self, canonical: int, local: int) -> Weight:
-        """Prefix both names by those of a layer: its number in the model, and on its pipeline stage."""
-        name, within = f"model.layers.{canonical}.{self.name}", f"decoder.layers.{local}.{self.within}"
+    def of_layer(self, canonical: int, local: int, trunk: str) -> Weight:
+        """Prefix both names by those of a layer: its number in the model, and on its pipeline stage. trunk: before
+        the former."""
+        name, within = f"{trunk}.layers.{canonical}.{self.name}", f"decoder.layers.{local}.{self.within}"
         return replace(self, name=name, within=within)
 
 
@@ -98,19 +99,20 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_mlp(
-    a: Architecture, size: int, name: str = "mlp", within: str = "mlp", names: tuple[str, str, str] = PROJECTIONS
+    a: Architecture, size: int, name: str = "mlp", within: str = "mlp", names: tuple[str, ...] = PROJECTIONS
 ) -> Iterator[Weight]:
-    """List the weights of SwiGLU (arXiv 2002.05202) of `size` elements between. names: of gate, up and down.
+    """List the weights of SwiGLU (arXiv 2002.05202) of `size` elements between. names: of gate, up and down; without
+    a gate, of up and down.
 
     Megatron-core's `linear_fc1` has gate and then up.
     """
-    h, (gate, up, down) = a.hidden_size, names
-    yield matrix(f"{name}.{gate}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
-    yield matrix(f"{name}.{up}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
+    h, (*before, down) = a.hidden_size, names
+    for each in before:
+        yield matrix(f"{name}.{each}.weight", size, h, f"{within}.linear_fc1.weight", a.init_std)
     yield matrix(f"{name}.{down}.weight", h, size, f"{within}.linear_fc2.weight", a.residual_std, "columns")
 
 
-def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, str] = PROJECTIONS) -> Iterator[Weight]:
+def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, ...] = PROJECTIONS) -> Iterator[Weight]:
     """List the weights of a router, and of the experts' MLPs one after the other."""
     router = matrix(f"{name}.gate.weight", a.mixture.count, a.hidden_size, "mlp.router.weight", a.init_std, "whole")
     yield replace(router, summed="sequence")
@@ -120,9 +122,9 @@ def routed_experts(a: Architecture, name: str = "mlp", names: tuple[str, str, st
             yield replace(part, name=f"{name}.experts.{expert}{part.name}", expert=expert)
 
 
-def shared_expert(a: Architecture, name: str) -> Iterator[Weight]:
+def shared_expert(a: Architecture, name: str, names: tuple[str, ...] = PROJECTIONS) -> Iterator[Weight]:
     """List the weights of an MLP that every token passes, and of its gate, if it has one."""
-    yield from gated_mlp(a, a.mixture.shared_ffn_size, name, "mlp.shared_experts")
+    yield from gated_mlp(a, a.mixture.shared_ffn_size, name, "mlp.shared_experts", names)
     if a.mixture.shared_gate:
         gate = matrix(f"{name}_gate.weight", 1, a.hidden_size, "mlp.shared_experts.gate_weight", a.init_std, "whole")
         yield replace(gate, summed="sequence")

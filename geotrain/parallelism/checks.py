@@ -199,10 +199,10 @@ def _check_context(architecture: Architecture, parallel: ParallelConfig, sequenc
             f"data.sequence_length = {sequence_length} is not divisible by {what} = {parts}, which cuts "
             f"samples into equal parts; use {math.ceil(sequence_length / parts) * parts} or another parallel.context"
         )
-    if cp > 1 and architecture.delta:
+    if cp > 1 and architecture.net:
         raise ConfigError(
-            f"parallel.context = {cp} does not go with the gated delta nets of a {architecture.model_type}, whose "
-            "state passes from token to token; leave it out"
+            f"parallel.context = {cp} does not go with the {architecture.net.name} of a {architecture.model_type}, "
+            "whose state passes from token to token; leave it out"
         )
     if cp > 1 and architecture.latent:
         raise ConfigError(

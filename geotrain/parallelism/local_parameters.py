@@ -78,7 +78,7 @@ def local_parameters(
     found = held([embedding]) if first else []
     for i, layer in enumerate(parallel.layers_of(pp_rank, a.layers)):
         mine = _of_expert_rank(layer_weights(a, layer), a, parallel.expert, ep_rank)
-        found += held(weight.of_layer(layer, i) for weight in mine)
+        found += held(weight.of_layer(layer, i, family.trunk) for weight in mine)
     if last:
         found += held([family.final_norm(a)])
     if last and not a.tied_embeddings:

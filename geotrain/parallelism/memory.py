@@ -205,6 +205,8 @@ def activation_bytes(
       latents, before and after their norms, divided by sequence parallelism
     - of a gated delta net 6k + 7v of keys and values, divided likewise: projections, their convolution, output and
       the gated output; queries and keys of each value head; and in fp32 2v, of gates
+    - of a Mamba-2 mixer 2v + 2c of values and of what is convolved, divided likewise: its projection, the
+      convolution, the output
     - 3f, divided likewise: gate, up, and the activated product; of a shared expert, too
     - of experts, for each of the k that a token is sent to: 3f as above and 2h, what an expert takes and gives; and
       what the router knows of each expert, three fp32 numbers. That each gets its share of the tokens is assumed: the
@@ -221,8 +223,8 @@ def activation_bytes(
     """
     tp, layers = parallel.tensor, parallel.layers_of(stage, a.layers)
     whole = a.hidden_size / (tp if parallel.sequence else 1)
-    kinds = Counter((a.has_experts(i), a.attends(i)) for i in layers)
-    of_a_layer = {kind: _layer_elements(a, parallel, *kind, size, recompute, fp8) for kind in kinds}
+    kinds = Counter(map(a.letters, layers))
+    of_a_layer = {kind: _layer_elements(a, parallel, kind, size, recompute, fp8) for kind in kinds}
     kept = sum(count * of_a_layer[kind] for kind, count in kinds.items())
     kept, at_once = (len(layers) * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
     total = (in_flight * kept + at_once) * size
@@ -235,27 +237,32 @@ def activation_bytes(
 
 
 def _layer_elements(
-    a: Architecture, parallel: ParallelConfig, sparse: bool, attends: bool, size: int, recompute: str, fp8: bool
+    a: Architecture, parallel: ParallelConfig, letters: str, size: int, recompute: str, fp8: bool
 ) -> float:
-    """Activation elements kept per token in one layer (listed at `activation_bytes`). sparse: it has experts.
-    attends: it has attention."""
+    """Activation elements kept per token in one layer (listed at `activation_bytes`). letters: as
+    `Architecture.letters` has them."""
     h, tp, tokens = a.hidden_size, parallel.tensor, parallel.tensor if parallel.sequence else 1
     q, kv, v = a.heads * a.query_dim, a.kv_heads * a.head_dim, a.heads * a.value_dim
-    total = (6 if a.norms == "around" else 4) * h / tokens + 3 * a.active_ffn_size(sparse) / tp
-    if a.delta is not None and not attends:
-        net, served = a.delta, a.delta.value_heads // a.delta.key_heads
+    sparse, net = letters[-1] == "E", a.net
+    between = a.active_ffn_size(sparse) if letters[-1] in "-E" else 0
+    total = (3 if a.norms == "around" else 2) * len(letters) * h / tokens
+    total += (2 if a.activation == "relu2" else 3) * between / tp
+    if letters[0] == "G" and net is not None:
+        served = net.value_heads // net.key_heads
         total += ((6 + 2 * served) * net.keys + 7 * net.values + 2 * net.values * _FP32_BYTES / size) / tp
-    elif a.latent is None:
+    elif letters[0] == "M" and net is not None:
+        total += (2 * net.values + 2 * net.convolved + net.value_heads) / tp
+    elif letters[0] == "*":
         total += (2 * q if a.gated_attention else 0) / tp
         total += (3 * q + 3 * kv + (q if a.qk_norm else 0)) / tp
         if parallel.context > 1 and recompute != "selective":  # that keeps what goes into the exchange instead
             total += (q + kv if a.qk_norm else -kv) / tp
-    else:
+    elif letters[0] == "+" and a.latent is not None:
         latents = 2 * a.latent.query_rank + 2 * a.latent.key_value_rank + a.head_dim
         total += (2 * q + 2 * v) / tp + latents / tokens
     if a.experts is not None and sparse:  # tensor ranks have different tokens
         gated = h if a.experts.shared_gate else 0
         total += (2 * h * a.experts.per_token + gated + 3 * a.experts.count * _FP32_BYTES / size) / tp
     if fp8:
-        total += 0.5 * (q - a.active_ffn_size(sparse)) / tp - h / tokens
+        total += 0.5 * (q - between) / tp - h / tokens
     return total

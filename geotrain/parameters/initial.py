@@ -12,8 +12,9 @@ from geotrain.parameters.parameter_map import Parameter
 
 
 def initial_tensor(parameter: Parameter, seed: int) -> torch.Tensor:
-    """Draw a parameter's initial values: fp32, of its shape; normal with its init_std, ones, zeros, or the logarithms
-    of numbers between 0.01 and 16, as gated delta nets have rates of decay.
+    """Draw a parameter's initial values: fp32, of its shape; normal with its init_std, ones, zeros, the logarithms
+    of numbers between 0.01 and 16, as states have rates of decay, or what softplus makes time steps of, from 0.001
+    to 0.1, as in Mamba-2.
 
     The numbers come from NumPy's Philox generator, whose stream is the same on every machine (torch's normal
     numbers depend on the processor's vector instructions).
@@ -24,5 +25,8 @@ def initial_tensor(parameter: Parameter, seed: int) -> torch.Tensor:
     generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8").copy()))
     if parameter.init == "log_uniform":
         return torch.from_numpy(np.log(generator.uniform(0.01, 16, parameter.shape)).astype(np.float32))
+    if parameter.init == "time_steps":
+        steps = np.exp(generator.uniform(np.log(0.001), np.log(0.1), parameter.shape))
+        return torch.from_numpy(np.log(np.expm1(steps)).astype(np.float32))
     values = generator.standard_normal(parameter.shape, np.float32)
     return torch.from_numpy(values).mul_(parameter.init_std)

@@ -150,7 +150,7 @@ def layer_sums(a: Architecture, length: int, recompute: str) -> Floats:
 
 
 def _shares_sequences(a: Architecture, tp: int, cp: int, length: int) -> bool:
-    whole_heads = a.latent is None and a.delta is None and a.kv_heads % (tp * cp) == 0
+    whole_heads = a.latent is None and a.net is None and a.kv_heads % (tp * cp) == 0
     return whole_heads and length % (tp * cp) == 0 and length // cp >= FULL_MICRO_TOKENS
 
 

@@ -127,8 +127,9 @@ def test_an_unsupported_model(tmp_path: Path, refused: Callable[..., str]) -> No
     (tmp_path / "run.json").write_text(json.dumps(raw))
     said = refused("dry-run", tmp_path / "run.json", "configs/clusters/local-wan.json")
     families = (
-        "llama, qwen2, qwen3, mistral, smollm3, granite, olmo2, olmo3, gemma2, gemma3_text, qwen3_moe, mixtral, "
-        "gpt_oss, qwen2_moe, qwen3_next, deepseek_v3; of a model of text and images give its text_config alone"
+        "llama, qwen2, qwen3, mistral, smollm3, granite, granitemoehybrid, nemotron_h, olmo2, olmo3, gemma2, "
+        "gemma3_text, qwen3_moe, mixtral, gpt_oss, qwen2_moe, qwen3_next, deepseek_v3; of a model of text and images "
+        "give its text_config alone"
     )
     assert said == f"geotrain: model config: model_type 'mamba' is not supported; supported: {families}"
 

@@ -83,7 +83,7 @@ def test_the_architecture_follows_the_models_config() -> None:
     assert changed.architecture.layers == run.architecture.layers + 1
     inside = {"data": run.data.model_copy(update={"attention": "document"})}
     nets = run.model_copy(update={"model": run.model.model_copy(update={"config": QWEN3_NEXT})})
-    assert nets.architecture.delta
+    assert nets.architecture.net
     with pytest.raises(UnsupportedModelError, match="'document' does not go with the gated delta nets"):
         _ = nets.model_copy(update=inside).architecture
     other = run.model_copy(update={"model": run.model.model_copy(update={"config": {"model_type": "bert"}})})

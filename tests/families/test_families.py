@@ -13,9 +13,11 @@ from geotrain.families.gemma2 import Gemma2
 from geotrain.families.gemma3 import Gemma3
 from geotrain.families.gpt_oss import GptOss
 from geotrain.families.granite import Granite
+from geotrain.families.granitemoehybrid import GraniteMoeHybrid
 from geotrain.families.llama import Llama
 from geotrain.families.mistral import Mistral
 from geotrain.families.mixtral import Mixtral
+from geotrain.families.nemotron_h import NemotronH
 from geotrain.families.olmo2 import Olmo2
 from geotrain.families.olmo3 import Olmo3
 from geotrain.families.qwen2 import Qwen2
@@ -25,6 +27,7 @@ from geotrain.families.qwen3_moe import Qwen3Moe
 from geotrain.families.qwen3_next import Qwen3Next
 from geotrain.families.smollm3 import SmolLM3
 from geotrain.parameters.parameter_map import canonical_parameters, digest
+from tests.support.families import MAMBA
 from tests.support.real_models import REFUSED
 
 BASE = {
@@ -66,6 +69,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_oss": {**MIXTURE, "head_dim": 8, "rope_parameters": {"rope_type": "default"}},
     "qwen2_moe": {**SPARSE, "shared_expert_intermediate_size": 40},
     "qwen3_next": {**SPARSE, "shared_expert_intermediate_size": 40, "head_dim": 16, **DELTA},
+    "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["mamba"] * 3 + ["attention"], **MAMBA},
+    "nemotron_h": {"hybrid_override_pattern": "M-*-", "head_dim": 8, "mamba_num_heads": 8},
     "deepseek_v3": LATENT,
     "gemma2": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8},
@@ -77,6 +82,8 @@ DIGESTS: dict[type[Family], str] = {
     Mistral: "99187fc9993c8f11",
     SmolLM3: "d33c4dac3934fd51",
     Granite: "99187fc9993c8f11",
+    GraniteMoeHybrid: "4698b62ba2702baa",
+    NemotronH: "290f73e854bdbbd4",
     Olmo2: "f99546801190bf4f",
     Olmo3: "f99546801190bf4f",
     Gemma2: "57f1955e0885022d",

@@ -14,11 +14,13 @@ from tests.support.families import (
     GEMMA3,
     GPT_OSS,
     GRANITE,
+    GRANITE_4,
     LATENT_YARN,
     LINEAR,
     LLAMA_3,
     MISTRAL,
     MIXTRAL,
+    NEMOTRON_H,
     OLMO2,
     OLMO3,
     QWEN2,
@@ -78,7 +80,7 @@ SMOLLM3_YARN = {**SMOLLM3, "rope_scaling": YARN["rope_scaling"], "hidden_size": 
 DENSE = (
     *(LLAMA, QWEN, LLAMA_3, YARN, LINEAR, QWEN2, MISTRAL),
     *(SMOLLM3, {**SMOLLM3, "no_rope_layers": [1] * 4}, GRANITE, SMOLLM3_YARN),
-    *(OLMO2, OLMO3, GEMMA2, GEMMA3),
+    *(OLMO2, OLMO3, GEMMA2, GEMMA3, NEMOTRON_H),
 )
 SPARSE = (
     GPT_OSS,
@@ -87,6 +89,7 @@ SPARSE = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_NEXT,
+    GRANITE_4,
     DEEPSEEK,
     {
         **DEEPSEEK,
@@ -158,7 +161,7 @@ def test_real_models_are_built_as_transformers_has_them() -> None:
 def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> None:
     (results,) = run_world(1, beside_transformers)
     ours = [result["logits"][0] for result in results]
-    for plain, variants in ((0, (2, 4, 6, 9)), (1, (3,)), (8, (7,)), (16, (17,))):
+    for plain, variants in ((0, (2, 4, 6, 9)), (1, (3,)), (8, (7,)), (17, (18,))):
         assert all((ours[plain] - ours[i]).abs().max() > 1e-3 for i in variants), "the variant has an effect"
     for result in results:
         assert result["logits"][1].std() > 0.1
@@ -166,7 +169,7 @@ def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> Non
         torch.testing.assert_close(*result["loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
         assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
-    assert [len(result["biases"]) for result in results] == [0] * 21 + [1, 1]
+    assert [len(result["biases"]) for result in results] == [0] * 23 + [1, 1]
     for result in results:
         for before, ours, expected in result["biases"].values():
             torch.testing.assert_close(ours, expected)

@@ -12,7 +12,7 @@ import torch
 from geotrain.config import ConfigError, ParallelConfig, architecture_from_hf
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank, score_bytes
 from geotrain.parameters.parameter_map import parameter_count
-from tests.support.families import DEEPSEEK, GEMMA2, GPT_OSS, OLMO2, QWEN3_NEXT, QWEN_MOE
+from tests.support.families import DEEPSEEK, GEMMA2, GPT_OSS, GRANITE_4, NEMOTRON_H, OLMO2, QWEN3_NEXT, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
@@ -35,6 +35,7 @@ NETS = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 48,
 }
+STATES = {"mamba_d_head": 64, "mamba_d_state": 32, "shared_intermediate_size": 320}
 LLAMA_WIDE = {**LLAMA, **WIDE}
 BF16 = {"bf16": {"enabled": True}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3}}}
@@ -52,6 +53,12 @@ TWO: list[Case] = [
     ({**GEMMA2, **WIDE, "sliding_window": 64}, ParallelConfig(tensor=2, sequence=True), 1),
     ({**GPT_OSS, **WIDE, "sliding_window": 64, "intermediate_size": 256}, ParallelConfig(expert=2), 1),
     ({**QWEN3_NEXT, **WIDE, **NETS}, ParallelConfig(expert=2), 1),
+    ({**GRANITE_4, **WIDE, **STATES, "intermediate_size": 320}, ParallelConfig(expert=2), 1),
+    (
+        {**NEMOTRON_H, **WIDE, "mamba_head_dim": 48, "num_hidden_layers": 4},
+        ParallelConfig(tensor=2, sequence=True),
+        1,
+    ),
 ]
 FOUR: list[Case] = [  # two ranks have the same experts
     (SPARSE, ParallelConfig(expert=2), 1),
@@ -87,8 +94,10 @@ def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) 
     whole = a.hidden_size / (parallel.tensor if parallel.sequence else 1)
     heads = (a.heads + a.kv_heads) * a.head_dim if a.qk_norm else 0
     latents = a.latent.query_rank + a.latent.key_value_rank if a.latent else 0
-    between = 0 if a.activation == "clamped" else sum(a.active_ffn_size(a.has_experts(i)) for i in range(a.layers))
-    normed = a.layers * ((4 if a.norms == "around" else 2) * whole + latents) + whole
+    letters = "".join(map(a.letters, range(a.layers)))
+    between = a.active_ffn_size(False) * letters.count("-") + a.active_ffn_size(True) * letters.count("E")
+    between = between if a.activation in ("silu", "gelu_tanh") else 0
+    normed = len(letters) * (2 if a.norms == "around" else 1) * whole + a.layers * latents + whole
     return 4 * tokens * (normed + (a.layers * heads + between) / parallel.tensor)
 
 

@@ -1,6 +1,6 @@
 """Pairs of a Python and its libraries: installs each beside the others, runs in it what touches the stack and a
-launched run, and lets trainings that this Python began go on there and come back; prints a table, and a last line of
-JSON.
+launched run, and one of which each stack has a region; and lets trainings that this Python began go on there and come
+back; prints a table, and a last line of JSON.
 
     make stack                                   # each Python that setup.py allows and this machine has
     make stack STACK_ARGS="3.12 3.12:2.15.0"     # these, the second with another torch; one that is not there fails
@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
+
+from geotrain.launch.check import free_ports
 
 ROOT = Path(__file__).parents[2]
 OWN = "{}.{}".format(*sys.version_info)
@@ -29,7 +34,6 @@ LIBRARIES = "torch", "megatron-core", "deepspeed", "triton", "transformers", "nu
 TESTS = [f"tests/{name}" for name in ("inner", "kernels", "staging", "families", "parameters", "worker", "own_loop")]
 SHORT = ["tests/families", *(f"tests/inner/test_{name}.py" for name in ("behaviour", "families", "rotary"))]
 EQUAL = 1e-5  # losses in fp32 differ by so little, relatively
-TRAINED = {"train_samples": 960, "validation_samples": 64}  # of the quickstart's 7,680
 # So that no file is compiled anew by each process, also where the environment says otherwise.
 CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
@@ -68,18 +72,43 @@ def tested(environment: Path, tests: list[str], report: Path) -> dict[str, int]:
     return {"passed": count["tests"] - count["skipped"] - failed, "failed": failed, "skipped": count["skipped"]}
 
 
-def launched(environment: Path, folder: Path) -> int:
-    """Train by a shortened quickstart; returns its exit code."""
-    settings = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
-    settings |= {"name": "stack", "data": {**settings["data"], **TRAINED}}
-    settings["model"]["config"] = str(ROOT / "configs/models/llama-tiny.json")
-    (folder / "run.json").write_text(json.dumps(settings))
-    with (folder / "run.log").open("w") as log:
-        command = [environment / "bin/geotrain", "quickstart", "--run", folder / "run.json"]
-        code = run(command, 1200, cwd=folder, stdout=log, stderr=subprocess.STDOUT).returncode
-    if code:
-        print((folder / "run.log").read_text()[-4000:])
-    return code
+def settings(folder: Path, name: str, samples: int) -> Path:
+    """Write a shortened quickstart's run file; returns its path."""
+    run = json.loads((ROOT / "configs/runs/quickstart.json").read_text())
+    run["data"] |= {what: str(folder / "runs/stack/data" / what) for what in ("train", "validation", "tokenizer")}
+    run["data"] |= {"train_samples": samples, "validation_samples": 64}  # of 7,680
+    run |= {"name": name, "model": {"config": str(ROOT / "configs/models/llama-tiny.json")}}
+    (folder / f"{name}.json").write_text(json.dumps(run))
+    return folder / f"{name}.json"
+
+
+def launched(folder: Path, *commands: Sequence[Any]) -> int:
+    """Run commands of geotrain side by side; returns an exit code that is not 0, or 0."""
+    logs = [folder / f"{number}.log" for number in range(len(commands))]
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        how = {"cwd": folder, "stderr": subprocess.STDOUT}
+        outputs = [stack.enter_context(log.open("w")) for log in logs]
+        running = [pool.submit(run, c, 1200, stdout=o, **how) for c, o in zip(commands, outputs, strict=True)]
+        codes = [each.result().returncode for each in running]
+    for log in (log for code, log in zip(codes, logs, strict=True) if code):
+        print(log.read_text()[-4000:])
+    return max(codes, key=abs)
+
+
+def together(environment: Path, folder: Path) -> int:
+    """Train one model by a region of this stack and one of the other, on what a quickstart in this folder has
+    prepared; returns an exit code."""
+    shutil.rmtree(folder / "runs/together", ignore_errors=True)
+    cluster = json.loads((ROOT / "configs/clusters/local-two-regions.json").read_text())
+    sites = {"global": (cluster, "global_server"), **{r["name"]: (r, "server") for r in cluster["regions"]}}
+    for port, (site, key) in zip(free_ports(len(sites)), sites.values(), strict=True):
+        site[key] = {"host": "127.0.0.1", "port": port}
+    (folder / "cluster.json").write_text(json.dumps(cluster))
+    launch = "launch", settings(folder, "together", 1920), folder / "cluster.json", "--only"
+    own, other = (where / "bin/geotrain" for where in (Path(sys.prefix), environment))
+    code = launched(folder, (own, *launch, "global", "--only", "eu"), (other, *launch, "us"))
+    logs = [(folder / f"runs/together/events/{name}.jsonl").read_text() for name in ("eu-0", "us-0")]
+    return code or int(not all("JobTrained" in log for log in logs))
 
 
 def part(python: Path | str, folder: Path, first: int, last: int) -> dict[str, list[float]]:
@@ -115,7 +144,9 @@ def played(pair: str, tests: list[str]) -> dict[str, object]:
         ask = f"from importlib.metadata import version; print(*map(version, {LIBRARIES}))"
         versions = run([where / "bin/python", "-c", ask], 60, capture_output=True, check=True).stdout.split()
         apart = furthest_apart(where / "bin/python")
-        code, count = launched(where, folder), tested(where, tests, folder / "tests.xml")
+        first = where / "bin/geotrain", "quickstart", "--run", settings(folder, "stack", 960)
+        code = launched(folder, first) or together(where, folder)
+        count = tested(where, tests, folder / "tests.xml")
     except (OSError, subprocess.SubprocessError) as error:
         print(error)
         return {"run": str(error).splitlines()[-1], "ok": False}

@@ -12,7 +12,18 @@ import sys
 from typing import Any
 
 # What is unlike in their layers.
-NAMES = "llama", "deepseek", "qwen_moe", "smollm3", "olmo3", "gemma3", "gpt_oss", "qwen3_next"
+NAMES = (
+    "llama",
+    "deepseek",
+    "qwen_moe",
+    "smollm3",
+    "olmo3",
+    "gemma3",
+    "gpt_oss",
+    "qwen3_next",
+    "granite_4",
+    "nemotron_h",
+)
 
 
 def play(folder: str, name: str, first: int, last: int) -> list[float]:

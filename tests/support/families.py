@@ -85,6 +85,17 @@ QWEN3_NEXT = {
     "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_expand": 2}
+GRANITE_4 = {
+    **GRANITE, **MAMBA, "model_type": "granitemoehybrid", "intermediate_size": 24, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "router_aux_loss_coef": 0.05, "shared_intermediate_size": 40, "num_hidden_layers": 2,
+    "layer_types": ["mamba", "attention"], "position_embedding_type": "nope", "pad_token_id": None,
+}  # fmt: skip
+NEMOTRON_H = {
+    **LLAMA, "model_type": "nemotron_h", "hybrid_override_pattern": "M-*-", "head_dim": 8, "mamba_num_heads": 6,
+    "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 10, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-5,
+    "pad_token_id": None,
+}  # fmt: skip
 DEEPSEEK = {
     **LLAMA, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,

@@ -19,9 +19,11 @@ from tests.support.families import (
     GEMMA3,
     GPT_OSS,
     GRANITE,
+    GRANITE_4,
     LINEAR,
     MISTRAL,
     MIXTRAL,
+    NEMOTRON_H,
     OLMO2,
     OLMO3,
     QWEN2,
@@ -45,6 +47,7 @@ DENSE = {
     "mistral": {**MISTRAL, "num_hidden_layers": 2},  # packed, too
     "olmo3": {**OLMO3, "num_key_value_heads": 4},
     "gemma2": {**GEMMA2, "num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": PADDED},
+    "nemotron_h": NEMOTRON_H,
     "gemma3": {**GEMMA3, "num_hidden_layers": 3, "num_key_value_heads": 4, "vocab_size": PADDED},
 }
 SPARSE = {
@@ -53,6 +56,7 @@ SPARSE = {
     "qwen2_moe": QWEN2_MOE,
     "gpt_oss": {**GPT_OSS, "num_hidden_layers": 3, "num_key_value_heads": 4},
     "qwen3_next": QWEN3_NEXT,
+    "granite_4": {**GRANITE_4, "logits_scaling": 0.5},
     "deepseek": DEEPSEEK,
 }
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
@@ -195,6 +199,8 @@ FAMILIES = (
     GPT_OSS,
     QWEN2_MOE,
     QWEN3_NEXT,
+    GRANITE_4,
+    NEMOTRON_H,
     DEEPSEEK,
 )
 # Of a drawn model's config.json; what a family does not know, or refuses, is drawn anew.

@@ -136,6 +136,28 @@ QWEN3_NEXT = {
     "num_hidden_layers": 4, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rope_scaling": None,
     "rope_theta": 10000000,
 }  # fmt: skip
+GRANITE_4 = {
+    **GRANITE, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+    "attention_multiplier": 0.0078125, "init_method": "mup", "intermediate_size": 32, "logits_scaling": 6,
+    "layer_types": ["mamba", "mamba", "attention"], "mamba_chunk_size": 256, "mamba_conv_bias": True,
+    "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_expand": 2, "mamba_n_groups": 1,
+    "mamba_n_heads": 8, "mamba_proj_bias": False, "normalization_function": "rmsnorm", "num_experts_per_tok": 3,
+    "num_local_experts": 16, "output_router_logits": False, "position_embedding_type": "nope",
+    "router_aux_loss_coef": 0.0, "shared_intermediate_size": 64,
+}  # fmt: skip
+NEMOTRON_H = {
+    **without(SIZES, "hidden_act"), **NEW, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
+    "attention_bias": False, "bos_token_id": 1, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2,
+    "head_dim": 16, "hidden_dropout": 0.0, "hidden_size": 64, "hybrid_override_pattern": "M-M*-M-",
+    "intermediate_size": 256, "layer_norm_epsilon": 1e-5, "mamba_head_dim": 16, "mamba_hidden_act": "silu",
+    "mamba_num_heads": 16, "mamba_proj_bias": False, "max_position_embeddings": 128, "mlp_bias": False,
+    "mlp_hidden_act": "relu2", "n_groups": 4, "num_attention_heads": 8, "num_hidden_layers": 7,
+    "num_key_value_heads": 2, "num_logits_to_keep": 1, "pad_token_id": 0, "rescale_prenorm_residual": True,
+    "residual_in_fp32": False, "rms_norm_eps": 1e-5, "sliding_window": None, "ssm_state_size": 16,
+    "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")],
+    "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "use_bias": False, "use_conv_bias": True,
+    "use_mamba_kernels": True,
+}  # fmt: skip
 FULL = ["full_attention"] * 3
 
 
@@ -192,6 +214,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": GPT_OSS,
     "gpt-oss-120b": {**without(GPT_OSS, "layer_types"), "num_local_experts": 32, "num_hidden_layers": 3},
     "qwen3-next-80b-a3b": QWEN3_NEXT,
+    "granite-4.0-h-tiny": GRANITE_4,
+    "granite-4.0-h-micro": {**GRANITE_4, "num_local_experts": 0, "num_experts_per_tok": 0},
+    "granite-4.0-micro": {**GRANITE_4, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_d_head": "auto",
+                          "layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
+    "nemotron-h-8b": NEMOTRON_H,
+    "nemotron-nano-2-types": {**without(NEMOTRON_H, "hybrid_override_pattern"), "num_hidden_layers": 4,
+                              "layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
     "deepseek-v3": DEEPSEEK,
     "moonlight": {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6,
                   "n_shared_experts": 2, "routed_scaling_factor": 2.446, "rope_theta": 50000.0, "rope_scaling": None,
@@ -225,5 +254,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3-next-two-shares": ({**QWEN3_NEXT, "rope_parameters": {"partial_rotary_factor": 0.5}}, "state one of them"),
     "qwen3-next-types": ({**QWEN3_NEXT, "layer_types": FULL}, "for each of num_hidden_layers = 4 layers"),
     "qwen3-next-heads": ({**QWEN3_NEXT, "linear_num_value_heads": 6}, "is not a multiple of linear_num_key_heads"),
+    "granite-4-types": ({**GRANITE_4, "layer_types": FULL[:2]}, "for each of num_hidden_layers = 3 layers"),
+    "granite-4-heads": ({**GRANITE_4, "mamba_n_heads": 7}, "must be mamba_expand = 2 times hidden_size = 64"),
+    "nemotron-h-types": ({**NEMOTRON_H, "num_hidden_layers": 6}, "num_hidden_layers = 6"),
+    "nemotron-h-experts": ({**NEMOTRON_H, "hybrid_override_pattern": "ME*-M-M"}, "experts are not built"),
+    "nemotron-h-groups": ({**NEMOTRON_H, "n_groups": 3}, "is not a multiple of n_groups = 3"),
+    "nemotron-h-gelu": ({**NEMOTRON_H, "mlp_hidden_act": "gelu"}, "mlp_hidden_act = 'gelu'"),
     "gemma-bidirectional": ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from geotrain.families.architecture import DeltaNet
+from geotrain.families.architecture import Recurrence
 from geotrain.inner.model.norms import RMSNorm
 from geotrain.inner.runtime import platform
 
@@ -39,7 +39,7 @@ class GatedSelfAttention(SelfAttention):
 class GatedDeltaNet(nn.Module):
     """A gated delta net of this tensor rank's heads."""
 
-    def __init__(self, config: TransformerConfig, net: DeltaNet, pg_collection: Any, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, net: Recurrence, pg_collection: Any, **_: Any) -> None:
         super().__init__()
         ranks = config.tensor_model_parallel_size
         self.net, self.key_heads, self.value_heads = net, net.key_heads // ranks, net.value_heads // ranks
@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
             net.values, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **settings
         )
         like: dict[str, Any] = {"device": platform.device(), "dtype": config.params_dtype}
-        self.conv1d = nn.Parameter(torch.empty((2 * net.keys + net.values) // ranks, 1, net.kernel, **like))
+        self.conv1d = nn.Parameter(torch.empty(net.convolved // ranks, 1, net.kernel, **like))
         self.dt_bias, self.A_log = (nn.Parameter(torch.empty(self.value_heads, **like)) for _ in range(2))
         self.norm = RMSNorm(config, net.value_dim, config.layernorm_epsilon)
         fast = platform.HAS_CUDA and megatron.HAVE_FLA and not config.deterministic_mode

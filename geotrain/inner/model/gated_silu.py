@@ -48,6 +48,13 @@ class GatedGelu(GatedSilu):
         return nn.functional.gelu(gate, approximate="tanh") * up
 
 
+class SquaredRelu(GatedSilu):
+    """Computes max(x, 0)², without a gate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(x).square()
+
+
 class _Clamped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

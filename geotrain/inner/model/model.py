@@ -20,7 +20,8 @@ from geotrain.inner.model.attention import CausalAttention
 from geotrain.inner.model.context_parallel import ContextAttention, Parts, use_own_positions
 from geotrain.inner.model.documents import PackedAttention
 from geotrain.inner.model.gated_delta import GatedDeltaNet, GatedSelfAttention
-from geotrain.inner.model.gated_silu import ClampedSwish, GatedGelu, GatedSilu
+from geotrain.inner.model.gated_silu import ClampedSwish, GatedGelu, GatedSilu, SquaredRelu
+from geotrain.inner.model.mamba import Mamba2
 from geotrain.inner.model.norms import CenteredRMSNorm, ProjectionNorm, RMSNorm, normed_linear
 from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
 from geotrain.inner.model.stack import by_letters, parts_of, plain_name, stacked
@@ -68,6 +69,7 @@ _ACTIVATIONS: dict[str, tuple[Any, type[nn.Module]]] = {
     "silu": (nn.functional.silu, GatedSilu),
     "gelu_tanh": (nn.functional.gelu, GatedGelu),
     "clamped": (None, ClampedSwish),
+    "relu2": (None, SquaredRelu),
 }
 
 
@@ -87,7 +89,8 @@ def transformer_config(
     fused = platform.HAS_CUDA and activation is not None
     usual = architecture.multipliers is None and not architecture.rope_scaling
     family = family_of(architecture.model_type)
-    letters = [family.letters(architecture, layer) for layer in range(architecture.layers)]
+    letters = [architecture.letters(layer) for layer in range(architecture.layers)]
+    unrotated = [int(layer in architecture.unrotated) for layer in range(architecture.layers)]
     common = dict(
         num_layers=sum(map(len, letters)),
         hidden_size=architecture.hidden_size,
@@ -98,7 +101,8 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
         qk_layernorm=architecture.qk_norm is not None,
-        gated_linear_unit=True,
+        gated_linear_unit=architecture.activation != "relu2",
+        no_rope_freq=unrotated if any(unrotated) else None,
         activation_func=activation or nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
@@ -154,8 +158,7 @@ def transformer_config(
 
 def _letters(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[str]:
     """List the letters of each layer of a pipeline stage."""
-    family = family_of(architecture.model_type)
-    return [family.letters(architecture, layer) for layer in parallel.layers_of(stage, architecture.layers)]
+    return [architecture.letters(layer) for layer in parallel.layers_of(stage, architecture.layers)]
 
 
 def _owners(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[int]:
@@ -216,7 +219,8 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
         if architecture.latent:
             return latent_attention.spec(CausalAttention)
         if not architecture.attends(index):
-            return ModuleSpec(module=GatedDeltaNet, params={"net": architecture.delta})
+            kind = {"G": GatedDeltaNet, "M": Mamba2}[architecture.letters(index)[0]]
+            return ModuleSpec(module=kind, params={"net": architecture.net})
         settings = {
             "window": architecture.window_of(index),
             "cap": architecture.score_cap,
@@ -247,10 +251,9 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
             ),
         )
 
-    family = family_of(architecture.model_type)
     if HAS_TRANSFORMER_ENGINE and architecture.own_modules is None:
         layer, norm = fused_layer, LayerNormImpl
-    cut = [half for index in layers for half in by_letters(layer(index), family.letters(architecture, index))]
+    cut = [half for index in layers for half in by_letters(layer(index), architecture.letters(index))]
     return TransformerBlockSubmodules(layer_specs=cut, layer_norm=norm)
 
 

@@ -31,12 +31,12 @@ _PLACES = ("mamba", "gdn", "attention", "dsa", "mla", "mlp", "moe")
 
 
 def by_letters(layer: ModuleSpec, letters: str) -> list[ModuleSpec]:
-    """Cut the specification of a TransformerLayer: attention without the MLP, and the MLP without attention."""
-    if len(letters) == 1:
-        return [layer]
+    """Cut the specification of a TransformerLayer: attention without the MLP, the MLP without attention, or one of
+    them."""
     whole, nothing = layer.submodules, (IdentityOp, IdentityOp, IdentityFuncOp)
     ends = ("pre_mlp_layernorm", "mlp", "mlp_bda"), ("input_layernorm", "self_attention", "self_attn_bda")
-    return [replace(layer, submodules=replace(whole, **dict(zip(names, nothing, strict=True)))) for names in ends]
+    cut = [replace(layer, submodules=replace(whole, **dict(zip(names, nothing, strict=True)))) for names in ends]
+    return [cut[letter in "-E"] for letter in letters]
 
 
 class _Numbered(nn.Module):

@@ -243,7 +243,7 @@ def _tensor_seconds(
     once = all_reduce_seconds(_ring(group, network), size_bytes)
     layers = work.parallel.layers_of(stage, a.layers)
     shared = a.experts is not None and a.experts.shared_ffn_size > 0
-    count = sum(1 if a.has_experts(i) and not shared else 2 for i in layers)
+    count = sum(len(a.letters(i)) - (a.has_experts(i) and not shared) for i in layers)
     again = count if work.recompute == "full" else 0
     return once * (count + (stage == 0)), once * (count + again + (stage == pp - 1))
 
