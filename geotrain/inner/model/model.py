@@ -218,9 +218,8 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
     def attention(index: int) -> ModuleSpec:
         if architecture.latent:
             return latent_attention.spec(CausalAttention)
-        if not architecture.attends(index):
-            kind = {"G": GatedDeltaNet, "M": Mamba2}[architecture.letters(index)[0]]
-            return ModuleSpec(module=kind, params={"net": architecture.net})
+        if (net := architecture.net) and not architecture.attends(index):
+            return ModuleSpec(module={"G": GatedDeltaNet, "M": Mamba2}[net.letter], params={"net": net})
         settings = {
             "window": architecture.window_of(index),
             "cap": architecture.score_cap,
