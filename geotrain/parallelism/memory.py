@@ -208,7 +208,8 @@ def activation_bytes(
     - of a Mamba-2 mixer 2v + 2c of values and of what is convolved, divided likewise: its projection, the
       convolution, the output
     - 3f, divided likewise: gate, up, and the activated product; of a shared expert, too
-    - of experts, for each of the k that a token is sent to: 3f as above and 2h, what an expert takes and gives; and
+    - of experts, for each of the k that a token is sent to: 3f as above and 2h, what an expert takes and gives, of
+      which tensor ranks divide only the latter: of each expert a rank has a part for the tokens of all; and
       what the router knows of each expert, three fp32 numbers. That each gets its share of the tokens is assumed: the
       fullest rank has more where the balance is poor.
 
@@ -261,8 +262,8 @@ def _layer_elements(
         latents = 2 * a.latent.query_rank + 2 * a.latent.key_value_rank + a.head_dim
         total += (2 * q + 2 * v) / tp + latents / tokens
     if a.experts is not None and sparse:  # tensor ranks have different tokens
-        gated = h if a.experts.shared_gate else 0
-        total += (2 * h * a.experts.per_token + gated + 3 * a.experts.count * _FP32_BYTES / size) / tp
+        gated, chosen = h if a.experts.shared_gate else 0, h * a.experts.per_token
+        total += chosen + (chosen + gated + 3 * a.experts.count * _FP32_BYTES / size) / tp
     if fp8:
         total += 0.5 * (q - between) / tp - h / tokens
     return total

@@ -46,6 +46,7 @@ TWO: list[Case] = [
     ({**LLAMA, **WIDE}, ParallelConfig(tensor=2), 1),
     ({**QWEN, **WIDE}, ParallelConfig(tensor=2, sequence=True), 2),
     (SPARSE, ParallelConfig(expert=2), 1),
+    (SPARSE, ParallelConfig(tensor=2, sequence=True), 1),
     ({**DEEPSEEK, **WIDE, **LATENT}, ParallelConfig(expert=2), 1),
     ({**LLAMA, **WIDE}, ParallelConfig(context=2), 1),
     ({**QWEN, **WIDE}, ParallelConfig(context=2), 0),
