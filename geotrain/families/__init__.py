@@ -18,27 +18,11 @@ from geotrain.families.weights import Weight
 
 __all__ = ["Architecture", "Family", "UnsupportedModelError", "architecture_from_hf", "family_of", "layer_weights"]
 
-# model_type → class, in a file of that name without "_text", which is imported when a model of it is met.
-FAMILIES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral",
-    "smollm3": "SmolLM3",
-    "granite": "Granite",
-    "granitemoehybrid": "GraniteMoeHybrid",
-    "nemotron_h": "NemotronH",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3",
-    "qwen3_moe": "Qwen3Moe",
-    "mixtral": "Mixtral",
-    "gpt_oss": "GptOss",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_next": "Qwen3Next",
-    "deepseek_v3": "DeepseekV3",
-}
+# Each in a file of its name without "_text", which is imported when a model of it is met.
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "granitemoehybrid", "nemotron_h", "olmo2", "olmo3",
+    "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v3",
+)  # fmt: skip
 _GROUP = "geotrain.families"
 
 
@@ -66,8 +50,9 @@ def family_of(model_type: Any) -> Family:
 @cache
 def _built_in(model_type: str) -> Family:
     module = import_module(f"geotrain.families.{model_type.removesuffix('_text')}")
-    family: Family = getattr(module, FAMILIES[model_type])()
-    return family
+    kinds = (kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__)
+    family: type[Family] = next(kind for kind in kinds if getattr(kind, "model_type", None) == model_type)
+    return family()
 
 
 @lru_cache(maxsize=128)  # the planner asks for the same layers again and again

@@ -53,22 +53,18 @@ class LatentAttention:
 class Recurrence:
     """What layers have in place of attention: a state of key_dim × value_dim a value head, which forgets.
 
-    letter: G, gated delta nets (arXiv 2412.06464), whose states a token corrects; M, Mamba-2 (arXiv 2405.21060), to
-    whose states it adds. A key head, in Mamba-2 a group, serves value_heads / key_heads of them. kernel: so many
+    name: gated delta nets (arXiv 2412.06464), whose states a token corrects; Mamba-2 (arXiv 2405.21060), to whose
+    states it adds. A key head, in Mamba-2 a group, serves value_heads / key_heads of them. kernel: so many
     tokens are convolved before, with a bias or not.
     """
 
-    letter: Literal["G", "M"]
+    name: Literal["gated delta nets", "Mamba-2 layers"]
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     kernel: int
     biased: bool = False
-
-    @property
-    def name(self) -> str:
-        return {"G": "gated delta nets", "M": "Mamba-2 layers"}[self.letter]
 
     @property
     def keys(self) -> int:
@@ -79,11 +75,6 @@ class Recurrence:
     def values(self) -> int:
         """Elements of a token's values, all heads together, and of their gates."""
         return self.value_heads * self.value_dim
-
-    @property
-    def convolved(self) -> int:
-        """Elements of a token that pass the convolution: values, keys and queries."""
-        return self.values + 2 * self.keys
 
 
 @dataclass(frozen=True)
@@ -160,10 +151,9 @@ class Architecture:
     def letters(self, layer: int) -> str:
         """Write a layer in Megatron-core's letters: what mixes tokens, `*` attention, `+` latent attention, `M`
         Mamba-2 or `G` a gated delta net; then `-` an MLP or `E` experts. One of them may be left out."""
-        if self.pattern:
-            return self.pattern[layer]
         sparse = self.experts is not None and layer >= self.experts.dense_layers
-        return ("+" if self.latent else "*") + ("E" if sparse else "-")
+        usual = ("+" if self.latent else "*") + ("E" if sparse else "-")
+        return self.pattern[layer] if self.pattern else usual
 
     @property
     def own_modules(self) -> str | None:
@@ -224,8 +214,6 @@ class Architecture:
     def active_ffn_size(self, sparse: bool) -> int:
         """Count the elements between the matrices of all MLPs that a token passes in a layer. sparse: with
         experts."""
-        if self.experts is None:
-            return self.ffn_size
-        if not sparse:
-            return self.experts.dense_ffn_size
-        return self.ffn_size * self.experts.per_token + self.experts.shared_ffn_size
+        if self.experts and sparse:
+            return self.ffn_size * self.experts.per_token + self.experts.shared_ffn_size
+        return self.experts.dense_ffn_size if self.experts else self.ffn_size

@@ -71,7 +71,7 @@ class GraniteMoeHybrid(Granite):
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
         # transformers checks these sizes, Mamba-2 or not.
-        net = a.net or Recurrence("M", 1, 1, 1, a.hidden_size, 4, True)
+        net = a.net or Recurrence("Mamba-2 layers", 1, 1, 1, a.hidden_size, 4, True)
         shared = a.experts.shared_ffn_size if a.experts else a.ffn_size
         kinds = [next(kind for kind, letter in KINDS.items() if letter == a.letters(i)[0]) for i in range(a.layers)]
         return {
@@ -124,7 +124,9 @@ def _net(config: Mapping[str, Any], hidden: int) -> Recurrence:
             f"times hidden_size = {hidden}, and mamba_n_groups = {groups} divide them"
         )
     kernel, biased = reading.whole(config, "mamba_d_conv", 4), reading.flag(config, "mamba_conv_bias", True)
-    return Recurrence("M", groups, heads, reading.whole(config, "mamba_d_state", 256), head_dim, kernel, biased)
+    return Recurrence(
+        "Mamba-2 layers", groups, heads, reading.whole(config, "mamba_d_state", 256), head_dim, kernel, biased
+    )
 
 
 def _heads(a: Architecture) -> dict[str, int]:

@@ -66,7 +66,9 @@ class NemotronH(Family):
             raise UnsupportedModelError(
                 f"model config: mamba_num_heads = {heads} is not a multiple of n_groups = {groups}"
             )
-        net = Recurrence("M", groups, heads, state_dim, head_dim, kernel, reading.flag(config, "use_conv_bias", True))
+        net = Recurrence(
+            "Mamba-2 layers", groups, heads, state_dim, head_dim, kernel, reading.flag(config, "use_conv_bias", True)
+        )
         every = tuple(range(read.layers))
         return replace(read, norm_eps=eps, activation="relu2", unrotated=every, pattern=_pattern(config), net=net)
 

@@ -65,7 +65,7 @@ class Qwen3Next(Qwen2Moe):
                 f"model config: linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = "
                 f"{key_heads}"
             )
-        net = Recurrence("G", key_heads, value_heads, key_dim, value_dim, kernel)
+        net = Recurrence("gated delta nets", key_heads, value_heads, key_dim, value_dim, kernel)
         pattern = tuple("GE" if kind == KINDS[0] else "*E" for kind in types)
         made = replace(read, qkv_bias=False, centered_norms=True, gated_attention=True, rotated_share=share)
         return replace(made, net=net, pattern=pattern)
@@ -102,7 +102,7 @@ class Qwen3Next(Qwen2Moe):
         made = 2 * keys + 2 * values  # a key head's query, key, values and their gates together
         yield matrix(f"{here}.in_proj_qkvz.weight", made, h, f"{there}.in_proj.weight", std)
         yield matrix(f"{here}.in_proj_ba.weight", 2 * net.value_heads, h, f"{there}.in_proj.weight", std)
-        shape = net.convolved, 1, net.kernel
+        shape = 2 * keys + values, 1, net.kernel
         convolution = Weight(f"{here}.conv1d.weight", shape, f"{there}.conv1d", "normal", "rows", std)
         yield from rows_of(convolution, (keys, keys, values))
         for name, init in (("dt_bias", "ones"), ("A_log", "log_uniform")):

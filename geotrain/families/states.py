@@ -38,7 +38,7 @@ def mamba(a: Architecture, name: str) -> Iterator[Weight]:
     values, state = net.values, net.keys
     rows = values, values, state, state, net.value_heads
     yield from rows_of(matrix(f"{name}.in_proj.weight", sum(rows), h, f"{there}.in_proj.weight", a.init_std), rows)
-    shape = net.convolved, 1, net.kernel
+    shape = values + 2 * state, 1, net.kernel
     convolution = Weight(f"{name}.conv1d.weight", shape, f"{there}.conv1d", "normal", "rows", a.init_std)
     yield from rows_of(convolution, rows[1:4])
     if net.biased:

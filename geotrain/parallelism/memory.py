@@ -205,7 +205,7 @@ def activation_bytes(
       latents, before and after their norms, divided by sequence parallelism
     - of a gated delta net 6k + 7v of keys and values, divided likewise: projections, their convolution, output and
       the gated output; queries and keys of each value head; and in fp32 2v, of gates
-    - of a Mamba-2 mixer 2v + 2c of values and of what is convolved, divided likewise: its projection, the
+    - of a Mamba-2 mixer 4v + 4k of values and keys, divided likewise: its projection, the
       convolution, the output
     - 3f, divided likewise: gate, up, and the activated product; of a shared expert, too
     - of experts, for each of the k that a token is sent to: 3f as above and 2h, what an expert takes and gives, of
@@ -252,7 +252,7 @@ def _layer_elements(
         served = net.value_heads // net.key_heads
         total += ((6 + 2 * served) * net.keys + 7 * net.values + 2 * net.values * _FP32_BYTES / size) / tp
     elif letters[0] == "M" and net is not None:
-        total += (2 * net.values + 2 * net.convolved + net.value_heads) / tp
+        total += (4 * net.values + 4 * net.keys + net.value_heads) / tp
     elif letters[0] == "*":
         total += (2 * q if a.gated_attention else 0) / tp
         total += (3 * q + 3 * kv + (q if a.qk_norm else 0)) / tp

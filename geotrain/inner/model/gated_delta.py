@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
             net.values, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **settings
         )
         like: dict[str, Any] = {"device": platform.device(), "dtype": config.params_dtype}
-        self.conv1d = nn.Parameter(torch.empty(net.convolved // ranks, 1, net.kernel, **like))
+        self.conv1d = nn.Parameter(torch.empty((2 * net.keys + net.values) // ranks, 1, net.kernel, **like))
         self.dt_bias, self.A_log = (nn.Parameter(torch.empty(self.value_heads, **like)) for _ in range(2))
         self.norm = RMSNorm(config, net.value_dim, config.layernorm_epsilon)
         fast = platform.HAS_CUDA and megatron.HAVE_FLA and not config.deterministic_mode

@@ -32,7 +32,8 @@ class Mamba2(nn.Module):
         self.eps = config.layernorm_epsilon
         settings: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
         settings |= {"tp_group": pg_collection.tp}
-        made = net.values + net.convolved + net.value_heads
+        convolved = net.values + 2 * net.keys
+        made = net.values + convolved + net.value_heads
         self.in_proj = ColumnParallelLinear(config.hidden_size, made, gather_output=False, **settings)
         self.out_proj = RowParallelLinear(
             net.values, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **settings
@@ -41,8 +42,8 @@ class Mamba2(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=platform.device(), dtype=config.params_dtype))
 
-        self.conv1d = parameter(net.convolved // ranks, 1, net.kernel)
-        self.conv1d_bias = parameter(net.convolved // ranks) if net.biased else None
+        self.conv1d = parameter(convolved // ranks, 1, net.kernel)
+        self.conv1d_bias = parameter(convolved // ranks) if net.biased else None
         self.dt_bias, self.A_log, self.D = (parameter(self.heads) for _ in range(3))
         self.norm = parameter(net.values // ranks)
 

@@ -219,7 +219,8 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
         if architecture.latent:
             return latent_attention.spec(CausalAttention)
         if (net := architecture.net) and not architecture.attends(index):
-            return ModuleSpec(module={"G": GatedDeltaNet, "M": Mamba2}[net.letter], params={"net": net})
+            module = {"gated delta nets": GatedDeltaNet, "Mamba-2 layers": Mamba2}[net.name]
+            return ModuleSpec(module=module, params={"net": net})
         settings = {
             "window": architecture.window_of(index),
             "cap": architecture.score_cap,

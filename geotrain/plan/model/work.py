@@ -63,7 +63,8 @@ def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops
     attention = 2.0 * a.heads * (a.query_dim + a.value_dim) * met_keys if a.attends(layer) else 0.0
     if a.net is not None and a.letters(layer)[0] in "GM":
         # A gated delta net's state forgets, is corrected and is read; Mamba-2's is added to and read.
-        attention = (6.0 if a.net.letter == "G" else 4.0) * a.net.values * a.net.key_dim
+        each = {"gated delta nets": 6.0, "Mamba-2 layers": 4.0}[a.net.name]
+        attention = each * a.net.values * a.net.key_dim
     met, chosen = active_weights(a, layer)
     layer_flops = 2.0 * (met + chosen) + attention
     return TokenFlops(layer_flops, attention, 2.0 * chosen, 2.0 * a.hidden_size * a.vocab_size)
