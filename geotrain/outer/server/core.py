@@ -37,17 +37,7 @@ class Core:
     sends: list[Send] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    @property
-    def ledger(self) -> bool:
-        """Whether this process keeps the server's ledger."""
-        return self.part.shard is None
-
-    @property
-    def all(self) -> range:
-        """The model's fragments."""
-        return range(len(self.parameter_map.fragments))
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The fragments of this process."""
-        return self.part.numbers(len(self.parameter_map.fragments))
+    def __post_init__(self) -> None:
+        self.ledger = self.part.shard is None  # whether this process keeps the server's ledger
+        self.all = range(len(self.parameter_map.fragments))  # the model's fragments
+        self.numbers = self.part.numbers(len(self.all))  # the fragments of this process
