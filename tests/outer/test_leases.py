@@ -132,6 +132,37 @@ def test_jobs_of_unlike_speeds_come_to_end_together():
     assert set(lengths["fast"]) == {32} and max(max(each) for each in lengths.values()) <= 48
 
 
+@pytest.mark.parametrize("samples", range(150, 330, 20))
+@pytest.mark.parametrize("speeds", [(1.0, 1.03), (1.0, 1.03, 1.06, 1.1)])
+def test_the_last_jobs_of_all_end_together_and_none_is_a_short_one(speeds: tuple[float, ...], samples: int) -> None:
+    table = LeaseTable(samples * len(speeds), 1, 32, scale_local_steps=True, together=True)
+    names = [f"w{i}" for i in range(len(speeds))]
+    ends_s, jobs = {name: 1000.0 + 3.0 * i for i, name in enumerate(names)}, Counter[str]()
+    steps: dict[str, list[Lease]] = {name: [] for name in names}
+    step_s = dict(zip(names, speeds, strict=True))
+    for name in names:
+        first = table.grant(LeaseRequest(name, 1))
+        assert isinstance(first, Lease)
+        steps[name].append(first)
+    working = set(names)
+    while working:
+        worker = min(working, key=lambda name: ends_s[name])  # it begins its next job, and asks for the one after
+        now_s, jobs[worker] = ends_s[worker], jobs[worker] + 1
+        if jobs[worker] > 1:
+            table.contain((steps[worker][jobs[worker] - 2].lease,), 0)
+        if jobs[worker] > len(steps[worker]):
+            working.discard(worker)
+            continue
+        lease = table.grant(LeaseRequest(worker, jobs[worker] + 1, step_s[worker], now_s))
+        if isinstance(lease, Lease):
+            steps[worker].append(lease)
+        ends_s[worker] = now_s + steps[worker][jobs[worker] - 1].steps * step_s[worker]
+    assert table.finished and len({len(leases) for leases in steps.values()}) == 1
+    lengths = [lease.steps for leases in steps.values() for lease in leases]
+    assert min(lengths) >= 16 and max(lengths) <= 48
+    assert max(ends_s.values()) - min(ends_s.values()) < 8.0
+
+
 def test_a_lease_that_came_back_is_committed_once_and_the_run_waits_for_those_that_are_out() -> None:
     table = LeaseTable(8, 1, local_steps=4)
     for worker in "ab":

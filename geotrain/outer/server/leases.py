@@ -131,9 +131,8 @@ class LeaseTable:
             return None if self.open and request.job > last and not since else self.dismiss(request)
         if not new:
             return None
-        steps = self._steps(request.worker)
-        if self.together and request.at_s and request.worker in self.step_s:
-            steps = self._in_phase(request, steps)
+        steers = self.together and request.at_s and request.worker in self.step_s
+        steps = self._steered(request) if steers else self._steps(request.worker)
         return self._open(request, *self._take(steps), validate)
 
     def dismiss(self, request: LeaseRequest) -> Finished:
@@ -352,23 +351,44 @@ class LeaseTable:
         """
         if not self.scale_local_steps or worker not in self.step_s:
             return self.local_steps
-        believed_s = max(s / FASTER**others for others, s in enumerate(nsmallest(2, self.step_s.values())))
-        return max(1, ceil(self.local_steps * min(1.0, believed_s / self.step_s[worker])))
+        return max(1, ceil(self.local_steps * min(1.0, self._believed_s / self.step_s[worker])))
 
-    def _in_phase(self, request: LeaseRequest, steps: int) -> int:
-        """Return about so many steps that the worker's job ends when one of the fastest worker does.
+    @property
+    def _believed_s(self) -> float:
+        """Seconds of an inner step of the fastest worker, as far as that is believed."""
+        return max(s / FASTER**others for others, s in enumerate(nsmallest(2, self.step_s.values())))
+
+    def _steered(self, request: LeaseRequest) -> int:
+        """Return so many steps that the worker's job ends when one of the fastest worker does, and the last jobs of
+        all end together: for a short last one all others would wait.
 
         The request is made as the job before begins. A clock that was set makes one job longer or shorter, by half.
         """
-        own_s, fastest = self.step_s[request.worker], min(self.step_s, key=lambda name: (self.step_s[name], name))
-        before = self._held.get(request.worker, {}).get(request.job - 1)
-        begins_s = request.at_s + (before.steps if before else 0) * own_s
-        if request.worker != fastest and fastest in self.ends_s:
-            period_s = self.local_steps * self.step_s[fastest]
-            late_s = (begins_s + steps * own_s - self.ends_s[fastest] + period_s / 2) % period_s - period_s / 2
-            steps = max(1, round(steps - late_s / own_s))
-        self.ends_s[request.worker] = begins_s + steps * own_s
-        return steps
+        usual, fastest = self._steps(request.worker), min(self.step_s, key=lambda name: (self.step_s[name], name))
+        own_s, before = self.step_s[request.worker], self._held.get(request.worker, {}).get(request.job - 1)
+        begins_s, usual_s = request.at_s + (before.steps if before else 0) * own_s, usual * own_s
+        # The ends of the newest jobs of all that are at work, of this one until now, and their speeds.
+        ends_s = {name: self.ends_s[name] for name, jobs in self._held.items() if jobs and name in self.ends_s}
+        ends_s = {name: end_s for name, end_s in ends_s.items() if abs(end_s - begins_s) < 4 * usual_s}
+        ends_s[request.worker] = begins_s
+        speeds = {name: 1 / max(self._believed_s, self.step_s[name]) for name in ends_s}
+        trained = sum(end_s * speeds[name] for name, end_s in ends_s.items())
+        all_s = (self._steps_left + trained) / sum(speeds.values())  # if all train until then, nothing is left
+        jobs = max(1, round((all_s - begins_s) / usual_s))
+        steps = min(1.5 * usual, max(0.5 * usual, (all_s - begins_s) / jobs / own_s))
+        period_s, others = steps * own_s, [end_s for name, end_s in ends_s.items() if name != request.worker]
+        if jobs > 1 and fastest in ends_s and fastest != request.worker:
+            steps -= ((begins_s + period_s - ends_s[fastest] + period_s / 2) % period_s - period_s / 2) / own_s
+        elif jobs == 1 and all(end_s > all_s - period_s / 2 for end_s in others):  # nobody gets another one
+            steps = min(1.5 * usual, self._steps_left)
+        self.ends_s[request.worker] = begins_s + max(1, round(steps)) * own_s
+        return max(1, round(steps))
+
+    @property
+    def _steps_left(self) -> int:
+        """Steps that are left to hand out."""
+        ranges = [*((start, start + samples) for start, samples in self.pool), (self.next_start, self.train_samples)]
+        return sum(self.batches.step_at(end) - self.batches.step_at(start) for start, end in ranges)
 
     def note_speed(self, worker: str, step_s: float) -> None:
         """Note how fast a worker is. Its lease requests say so; a simulation, whose speeds are known from the
