@@ -29,7 +29,7 @@ from geotrain.data.dataset import local_files
 from geotrain.launch.launchers.base import HostLauncher, end_file, hostfile_path
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.one_host import ask, bring_files
-from geotrain.monitor.events import Trouble, WorkerFormed
+from geotrain.monitor.events import FAILED_MARK, Trouble, WorkerFormed
 from geotrain.outer.events import Event
 
 CORDONED = "cordoned.json"
@@ -118,6 +118,7 @@ class Forming:
         self._since_s: float | None = None  # no layout has fitted since
         self._next_s = 0.0  # when anything is looked for again
         self._cordoned: dict[str, str] = {}
+        self._read: dict[Path, int] = {log: log.stat().st_size for log in self._logs() if log.exists()}
         (folder / formed_file(worker.name)).unlink(missing_ok=True)
         if (without := cordoned(folder)).keys() & {host.host for host in worker.hosts}:
             self._cordoned = without
@@ -131,6 +132,7 @@ class Forming:
     def look(self) -> None:
         """Look whether the running worker should be formed otherwise; asks it to end its job where it should."""
         now = self._clock()
+        self._cordon_broken()
         if self._finding is not None:
             if self._finding.done():
                 self._judge(self._take_found())
@@ -150,6 +152,7 @@ class Forming:
     def again(self, host: str = "", lived_s: float = SOON_S, why: str = "") -> None:
         """Begin to find out what the worker is to be formed of at its next start. host: the one on which it ended
         first; "": not known. lived_s: for how long it ran there."""
+        self._cordon_broken()
         self.ending, self._found = False, None
         self._first = [*self._first, host] if host and lived_s < SOON_S else []
         if len(self.formed.hosts) > 1 and self._first[-2:] == [host, host]:
@@ -194,6 +197,23 @@ class Forming:
         return self.formed
 
     # -- what it is formed of
+
+    def _logs(self) -> list[Path]:
+        name = self.configured.name
+        names = (name, *(f"{name}.{number}" for number in range(len(self.configured.hosts))))
+        return [self.folder / "logs" / f"{each}.log" for each in names]
+
+    def _cordon_broken(self) -> None:
+        """Cordon the hosts whose ranks have logged that their device is not fit to compute."""
+        places = [host.host for host in self.formed.hosts for _ in range(host.slots)]  # by rank
+        for log in self._logs():
+            with contextlib.suppress(OSError, ValueError, LookupError), log.open("rb") as file:
+                file.seek(self._read.get(log, 0))
+                lines = [line for line in file if line.endswith(b"\n")]
+                self._read[log] = self._read.get(log, 0) + sum(map(len, lines))
+                for said in filter(None, (line.partition(FAILED_MARK.encode())[2] for line in lines)):
+                    failed = json.loads(said)
+                    cordon(self.folder, places[failed["rank"]], f"device {failed['device']}: {failed['what']}")
 
     def _candidates(self, every: bool = False) -> list[HostConfig]:
         """List the hosts that may be used: those that it has, its own, spare ones. every: also those whose time to be

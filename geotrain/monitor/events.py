@@ -32,6 +32,7 @@ from geotrain.outer.metrics import Metric
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 64 << 20  # a log file of this size is rotated
+FAILED_MARK = "geotrain-device-failed: "  # in a rank's log, before a `DeviceFailed` as JSON
 OLDER_FILES = 3  # so many rotated files are kept
 
 

@@ -15,13 +15,13 @@ import torch
 from geotrain.common.device_state import DeviceState
 from geotrain.config import ClusterConfig, RunConfig, Topology, WorkerConfig
 from geotrain.monitor.dispatch import EventDispatcher
-from geotrain.monitor.events import DeviceFailed, DeviceSampled, EventLog, JobTrained, Trouble
+from geotrain.monitor.events import FAILED_MARK, DeviceFailed, DeviceSampled, EventLog, JobTrained, Trouble
 from geotrain.net.transport.certs import Trust, trust_between
 from geotrain.net.transport.fragment_links import shards_above
 from geotrain.net.transport.worker_client import CONNECT_S, WorkerClient
 from geotrain.outer.identity import identity_of
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
-from geotrain.worker.device_watch import FAILED_MARK, DeviceWatch
+from geotrain.worker.device_watch import DeviceWatch
 from geotrain.worker.job_line import say
 from geotrain.worker.loop import RunMember
 

@@ -18,7 +18,6 @@ EVERY_S = 5.0  # between two readings
 SAMPLES_EVERY = 6  # readings
 SILENT_S = 20.0  # without an answer of the driver: it hangs
 XIDS = 16  # so many of the last ones are kept
-FAILED_MARK = "geotrain-device-failed: "  # in a rank's log, before a line of JSON
 
 
 class DeviceWatch:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from geotrain.config import ConfigError, load_cluster, load_run
-from geotrain.launch.forming import Forming, cordon, formed_here
-from geotrain.monitor.events import Trouble, WorkerFormed
+from geotrain.launch.forming import Forming, cordon, cordoned, formed_here
+from geotrain.monitor.events import FAILED_MARK, Trouble, WorkerFormed
 from tests.support.process_trees import until
 from tests.support.small_runs import write_files
 
@@ -135,6 +135,19 @@ def test_a_cordoned_host_is_left_at_a_jobs_end_and_at_a_launch(tmp_path: Path) -
         site.worker()
     assert not asked_to_end(again) and isinstance(again.events[-1], Trouble)
     assert "stays as it is" in again.events[-1].what
+
+
+def test_a_host_with_a_broken_device_is_cordoned(tmp_path: Path) -> None:
+    site, said = Site(tmp_path, *HOSTS[:2]), tmp_path / "logs/eu-0.1.log"
+    said.parent.mkdir()
+    broken = {"worker": "eu-0", "rank": 2, "host": "node7", "device": "0000:3B:00.0", "what": "Xid 79"}
+    said.write_text(f"of an earlier launch: {FAILED_MARK}{json.dumps({**broken, 'rank': 0})}\n")
+    forming = site.worker()
+    assert not asked_to_end(forming)
+    with said.open("a") as log:
+        print(f"{FAILED_MARK}{json.dumps(broken)}", file=log)
+    assert asked_to_end(forming) and cordoned(tmp_path) == {"b": "device 0000:3B:00.0: Xid 79"}
+    assert started_again(forming) == ["a"]
 
 
 def test_a_host_that_ends_its_worker_twice_at_its_start_is_lost(tmp_path: Path) -> None:

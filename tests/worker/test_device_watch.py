@@ -13,11 +13,11 @@ import torch
 
 from geotrain.common.device_state import DeviceState, numbers_of_worker
 from geotrain.config import load_cluster, load_run
-from geotrain.monitor.events import DeviceFailed, DeviceSampled, Record, Trouble
+from geotrain.monitor.events import FAILED_MARK, DeviceFailed, DeviceSampled, Record, Trouble
 from geotrain.outer.metrics import WORKER_METRICS
 from geotrain.worker import device_watch
 from geotrain.worker.connection import connected
-from geotrain.worker.device_watch import EVERY_S, FAILED_MARK, DeviceWatch
+from geotrain.worker.device_watch import EVERY_S, DeviceWatch
 from tests.support.nvml import Nvml
 from tests.support.process_trees import until
 
