@@ -10,7 +10,16 @@ from typing import Any, ClassVar
 from geotrain.families import reading
 from geotrain.families.architecture import Architecture, Experts, LatentAttention, UnsupportedModelError
 from geotrain.families.family import Family
-from geotrain.families.weights import Weight, expert_settings, gated_mlp, matrix, norm, routed_experts, shared_expert
+from geotrain.families.weights import (
+    PROJECTIONS,
+    Weight,
+    expert_settings,
+    gated_mlp,
+    matrix,
+    norm,
+    routed_experts,
+    shared_expert,
+)
 
 
 class DeepseekV3(Family):
@@ -30,14 +39,13 @@ class DeepseekV3(Family):
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
-        "num_mtp_layers": 0,
     }
     idle = frozenset({"ep_size"})
     ffn_key, count_key, loss_key = "moe_intermediate_size", "n_routed_experts", "aux_loss_alpha"
     positions = 4096
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        without_prediction(config)
         # transformers would repeat keys by the ratio of the heads.
         reading.must_be(config, {"num_key_value_heads": reading.whole(config, "num_attention_heads")})
         made = super().architecture(config)
@@ -65,57 +73,27 @@ class DeepseekV3(Family):
         return rotated
 
     def experts(self, config: Mapping[str, Any]) -> Experts:
-        experts = reading.experts(config, self.count_key, 8, True, self.loss_key, 0.0)
-        dense = reading.whole(config, "first_k_dense_replace", 3, least=0)
+        dense, layers = reading.whole(config, "first_k_dense_replace", 3, least=0), self.layers(config)
         shared = reading.whole(config, "n_shared_experts", 1) * reading.whole(config, "moe_intermediate_size")
-        groups, chosen = reading.whole(config, "n_group", 8), reading.whole(config, "topk_group", 4)
-        if dense >= (layers := reading.whole(config, "num_hidden_layers")):
+        if dense >= layers:
             raise UnsupportedModelError(
                 f"model config: first_k_dense_replace = {dense} of num_hidden_layers = {layers} leaves no layer for "
                 "experts; lower it"
             )
-        if experts.count % groups or experts.count < 2 * groups or chosen > groups:
-            raise UnsupportedModelError(
-                f"model config: n_group = {groups} must divide n_routed_experts = {experts.count} into groups of two "
-                f"or more, and be no less than topk_group = {chosen}"
-            )
-        # transformers scores a group by its best two experts, Megatron-core by as many as are chosen of each group.
-        if chosen < groups and experts.per_token // chosen != 2:
-            raise UnsupportedModelError(
-                f"model config: num_experts_per_tok = {experts.per_token} is not supported with topk_group = "
-                f"{chosen} of n_group = {groups}; it must be twice topk_group, or n_group be 1"
-            )
-        return replace(
-            experts,
-            shared_ffn_size=shared,
-            dense_layers=dense,
-            dense_ffn_size=reading.whole(config, "intermediate_size"),
-            routing=(
-                ("groups", groups),
-                ("chosen_groups", chosen),
-                ("scaling", reading.number(config, "routed_scaling_factor", 2.5)),
-                ("bias_rate", reading.number(config, "router_bias_update_rate", 0.001)),
-            ),
-        )
+        return replace(biased_experts(config), shared_ffn_size=shared, dense_layers=dense)
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
         experts, latent = a.mixture, a.latent
         assert latent is not None
-        routing = dict(experts.routing)
         return {
+            **routing_keys(a),
             "q_lora_rank": latent.query_rank or None,
             "kv_lora_rank": latent.key_value_rank,
             "qk_nope_head_dim": latent.plain_dim,
             "qk_rope_head_dim": a.head_dim,
             "v_head_dim": latent.value_dim,
-            "intermediate_size": experts.dense_ffn_size,
             "n_shared_experts": experts.shared_ffn_size // a.ffn_size,
             "first_k_dense_replace": experts.dense_layers,
-            "n_group": int(routing["groups"]),
-            "topk_group": int(routing["chosen_groups"]),
-            "routed_scaling_factor": routing["scaling"],
-            "router_bias_update_rate": routing["bias_rate"],
-            "norm_topk_prob": True,
             "rope_interleave": True,
             "num_nextn_predict_layers": 0,
         }
@@ -148,34 +126,18 @@ class DeepseekV3(Family):
         if not a.has_experts(layer):
             yield from gated_mlp(a, a.mixture.dense_ffn_size)
             return
-        router, *experts = routed_experts(a)
-        yield router
-        name, within = "mlp.gate.e_score_correction_bias", "mlp.router.expert_bias"
-        yield Weight(name, (a.mixture.count,), within, "zeros", "whole", decays=False, untrained=True)
-        yield from experts
-        yield from shared_expert(a, "mlp.shared_experts")
+        yield from with_bias(a, "mlp")
 
     def divided(self, a: Architecture) -> dict[str, int]:
         dense = {"intermediate_size": a.mixture.dense_ffn_size} if a.mixture.dense_layers else {}
         return {**super().divided(a), **dense}
 
     def megatron(self, a: Architecture) -> dict[str, Any]:
-        experts, latent = a.mixture, a.latent
+        latent = a.latent
         assert latent is not None
-        routing, rope = dict(experts.routing), dict(a.rope_scaling)
-        limited = routing["chosen_groups"] < routing["groups"]
+        rope = dict(a.rope_scaling)
         return {
-            **expert_settings(a),
-            "ffn_hidden_size": experts.dense_ffn_size,
-            "moe_layer_freq": [int(a.has_experts(layer)) for layer in range(a.layers)],
-            "moe_router_score_function": "sigmoid",
-            "moe_router_pre_softmax": False,
-            "moe_router_load_balancing_type": "seq_aux_loss" if experts.aux_loss else "none",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": routing["bias_rate"],
-            "moe_router_topk_scaling_factor": routing["scaling"],
-            "moe_router_num_groups": int(routing["groups"]) if limited else None,
-            "moe_router_group_topk": int(routing["chosen_groups"]) if limited else None,
+            **routing_settings(a),
             "multi_latent_attention": True,
             "q_lora_rank": latent.query_rank or None,
             "kv_lora_rank": latent.key_value_rank,
@@ -187,6 +149,79 @@ class DeepseekV3(Family):
             "rotary_scaling_factor": rope.get("factor", 1.0),
             "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
         }
+
+
+def without_prediction(config: Mapping[str, Any]) -> None:
+    """Refuse layers that predict further tokens, which transformers leaves out when it loads such a model."""
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if config.get(key) not in (None, 0):
+            raise UnsupportedModelError(
+                f"model config: {key} = {config[key]!r}: multi-token prediction is not built; state 0 to train the "
+                "model without it, as exports are and transformers loads it"
+            )
+
+
+def biased_experts(config: Mapping[str, Any]) -> Experts:
+    """Read experts of such a router, and the size of layers without. Raises UnsupportedModelError."""
+    experts = reading.experts(config, "n_routed_experts", 8, True, "aux_loss_alpha", 0.0)
+    groups, chosen = reading.whole(config, "n_group", 8), reading.whole(config, "topk_group", 4)
+    if experts.count % groups or experts.count < 2 * groups or chosen > groups:
+        raise UnsupportedModelError(
+            f"model config: n_group = {groups} must divide n_routed_experts = {experts.count} into groups of two "
+            f"or more, and be no less than topk_group = {chosen}"
+        )
+    # transformers scores a group by its best two experts, Megatron-core by as many as are chosen of each group.
+    if chosen < groups and experts.per_token // chosen != 2:
+        raise UnsupportedModelError(
+            f"model config: num_experts_per_tok = {experts.per_token} is not supported with topk_group = "
+            f"{chosen} of n_group = {groups}; it must be twice topk_group, or n_group be 1"
+        )
+    scaling = reading.number(config, "routed_scaling_factor", 2.5)
+    rate = reading.number(config, "router_bias_update_rate", 0.001)
+    routing = ("groups", groups), ("chosen_groups", chosen), ("scaling", scaling), ("bias_rate", rate)
+    return replace(experts, dense_ffn_size=reading.whole(config, "intermediate_size"), routing=routing)
+
+
+def routing_keys(a: Architecture) -> dict[str, Any]:
+    """State such experts in an exported config.json."""
+    routing = dict(a.mixture.routing)
+    return {
+        "intermediate_size": a.mixture.dense_ffn_size,
+        "n_group": int(routing["groups"]),
+        "topk_group": int(routing["chosen_groups"]),
+        "routed_scaling_factor": routing["scaling"],
+        "router_bias_update_rate": routing["bias_rate"],
+        "norm_topk_prob": True,
+    }
+
+
+def with_bias(a: Architecture, name: str, names: tuple[str, ...] = PROJECTIONS) -> Iterator[Weight]:
+    """List the weights of such experts, and of the MLP that every token passes."""
+    router, *experts = routed_experts(a, name, names)
+    yield router
+    bias, within = f"{name}.gate.e_score_correction_bias", "mlp.router.expert_bias"
+    yield Weight(bias, (a.mixture.count,), within, "zeros", "whole", decays=False, untrained=True)
+    yield from experts
+    yield from shared_expert(a, f"{name}.shared_experts", names)
+
+
+def routing_settings(a: Architecture) -> dict[str, Any]:
+    """Set the fields of Megatron-core's TransformerConfig for such experts."""
+    routing = dict(a.mixture.routing)
+    limited = routing["chosen_groups"] < routing["groups"]
+    return {
+        **expert_settings(a),
+        "ffn_hidden_size": a.mixture.dense_ffn_size,
+        "moe_layer_freq": [int(a.has_experts(layer)) for layer in range(a.layers)],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_router_load_balancing_type": "seq_aux_loss" if a.mixture.aux_loss else "none",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": routing["bias_rate"],
+        "moe_router_topk_scaling_factor": routing["scaling"],
+        "moe_router_num_groups": int(routing["groups"]) if limited else None,
+        "moe_router_group_topk": int(routing["chosen_groups"]) if limited else None,
+    }
 
 
 def _copied(name: str, rows: int, columns: int, within: str, std: float) -> Weight:

@@ -1,4 +1,5 @@
-"""Nemotron-H (arXiv 2504.03624): each layer is Mamba-2, attention that rotates nothing, or an MLP of squared ReLU."""
+"""Nemotron-H (arXiv 2504.03624): each layer is Mamba-2, attention that rotates nothing, an MLP of
+squared ReLU, or, in Nemotron 3, experts of it behind DeepSeek-V3's router."""
 
 from __future__ import annotations
 
@@ -7,12 +8,23 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from geotrain.families import reading
-from geotrain.families.architecture import Architecture, Recurrence, UnsupportedModelError
+from geotrain.families.architecture import Architecture, Experts, Recurrence, UnsupportedModelError
+from geotrain.families.deepseek_v3 import (
+    biased_experts,
+    routing_keys,
+    routing_settings,
+    with_bias,
+    without_prediction,
+)
 from geotrain.families.family import Family
 from geotrain.families.states import mamba, unlimited_steps
 from geotrain.families.weights import Weight, gated_mlp, grouped_attention, norm
 
-KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-"}
+ROUTING = "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"
+UNGATED = "up_proj", "down_proj"
+KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+SHARED = "moe_shared_expert_intermediate_size"
+EXPERTS = "n_routed_experts", "moe_intermediate_size", SHARED, "num_experts_per_tok", *ROUTING
 PATTERNS = "hybrid_override_pattern", "layers_block_type", "layer_types"
 NUMBERS = {  # of its Recurrence, with transformers' defaults
     "mamba_num_heads": 128,
@@ -36,24 +48,25 @@ class NemotronH(Family):
         "mamba_proj_bias": False,
         "sliding_window": None,
         "residual_in_fp32": False,
-        "num_nextn_predict_layers": 0,
+        "moe_latent_size": None,
+        "n_shared_experts": 1,
     }
     idle = frozenset({
         *("chunk_size", "expand", "rescale_prenorm_residual", "num_logits_to_keep", "use_mamba_kernels"),
         *("rope_theta",),
         *("mamba_ssm_cache_dtype", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
         *("rope_scaling", "rope_parameters", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-        *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-        *("moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group"),
-        *("norm_topk_prob", "moe_latent_size"),
+        *("moe_shared_expert_overlap", *EXPERTS),  # of layers that there are not
     })  # fmt: skip
     positions = 4096
     eps = 1e-5
     usual_head_dim = 128
+    count_key, loss_key = "n_routed_experts", "aux_loss_alpha"
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """Read the model. Raises UnsupportedModelError."""
         unlimited_steps(config)
+        without_prediction(config)
         reading.need(config, "num_key_value_heads")  # transformers would take 8
         read = super().architecture(config)
         eps = reading.number(config, "layer_norm_epsilon", self.eps)
@@ -69,8 +82,17 @@ class NemotronH(Family):
         net = Recurrence(
             "Mamba-2 layers", groups, heads, state_dim, head_dim, kernel, reading.flag(config, "use_conv_bias", True)
         )
+        if read.experts:
+            read = replace(read, ffn_size=reading.whole(config, "moe_intermediate_size"))
         every = tuple(range(read.layers))
         return replace(read, norm_eps=eps, activation="relu2", unrotated=every, pattern=_pattern(config), net=net)
+
+    def experts(self, config: Mapping[str, Any]) -> Experts | None:
+        if "E" not in _pattern(config):
+            return None
+        for key in EXPERTS:  # of which transformers' defaults are no model's, and unlike DeepSeek-V3's
+            reading.need(config, key)
+        return replace(biased_experts(config), shared_ffn_size=reading.whole(config, SHARED))
 
     def layers(self, config: Mapping[str, Any]) -> int:
         count = len(_pattern(config))
@@ -86,8 +108,11 @@ class NemotronH(Family):
         return ()
 
     def config_keys(self, a: Architecture) -> dict[str, Any]:
-        net = _net(a)
+        net, more = _net(a), dict[str, Any]()
+        if a.experts:
+            more = {**routing_keys(a), "moe_intermediate_size": a.ffn_size, SHARED: a.experts.shared_ffn_size}
         return {
+            **more,
             **dict(
                 zip(NUMBERS, (net.value_heads, net.value_dim, net.key_heads, net.key_dim, net.kernel), strict=True)
             ),
@@ -98,15 +123,18 @@ class NemotronH(Family):
 
     def layer(self, a: Architecture, layer: int) -> Iterator[Weight]:
         letter = a.letters(layer)
-        where = "pre_mlp_layernorm" if letter == "-" else "input_layernorm"
+        where = "pre_mlp_layernorm" if letter in "-E" else "input_layernorm"
         yield norm(a, "norm.weight", a.hidden_size, f"{where}.weight")
         if letter == "M":
             yield from mamba(a, "mixer")
         elif letter == "*":
             for weight in grouped_attention(a):
                 yield replace(weight, name=weight.name.replace("self_attn", "mixer"))
+        elif letter == "E":
+            yield from with_bias(a, "mixer", UNGATED)
         else:
-            yield from gated_mlp(a, a.ffn_size, "mixer", names=("up_proj", "down_proj"))
+            size = a.experts.dense_ffn_size if a.experts else a.ffn_size
+            yield from gated_mlp(a, size, "mixer", names=UNGATED)
 
     def embedding(self, a: Architecture) -> Weight:
         return replace(super().embedding(a), name="backbone.embeddings.weight")
@@ -115,7 +143,14 @@ class NemotronH(Family):
         return replace(super().final_norm(a), name="backbone.norm_f.weight")
 
     def divided(self, a: Architecture) -> dict[str, int]:
-        return {**super().divided(a), "n_groups": _net(a).key_heads}
+        found = {**super().divided(a), "n_groups": _net(a).key_heads}
+        if a.experts is None:
+            return found
+        sizes = a.experts.dense_ffn_size, a.ffn_size, a.experts.shared_ffn_size
+        return {**found, **dict(zip(("intermediate_size", "moe_intermediate_size", SHARED), sizes, strict=True))}
+
+    def megatron(self, a: Architecture) -> dict[str, Any]:
+        return routing_settings(a) if a.experts else {}
 
 
 def _pattern(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -124,9 +159,7 @@ def _pattern(config: Mapping[str, Any]) -> tuple[str, ...]:
     kinds = reading.need(config, key)
     found = tuple(kinds if isinstance(kinds, str) else (KINDS.get(kind, "?") for kind in kinds))
     if not found or not set(found) <= {*KINDS.values()}:
-        raise UnsupportedModelError(
-            f"model config: {key} = {kinds!r:.80} must say M, * or - of each layer; experts are not built"
-        )
+        raise UnsupportedModelError(f"model config: {key} = {kinds!r:.80} must say M, *, - or E of each layer")
     return found
 
 

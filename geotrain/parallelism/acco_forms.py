@@ -115,7 +115,8 @@ def check_acco(
             f"acco does not go with parallel.expert = {parallel.expert}: all its ranks reduce one buffer, and "
             "divided experts are reduced by some of them; leave out one of the two"
         )
-    if any(weight.untrained for weight in layer_weights(architecture, architecture.layers - 1)):
+    layers = range(architecture.layers)
+    if any(weight.untrained for layer in layers for weight in layer_weights(architecture, layer)):
         raise ConfigError(
             f"acco does not go with the routers of a {architecture.model_type}: their biases follow what each step "
             "counted, and its steps overlap; leave out `acco`"

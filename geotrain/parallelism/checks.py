@@ -243,11 +243,11 @@ def _check_experts(architecture: Architecture, parallel: ParallelConfig, block: 
         )
     if ep == 1:
         return
-    if experts.dense_layers >= len(parallel.layers_of(0, architecture.layers)) and not (
-        zero_stage(block) == 0 or overlaps_reduction(block)
-    ):
+    stages = [parallel.layers_of(stage, architecture.layers) for stage in range(parallel.pipeline)]
+    bare = next((layers for layers in stages if not any(map(architecture.has_experts, layers))), None)
+    if bare is not None and not (zero_stage(block) == 0 or overlaps_reduction(block)):
         raise ConfigError(
-            f"parallel.expert = {ep}: the first {experts.dense_layers} layers of {architecture.layers} have no "
+            f"parallel.expert = {ep}: layers {bare.start} to {bare.stop - 1} of {architecture.layers} have no "
             f"experts, so that with parallel.pipeline = {parallel.pipeline} a stage has none, which DeepSpeed's own "
             "ZeRO does not allow for; leave out deepspeed.zero_optimization.offload_optimizer, or lower "
             "parallel.pipeline"

@@ -20,6 +20,7 @@ from tests.support.families import (
     LLAMA_3,
     MISTRAL,
     MIXTRAL,
+    NEMOTRON_3,
     NEMOTRON_H,
     OLMO2,
     OLMO3,
@@ -90,6 +91,7 @@ SPARSE = (
     QWEN2_MOE,
     QWEN3_NEXT,
     GRANITE_4,
+    NEMOTRON_3,
     DEEPSEEK,
     {
         **DEEPSEEK,
@@ -132,7 +134,10 @@ def beside_transformers() -> list[dict[str, Any]]:
         ours = {
             name: w for name, w in assemble(engine.architecture, [pushed(engine)]).items() if "correction" in name
         }
-        moved = {name: (weights[name], found, theirs.state_dict()[name]) for name, found in ours.items()}
+        moved = {
+            name: (weights[name], found, theirs.state_dict()[name.replace("backbone", "model")])
+            for name, found in ours.items()
+        }
         results.append({"logits": logits, "loss": loss, "curve": curve, "biases": moved})
         stop(engine)
     return results
@@ -169,7 +174,7 @@ def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> Non
         torch.testing.assert_close(*result["loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
         assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
-    assert [len(result["biases"]) for result in results] == [0] * 23 + [1, 1]
+    assert [len(result["biases"]) for result in results] == [0] * 23 + [1, 1, 1]
     for result in results:
         for before, ours, expected in result["biases"].values():
             torch.testing.assert_close(ours, expected)

@@ -242,7 +242,7 @@ def test_the_planner_s_bytes_are_those_that_are_sent(played: dict[Layout, list[A
 
 # ----------------------------------------------------------------------------------- which are in the table, and why
 
-STATES = "qwen3_next", "granite_4", "nemotron_h"
+STATES = "qwen3_next", "granite_4", "nemotron_3"
 # Choices that never go together, and what a user is told.
 REFUSED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...], str]] = [
     ("expert", ("2", "2 by gathering"), "model", tuple(DENSE), "no experts"),

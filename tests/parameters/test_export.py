@@ -46,6 +46,7 @@ GRANITE_4, NEMOTRON_H = ({**getattr(families, name), "vocab_size": 264} for name
 FAMILIES += [GRANITE_4, NEMOTRON_H, SMOLLM3, GRANITE, OLMO2, OLMO3, GEMMA2, GEMMA3, GPT_OSS, QWEN3_NEXT]
 NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn", "qwen2_moe", "deepseek_v3"]
 NAMES += [
+    "nemotron_3",
     "granite_4",
     "nemotron_h",
     "smollm3",

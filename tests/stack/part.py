@@ -22,7 +22,7 @@ NAMES = (
     "gpt_oss",
     "qwen3_next",
     "granite_4",
-    "nemotron_h",
+    "nemotron_3",
 )
 
 

@@ -96,6 +96,11 @@ NEMOTRON_H = {
     "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 10, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-5,
     "pad_token_id": None,
 }  # fmt: skip
+NEMOTRON_3 = {
+    **NEMOTRON_H, "hybrid_override_pattern": "ME*-", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "aux_loss_alpha": 0.05, "router_bias_update_rate": 0.02,
+}  # fmt: skip
 DEEPSEEK = {
     **LLAMA, "model_type": "deepseek_v3", "num_hidden_layers": 2, "first_k_dense_replace": 1,
     "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
@@ -132,7 +137,7 @@ def transformers_model(config: dict[str, Any], weights: dict[str, torch.Tensor])
 
 def losses(model: Any, config: dict[str, Any], tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(cross entropy, balancing and z losses) of a micro-batch, by the papers' equations on transformers' logits."""
-    if config["model_type"] == "deepseek_v3":
+    if "aux_loss_alpha" in config:
         return _losses_by_sequence(model, config, tokens)
     sparse = "num_experts_per_tok" in config
     out = model(tokens[:, :-1], **({"output_router_logits": True} if sparse else {}))

@@ -23,7 +23,7 @@ from tests.support.families import (
     LINEAR,
     MISTRAL,
     MIXTRAL,
-    NEMOTRON_H,
+    NEMOTRON_3,
     OLMO2,
     OLMO3,
     QWEN2,
@@ -47,7 +47,6 @@ DENSE = {
     "mistral": {**MISTRAL, "num_hidden_layers": 2},  # packed, too
     "olmo3": {**OLMO3, "num_key_value_heads": 4},
     "gemma2": {**GEMMA2, "num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": PADDED},
-    "nemotron_h": NEMOTRON_H,
     "gemma3": {**GEMMA3, "num_hidden_layers": 3, "num_key_value_heads": 4, "vocab_size": PADDED},
 }
 SPARSE = {
@@ -56,6 +55,7 @@ SPARSE = {
     "qwen2_moe": QWEN2_MOE,
     "gpt_oss": {**GPT_OSS, "num_hidden_layers": 3, "num_key_value_heads": 4},
     "qwen3_next": QWEN3_NEXT,
+    "nemotron_3": NEMOTRON_3,
     "granite_4": {**GRANITE_4, "logits_scaling": 0.5},
     "deepseek": DEEPSEEK,
 }
@@ -200,7 +200,7 @@ FAMILIES = (
     QWEN2_MOE,
     QWEN3_NEXT,
     GRANITE_4,
-    NEMOTRON_H,
+    NEMOTRON_3,
     DEEPSEEK,
 )
 # Of a drawn model's config.json; what a family does not know, or refuses, is drawn anew.
