@@ -42,22 +42,12 @@ MISTRAL = {**families.MISTRAL, **SMALL, "sliding_window": None}
 SMOLLM3, GRANITE = {**families.SMOLLM3, **SMALL}, {**families.GRANITE, **SMALL}
 DEEPSEEK = {key: value for key, value in families.DEEPSEEK.items() if key != "num_key_value_heads"} | SMALL
 FAMILIES = [LLAMA, QWEN3, QWEN2, MISTRAL, QWEN3_MOE, MIXTRAL, LLAMA_3, YARN, QWEN2_MOE, DEEPSEEK]
-GRANITE_4, NEMOTRON_H = ({**getattr(families, name), "vocab_size": 264} for name in ("GRANITE_4", "NEMOTRON_H"))
-FAMILIES += [GRANITE_4, NEMOTRON_H, SMOLLM3, GRANITE, OLMO2, OLMO3, GEMMA2, GEMMA3, GPT_OSS, QWEN3_NEXT]
+HYBRIDS = "GRANITE_4", "NEMOTRON_H", "NEMOTRON_3"
+GRANITE_4, NEMOTRON_H, NEMOTRON_3 = ({**getattr(families, name), "vocab_size": 264} for name in HYBRIDS)
+FAMILIES += [NEMOTRON_3, GRANITE_4, NEMOTRON_H, SMOLLM3, GRANITE, OLMO2, OLMO3, GEMMA2, GEMMA3, GPT_OSS, QWEN3_NEXT]
 NAMES = ["llama", "qwen3", "qwen2", "mistral", "qwen3_moe", "mixtral", "llama3", "yarn", "qwen2_moe", "deepseek_v3"]
-NAMES += [
-    "nemotron_3",
-    "granite_4",
-    "nemotron_h",
-    "smollm3",
-    "granite",
-    "olmo2",
-    "olmo3",
-    "gemma2",
-    "gemma3",
-    "gpt_oss",
-    "qwen3_next",
-]
+NAMES += ["nemotron_3", "granite_4", "nemotron_h", "smollm3", "granite"]
+NAMES += ["olmo2", "olmo3", "gemma2", "gemma3", "gpt_oss", "qwen3_next"]
 
 TOKENS = torch.arange(96)[None] * 7 % 264
 
