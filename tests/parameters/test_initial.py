@@ -25,6 +25,17 @@ def test_each_parameter_has_its_own_distribution() -> None:
             assert abs(tensor.mean().item()) < 5 * std * parameter.numel**-0.5
 
 
+def test_states_decay_and_step_as_they_were_designed() -> None:
+    for init, makes, bounds in (
+        ("log_uniform", torch.exp, (0.01, 16)),
+        ("time_steps", torch.nn.Softplus(), (1e-3, 0.1)),
+    ):
+        made = makes(initial_tensor(Parameter("w", (4096,), 0, init, 0.0), 1))
+        assert (made.min().item(), made.max().item()) == pytest.approx(bounds, rel=0.05, abs=0.01 * bounds[1])
+        middle = sum(bounds) / 2 if init == "log_uniform" else (bounds[0] * bounds[1]) ** 0.5
+        assert made.median().item() == pytest.approx(middle, rel=0.1), init
+
+
 def test_seed_and_name_decide_and_nothing_else() -> None:
     first, second = (Parameter(name, (64, 32), 0, "normal", 1.0) for name in ("a", "b"))
     torch.manual_seed(1)

@@ -56,7 +56,7 @@ SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 # push: a sum, with what is left of its grants, never rises.
 GRANTED = {
     "waiting answers": {"product": 0, "benchmarks": 100, "tests": 0},
-    "today's stack": {"product": 0, "benchmarks": 23, "tests": 46},
+    "today's stack": {"product": 0, "benchmarks": 23, "tests": 38},
     "healing": {"product": 345, "benchmarks": 400, "tests": 133},
 }
 # Each sum with its grants where git knows no other commit to compare with, such as on main itself in CI.
