@@ -41,8 +41,6 @@ RULES: dict[str, dict[str, Any]] = {
     "merged": {"name": "region_momentum", "answers": "merged"},
     "wait": {"name": "region_momentum", "answers": "wait"},
 }
-TOGETHER = "wait_together"  # the same, with jobs of lengths that end together (`scale_local_steps`)
-RULES[TOGETHER] = RULES["wait"]
 
 
 def world(regions: int, workers: int, numel: int) -> WorldSpec:
@@ -63,7 +61,7 @@ def outer_of(rule: str, local_steps: int) -> OuterConfig:
         "overlap": {"steps": min(OVERLAP_STEPS, local_steps // 3), "late": "continue", "adopt": "rebase"},
         "up": {"name": "int4"},
         "down": {"name": "int4"},
-        **({} if rule == "sync" else {"lease_reserve": 0, "scale_local_steps": rule == TOGETHER}),
+        **({} if rule == "sync" else {"lease_reserve": 0}),
     }
     return parse(OuterConfig, block, rule)
 

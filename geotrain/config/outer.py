@@ -63,8 +63,9 @@ class RegionMomentumConfig(AsyncConfig):
         "auto",
         description="What a worker's delta is answered with: at_once, the region's weights; merged, the global ones "
         "when they are there (K is not used, α is 1); wait, these, which wait for the deltas of all who are at work, "
-        "as long as the answer still comes within `overlap.steps`. auto: merged with `overlap.late` = continue where "
-        "a worker has fewer than 25 jobs in the run, unless `merge_alpha` or `updates_per_send` say otherwise.",
+        "as long as the answer still comes within `overlap.steps`, and whose jobs have lengths with which they end "
+        "together. auto: wait, with `overlap.late` = continue and where a worker has fewer than 25 jobs in the run, "
+        "unless `merge_alpha` or `updates_per_send` say otherwise.",
     )
 
 
@@ -234,7 +235,7 @@ class OuterConfig(Block):
         """What regions answer workers with, who have so many jobs in the run each, as `RegionMomentumConfig` says it.
 
         An answer at once says what the others did a job later. With H 32 that costs 1 % of the loss of five jobs with
-        AdamW, nothing of twenty; with Muon 4 and 2 % (`benchmarks.studies.short`).
+        AdamW, nothing of twenty; with Muon 5 and 3 % (`benchmarks.studies.short`).
         """
         rule = self.rule
         if self.flat or not isinstance(rule, RegionMomentumConfig):
@@ -243,8 +244,8 @@ class OuterConfig(Block):
             stated = rule.differing("merge_alpha") or (
                 rule.updates_per_send > 1 and rule.differing("updates_per_send")
             )
-            short = jobs < SHORT_RUN and self.overlap.late == "continue" and not stated
-            return "merged" if short else "at_once"
+            short = jobs < SHORT_RUN and self.overlap.late == "continue" and self.overlap.steps and not stated
+            return "wait" if short else "at_once"
         return rule.answers
 
     @model_validator(mode="after")

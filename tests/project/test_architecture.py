@@ -49,7 +49,7 @@ DOORS = {
     "net.transport.worker_client": 3_875,
     "outer.server.server": 6_460,
     "worker.trainer": 9_452,
-    "net.server.server_process": 14_800,
+    "net.server.server_process": 14_850,
 }
 SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 # Lines of code that an issue grants, and that nobody has spent. Who spends some takes them away here in the same

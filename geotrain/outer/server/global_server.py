@@ -85,7 +85,8 @@ class GlobalServer(Server):
         rounds = tuple(workers) if config.rule.synchronous else None
         self.lease_table = LeaseTable(
             train_samples, samples_per_step, config.local_steps, config.scale_local_steps, rounds, ramp,
-            len(parameter_map.fragments), bool(part.dealt), config.answers(jobs) == "wait",
+            len(parameter_map.fragments), bool(part.dealt),
+            config.answers(jobs) == "wait" and config.overlap.late == "continue",  # else answers keep all in step
         )  # fmt: skip
         self.validations = Validations(validate_every_samples)
         self.losses = LossWatch()

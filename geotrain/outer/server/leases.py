@@ -11,10 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import astuple
 from heapq import nsmallest
 from math import ceil, inf
+from statistics import fmean
 from typing import Any
 
 from geotrain.config.batches import BatchSchedule, Ramp
 from geotrain.outer.messages import Finished, Lease, LeaseRequest, Refused
+from geotrain.outer.server.job_lengths import ending_together
 from geotrain.outer.server.member import MOST_JOBS, attributes, set_attributes
 from geotrain.outer.server.ranges import Range, take_out
 
@@ -27,6 +29,7 @@ SAVED = (
     *("local_steps", "next_lease", "next_start", "committed_samples", "trained_s", "dismissed", "step_s", "ends_s"),
 )
 RANGES = "pool", "failed", "aside", "skip"  # and these are lists of ranges
+ALIKE = 1.25  # seconds of a step over the fastest's, up to which jobs that are to end together are cut so
 ROUNDS_KEPT = 8  # of a synchronous run: the next incarnation of a worker that died may ask for a recent round again
 
 
@@ -37,8 +40,9 @@ class LeaseTable:
     weights are in processes, each of which may lose its disk: what is committed is remembered until a copy has it.
     train_samples: samples in the run, a whole number of steps of any worker, of samples_per_step each.
     local_steps: H, the inner steps of a job. scale_local_steps: slower workers take fewer, H_i = max(1, ceil(H ·
-    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135). together: jobs of all
-    are to end together, by when their requests came to the global server: lengths are steered towards that.
+    speed_i)), their speed being relative to the fastest worker known (DyLU, arXiv 2401.09135). together: jobs
+    are to end together, by when their requests came to the global server: lengths are steered so, those of workers
+    nearly as fast as the fastest without scale_local_steps, too.
     rounds: for synchronous rules, the names of all workers. Job j of every worker is then laid out at once, in the
     order of names, so that the same worker trains the same samples whoever asks first.
     ramp: of the batch, before it has samples_per_step (`BatchSchedule`).
@@ -66,7 +70,7 @@ class LeaseTable:
         self.train_samples = train_samples
         self.samples_per_step = samples_per_step
         self.local_steps = local_steps
-        self.scale_local_steps, self.together = scale_local_steps, together and scale_local_steps
+        self.scale_local_steps, self.together = scale_local_steps, together
         self.rounds = tuple(sorted(rounds)) if rounds else None
         self.next_lease = 1
         self.next_start = 0  # samples from here on were never handed out
@@ -131,8 +135,8 @@ class LeaseTable:
             return None if self.open and request.job > last and not since else self.dismiss(request)
         if not new:
             return None
-        steers = self.together and request.at_s and request.worker in self.step_s
-        steps = self._steered(request) if steers else self._steps(request.worker)
+        known = self.together and request.at_s and request.worker in self.step_s
+        steps = self._steered(request) if known else self._steps(request.worker)
         return self._open(request, *self._take(steps), validate)
 
     def dismiss(self, request: LeaseRequest) -> Finished:
@@ -344,14 +348,25 @@ class LeaseTable:
         self._shorten()
 
     def _steps(self, worker: str) -> int:
-        """Return the inner steps of this worker's jobs.
+        """Return the inner steps of this worker's jobs: H in the mean of those that are nearly as fast as the fastest
+        and end together. Shorter ones are more bytes a step, which costs more than waiting for who is slow.
 
         Whoever claims to be far faster than all others would cut their jobs to single steps. So it counts as at most
         FASTER times as fast as the next.
         """
-        if not self.scale_local_steps or worker not in self.step_s:
+        if worker not in self.step_s or not (self.scale_local_steps or self._steers(worker)):
             return self.local_steps
-        return max(1, ceil(self.local_steps * min(1.0, self._believed_s / self.step_s[worker])))
+        own_s = self.step_s[worker]
+        if self.scale_local_steps:
+            return max(1, ceil(self.local_steps * min(1.0, self._believed_s / own_s)))
+        alike = fmean(
+            self.step_s[name] for name in {worker, *filter(self._held.get, self.step_s)} if self._steers(name)
+        )
+        return max(1, round(self.local_steps * min(ALIKE, alike / own_s)))
+
+    def _steers(self, worker: str) -> bool:
+        alike = self.scale_local_steps or self.step_s.get(worker, inf) <= ALIKE * self._believed_s
+        return self.together and worker in self.step_s and alike
 
     @property
     def _believed_s(self) -> float:
@@ -359,30 +374,18 @@ class LeaseTable:
         return max(s / FASTER**others for others, s in enumerate(nsmallest(2, self.step_s.values())))
 
     def _steered(self, request: LeaseRequest) -> int:
-        """Return so many steps that the worker's job ends when one of the fastest worker does, and the last jobs of
-        all end together: for a short last one all others would wait.
-
-        The request is made as the job before begins. A clock that was set makes one job longer or shorter, by half.
-        """
-        usual, fastest = self._steps(request.worker), min(self.step_s, key=lambda name: (self.step_s[name], name))
-        own_s, before = self.step_s[request.worker], self._held.get(request.worker, {}).get(request.job - 1)
-        begins_s, usual_s = request.at_s + (before.steps if before else 0) * own_s, usual * own_s
-        # The ends of the newest jobs of all that are at work, of this one until now, and their speeds.
-        ends_s = {name: self.ends_s[name] for name, jobs in self._held.items() if jobs and name in self.ends_s}
-        ends_s = {name: end_s for name, end_s in ends_s.items() if abs(end_s - begins_s) < 4 * usual_s}
-        ends_s[request.worker] = begins_s
-        speeds = {name: 1 / max(self._believed_s, self.step_s[name]) for name in ends_s}
-        trained = sum(end_s * speeds[name] for name, end_s in ends_s.items())
-        all_s = (self._steps_left + trained) / sum(speeds.values())  # if all train until then, nothing is left
-        jobs = max(1, round((all_s - begins_s) / usual_s))
-        steps = min(1.5 * usual, max(0.5 * usual, (all_s - begins_s) / jobs / own_s))
-        period_s, others = steps * own_s, [end_s for name, end_s in ends_s.items() if name != request.worker]
-        if jobs > 1 and fastest in ends_s and fastest != request.worker:
-            steps -= ((begins_s + period_s - ends_s[fastest] + period_s / 2) % period_s - period_s / 2) / own_s
-        elif jobs == 1 and all(end_s > all_s - period_s / 2 for end_s in others):  # nobody gets another one
-            steps = min(1.5 * usual, self._steps_left)
-        self.ends_s[request.worker] = begins_s + max(1, round(steps)) * own_s
-        return max(1, round(steps))
+        """Return the steps of a job that is to end with others', and note when. It is asked for as the one before
+        begins."""
+        worker, fastest = request.worker, min(self.step_s, key=lambda name: (self.step_s[name], name))
+        own_s, before = self.step_s[worker], self._held.get(worker, {}).get(request.job - 1)
+        begins_s = request.at_s + (before.steps if before else 0) * own_s
+        at_work = {name for name, jobs in self._held.items() if jobs and name in self.ends_s and name != worker}
+        others = {name: (self.ends_s[name], max(self._believed_s, self.step_s[name])) for name in at_work}
+        with_s = self.ends_s[fastest] if fastest in others else None
+        own, usual, steers = (begins_s, own_s), self._steps(worker), self._steers(worker)
+        steps = ending_together(usual, own, [*others.values()], self._steps_left, steers, with_s)
+        self.ends_s[worker] = begins_s + steps * own_s
+        return steps
 
     @property
     def _steps_left(self) -> int:
