@@ -60,7 +60,7 @@ SAFE = (
 )
 CHAOS, STUDIES = "tests.chaos", "benchmarks.studies"
 RIVALS = "left out: rivals take long to install"
-# What takes hours (confirm, delay, gap) is run by hand, and reads kept rows. Where a benchmark by itself may take ten
+# What takes hours (confirm) is run by hand, and reads kept rows. Where a benchmark by itself may take ten
 # minutes, this takes a shorter form, so that all end within 75.
 PARTS = (
     Part("overhead", (Goal("throughput_ratio", least=0.95),), minutes=1.5),
