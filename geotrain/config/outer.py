@@ -44,7 +44,7 @@ class HalosConfig(AsyncConfig):
     model_config = ConfigDict(populate_by_name=True)
 
 
-SHORT_RUN = 25  # jobs of a worker: with fewer, news of the others that come a job later are dear
+SHORT_RUN = 64  # jobs of a worker: with fewer, news of the others that come a job later are dear
 
 
 class RegionMomentumConfig(AsyncConfig):
@@ -64,7 +64,7 @@ class RegionMomentumConfig(AsyncConfig):
         description="What a worker's delta is answered with: at_once, the region's weights; merged, the global ones "
         "when they are there (K is not used, α is 1); wait, these, which wait for the deltas of all who are at work, "
         "as long as the answer still comes within `overlap.steps`, and whose jobs have lengths with which they end "
-        "together. auto: wait, with `overlap.late` = continue and where a worker has fewer than 25 jobs in the run, "
+        "together. auto: wait, with `overlap.late` = continue and where a worker has fewer than 64 jobs in the run, "
         "unless `merge_alpha` or `updates_per_send` say otherwise.",
     )
 
