@@ -80,7 +80,7 @@ REFUSED = [
          deepspeed=block(zero_optimization={"stage": 1, "reduce_scatter": False})),
     case("moe_intermediate_size = 25", 2, 1, True, model={**QWEN_MOE, "moe_intermediate_size": 25}),
     case("model config: intermediate_size = 49", 2, 1, True, model={**DEEPSEEK, "intermediate_size": 49}),
-    case("parallel.expert = 2 … first 1 layers … parallel.pipeline = 2 … leave out deepspeed", 1, 2, expert=2,
+    case("parallel.expert = 2 … layers 0 to 0 of 2 … parallel.pipeline = 2 … leave out deepspeed", 1, 2, expert=2,
          ranks=4, model=DEEPSEEK, deepspeed=block(zero_optimization=OFFLOADED)),
 ]  # fmt: skip
 
@@ -123,7 +123,7 @@ def test_acco_is_refused_with_biased_routers() -> None:
         (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported; only 4"),
         (DEEPSEEK, {"head_dim": 8}, "head_dim = 8 is not supported; only 4"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave = False is not supported; only True"),
-        (DEEPSEEK, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1 is not supported; only 0"),
+        (DEEPSEEK, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1: multi-token prediction is not built; state 0"),
         (DEEPSEEK, {"rope_scaling": {"type": "yarn", "factor": 4.0}},
          "mscale = None and mscale_all_dim = None are not"),
         (DEEPSEEK, {"router_bias_update_rate": -1}, "router_bias_update_rate = -1 must be a number"),

@@ -25,11 +25,12 @@ ENDS_WITH = "a rank of this worker died, hangs, or cannot be reached: [a/gloo/pa
 def end(monkeypatch: pytest.MonkeyPatch, error: Exception | None, join: bool = False) -> int:
     """The exit code of a rank whose training ends like this. join: it has met others, who are itself, before."""
 
-    def train(*_: object) -> None:
+    def train(*_: object) -> bool:
         if join:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         if error is not None:
             raise error
+        return True
 
     files = ("--run", f"{CONFIGS}/runs/quickstart.json", "--cluster", f"{CONFIGS}/clusters/local-two-regions.json")
     monkeypatch.setattr(pretrain, "train", train)
