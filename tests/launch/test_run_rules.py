@@ -75,7 +75,7 @@ def test_what_no_run_can_begin_with(regions: tuple[dict[str, Any], ...], outer: 
     ("outer", "told"),
     [
         ({"local_steps": 5}, ""),
-        ({"local_steps": 12}, "^each worker has about 28 jobs .*$"),  # two regions that send after four jobs of twelve
+        ({"local_steps": 12}, "^each worker has about 28 jobs .*$"),  # two regions that send after four jobs
         ({"local_steps": 13}, "about 9.6 times .* (1000 inner steps, 104 between"),
         ({"local_steps": 33, "levels": 1}, ""),  # each of three workers sends by itself
         ({"local_steps": 34, "levels": 1}, "about 9.8 times"),
