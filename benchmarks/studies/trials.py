@@ -19,7 +19,7 @@ from benchmarks.studies.claims.runs import Job
 from benchmarks.studies.claims.study import FULL
 from benchmarks.studies.learner.training import Curve, Study, training_task
 from geotrain.config import OuterConfig, RegionMomentumConfig
-from geotrain.outer.messages import Finished, Identity, Lease
+from geotrain.outer.messages import Identity, Lease, Message
 from geotrain.outer.rules.region_momentum import AveragingGlobal, MomentumRegion
 from geotrain.outer.server.global_server import GlobalServer
 from geotrain.outer.server.region_server import RegionServer
@@ -134,10 +134,10 @@ def _changing(
             super().__init__(*arguments)
             self.gain = self.rule.gain
 
-        def _on_lease(self, lease: Lease | Finished) -> None:
-            if isinstance(lease, Lease):
-                during(self.rule, self.gain, lease.start / samples)
-            super()._on_lease(lease)
+        def _route(self, message: Message) -> Any:
+            if isinstance(message, Lease):
+                during(self.rule, self.gain, message.start / samples)
+            return super()._route(message)
 
     return Server
 
@@ -160,8 +160,6 @@ def _with_global_rule(make: MakeGlobal) -> type[GlobalServer]:
     class Server(GlobalServer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            self.rule = make(self.parameter_map)
-            for shard in self.shards.all:  # type: ignore[attr-defined]
-                shard.rule = self.rule
+            self.rule = self.core.rule = self.store.rule = make(self.parameter_map)
 
     return Server

@@ -82,7 +82,7 @@ class Otlp:
                 self._begin("send", update, now)
             case events.Acknowledged():
                 update = update_id(event.member, event.fragment, event.sequence)
-                self._span("send", update, self._since("send", update, now), now)
+                self._span("send", update, self._since("send", update, now), self._since("adopted", update, now))
             case events.UpdateStage(update=update, stage="arrived"):
                 self._begin("apply", update, now)
             case events.UpdateApplied():
@@ -94,6 +94,8 @@ class Otlp:
             case events.UpdateStage(update=update, stage="answered"):
                 self._span("answer", update, now, now)
             case events.UpdateStage(update=update, stage="adopted"):
+                if ("send", update) in self._begun:  # its acknowledgement is noted after it
+                    self._begin("adopted", update, now)
                 self._span("update", update, self._since("update", update, now), now, root=True)
             case events.SentUp():
                 update = update_id(self.source, event.fragment, event.sequence)

@@ -19,6 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from geotrain.monitor import otlp
 from geotrain.monitor.events import Event, LossSpike, Merged, Record, SentUp, UpdateApplied, UpdateStage
 from geotrain.monitor.otlp import Otlp
+from geotrain.outer.events import Acknowledged
 from tests.support.own_loops import AloneRun, own_runs
 
 KINDS = {
@@ -99,6 +100,17 @@ def test_a_job_is_one_trace_over_worker_and_server(collector: Collector, tmp_pat
 
 def applied(member: str, sequence: int) -> UpdateApplied:
     return UpdateApplied(member, 0, sequence, sequence, [sequence], 1, 8, 100, 2.5, {})
+
+
+def test_an_update_that_is_adopted_before_its_acknowledgement_is_noted_was_sent_by_then(collector: Collector) -> None:
+    sender, said = (
+        Otlp(collector.url, "run", "eu-0"),
+        [UpdateStage("eu-0/0.1", stage) for stage in ("sent", "adopted")],
+    )
+    for time_s, event in enumerate([*said, Acknowledged("eu-0", "life-1", 0, 1)]):
+        sender.on(Record(time_s, "eu-0", event))
+    sender.close()
+    assert {span.name: span.end_time_unix_nano for _, span in collector.spans} == {"update": 10**9, "send": 10**9}
 
 
 def test_a_regions_update_leads_to_those_in_it(collector: Collector) -> None:
