@@ -366,9 +366,8 @@ class Membership:
 
     def part_state(self) -> dict[str, Any]:
         """Return what is between a ledger and its shards, as plain JSON data, from which `load_part` restores it."""
-        return {
-            **self.as_ledger.state(), **self.as_shard.state(), "begun": self.begun, "rounds": dict(self.rounds),
-        }  # fmt: skip
+        said = {**self.as_ledger.state(), **self.as_shard.state()}
+        return {**said, "begun": self.begun, "rounds": dict(self.rounds)}
 
     def load_part(self, saved: dict[str, Any]) -> None:
         """Load what `part_state` returned. Raises ParameterMapError where the state is of another part."""

@@ -104,9 +104,8 @@ class Server(ABC):
         self.frozen: tuple[int, list[int]] | None = None
         self._sends, self._events = core.sends, core.events
         self.keeper, self.membership = leases, Membership(core, members, leases)
-        self.members, self.as_ledger, self.as_shard = (
-            self.membership.members, self.membership.as_ledger, self.membership.as_shard,
-        )  # fmt: skip
+        self.members, self.as_ledger = self.membership.members, self.membership.as_ledger
+        self.as_shard = self.membership.as_shard
         # Workers of a flat run, which has one level, are answered at once.
         waits = bool(getattr(rule, "waits", False)) and (name != GLOBAL or member_role == "region")
         self.answers = Answers(core, self.members, waits, self._answer_now)
