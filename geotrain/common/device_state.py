@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class DeviceState(NamedTuple):
     ecc_errors: float | None = None
     nvlink_errors: float | None = None
     slowed: str = ""
-    xids: Sequence[int] = ()
+    xids: tuple[int, ...] = ()
     unwatched: str = ""
 
     def said(self, whose: str) -> str:

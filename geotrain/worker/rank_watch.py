@@ -5,8 +5,6 @@ each rank says in the ranks' store what it does: a thread of its own writes that
 waits for. Each rank reads what all say, and the lowest one that still speaks tells what is wrong.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -43,7 +41,7 @@ PATIENCE = {CHECKPOINT: 10.0}  # times `hang_s`: a file system of many may pause
 FRAMES = 4  # innermost ones, of what a rank is at
 
 
-class RankState(NamedTuple):
+class RankState(NamedTuple):  # its annotations are no strings: docs could not resolve those of a named tuple
     """What a rank says. beats: words so far. in_step_s: since its step, or other work that ranks do together, began;
     −1: it is in none, as while it waits for data or a server. work: which. stuck: whether that is too long. turn,
     product_s: number and time of its last product. at: the innermost functions of its main thread. left: whether it
