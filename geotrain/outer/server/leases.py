@@ -354,19 +354,16 @@ class LeaseTable:
         Whoever claims to be far faster than all others would cut their jobs to single steps. So it counts as at most
         FASTER times as fast as the next.
         """
-        if worker not in self.step_s or not (self.scale_local_steps or self._steers(worker)):
+        if worker not in self.step_s or not (self.scale_local_steps or self.together):
             return self.local_steps
-        own_s = self.step_s[worker]
+        own_s, believed_s = self.step_s[worker], self._believed_s
         if self.scale_local_steps:
-            return max(1, ceil(self.local_steps * min(1.0, self._believed_s / own_s)))
-        alike = fmean(
-            self.step_s[name] for name in {worker, *filter(self._held.get, self.step_s)} if self._steers(name)
+            return max(1, ceil(self.local_steps * min(1.0, believed_s / own_s)))
+        at_work = (self.step_s[name] for name in {worker, *filter(self._held.get, self.step_s)})
+        alike = [step_s for step_s in at_work if step_s <= ALIKE * believed_s]
+        return (
+            max(1, round(self.local_steps * min(ALIKE, fmean(alike) / own_s))) if own_s in alike else self.local_steps
         )
-        return max(1, round(self.local_steps * min(ALIKE, alike / own_s)))
-
-    def _steers(self, worker: str) -> bool:
-        alike = self.scale_local_steps or self.step_s.get(worker, inf) <= ALIKE * self._believed_s
-        return self.together and worker in self.step_s and alike
 
     @property
     def _believed_s(self) -> float:
@@ -377,13 +374,15 @@ class LeaseTable:
         """Return the steps of a job that is to end with others', and note when. It is asked for as the one before
         begins."""
         worker, fastest = request.worker, min(self.step_s, key=lambda name: (self.step_s[name], name))
-        own_s, before = self.step_s[worker], self._held.get(worker, {}).get(request.job - 1)
+        own_s, believed_s = self.step_s[worker], self._believed_s
+        before = self._held.get(worker, {}).get(request.job - 1)
         begins_s = request.at_s + (before.steps if before else 0) * own_s
         at_work = {name for name, jobs in self._held.items() if jobs and name in self.ends_s and name != worker}
-        others = {name: (self.ends_s[name], max(self._believed_s, self.step_s[name])) for name in at_work}
+        others = {name: (self.ends_s[name], max(believed_s, self.step_s[name])) for name in at_work}
         with_s = self.ends_s[fastest] if fastest in others else None
-        own, usual, steers = (begins_s, own_s), self._steps(worker), self._steers(worker)
-        steps = ending_together(usual, own, [*others.values()], self._steps_left, steers, with_s)
+        steers = self.scale_local_steps or own_s <= ALIKE * believed_s
+        own = begins_s, own_s
+        steps = ending_together(self._steps(worker), own, [*others.values()], self._steps_left, steers, with_s)
         self.ends_s[worker] = begins_s + steps * own_s
         return steps
 
