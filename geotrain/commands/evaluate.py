@@ -18,7 +18,7 @@ from geotrain.data.tokens import DataError
 from geotrain.families import family_of
 from geotrain.inner.model.documents import cu_seqlens, inside_documents
 from geotrain.kernels.devices import cuda_devices
-from geotrain.parameters.hf_checkpoint import HFCheckpointError
+from geotrain.parameters.hf_checkpoint import HFCheckpointError, some
 
 USUAL_LENGTH = 1024  # tokens of a sample, when none are asked for
 TOKENS_AT_ONCE = 8192  # of a run's final validation: a batch's logits are 4 bytes for each and each id
@@ -59,7 +59,7 @@ def _positions(config: Any) -> int:
     return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
 
 
-def load_checkpoint(folder: Path, auto_class: str, **settings: Any) -> Any:
+def load_checkpoint(folder: Path | None, auto_class: str, **settings: Any) -> Any:
     """Load a checkpoint folder by a class of transformers. Raises HFCheckpointError."""
     import transformers  # slow to import
 
@@ -73,6 +73,15 @@ def load_checkpoint(folder: Path, auto_class: str, **settings: Any) -> Any:
         ) from None
 
 
+def load_model(folder: Path | None, kind: str = "AutoModelForCausalLM", **settings: Any) -> Any:
+    """Load a model. folder: None: the settings have its weights. Raises HFCheckpointError, also where one is missing
+    or of another shape: transformers would draw it at random."""
+    model, found = load_checkpoint(folder, kind, output_loading_info=True, **settings)
+    if lacks := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+        raise HFCheckpointError(f"{folder or 'the weights'}: {some(lacks)} missing, or of another shape")
+    return model
+
+
 def evaluate(
     folder: Path, validation: Path, samples: int | None, sequence_length: int, batch: int = 16, inside: bool = False
 ) -> float:
@@ -83,7 +92,7 @@ def evaluate(
     is one. Raises HFCheckpointError, DataError; ConfigError if the model has fewer positions: it would compute on,
     and worse.
     """
-    model = load_checkpoint(folder, "AutoModelForCausalLM", dtype=torch.float32)
+    model = load_model(folder, dtype=torch.float32)
     if sequence_length > _positions(model.config):
         raise ConfigError(
             f"{folder}: the model has {_positions(model.config)} positions, samples of {sequence_length} tokens do "
@@ -102,9 +111,9 @@ def loss_of_weights(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on
     assert run.data.validation is not None
     config = transformers.CONFIG_MAPPING[run.model.config["model_type"]].from_dict(run.model.config)
     # As a checkpoint: of experts, and of some families' layers, the model itself has other names and shapes.
-    kind = getattr(transformers, family_of(run.architecture.model_type).transformers_class)
+    kind = family_of(run.architecture.model_type).transformers_class
     taken = {name: tensor.bfloat16() for name, tensor in weights}
-    model = kind.from_pretrained(None, config=config, state_dict=taken, dtype=torch.float32)
+    model = load_model(None, kind, config=config, state_dict=taken, dtype=torch.float32)
     length, inside = run.data.sequence_length, run.data.attention == "document"
     batch = max(1, TOKENS_AT_ONCE // length)
     return loss_of_model(model, Path(run.data.validation), run.data.validation_samples, length, batch, inside, go_on)

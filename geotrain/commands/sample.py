@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from geotrain.commands.evaluate import load_checkpoint
+from geotrain.commands.evaluate import load_checkpoint, load_model
 from geotrain.kernels.devices import cuda_devices
 from geotrain.parameters.hf_checkpoint import HFCheckpointError
 
@@ -21,7 +21,7 @@ def sample(folder: Path, prompt: str, tokens: int | None, temperature: float = 0
     import transformers  # slow to import
 
     tokenizer = load_checkpoint(folder, "AutoTokenizer")
-    model = load_checkpoint(folder, "AutoModelForCausalLM")
+    model = load_model(folder)
     end = tokenizer.eos_token_id
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [end]
     if None in ids:

@@ -440,6 +440,9 @@ def test_inside_documents_the_loss_is_that_of_each_document_alone(
     by_server = final_validation(run)
     assert by_server is not None
     assert by_server(large.items(), lambda: True) == pytest.approx(expected, rel=1e-5)
+    large.pop("model.norm.weight")
+    with pytest.raises(HFCheckpointError, match=r"tensor model.norm.weight is missing"):  # else it is drawn at random
+        by_server(large.items(), lambda: True)
 
 
 def test_what_passes_a_state_on_knows_no_documents(tmp_path: Path, tokenizer: Path) -> None:
