@@ -162,9 +162,8 @@ def quantize_plain(
         finite = (as_int(v) & MAGNITUDE) < INFINITY_BITS
         code, left = code_plain(v, WIDE)
         tl.store(codes + at, code, mask=mask)
-        if (
-            RESIDUAL
-        ):  # what stays is written, too: a mask that changes from one element to the next allows no wide store
+        # What stays is written, too: a mask that changes from one element to the next allows no wide store.
+        if RESIDUAL:
             left = tl.where(finite, left, tl.load(residual + at, mask=mask, other=0.0))
             tl.store(residual + at, left, mask=mask)
         note_bad(all_finite, mask & ~finite)

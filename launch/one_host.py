@@ -43,9 +43,8 @@ def ask(command: Sequence[str], within_s: float, **more: Any) -> tuple[str, str]
     except subprocess.TimeoutExpired as error:
         return (error.stdout or b"").decode(errors="replace"), f"no answer within {within_s:g} s"
     why = ""
-    if (
-        done.returncode != 0
-    ):  # where a program is missing or fails, its own words stand last; ssh itself says one line
+    # Where a program is missing or fails, its own words stand last; ssh itself says one line.
+    if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         why = lines[-1].strip() if lines else f"exit code {done.returncode}"
     return done.stdout.decode(errors="replace"), why

@@ -244,7 +244,7 @@ def test_a_restarted_region_keeps_all_leases_that_it_answers_for_however_many():
     numbers = tuple(world.top.handle(LeaseRequest("a", job)).reply.lease for job in range(1, RETURNED_KEPT + 3))
     again = dataclasses.replace(world.regions["eu"].join_message(), incarnation="life-2", leases=numbers[:-1])
     assert world.top.handle(again).reply.gone == ()
-    assert tuple(world.top.keeper.holds("eu")) == numbers[:-1]
+    assert tuple(world.top.membership.leases.holds("eu")) == numbers[:-1]
     assert world.top.handle(LeaseRequest("b", 1)).reply.start == RETURNED_KEPT + 1  # that of which it knows nothing
 
 

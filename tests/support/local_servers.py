@@ -98,7 +98,10 @@ class LocalClient:
     def report_nonfinite_delta(self, lease: int) -> None:
         self.servers.say(
             UpdateRejected(
-                self.name, self.incarnation, "not finite", job=self.servers.region.keeper.holds(self.name)[lease].job
+                self.name,
+                self.incarnation,
+                "not finite",
+                job=self.servers.region.membership.leases.holds(self.name)[lease].job,
             )
         )
 

@@ -310,7 +310,7 @@ class GrpcService:
     async def _release(self, request: bytes, context: Any) -> bytes:
         release = wire.unpack(request, rpc.ReleaseLeases)
         await self._check_incarnation(context, release.member, release.incarnation)
-        held = await self.server_thread.read(lambda: self.server.keeper.holds(release.member))
+        held = await self.server_thread.read(lambda: self.server.membership.leases.holds(release.member))
         # Others may have gone to another worker meanwhile, because this one was silent for too long.
         mine = {n: held[n] for n in release.release.leases if n in held}
         if not release.release.failed or self.server.member_role == "region":

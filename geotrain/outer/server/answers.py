@@ -36,9 +36,8 @@ class Answers:
             member = self.members[name]
             own = member.fragments[fragment]
             own.owed = False
-            if (
-                own.answer is not None and own.version is None and member.complete
-            ):  # else it asks when it has joined this incarnation of the server
+            # Else it asks when it has joined this incarnation of the server.
+            if own.answer is not None and own.version is None and member.complete:
                 self.freeze(name, fragment)
 
     def held(self, fragment: int) -> tuple[str, ...]:

@@ -134,9 +134,8 @@ class RegionServer(Server):
                 return self._set(*message.what.removeprefix("set ").partition("=")[::2])
             case OperatorCommand() if message.what != "expel":
                 raise Refused(f"a region's server can snapshot, unban, expel and set, not {message.what}")
-        if (
-            isinstance(message, Leave) and message.member in self.worker_data.no_data_job
-        ):  # it ends as no data is left
+        # It ends as no data is left.
+        if isinstance(message, Leave) and message.member in self.worker_data.no_data_job:
             self.membership.member(message.member).transition(MemberEvent.ENDS)
         reply = super()._route(message)
         # The K-th update makes a send due. So may the leaving or silence of the last worker at work, or that there

@@ -103,7 +103,7 @@ class Server(ABC):
         # Number and versions of the global weights that a worker evaluates at present. The store keeps a copy.
         self.frozen: tuple[int, list[int]] | None = None
         self._sends, self._events = core.sends, core.events
-        self.keeper, self.membership = leases, Membership(core, members, leases)
+        self.membership = Membership(core, members, leases)
         self.members, self.as_ledger = self.membership.members, self.membership.as_ledger
         self.as_shard = self.membership.as_shard
         # Workers of a flat run, which has one level, are answered at once.
@@ -434,7 +434,8 @@ class Server(ABC):
             "in_rounds": self.rule.in_rounds,
             "awaited": sorted({name for fragment in self.numbers for name in self.answers.awaited(fragment)}),
             "members": {
-                name: {**m.status(), "leases": len(self.keeper.holds(name))} for name, m in self.members.items()
+                name: {**m.status(), "leases": len(self.membership.leases.holds(name))}
+                for name, m in self.members.items()
             },
             "sharing": len(self.membership.sharing) if getattr(self.rule, "averages", False) else 0,
             "over": self.over,

@@ -199,9 +199,8 @@ class Indexes:
         victim = rng.choice([index, index, index, data, manifest])
         for path, content in self._files.items():
             path.write_bytes(content)
-        if (
-            victim == data
-        ):  # its bytes are checked by `geotrain launch` against the manifest's digest, not at each open
+        # Its bytes are checked by `geotrain launch` against the manifest's digest, not at each open.
+        if victim == data:
             data.write_bytes(self._files[data][: rng.randrange(len(self._files[data]))])
         else:
             victim.write_bytes(damage(rng, self._files[victim]))
