@@ -150,7 +150,8 @@ def train(
         )
         asked = run.run_folder / end_file(worker.name)
         asked.unlink(missing_ok=True)  # an earlier incarnation was
-        if not run.outer.rule.synchronous:  # whose rounds all workers end together
+        may_form = formed or worker.hosts[1:] or cluster.region(region).spare_hosts  # else nobody would ask
+        if may_form and not run.outer.rule.synchronous:  # whose rounds all workers end together
             trainer.loop.ends = asked.exists
         trainer.checkpoints.files.may_lack = formed
         trainer.train(resume)
